@@ -41,10 +41,10 @@ TABLES = [
     ]),
     ("Tokenizers of checkpoints", [
         ("Id of a token", "runtime.bundle.spec.text_settings", "MAX_ID", ""),
-        ("Added token, or string that a normalizer or decoder writes", "exporter.checkpoint.tokenizer_limits",
+        ("Added token, or string that a normalizer or decoder writes", "exporter.checkpoint.tokenizer_spec",
          "MAX_STRING", "characters"),
-        ("What normalizers make of one character", "exporter.checkpoint.tokenizer_limits", "MAX_GROWTH", "characters"),
-        ("Parts of a normalizer, pre-tokenizer, post-processor or decoder", "exporter.checkpoint.tokenizer_limits",
+        ("What normalizers make of one character", "exporter.checkpoint.tokenizer_spec", "MAX_GROWTH", "characters"),
+        ("Parts of a normalizer, pre-tokenizer, post-processor or decoder", "exporter.checkpoint.tokenizer_spec",
          "MAX_PARTS", "parts"),
         ("Tokens added around a prompt", "exporter.checkpoint.resolving", "MAX_ADDED_IDS", "tokens"),
         ("Memory of the process that tries a tokenizer or template", "runtime.host.confined",

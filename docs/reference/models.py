@@ -10,7 +10,7 @@ from typing import Any
 from vtx.exporter.bundling.reductions import plan_reductions
 from vtx.exporter.checkpoint.config import TEXT_FAMILIES, VISION_FAMILIES, ModelConfig
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
-from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.tuning.options import check_tunable

@@ -26,8 +26,8 @@ from vtx.exporter.graphs.text_tower import build_text_tower
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.graphs.vision import build_vision, of_video
 from vtx.exporter.weights.journal import JOURNAL, ExportJournal
+from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.scaling import scalings
-from vtx.exporter.weights.stored import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.backends.allocation import returning_memory

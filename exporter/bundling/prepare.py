@@ -11,10 +11,10 @@ from pathlib import Path
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import Prediction, predict, small_files
 from vtx.exporter.bundling.reductions import Reductions, plan_reductions
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
-from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor, read_video_settings

@@ -1,4 +1,4 @@
-"""What the graphs need to know about a checkpoint, and the parts that families' configurations share, read strictly."""
+"""The configuration that graphs are built from, and the parts that families' configurations share, read strictly."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vtx.exporter.checkpoint.fields.numbers import MAX_WIDTH, number, size
-from vtx.exporter.checkpoint.fields.rope import Rope, read_rope
+from vtx.exporter.checkpoint.fields import MAX_WIDTH, Rope, number, read_rope, size
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
@@ -21,7 +20,7 @@ VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """A decoder of the llama family; the flags say where its families differ.
+    """A decoder of the llama family; flags state the differences between its members.
 
     `qk_norm`: an RMS norm over each head of the queries and keys, before they are rotated.
     """
@@ -49,15 +48,15 @@ class TextConfig:
 class VisionConfig:
     """A tower.
 
-    `shuffle`: patches a side of a square whose states become one token; zeros fill squares at the right and the bottom.
-    `shuffle_by_columns`: the tokens then stand column by column. `pool`: patches a side of a square whose states are
-    averaged before the projector. `rms_norm`: norms without a mean and a bias; `qk_norm`: an RMS norm over all heads of
-    the queries together, and of the keys. `position_grid`: positions a side that the table has, where those of the
-    patches are made of them. `post_norm`: a norm stands behind the last block.
+    `shuffle`: side, in patches, of a square whose states become one token; zeros pad the right and bottom borders.
+    `shuffle_by_columns`: its patches in column order. `pool`: side, in patches, of a square that is averaged before the
+    projector. `rms_norm`: norms without a mean and a bias; `qk_norm`: an RMS norm over all heads of the queries
+    together, and of the keys. `position_grid`: side of the table of positions if it is resized to the patches.
+    `post_norm`: a norm follows the last block.
 
     `native`: images keep their own resolution, positions are rotary, and the projector is the tower's merger; `image`
-    is then the side of the largest square one. `gated`: three matrices in place of a block's two. `window`: patches a
-    side of the windows within which blocks attend, but for `full_blocks`, counted from 0.
+    is then the side of the largest square image. `gated`: a block's MLP has three matrices instead of two. `window`:
+    side, in patches, of the windows that blocks attend within, except `full_blocks`, counted from 0.
     """
 
     family: str
@@ -88,32 +87,32 @@ class VisionConfig:
         return self.image // self.patch
 
     @property
-    def rows(self) -> int:
-        """Rows that the tower gives: its patches, and for CLIP the class token before them."""
+    def states(self) -> int:
+        """Hidden states of the tower's output: its patches, and for CLIP the class token before them."""
         return self.grid**2 + self.class_token
 
     @property
     def class_token(self) -> bool:
-        """Whether a class token stands before the patches."""
+        """True if a class token comes before the patches."""
         return self.family in ("clip", "internvit")
 
     @property
     def pre_norm(self) -> bool:
-        """Whether a norm stands before the first block; the patches then have no bias."""
+        """True if a norm comes before the first block; the patches then have no bias."""
         return self.family == "clip"
 
     @property
     def batch_axis(self) -> bool:
-        """Whether the tables of positions and of the class token have an axis for images."""
+        """True if the tables of positions and of the class token have an axis for images."""
         return self.family == "internvit"
 
 
 @dataclass(frozen=True, slots=True)
 class VideoConfig:
-    """How videos become tokens: `token_id` stands for one in a prompt.
+    """Videos as tokens: `token_id` is a video's placeholder in a prompt.
 
-    `own_tower`: frames go through a tower of their own, whose weights are named `video.`; `select` and `pool` are as
-    for images. Images' tower, projector and all else serve both.
+    `own_tower`: frames have a separate tower, with weights named `video.`; `select` and `pool` are as for images. All
+    else is shared with images.
     """
 
     token_id: int
@@ -125,10 +124,10 @@ class VideoConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model: decoder, tower, projector, and how an image becomes views of the tower and tokens (`layout`).
+    """One model: decoder, tower, projector, and the layout of an image's views and tokens.
 
-    `feature_layers` are indices into the tower's hidden states, 0 the embeddings. `projector_norm_eps` is that of a
-    norm on the features, None where there is none; `projector_layers` counts the projector's matrices.
+    `feature_layers` are indices into the tower's hidden states, 0 the embeddings. `projector_norm_eps` is the epsilon
+    of a norm on the features, None without a norm; `projector_layers` is the number of the projector's matrices.
     """
 
     text: TextConfig
@@ -150,30 +149,34 @@ class ModelConfig:
 
     @property
     def view_tokens(self) -> int:
-        """Tokens of one pass of the tower: its rows, less the first where the strategy is `default`, or its squares."""
+        """Tokens of one pass of the tower: one a square, or one a hidden state (`default` omits the first)."""
         vision = self.vision
         if vision.shuffle > 1:
             return (-(-vision.grid // vision.shuffle)) ** 2
-        return (vision.rows - (self.select == "default")) // vision.pool**2
+        return (vision.states - (self.select == "default")) // vision.pool**2
 
     @property
     def frames(self) -> ModelConfig | None:
-        """The configuration of the vision graph of a video's frames; None where there is none but that of images."""
+        """The configuration of the vision graph of a video's frames; None if it is the graph of images."""
         video = self.video
         if video is None or (video.select, video.pool, video.own_tower) == (self.select, self.vision.pool, False):
             return None
         return replace(self, select=video.select, vision=replace(self.vision, pool=video.pool), video=None)
 
 
-def model_type(part: Any, default: str) -> str:
-    if not isinstance(part, Mapping):
-        raise CheckpointError(f"config.json: a model part is a {type(part).__name__}, not an object; download it again")
-    return str(part.get("model_type", default))
-
-
 def check_known(part: str, name: str, known: tuple[str, ...]) -> None:
     if name not in known:
         raise UnsupportedModelError(f"the {part} {name!r} is not supported; vtx exports {', '.join(known)}")
+
+
+def check_values(config: Mapping[str, Any], model: str, known: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise UnsupportedModelError if a setting of a `model` has a value that is not `known`."""
+    for name, values in known.items():
+        if config.get(name) not in values:
+            listed = ", ".join(str(value) for value in values if value is not None)
+            raise UnsupportedModelError(
+                f"{name} {config.get(name)!r:.40} is not supported in {model} model; vtx supports {listed}"
+            )
 
 
 def check_layers(part: Mapping[str, Any]) -> None:
@@ -186,30 +189,58 @@ def check_layers(part: Mapping[str, Any]) -> None:
         )
 
 
-def _without_labels(part: Any) -> Any:
-    """A classifier's labels are nothing to us, and transformers makes a table of `num_labels` entries."""
-    return {k: v for k, v in part.items() if k != "num_labels"} if isinstance(part, Mapping) else part
+def part_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part's settings. Raises CheckpointError if they are missing."""
+    part = config.get(name)
+    if not isinstance(part, Mapping):
+        raise CheckpointError(f"config.json: {name} is {part!r:.40}, not the settings of a part; download it again")
+    return part
 
 
-def parse(kind: str, config: Mapping[str, Any]) -> Any:
-    """`config.json` as transformers' configuration class `kind` reads it, with its defaults.
+def parse(kind: str, config: Mapping[str, Any], name: str = "config.json") -> Any:
+    """The contents of the file `name` as transformers' configuration class `kind`, with its defaults.
 
     Raises:
-        CheckpointError: it is not such a configuration.
+        CheckpointError: it is not valid for that class.
 
     """
     import transformers
 
+    def without_labels(part: Any) -> Any:  # unused here, and transformers makes a table of `num_labels` entries
+        return {k: v for k, v in part.items() if k != "num_labels"} if isinstance(part, Mapping) else part
+
     try:
-        given = _without_labels({key: _without_labels(part) for key, part in config.items()})
+        given = without_labels({key: without_labels(part) for key, part in config.items()})
         return getattr(transformers, kind).from_dict(given)
     except Exception as e:
         reason = " ".join(str(e).split())[:300]
-        raise CheckpointError(f"config.json is not a {kind} ({reason}); download it again") from e
+        raise CheckpointError(f"{name} is not a {kind} ({reason}); download it again") from e
+
+
+def parse_parts(kind: str, config: Mapping[str, Any], text: str, towers: tuple[str, ...]) -> Any:
+    """`parse`, once the model_type of both parts is known to be supported: `text` and the first of `towers` by default.
+
+    Raises:
+        UnsupportedModelError: another text model or tower.
+        CheckpointError: it is not valid for that class.
+
+    """
+    for key, part, default, known in (
+        ("text_config", "text model", text, TEXT_FAMILIES),
+        ("vision_config", "vision tower", towers[0], towers),
+    ):
+        settings = config.get(key) or {}
+        if not isinstance(settings, Mapping):
+            raise CheckpointError(
+                f"config.json: a model part is a {type(settings).__name__}, not an object; download it again"
+            )
+        check_known(part, str(settings.get("model_type", default)), known)
+        check_layers(settings)
+    return parse(kind, config)
 
 
 def image_token_of(parsed: Any, text: TextConfig, kind: str = "image") -> int:
-    """The id of the token of an image, or of another `kind`, which the decoder's vocabulary must have."""
+    """The id of the placeholder token of an image, or of another `kind`, which must be in the decoder's vocabulary."""
     token = getattr(parsed, f"{kind}_token_id")
     if not isinstance(token, int) or not 0 <= token < text.vocab:
         raise CheckpointError(
@@ -228,10 +259,13 @@ def text_config_of(parsed: Any) -> TextConfig:
         raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
     if isinstance(head_dim, bool) or not isinstance(head_dim, int) or not 8 <= head_dim <= MAX_WIDTH or head_dim % 8:
         raise UnsupportedModelError(
-            f"head_dim {head_dim!r:.60} is not supported: onnxruntime's GroupQueryAttention wants a multiple of 8"
+            f"head_dim {head_dim!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
         )
     family = THREE_PART.get(config.model_type, config.model_type)
     positions = size(config, "max_position_embeddings", MAX_POSITIONS)
+    window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
+        positions = min(positions, window)  # attention is full up to here
     return TextConfig(
         family=family,
         layers=size(config, "num_hidden_layers", MAX_LAYERS),
@@ -248,40 +282,37 @@ def text_config_of(parsed: Any) -> TextConfig:
         mlp_bias=family == "llama" and bool(getattr(config, "mlp_bias", False)),
         tied=bool(parsed.tie_word_embeddings),
         rope=read_rope(config, head_dim, three_part=config.model_type in THREE_PART),
-        max_positions=min(positions, _window(config) or positions),
+        max_positions=positions,
         qk_norm=family == "qwen3",
     )
 
 
-def _window(config: Any) -> int | None:
-    """The sliding window, in tokens: below it attention is full, so a bundle's context ends there."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types and "sliding_attention" not in layer_types:
-        return None
-    window = getattr(config, "sliding_window", None)
-    return window if isinstance(window, int) and window > 0 else None
+def tower_of(config: Any, family: str, square: int = 1, sides: Any = None) -> VisionConfig:
+    """The sizes that all towers' configurations name alike; `square` divides the side of the grid of patches.
 
-
-def vision_config_of(config: Any) -> VisionConfig:
-    image, patch = size(config, "image_size", 1 << 14), size(config, "patch_size", 1 << 10)
+    `sides` has image_size and patch_size if the configuration does not have them as numbers.
+    """
+    image, patch = (
+        size(sides or config, f"{part}_size", most) for part, most in (("image", 1 << 14), ("patch", 1 << 10))
+    )
+    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     if image < patch:
         raise CheckpointError(f"config.json: image_size {image} is smaller than patch_size {patch}")
-    if getattr(config, "num_channels", 3) != 3:
-        raise UnsupportedModelError(f"a tower of {config.num_channels} channels is not supported; vtx feeds RGB")
-    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     if hidden % heads:
         raise CheckpointError(f"config.json: the tower's hidden_size {hidden} is not a multiple of its {heads} heads")
-    return tower_of(config, VISION_FAMILIES[config.model_type], image, patch)
-
-
-def tower_of(config: Any, family: str, image: int, patch: int) -> VisionConfig:
-    """The sizes that every tower's configuration states alike, with sides of an image and a patch in pixels."""
+    if image // patch % square:
+        raise CheckpointError(
+            f"config.json: a grid of {image // patch} x {image // patch} patches does not divide into squares of "
+            f"{square} x {square}; correct config.json"
+        )
+    if getattr(config, "num_channels", 3) != 3:
+        raise UnsupportedModelError(f"a tower of {config.num_channels} channels is not supported; vtx feeds RGB")
     return VisionConfig(
         family=family,
         layers=size(config, "num_hidden_layers", MAX_LAYERS),
-        hidden=size(config, "hidden_size"),
+        hidden=hidden,
         ffn=size(config, "intermediate_size"),
-        heads=size(config, "num_attention_heads"),
+        heads=heads,
         image=image,
         patch=patch,
         eps=number(vars(config), "layer_norm_eps"),

@@ -1,4 +1,4 @@
-"""What is done in the confined process: load a tokenizer, try it and the chat template, and resolve both into data."""
+"""Resolving a tokenizer and a chat template into data. Runs in the confined process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vtx.exporter.checkpoint.forms import IrregularError, derive_forms
-from vtx.exporter.checkpoint.length_bound import length_bound
 from vtx.exporter.checkpoint.original.tokenizer import FILE as SENTENCEPIECE
 from vtx.exporter.checkpoint.original.tokenizer import UNK_ID, original_tokenizer
-from vtx.exporter.checkpoint.tokenizer_limits import check_bytes, check_spec
+from vtx.exporter.checkpoint.tokenizer_spec import check_bytes, check_spec, length_bound
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.messages import PICTURES, Part
@@ -30,7 +29,7 @@ _QUESTION = "What is this? {} 123 {}"
 def resolve(request: dict[str, Any]) -> dict[str, Any]:
     """The tokenizer.json and the text settings of a checkpoint's copied files.
 
-    `folder` holds the files, `name` is what messages call it; `end_ids` None: where the tokenizer says.
+    `folder` holds the files, `name` is its name in messages; without `end_ids` the tokenizer's are used.
     Raises `CheckpointError`, `TemplateError`.
     """
     folder, image = Path(request["folder"]), request["image_token_id"]
@@ -38,27 +37,35 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
     else:
         loaded = _load(folder, request["name"])
-    text = loaded.backend_tokenizer.to_str()
-    spec = json.loads(text)
+    spec = json.loads(loaded.backend_tokenizer.to_str())
     check_spec(spec)
     check_bytes(spec, request["name"])
-    tokenizer = parse_tokenizer(text, CheckpointError)
+    tokenizer = parse_tokenizer(loaded.backend_tokenizer.to_str(), CheckpointError)
     ends = request["end_ids"]
     if ends is None:
         ends = [] if loaded.eos_token_id is None else [int(loaded.eos_token_id)]
-    before, after = _added_ids(tokenizer)
+    encoding = encode(tokenizer, "a", add_special_tokens=True)
+    added = encoding.special_tokens_mask
+    start = added.index(0) if 0 in added else len(added)
+    end = len(added) - added[::-1].index(0) if 0 in added else len(added)
+    if start + len(added) - end > MAX_ADDED_IDS:
+        raise CheckpointError(
+            f"the tokenizer adds {start + len(added) - end} tokens to every prompt, the limit is {MAX_ADDED_IDS}; "
+            "use the tokenizer that belongs to the model"
+        )
+    tokens = {
+        name: None if getattr(loaded, name, None) is None else str(getattr(loaded, name))
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+    }
     video = request["video_token_id"]
     settings = TextSettings(
         image_token=_added_token(tokenizer, request["image_token_id"], "image"),
         image_token_id=request["image_token_id"],
-        bos_token=_token(loaded, "bos_token"),
-        eos_token=_token(loaded, "eos_token"),
-        pad_token=_token(loaded, "pad_token"),
-        unk_token=_token(loaded, "unk_token"),
+        **tokens,
         end_ids=tuple(ends),
         add_special_tokens=True,
-        ids_before=before,
-        ids_after=after,
+        ids_before=tuple(encoding.ids[:start]),
+        ids_after=tuple(encoding.ids[end:]),
         control_tokens={},
         length_bound=None,
         forms=None,
@@ -70,12 +77,17 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     control = control_tokens(tokenizer, settings)
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
     settings = with_forms(settings, request["template"])
-    _try(Text(tokenizer, request["template"], settings))
+    # ask about an image, or a video, with control tokens as text in it, and decode the prompt
+    text = Text(tokenizer, request["template"], settings)
+    for typed, kind in product(("", "".join(control)), PICTURES if video is not None else PICTURES[:1]):
+        picture: Part = {"type": "video"} if kind == "video" else {"type": "image"}
+        words: Part = {"type": "text", "text": _QUESTION.format("猫", typed)}
+        text.decode(text.prompt([{"role": "user", "content": [picture, words]}], 1))
     return {"tokenizer": tokenizer.to_str(), "settings": json_value(settings)}
 
 
 def resolve_plain(request: dict[str, Any]) -> str:
-    """The tokenizer.json of `folder`, which `name` is called in messages, tried; ids are below `vocab`.
+    """The tokenizer.json of `folder`, called `name` in messages, after a trial; ids are below `vocab`.
 
     Raises `CheckpointError`.
     """
@@ -89,13 +101,13 @@ def resolve_plain(request: dict[str, Any]) -> str:
         if not ids or max(ids) >= request["vocab"]:
             raise CheckpointError(
                 f"the tokenizer of {request['name']} gives the ids {ids[:8]} for {words!r}, and the model has "
-                f"{request['vocab']:,} tokens; take the tokenizer that belongs to the model"
+                f"{request['vocab']:,} tokens; use the tokenizer that belongs to the model"
             )
     return str(tokenizer.to_str())
 
 
 def with_forms(settings: TextSettings, template: str) -> TextSettings:
-    """The settings with the template's forms, or with the reason why there are none. Raises `TemplateError`."""
+    """The settings with the template's forms, or the reason why there are none. Raises `TemplateError`."""
     shaping = ShapingTemplate(template, settings)
 
     def render(messages: Any, reply: bool) -> str:
@@ -109,7 +121,7 @@ def with_forms(settings: TextSettings, template: str) -> TextSettings:
 
 
 def control_tokens(tokenizer: Tokenizer, settings: TextSettings) -> dict[str, int]:
-    """The tokens nobody may type, by their text: the special ones, and those that settings name."""
+    """Tokens that no text may give, by their text: the special ones, and those in the settings."""
     added = tokenizer.get_added_tokens_decoder()
     control: dict[str, int | None] = {token.content: id for id, token in added.items() if token.special}
     named = [*settings.variables().values(), *map(tokenizer.id_to_token, settings.end_ids)]
@@ -118,16 +130,16 @@ def control_tokens(tokenizer: Tokenizer, settings: TextSettings) -> dict[str, in
 
 
 def _load(folder: Path, name: str) -> Any:
-    """AutoTokenizer's tokenizer, made from copies of the data files in an otherwise empty folder."""
+    """AutoTokenizer's tokenizer of copied data files."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     if (folder / "tokenizer.json").exists():
         try:
             check_spec(json.loads((folder / "tokenizer.json").read_bytes()))
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"tokenizer.json of {name} is not sound JSON ({error}); download it again") from error
-    cure = "save it as a tokenizer.json (a tokenizer.model alone needs the sentencepiece package)"
-    with rust_errors(CheckpointError, f"transformers cannot load the tokenizer of {name}; {cure}"):
+            raise CheckpointError(f"tokenizer.json of {name} is not valid JSON ({error}); download it again") from error
+    fix = "save it as a tokenizer.json (a tokenizer.model alone needs the sentencepiece package)"
+    with rust_errors(CheckpointError, f"transformers cannot load the tokenizer of {name}; {fix}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(tokenizer, "backend_tokenizer"):
         raise CheckpointError(
@@ -137,53 +149,25 @@ def _load(folder: Path, name: str) -> Any:
     return tokenizer
 
 
-def _token(tokenizer: Any, name: str) -> str | None:
-    token = getattr(tokenizer, name, None)
-    return None if token is None else str(token)
-
-
 def _added_token(tokenizer: Tokenizer, id: int, kind: str) -> str:
-    """The token that stands for an image or a video."""
+    """The placeholder token of an image or a video."""
     token = tokenizer.get_added_tokens_decoder().get(id)
     if token is None:
         raise CheckpointError(
             f"the tokenizer has no added token {id}, which the config names as the {kind} token; "
-            "take the tokenizer that belongs to the model"
+            "use the tokenizer that belongs to the model"
         )
     ids = encode(tokenizer, token.content).ids
     if ids != [id]:
-        raise CheckpointError(f"the tokenizer makes {ids} of the {kind} token {token.content!r}, not [{id}]")
+        raise CheckpointError(f"the tokenizer encodes the {kind} token {token.content!r} as {ids}, not [{id}]")
     return str(token.content)
 
 
 def _seg_token(tokenizer: Tokenizer, token: str | None) -> int | None:
-    """The id of the token that stands for a segment, where the family has one."""
+    """The id of the token of a segment, if the family has one."""
     if token is None:
         return None
     id = tokenizer.token_to_id(token)
     if id is None or encode(tokenizer, token).ids != [id]:
-        raise CheckpointError(f"the tokenizer has no token {token}; take the tokenizer that belongs to the model")
+        raise CheckpointError(f"the tokenizer has no token {token}; use the tokenizer that belongs to the model")
     return int(id)
-
-
-def _added_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the tokenizer puts before and after a text."""
-    encoding = encode(tokenizer, "a", add_special_tokens=True)
-    marks = encoding.special_tokens_mask
-    start = marks.index(0) if 0 in marks else len(marks)
-    end = len(marks) - marks[::-1].index(0) if 0 in marks else len(marks)
-    if start + len(marks) - end > MAX_ADDED_IDS:
-        raise CheckpointError(
-            f"the tokenizer adds {start + len(marks) - end} tokens to every prompt, the limit is {MAX_ADDED_IDS}; "
-            "take the tokenizer that belongs to the model"
-        )
-    return tuple(encoding.ids[:start]), tuple(encoding.ids[end:])
-
-
-def _try(text: Text) -> None:
-    """Ask a question about an image, or a video, one that holds special tokens as text, and decode it."""
-    kinds = PICTURES if text.settings.video_token_id is not None else PICTURES[:1]
-    for typed, kind in product(("", "".join(text.settings.control_tokens)), kinds):
-        picture: Part = {"type": "video"} if kind == "video" else {"type": "image"}
-        words: Part = {"type": "text", "text": _QUESTION.format("猫", typed)}
-        text.decode(text.prompt([{"role": "user", "content": [picture, words]}], 1))

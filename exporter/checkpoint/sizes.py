@@ -1,4 +1,4 @@
-"""Sizes of a model for a plan: of one known by name, of a bundle, or of a checkpoint's configuration."""
+"""Sizes of a model for a plan: by a known name, a bundle, or a checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -37,24 +37,20 @@ def find_size(model: str) -> ModelSize:
         raise RequestError(
             f"{model!r} is not a known model ({', '.join(KNOWN)}) or a directory with a config.json or a bundle"
         )
-    if path.is_dir():
-        return model_size(_folder_config(path), path.absolute().name)
-    return config_size(read_json_object(config, MAX_CONFIG), config.absolute().parent.name)
-
-
-def _folder_config(folder: Path) -> ModelConfig:
-    """What a checkpoint's configuration and, where it is there, its image processor's file say of a model."""
-    settings = read_settings(folder, "config.json")
+    if not path.is_dir():
+        return config_size(read_json_object(config, MAX_CONFIG), config.absolute().parent.name)
+    settings = read_settings(path, "config.json")
     family = find_family(settings)
     parts = family.original.folders if family.original else {}
-    own = {key: read_settings(folder, f"{part}/config.json") for key, part in parts.items()}
-    config = family.read({**settings, **own})
-    told = any(os.path.lexists(folder / name) for name in (ALONE, "processor_config.json"))
-    return config if family.adjust is None or not told else family.adjust(config, read_image_processor(folder))
+    own = {key: read_settings(path, f"{part}/config.json") for key, part in parts.items()}
+    read = family.read({**settings, **own})
+    if family.adjust and any(os.path.lexists(path / name) for name in (ALONE, "processor_config.json")):
+        read = family.adjust(read, read_image_processor(path))
+    return model_size(read, path.absolute().name)
 
 
 def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
-    """Sizes of a Hugging Face configuration, read as the exporter reads it; no weights are needed."""
+    """Sizes of a Hugging Face configuration, read as by the exporter; no weights are needed."""
     return model_size(read_config(config), name)
 
 

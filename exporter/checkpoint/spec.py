@@ -1,6 +1,6 @@
-"""A configuration as a bundle declares it, and back. Fields of the same name are carried over, none is listed here.
+"""The manifest's sizes of a configuration, and back. Fields of the same name are copied, without a list of them.
 
-A flag of a decoder or a tower that the manifest has no field for stands by its name among the manifest's `flags`.
+A flag of a decoder or a tower without a field of its own is one of the manifest's `flags`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, TextConfig, VisionConfig
-from vtx.exporter.checkpoint.fields.rope import Rope
+from vtx.exporter.checkpoint.fields import Rope
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, RopeSpec, TowerSpec
 from vtx.runtime.errors import BundleError
@@ -39,10 +39,10 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
 
 
 def config_of(manifest: Manifest) -> ModelConfig:
-    """The configuration that a bundle was exported from, as far as it concerns the bundle.
+    """The part of a checkpoint's configuration that its bundle holds.
 
     Raises:
-        BundleError: a flag of the decoder or the tower that this vtx does not know.
+        BundleError: an unknown flag of the decoder or the tower.
 
     """
     m, tower, rope = manifest.model, manifest.model.tower, manifest.model.rope
@@ -68,14 +68,14 @@ def _names(kind: type[TextConfig | VisionConfig | ModelSpec | TowerSpec]) -> set
 
 
 def _declared(part: TextConfig | VisionConfig, kind: type[ModelSpec | TowerSpec]) -> dict[str, Any]:
-    """The values of `part` that the manifest has fields for, and its other flags."""
+    """The values of `part` that have a field in the manifest, and its other flags."""
     shared = {name: getattr(part, name) for name in _names(kind) if hasattr(part, name)}
     others = sorted(_names(type(part)) - set(shared))
     return shared | {"flags": tuple(name for name in others if getattr(part, name) is True)}
 
 
 def _configured(part: ModelSpec | TowerSpec, kind: type[TextConfig | VisionConfig]) -> dict[str, Any]:
-    """The values that `kind` has fields for, and the flags that are set."""
+    """The values that have a field in `kind`, and the flags that are set."""
     unknown = sorted(set(part.flags) - _names(kind))
     if unknown:
         raise BundleError(

@@ -1,9 +1,9 @@
 """Chat templates whose prompts are proven by a finite number of conversations.
 
-A template is accepted if nothing in its syntax tree lets the prompt depend on what a text says (except whether it is
-empty or blank), on a number greater than `MOST`, or on a variable that is carried from one message to the next. What
-such a template prints around a text depends on roles, types of parts, whether a message or part is one of the first or
-the last, and parity; `vtx.exporter.checkpoint.forms` tries all of these.
+A template is accepted if nothing in its syntax tree lets the prompt depend on the contents of a text (except that it is
+empty or blank), on a number greater than `MOST`, or on a variable that is carried from one message to the next. What it
+prints around a text then depends on roles, types of parts, being among the first or last messages or parts, and parity;
+`vtx.exporter.checkpoint.forms` tries all of these.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jinja2 import nodes
 from vtx.runtime.bundle.spec.text_settings import ROLES
 from vtx.runtime.prompt.template import parse_template
 
-MOST = 1  # the greatest number with which a count or an index may be compared
+MOST = 1  # the largest number that a count or an index may be compared with
 MAX_SLICES = 2  # of the messages; each moves indices by one
 
-# "fixed" has a few values without text in it, "role" is a message's, "state" can have any value.
+# "fixed" has a few values without text in them, "role" is a message's, "state" can have any value.
 Kind = Literal["fixed", "role", "count", "state", "text", "content", "part", "parts", "message", "messages"]
 _ELEMENTS: Final[dict[str, Kind]] = {"messages": "message", "parts": "part", "content": "part"}
 _FIELDS: Final[dict[str, dict[str, Kind]]] = {
@@ -38,16 +38,16 @@ _COMPARING = {"equalto": "eq", "eq": "eq", "==": "eq", "ne": "ne", "!=": "ne", "
 _ARITHMETIC = (nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow, nodes.Neg, nodes.Pos)
 
 _UNKNOWN: Final[Any] = object()
-_MISSING: Final[Any] = object()  # what a name or field is that no conversation has
+_MISSING: Final[Any] = object()  # the value of a name or field that no conversation has
 
 
 class UnprovenError(Exception):
-    """What a template does that a finite number of conversations cannot prove."""
+    """The part of a template that a finite number of conversations cannot prove."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """The kinds that an expression can have, and its value where it is always the same."""
+    """The kinds that an expression can have, and its value if constant."""
 
     kinds: frozenset[Kind]
     constant: Any = _UNKNOWN
@@ -80,10 +80,10 @@ _ABSENT = _constant(_MISSING)
 
 
 def check_provable(source: str) -> None:
-    """Raises `UnprovenError` for a template that conversations cannot prove, `TemplateError` for what is not one."""
+    """Raises `UnprovenError` for a template that conversations cannot prove, `TemplateError` for an invalid one."""
     tree = parse_template(source)
     names: dict[str, _Value] = {}
-    while True:  # assignments make more of a template reachable, and these can assign more
+    while True:  # assignments make more of a template reachable, which can assign more
         reading = _Reading(dict(names))
         reading.statements(tree.body)
         if reading.names == names:
@@ -92,54 +92,46 @@ def check_provable(source: str) -> None:
 
 
 class _Reading:
-    """One pass over what can be reached of a syntax tree, with all that `names` may have been assigned."""
+    """One pass over the reachable part of a syntax tree, with all values that `names` may have."""
 
     def __init__(self, names: dict[str, _Value]) -> None:
         self.names = names  # of variables, and of a namespace's fields as "name.field"
         self._slices = 0
         self._values: dict[int, _Value] = {}
-        self._loops: list[tuple[_Value, bool]] = []  # what the loops around run over, and if they leave nothing out
+        self._loops: list[tuple[_Value, bool]] = []  # the iterables of the enclosing loops; True if nothing is filtered
 
     def statements(self, body: Sequence[nodes.Node]) -> None:
         for node in body:
-            self._statement(node)
-
-    def _statement(self, node: nodes.Node) -> None:
-        match node:
-            case nodes.Output(nodes=children):
-                for child in children:
-                    if not isinstance(child, nodes.TemplateData):
-                        self._print(self._of(child))
-            case nodes.If():
-                self._branches(node)
-            case nodes.For():
-                self._loop(node)
-            case nodes.Assign(target=target, node=expression):
-                self._assign(target, expression)
-            case nodes.AssignBlock(target=nodes.Name(name=name), filter=None, body=body):
-                self.statements(body)
-                self._keep(name, _value("fixed", "text"))
-            case nodes.Scope(body=body):
-                self.statements(body)
-            case nodes.Continue():
-                pass
-            case _:
-                raise UnprovenError(f"it has a statement of the kind {type(node).__name__}")
-
-    def _print(self, value: _Value) -> None:
-        if value.kinds & {"count", "state"}:
-            raise UnprovenError("it prints a number or a variable that changes from message to message")
-        if value.kinds & {"message", "messages", "part", "parts"}:
-            raise UnprovenError("it prints messages or parts as a whole")
-
-    def _branches(self, node: nodes.If) -> None:
-        for branch in (node, *node.elif_):
-            truth = self._condition(branch.test)
-            if truth is not False:
-                self.statements(branch.body)
-            if truth is True:
-                return
-        self.statements(node.else_)
+            match node:
+                case nodes.Output(nodes=children):
+                    for child in children:
+                        kinds = frozenset() if isinstance(child, nodes.TemplateData) else self._of(child).kinds
+                        if kinds & {"count", "state"}:
+                            raise UnprovenError("it prints a number or a variable that changes from message to message")
+                        if kinds & {"message", "messages", "part", "parts"}:
+                            raise UnprovenError("it prints messages or parts as a whole")
+                case nodes.If():
+                    for branch in (node, *node.elif_):
+                        truth = self._condition(branch.test)
+                        if truth is not False:
+                            self.statements(branch.body)
+                        if truth is True:
+                            break
+                    else:
+                        self.statements(node.else_)
+                case nodes.For():
+                    self._loop(node)
+                case nodes.Assign(target=target, node=expression):
+                    self._assign(target, expression)
+                case nodes.AssignBlock(target=nodes.Name(name=name), filter=None, body=body):
+                    self.statements(body)
+                    self._keep(name, _value("fixed", "text"))
+                case nodes.Scope(body=body):
+                    self.statements(body)
+                case nodes.Continue():
+                    pass
+                case _:
+                    raise UnprovenError(f"it has a statement of the kind {type(node).__name__}")
 
     def _loop(self, node: nodes.For) -> None:
         over = self._of(node.iter)
@@ -180,14 +172,14 @@ class _Reading:
         self.names[name] = _union(value, self.names.get(name, _value()))
 
     def _condition(self, node: nodes.Node) -> bool | None:
-        """What the expression is as a condition, None where that depends on the conversation."""
+        """The expression's truth as a condition, None if it depends on the conversation."""
         value = self._of(node)
         if "state" in value.kinds:
             raise UnprovenError("it has a condition on a variable that changes from message to message")
         return value.truth
 
     def _of(self, node: nodes.Node) -> _Value:
-        """What an expression can be; each is looked at once, whatever stands around it."""
+        """The possible values of an expression; each is read once, whatever its surroundings."""
         if id(node) not in self._values:
             self._values[id(node)] = self._find(node)
         return self._values[id(node)]
@@ -197,7 +189,12 @@ class _Reading:
             case nodes.Const(value=value):
                 return _constant(value)
             case nodes.Name(name=name):
-                return self._name(name)
+                given = [_value("messages")] if name == "messages" else [_FIXED] if name in _GIVEN else []
+                if name in self.names:
+                    return _union(self.names[name], *given)
+                if name in _FUNCTIONS or name == "loop":
+                    return _STATE
+                return given[0] if given else _constant(None) if name in _NONE else _ABSENT
             case nodes.Getattr(node=of, attr=str(field)) | nodes.Getitem(node=of, arg=nodes.Const(value=str(field))):
                 return self._field(of, field)
             case nodes.Getitem():
@@ -220,7 +217,9 @@ class _Reading:
                 if truth is isinstance(node, nodes.Or):
                     return first
                 second = self._of(right)
-                return second if truth is not None else self._either(node, first, second)
+                if truth is None and isinstance(node, nodes.And) and second.truth is False and first.is_fixed:
+                    return _constant(False)
+                return second if truth is not None else _union(first, second)
             case nodes.CondExpr(test=test, expr1=then, expr2=other):
                 truth = self._condition(test)
                 options = [expression for expression, skipped in ((then, False), (other, True)) if truth is not skipped]
@@ -242,23 +241,14 @@ class _Reading:
                 return _FIXED if all(value.is_fixed for value in values) else _STATE
         raise UnprovenError(f"it has an expression of the kind {type(node).__name__}")
 
-    def _either(self, node: nodes.Node, first: _Value, second: _Value) -> _Value:
-        if isinstance(node, nodes.And) and second.truth is False:
-            return _constant(False) if first.is_fixed else _union(first, second)
-        return _union(first, second)
-
-    def _name(self, name: str) -> _Value:
-        given = [_value("messages")] if name == "messages" else [_FIXED] if name in _GIVEN else []
-        if name in self.names:
-            return _union(self.names[name], *given)
-        if name in _FUNCTIONS or name == "loop":
-            return _STATE
-        return given[0] if given else _constant(None) if name in _NONE else _ABSENT
-
     def _field(self, node: nodes.Node, field: str) -> _Value:
         if isinstance(node, nodes.Name):
             if node.name == "loop" and self._loops:
-                return self._loop_field(field)
+                if field in ("first", "last", *_COUNTS):
+                    return _value("count" if field in _COUNTS else "fixed")
+                if field in ("previtem", "nextitem"):
+                    return _union(_elements(self._loops[-1][0]), _FIXED)
+                raise UnprovenError(f"it uses loop.{field}")
             if self.names.get(node.name) == _STATE:
                 return self.names.get(f"{node.name}.{field}", _STATE)
         of = self._of(node)
@@ -268,13 +258,6 @@ class _Reading:
             return _STATE
         found = [_value(_FIELDS[kind][field]) if field in _FIELDS.get(kind, ()) else _ABSENT for kind in of.kinds]
         return found[0] if len(found) == 1 else _union(*found)
-
-    def _loop_field(self, field: str) -> _Value:
-        if field in ("first", "last", *_COUNTS):
-            return _value("count" if field in _COUNTS else "fixed")
-        if field in ("previtem", "nextitem"):
-            return _union(_elements(self._loops[-1][0]), _FIXED)
-        raise UnprovenError(f"it uses loop.{field}")
 
     def _item(self, node: nodes.Getitem) -> _Value:
         of = self._of(node.node)
@@ -287,31 +270,26 @@ class _Reading:
                 if self._slices <= MAX_SLICES:
                     return of
             case nodes.Add(left=base, right=nodes.Const(value=1)) | nodes.Sub(left=base, right=nodes.Const(value=1)):
-                if self._is_index(base) and of.kinds == {"messages"}:
-                    return _value("message", "fixed")
+                over, whole = self._loops[-1] if self._loops else (_FIXED, False)
+                match base:  # the index of a loop over all messages
+                    case nodes.Getattr(node=nodes.Name(name="loop"), attr="index" | "index0"):
+                        if whole and over.kinds == of.kinds == {"messages"}:
+                            return _value("message", "fixed")
         raise UnprovenError("it picks items by a number that is not 0, 1, or next to a loop's")
-
-    def _is_index(self, node: nodes.Node) -> bool:
-        """Whether it is the index of a loop over all messages."""
-        over, whole = self._loops[-1] if self._loops else (_FIXED, False)
-        match node:
-            case nodes.Getattr(node=nodes.Name(name="loop"), attr="index" | "index0"):
-                return whole and over.kinds == {"messages"}
-        return False
 
     def _filter(self, node: nodes.Filter) -> _Value:
         if node.node is None or node.dyn_args or node.dyn_kwargs:
             raise UnprovenError(f"it uses the filter {node.name} on a block, or with unknown options")
         of = self._of(node.node)
-        plain = not node.args and not node.kwargs
+        bare = not node.args and not node.kwargs
         match node.name:
-            case "trim" | "string" if plain and of.kinds <= {"fixed", "role", "text", "content"}:
+            case "trim" | "string" if bare and of.kinds <= {"fixed", "role", "text", "content"}:
                 return _TEXT if of.kinds & {"text", "content"} else _FIXED
-            case "list" if plain and of.kinds <= {"fixed", "role", "parts", "messages"}:
+            case "list" if bare and of.kinds <= {"fixed", "role", "parts", "messages"}:
                 return of
-            case "first" | "last" if plain and of.kinds <= {"fixed", "role", "parts", "messages"}:
+            case "first" | "last" if bare and of.kinds <= {"fixed", "role", "parts", "messages"}:
                 return _elements(of)
-            case "length" | "count" if plain and of.kinds <= {"parts", "messages"}:
+            case "length" | "count" if bare and of.kinds <= {"parts", "messages"}:
                 return _value("count")
             case "selectattr" if of.kinds <= {"content", "parts", "messages"}:
                 match node.args:
@@ -346,7 +324,7 @@ class _Reading:
     def _compare(self, left: nodes.Node, op: str, right: nodes.Node) -> _Value:
         a, b = self._of(left), self._of(right)
         if op in ("in", "notin") and b.kinds <= {"message", "part"} and isinstance(a.constant, str):
-            # A content that is a string has characters for parts; none of them has a name of two characters in it.
+            # The parts of a string are its characters, which contain no name of two characters.
             if len(a.constant) < 2:
                 raise UnprovenError("it searches a text")
             if len(b.kinds) > 1:

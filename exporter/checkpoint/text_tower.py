@@ -1,6 +1,6 @@
 """The CLIP whose text tower goes into a bundle, for CDPruner in its authors' form: opened and checked as a checkpoint.
 
-Its tensors go by canonical names that begin with `clip.`: `clip.text.` for the text encoder, `clip.vision.` for the
+Its tensors have canonical names that begin with `clip.`: `clip.text.` for the text encoder, `clip.vision.` for the
 vision encoder, of which only the last norm is used, and the two projections.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.config import ModelConfig, parse
 from vtx.exporter.checkpoint.loader import Checkpoint, open_model
 from vtx.exporter.checkpoint.text import read_plain_tokenizer
 from vtx.runtime.bundle.safetensors import read_tensor, shown
@@ -20,15 +20,15 @@ from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, TextTowerSpec
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 
 TOKENIZER = "text_tower_tokenizer.json"
-OLD_END = 2  # of configurations that did not name the end token: the highest id is taken instead
+OLD_END = 2  # in configurations without the end token: the highest id is used instead
 CLASS_EMBEDDING = "embeddings.class_embedding"
-SAME = 1e-2  # of two towers' class embeddings, relative to the largest value: one may be rounded to fp16
+SAME = 1e-2  # largest difference of two towers' class embeddings, relative: one may be rounded to fp16
 _PARTS = {"text_model.": "clip.text.", "vision_model.": "clip.vision."}
 
 
 @dataclass(frozen=True, slots=True)
 class TextTowerCheckpoint:
-    """A CLIPModel, of which the text encoder and both projections are exported; `tokenizer` is its tokenizer.json."""
+    """A CLIPModel whose text encoder and projections are exported; `tokenizer` is its tokenizer.json."""
 
     spec: TextTowerSpec
     checkpoint: Checkpoint
@@ -37,26 +37,36 @@ class TextTowerCheckpoint:
 
 
 def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_pickle: bool) -> TextTowerCheckpoint:
-    """Open the CLIP in directory `path`, or on the hub, for a LLaVA whose vision tower it has.
+    """Open the CLIP in directory `path`, or on the hub, whose vision tower the LLaVA has.
 
-    With `allow_pickle` the tensors in files of `torch.save` count, where there are none in safetensors.
+    With `allow_pickle` files of `torch.save` are read if there is no safetensors file.
 
     Raises:
-        CheckpointError: what is damaged, hostile or incomplete.
-        UnsupportedModelError: no CLIPModel, or one that does not fit the LLaVA's vision tower.
+        CheckpointError: a damaged, hostile or incomplete checkpoint.
+        UnsupportedModelError: not a CLIPModel, or it does not fit the LLaVA's vision tower.
 
     """
-    checkpoint = open_model(path, _check_clip, _canonical, allow_pickle=allow_pickle)
-    clip = _parse(checkpoint.config)
+
+    def canonical(name: str) -> str:
+        prefix = next((old for old in _PARTS if name.startswith(old)), "")
+        return _PARTS.get(prefix, "clip.") + name.removeprefix(prefix)
+
+    checkpoint = open_model(path, _check_clip, canonical, allow_pickle=allow_pickle)
+    clip = parse("CLIPConfig", checkpoint.config, "the text tower's config.json")
     _check_fits(clip, config)
     text = clip.text_config
+    end, vocab = text.eos_token_id, _whole(text, "vocab_size")
+    if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < vocab:
+        raise CheckpointError(
+            f"the text tower's config.json: eos_token_id is {end!r:.60}, not a token of its vocabulary"
+        )
     try:
         spec = TextTowerSpec(
             tokenizer=TOKENIZER, layers=_whole(text, "num_hidden_layers"), hidden=_whole(text, "hidden_size"),
             intermediate=_whole(text, "intermediate_size"), heads=_whole(text, "num_attention_heads"),
-            vocab=_whole(text, "vocab_size"), max_tokens=_whole(text, "max_position_embeddings"),
+            vocab=vocab, max_tokens=_whole(text, "max_position_embeddings"),
             width=_whole(clip, "projection_dim"), activation=str(text.hidden_act), eps=_number(text),
-            vision_eps=_number(clip.vision_config), end_id=_end_id(text),
+            vision_eps=_number(clip.vision_config), end_id=None if end == OLD_END else end,
         )  # fmt: skip
     except BundleError as e:
         raise CheckpointError(f"the text tower's config.json: {e}".replace("vtx.json: ", "")) from e
@@ -64,20 +74,13 @@ def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_
     return TextTowerCheckpoint(spec, checkpoint, tokenizer, _warnings(path, checkpoint, model))
 
 
-def _canonical(name: str) -> str:
-    for old, new in _PARTS.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return f"clip.{name}"
-
-
 def _check_clip(config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
     if kind != "clip":
         hint = ", which lacks the projections" if str(kind).startswith("clip_") else ""
         raise UnsupportedModelError(
-            f"the text tower is model_type {shown(str(kind))}{hint}; --text-tower takes the whole CLIPModel whose "
-            "vision tower the LLaVA has, as openai/clip-vit-large-patch14-336 for LLaVA-1.5"
+            f"the text tower is model_type {shown(str(kind))}{hint}; --text-tower needs the whole CLIPModel whose "
+            "vision tower the LLaVA has, e.g. openai/clip-vit-large-patch14-336 for LLaVA-1.5"
         )
     for part in ("text_config", "vision_config"):
         settings = config.get(part)
@@ -86,26 +89,11 @@ def _check_clip(config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"the text tower's {part} has {layers!r:.40} layers, the limit is {MAX_LAYERS}")
 
 
-def _parse(config: Mapping[str, Any]) -> Any:
-    from transformers import CLIPConfig
-
-    parts = {
-        key: {k: v for k, v in part.items() if k != "num_labels"} if isinstance(part, Mapping) else part
-        for key, part in config.items()
-        if key != "num_labels"
-    }
-    try:
-        return CLIPConfig.from_dict(parts)
-    except Exception as e:
-        reason = " ".join(str(e).split())[:300]
-        raise CheckpointError(f"the text tower's config.json is not a CLIP's ({reason}); download it again") from e
-
-
 def _check_fits(clip: Any, config: ModelConfig) -> None:
     vision = config.vision
     if vision.family != "clip":
         raise UnsupportedModelError(
-            f"--text-tower: a {vision.family} vision tower has no CLIP text tower beside it; leave the option out, and "
+            f"--text-tower: a {vision.family} vision tower has no CLIP text tower; leave the option out, and "
             "use cdpruner:text=embedding"
         )
     if len(config.feature_layers) > 1:
@@ -121,8 +109,8 @@ def _check_fits(clip: Any, config: ModelConfig) -> None:
     width = getattr(clip.vision_config, "hidden_size", None)
     if width != vision.hidden:
         raise UnsupportedModelError(
-            f"--text-tower: its vision tower is {width!r:.40} wide and the LLaVA's {vision.hidden}; name the CLIP that "
-            "the LLaVA was made with"
+            f"--text-tower: its vision tower has hidden size {width!r:.40}, the LLaVA's has {vision.hidden}; name the "
+            "CLIP that the LLaVA was made with"
         )
 
 
@@ -140,21 +128,12 @@ def _number(config: Any) -> float:
     return float(value)
 
 
-def _end_id(config: Any) -> int | None:
-    end = config.eos_token_id
-    if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < _whole(config, "vocab_size"):
-        raise CheckpointError(
-            f"the text tower's config.json: eos_token_id is {end!r:.60}, not a token of its vocabulary"
-        )
-    return None if end == OLD_END else end
-
-
 def _warnings(path: str, clip: Checkpoint, model: Checkpoint) -> tuple[str, ...]:
-    """Whether the LLaVA's tower is that CLIP's: one that was trained on sees patches otherwise."""
+    """A warning if the LLaVA's tower differs from the CLIP's: training changes the features of patches."""
     pair = [c.tensors.get(f"{part}{CLASS_EMBEDDING}") for c, part in ((clip, "clip.vision."), (model, "vision."))]
     if any(info is None for info in pair):
-        return (f"{path} holds no vision tower to compare with; whether it belongs to this LLaVA is not known",)
+        return (f"{path} holds no vision tower to compare with; it may not belong to this LLaVA",)
     theirs, ours = (read_tensor(info).astype(np.float32) for info in pair if info is not None)
     if theirs.shape == ours.shape and np.abs(theirs - ours).max() <= SAME * np.abs(ours).max():
         return ()
-    return (f"the vision tower differs from that of {path}: relevance by its text tower is approximate",)
+    return (f"the vision tower differs from the one in {path}: relevance by its text tower is approximate",)

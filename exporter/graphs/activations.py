@@ -1,4 +1,4 @@
-"""Activation functions by the names that Hugging Face's configurations use."""
+"""Activation functions by their names in Hugging Face's configurations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ def _clip(b: Builder, x: ir.Value, low: float, high: float) -> ir.Value:
     return b.op("Clip", x, b.scalar(low), b.scalar(high))
 
 
-def _relu2(b: Builder, x: ir.Value) -> ir.Value:
-    y = b.op("Relu", x)
-    return b.op("Mul", y, y)
-
-
 ACTIVATIONS: dict[str, Callable[[Builder, ir.Value], ir.Value]] = {
     "gelu": _gelu,
     "gelu_python": _gelu,
@@ -40,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Builder, ir.Value], ir.Value]] = {
     "silu": lambda b, x: b.dialect.swish(b, x, 1.0),
     "swish": lambda b, x: b.dialect.swish(b, x, 1.0),
     "relu": lambda b, x: b.op("Relu", x),
-    "relu2": _relu2,
+    "relu2": lambda b, x: b.op("Mul", *[b.op("Relu", x)] * 2),
     "relu6": lambda b, x: _clip(b, x, 0, 6),
     "leaky_relu": lambda b, x: b.op("LeakyRelu", x, alpha=0.01),
     "hardswish": lambda b, x: b.op("HardSwish", x),

@@ -1,13 +1,14 @@
-"""A small builder of ONNX graphs whose weights stay in files, and the interface of the dialects it writes them in.
+"""A builder of ONNX graphs whose weights stay in files, and the interface of its dialects.
 
-Nodes in, `onnx_ir` model out. A dialect provides the operations that engines express differently, and the dtypes they
-are computed in; the two refer to each other, so they share this file.
+A dialect provides the operations that engines express differently, and their dtypes.
 """
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.config import TextConfig
-from vtx.exporter.weights.stored import StoredTensor
+from vtx.exporter.weights.plan import StoredTensor
 
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
@@ -33,8 +34,8 @@ Shape = Sequence[int | str]
 class Builder:
     """One graph under construction, in the operators of its `dialect`.
 
-    Weights keep the type they are stored in and are cast where they are used, which the engine folds away at
-    load. A weight is never read here: initializers point into the bundle's files.
+    Weights keep their stored type and are cast on use, which the engine folds at load. A weight is never read here:
+    initializers point into the bundle's files.
     """
 
     def __init__(self, name: str, weights: Mapping[str, StoredTensor], folder: Path, dialect: Dialect) -> None:
@@ -70,9 +71,9 @@ class Builder:
         return node.outputs
 
     def declared(self, x: ir.Value, *shape: int | str) -> ir.Value:
-        """A float32 result with the shape that no engine infers.
+        """A float32 result with a shape that no engine infers.
 
-        onnxruntime plans its memory by names of sizes: without them it takes twice as long to load a stage.
+        onnxruntime plans its memory by names of sizes: without them a stage loads twice as slowly.
         """
         x.type, x.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
         return x
@@ -84,7 +85,7 @@ class Builder:
         return self._initializer(name, ir.tensor(data, name=name))
 
     def stored(self, name: str) -> ir.Value:
-        """A weight in the type it is stored in."""
+        """A weight in its stored type."""
         where = self._weights[name]
         return self._external(name, where, ELEMENT_TYPES[where.dtype], where.shape)
 
@@ -159,7 +160,7 @@ class Builder:
         return self.constant(np.array(value, self.dialect.compute.numpy()))
 
     def reshape(self, x: ir.Value, *shape: int) -> ir.Value:
-        """0 keeps an axis, -1 takes what is left."""
+        """0 keeps an axis, -1 is inferred."""
         return self.op("Reshape", x, self.constant(list(shape)))
 
     def model(self) -> ir.Model:
@@ -185,7 +186,7 @@ class Builder:
 class StageAttention(Protocol):
     """Causal attention of one stage under construction, by KV slot; making one declares the stage's inputs for it.
 
-    `split` brings [tokens, heads * head_dim] into the layout that `rotate` and `attend` work in, `join` back.
+    `split` converts [tokens, heads * head_dim] to the layout of `rotate` and `attend`, `join` back.
     """
 
     def split(self, x: ir.Value, heads: int) -> ir.Value: ...
@@ -195,7 +196,7 @@ class StageAttention(Protocol):
         ...
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        """Append K and V to the layer's cache, its input here; every token sees its own slot and those before."""
+        """Append K and V to the layer's cache, an input; every token sees its own slot and those before."""
         ...
 
     def join(self, x: ir.Value) -> ir.Value: ...
@@ -205,74 +206,68 @@ class StageAttention(Protocol):
         ...
 
 
-class Dialect(Protocol):
-    """One operator set. `compute` is the type of the arithmetic; hidden states cross a graph's boundary in float32."""
+@dataclass(frozen=True)
+class Dialect(ABC):
+    """One operator set. `compute` is the type of the arithmetic; hidden states cross a graph's boundary in float32.
 
-    @property
-    def name(self) -> str: ...
+    `capacity`: slots of every cache if the graphs fix them; then no size may depend on a tensor's values.
+    `sizes_from_values`: the number of tokens may depend on a tensor's values; else a mask hides tokens.
+    """
 
-    @property
-    def opsets(self) -> Mapping[str, int]: ...
-
-    @property
-    def ir_version(self) -> int: ...
-
-    @property
-    def compute(self) -> ir.DataType: ...
-
-    @property
-    def capacity(self) -> int | None:
-        """Slots of every cache, where the graphs fix them; then no size may depend on a tensor's values."""
-        ...
-
-    @property
-    def sizes_from_values(self) -> bool:
-        """Whether the number of tokens may depend on a tensor's values; if not, a mask hides tokens."""
-        ...
+    name: str
+    opsets: Mapping[str, int]
+    ir_version: int
+    compute: ir.DataType = FLOAT
+    capacity: int | None = None
+    sizes_from_values: bool = False
 
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
-        """Of a layer's keys [1, kv_heads, slots, head_dim] the first `total` [1] int64, or all under a mask."""
-        ...
+        """A layer's first `total` [1] int64 keys [1, kv_heads, slots, head_dim], or all if a mask hides the rest."""
+        return keys
 
+    @abstractmethod
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
         """RMS norm over the last axis, computed in float32."""
-        ...
 
     def add_norm(
         self, b: Builder, delta: ir.Value, total: ir.Value, weight: str, eps: float
     ) -> tuple[ir.Value, ir.Value]:
         """(norm(total + delta), total + delta)."""
-        ...
+        total = b.op("Add", total, delta)
+        return self.norm(b, total, weight, eps), total
 
     def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
         """Layer norm over the last axis with `name`.weight and `name`.bias, computed in float32."""
-        ...
+        scale, bias = b.weight(f"{name}.weight", FLOAT), b.weight(f"{name}.bias", FLOAT)
+        return b.from_float32(b.op("LayerNormalization", b.to_float32(x), scale, bias, axis=-1, epsilon=eps))
 
     def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
         """X @ W^T (+ b) with the quantised matrix W of that name."""
-        ...
+        return b.gemm(x, b.dequantised(weight), bias)
 
     def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
         """Exact GELU, or its tanh approximation."""
-        ...
+        return b.op("Gelu", x, approximate="tanh") if tanh else b.op("Gelu", x)
 
     def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
         """X * sigmoid(rate * x)."""
-        ...
+        inner = x if rate == 1 else b.op("Mul", x, b.scalar(rate))
+        return b.op("Mul", x, b.op("Sigmoid", inner))
 
     def mish(self, b: Builder, x: ir.Value) -> ir.Value:
         """X * tanh(softplus(x))."""
-        ...
+        return b.op("Mish", x)
 
+    @abstractmethod
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> StageAttention: ...
 
+    @abstractmethod
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
         seen: ir.Value | None = None, *, causal: bool = False,
     ) -> ir.Value:  # fmt: skip
         """Attention of every token to every other, or `causal` to itself and those before; all [batch, tokens, hidden].
 
-        `seen` [1 or batch, 1, 1, tokens] bool: the tokens that are attended to, None for all; not with `causal`. Where
-        tokens merge it is given only if `sizes_from_values` is false; they may leave only if that is true.
+        `seen` [1 or batch, 1, 1, tokens] bool: the tokens that are attended to, None for all; not with `causal`.
+        Merged tokens are hidden by it if `sizes_from_values` is false, else removed.
         """
-        ...

@@ -1,8 +1,8 @@
 """The decoder's graphs: token embedding, stages of consecutive layers, and the head.
 
-One builder for the llama family; where its members differ, the flags of `TextConfig` say so.
-Hidden states are [tokens, hidden], batch 1. Rotation is outside of attention, because a token's position is not
-its KV slot once image tokens have been withdrawn.
+One builder for the llama family, whose members differ in the flags of `TextConfig`.
+Hidden states are [tokens, hidden], batch 1. Rotation is outside of attention, because a token's position is not its KV
+slot after image tokens have been withdrawn.
 """
 
 from __future__ import annotations
@@ -71,10 +71,16 @@ def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.Da
     delta: ir.Value | None = None
     for layer in range(first, last + 1):
         prefix = f"text.layers.{layer - 1}"
-        x, total = _add_norm(b, c, delta, total, f"{prefix}.input_layernorm.weight")
+        norm, mlp = f"{prefix}.input_layernorm.weight", f"{prefix}.mlp"
+        if delta is None:
+            x = b.dialect.norm(b, total, norm, c.eps)
+        else:
+            x, total = b.dialect.add_norm(b, delta, total, norm, c.eps)
         delta, q = _attention(b, c, x, f"{prefix}.self_attn", attention, layer)
-        x, total = _add_norm(b, c, delta, total, f"{prefix}.post_attention_layernorm.weight")
-        delta = _mlp(b, c, x, f"{prefix}.mlp")
+        x, total = b.dialect.add_norm(b, delta, total, f"{prefix}.post_attention_layernorm.weight", c.eps)
+        gate = activate(b, b.linear(x, f"{mlp}.gate_proj", bias=c.mlp_bias), c.activation)
+        up = b.linear(x, f"{mlp}.up_proj", bias=c.mlp_bias)
+        delta = b.linear(b.op("Mul", gate, up), f"{mlp}.down_proj", bias=c.mlp_bias)
     assert delta is not None
     b.output(b.to_float32(b.op("Add", total, delta)), names.HIDDEN_OUT, FLOAT, ["tokens", c.hidden])
     if query:
@@ -82,38 +88,18 @@ def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.Da
     attention.finish()
 
 
-def _add_norm(
-    b: Builder, c: TextConfig, delta: ir.Value | None, total: ir.Value, weight: str
-) -> tuple[ir.Value, ir.Value]:
-    """The norm of the residual sum, and the sum: (norm(total + delta), total + delta)."""
-    if delta is None:
-        return b.dialect.norm(b, total, weight, c.eps), total
-    return b.dialect.add_norm(b, delta, total, weight, c.eps)
-
-
 def _attention(
     b: Builder, c: TextConfig, x: ir.Value, name: str, attention: StageAttention, layer: int
 ) -> tuple[ir.Value, ir.Value]:
-    """The layer's share of the residual sum, and its rotated queries."""
-    q, k, v = (
-        attention.split(_projected(b, c, x, name, part, heads), heads)
-        for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads))
-    )
-    q, k = attention.rotate(q, c.heads), attention.rotate(k, c.kv_heads)
+    """The layer's addition to the residual sum, and its rotated queries."""
+    parts = []
+    for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
+        y = b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias)
+        if c.qk_norm and part != "v":  # of each head
+            normed = b.dialect.norm(b, b.reshape(y, -1, heads, c.head_dim), f"{name}.{part}_norm.weight", c.eps)
+            y = b.reshape(normed, -1, heads * c.head_dim)
+        y = attention.split(y, heads)
+        parts.append(y if part == "v" else attention.rotate(y, heads))
+    q, k, v = parts
     attended = attention.join(attention.attend(q, k, v, layer))
     return b.linear(attended, f"{name}.o_proj", bias=c.o_bias), q
-
-
-def _projected(b: Builder, c: TextConfig, x: ir.Value, name: str, part: str, heads: int) -> ir.Value:
-    """The q, k or v [tokens, heads * head_dim] of a layer, each head of q and k normed where the model does so."""
-    y = b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias)
-    if not c.qk_norm or part == "v":
-        return y
-    apart = b.dialect.norm(b, b.reshape(y, -1, heads, c.head_dim), f"{name}.{part}_norm.weight", c.eps)
-    return b.reshape(apart, -1, heads * c.head_dim)
-
-
-def _mlp(b: Builder, c: TextConfig, x: ir.Value, name: str) -> ir.Value:
-    gate = activate(b, b.linear(x, f"{name}.gate_proj", bias=c.mlp_bias), c.activation)
-    up = b.linear(x, f"{name}.up_proj", bias=c.mlp_bias)
-    return b.linear(b.op("Mul", gate, up), f"{name}.down_proj", bias=c.mlp_bias)

@@ -1,50 +1,35 @@
-"""A block of a tower, of patches or of text: attention and an MLP, each behind a layer norm."""
+"""A block of a tower, of patches or of text: attention and an MLP, each after a layer norm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import Builder
 
-LAYER_SCALES = ("lambda_1", "lambda_2")  # of attention and of the two matrices
+LAYER_SCALES = ("lambda_1", "lambda_2")  # of attention and of the MLP
 
 
-class Encoder(Protocol):
-    """The sizes of an encoder's blocks; `layer_scale`: what a half of a block adds is multiplied by a learned scale.
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """The sizes of a text tower's blocks."""
 
-    `rms_norm`: norms without a mean and a bias; `qk_norm`: an RMS norm over all heads of the queries, and of the keys.
-    """
+    hidden: int
+    ffn: int
+    heads: int
+    eps: float
+    activation: str
+    qkv_bias: bool = True
+    layer_scale: bool = False
+    rms_norm: bool = False
+    qk_norm: bool = False
 
-    @property
-    def hidden(self) -> int: ...
 
-    @property
-    def ffn(self) -> int: ...
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def eps(self) -> float: ...
-
-    @property
-    def activation(self) -> str: ...
-
-    @property
-    def qkv_bias(self) -> bool: ...
-
-    @property
-    def layer_scale(self) -> bool: ...
-
-    @property
-    def rms_norm(self) -> bool: ...
-
-    @property
-    def qk_norm(self) -> bool: ...
+Encoder = VisionConfig | TextEncoder
 
 
 def block_tensors(e: Encoder, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -96,14 +81,14 @@ def build_block(
 
 
 def _scaled(b: Builder, e: Encoder, y: ir.Value, name: str, half: int) -> ir.Value:
-    """What a half of a block adds, times its scale where there is one."""
+    """The addition of half a block, times its scale if the model has one."""
     return b.op("Mul", y, b.weight(f"{name}.{LAYER_SCALES[half]}")) if e.layer_scale else y
 
 
 def projected(
     b: Builder, e: Encoder, x: ir.Value, name: str, shape: tuple[int, int, int], parts: str
 ) -> list[ir.Value]:
-    """The named ones of a block's q, k and v."""
+    """The `parts` of a block's q, k and v."""
     hidden = b.reshape(_norm(b, e, x, f"{name}.layer_norm1"), -1, e.hidden)
     found = []
     for part in parts:

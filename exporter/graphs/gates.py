@@ -38,7 +38,7 @@ class Gates:
 
 
 def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
-    """Read and check a gate file for a model. A gate on the last layer means no withdrawal and is left out.
+    """Read and check a gate file for a model. A gate on the last layer is ignored, as nothing is withdrawn there.
 
     Raises:
         CheckpointError: names or shapes that do not fit the model, NaN, or gates trained for another model or on
@@ -54,22 +54,7 @@ def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
                 f"{path.name}: {name!r} is not a gate's weight; the names are gate.N.fc1.weight and gate.N.fc2.weight"
             )
         pairs.setdefault(int(match[1]), {})[match[2]] = info
-    _check_metadata(path, header.metadata)
-    trained_for = header.metadata.get("model_fingerprint")
-    if trained_for is not None and trained_for != fingerprint:
-        raise CheckpointError(
-            f"{path.name}: the gates were trained for another model ({shown(trained_for[:12])}, this is "
-            f"{fingerprint[:12]}); train gates for this one with vtx-train-gate"
-        )
-    warning = f"{path.name} does not name the model its gates were trained for; their shapes fit this one"
-    gates = {layer: _gate(path, layer, pair, text) for layer, pair in sorted(pairs.items())}
-    by_k = {layer + 2: gate for layer, gate in gates.items() if layer + 1 < text.layers}
-    if not by_k:
-        raise CheckpointError(f"{path.name}: no gate on a layer before the last; train gates with vtx-train-gate")
-    return Gates(by_k, header.metadata, () if trained_for else (warning,))
-
-
-def _check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
+    metadata = header.metadata
     size = sum(len(key) + len(value) for key, value in metadata.items())
     if size > MAX_METADATA:
         raise CheckpointError(
@@ -80,6 +65,18 @@ def _check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
             f"{path.name}: the gates read {shown(metadata['features'])}, this version gives them the {FEATURES}; "
             "train gates with vtx-train-gate"
         )
+    trained_for = metadata.get("model_fingerprint")
+    if trained_for is not None and trained_for != fingerprint:
+        raise CheckpointError(
+            f"{path.name}: the gates were trained for another model ({shown(trained_for[:12])}, this is "
+            f"{fingerprint[:12]}); train gates for this one with vtx-train-gate"
+        )
+    warning = f"{path.name} does not name the model its gates were trained for; their shapes fit this one"
+    gates = {layer: _gate(path, layer, pair, text) for layer, pair in sorted(pairs.items())}
+    by_k = {layer + 2: gate for layer, gate in gates.items() if layer + 1 < text.layers}
+    if not by_k:
+        raise CheckpointError(f"{path.name}: no gate on a layer before the last; train gates with vtx-train-gate")
+    return Gates(by_k, metadata, () if trained_for else (warning,))
 
 
 def _gate(
@@ -94,7 +91,7 @@ def _gate(
     if not 1 <= width <= MAX_WIDTH or shapes != ((width, 2 * text.hidden), (2, width)):
         raise CheckpointError(
             f"{path.name}: gate {layer} has weights {list(shapes[0])} and {list(shapes[1])}; this model of hidden "
-            f"size {text.hidden} takes [width, {2 * text.hidden}] and [2, width]"
+            f"size {text.hidden} needs [width, {2 * text.hidden}] and [2, width]"
         )
     weights = []
     for info in (pair["1"], pair["2"]):
@@ -106,7 +103,7 @@ def _gate(
 
 
 def gate_tensors(k: int) -> tuple[str, str]:
-    """Names of the two weights of the gate before layer `k`, as they stand in a gate file and in a bundle."""
+    """Names of the two weights of the gate before layer `k`, in a gate file and in a bundle."""
     return f"gate.{k - 2}.fc1.weight", f"gate.{k - 2}.fc2.weight"
 
 

@@ -1,7 +1,7 @@
 """The vision graph of towers that see images at their own resolution: rotary positions, windows, and a merger.
 
-Rows of the tower stand square by square, since the patches of a square become one token: the squares row by row, and
-in each its patches row by row. How many there are, the size of the image says.
+The patches of a square become one token, so the tower's hidden states are in the order of squares: row by row, and row
+by row within a square. The size of the image determines their number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.runtime.bundle.spec import names
 
-MOMENTS = 2  # of a video that one patch covers; a still fills both
+MOMENTS = 2  # of a video in one patch; an image fills both
 THETA = 10_000.0
 END = 1 << 30  # of any axis
 INT64 = ir.DataType.INT64.value
@@ -53,19 +53,14 @@ def _linear_tensors(name: str, out: int, into: int) -> Iterator[tuple[str, tuple
     yield f"{name}.bias", (out,)
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """The `rows` and `columns` of squares, [1] int64 each."""
-
-    rows: ir.Value
-    columns: ir.Value
+Grid = tuple[ir.Value, ir.Value]  # the numbers of rows and columns of squares, [1] int64 each
 
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """Rows of the tower by windows of `size` rows: `into` [windows * size] their numbers, filled up with others.
+    """Patches grouped by windows of `size`: `into` [windows * size] are their indices, padded with 0.
 
-    `back` [rows] says where each stands then, `seen` [windows, 1, 1, size] bool which are not filling.
+    `back` [patches] is the inverse, `seen` [windows, 1, 1, size] bool is false for padding.
     """
 
     size: int
@@ -78,14 +73,24 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     """[1, 3, height, width] float32, both multiples of a square's side, to [1, tokens, hidden] float32."""
     v = c.vision
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1, 3, "height", "width"]))
-    x, grid = _squares(b, v, pixels)
+    # embedded patches [patches, hidden]; an image is both moments, so their kernels add up
+    kernel = b.op("ReduceSum", b.weight("vision.patch_embed.proj.weight"), b.constant([2]), keepdims=0)
+    patches = b.op("Conv", pixels, kernel, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
+    side = b.constant([v.shuffle])
+    rows, columns = (b.op("Div", b.op("Shape", patches, start=axis, end=axis + 1), side) for axis in (2, 3))
+    split = b.op("Concat", b.constant([v.hidden]), rows, side, columns, side, axis=0)
+    squares = b.op("Transpose", b.op("Reshape", patches, split), perm=[1, 3, 2, 4, 0])
+    x, grid = b.reshape(squares, -1, v.hidden), (rows, columns)
     turn = _rotation(b, v, grid)
     windows = _windows(b, v, grid) if v.window is not None else None
     for layer in range(v.layers):
         name = f"vision.blocks.{layer}"
         within = None if layer in v.full_blocks else windows
         x = b.op("Add", x, _attention(b, v, _norm(b, v, x, f"{name}.norm1"), f"{name}.attn", turn, within))
-        x = b.op("Add", x, _mlp(b, v, _norm(b, v, x, f"{name}.norm2"), f"{name}.mlp"))
+        y, mlp = _norm(b, v, x, f"{name}.norm2"), f"{name}.mlp"
+        gate = activate(b, b.linear(y, f"{mlp}.{'gate_proj' if v.gated else 'fc1'}", bias=True), v.activation)
+        y = b.op("Mul", gate, b.linear(y, f"{mlp}.up_proj", bias=True)) if v.gated else gate
+        x = b.op("Add", x, b.linear(y, f"{mlp}.{'down_proj' if v.gated else 'fc2'}", bias=True))
     wide = v.hidden * v.shuffle**2
     x = b.linear(b.reshape(_norm(b, v, x, "vision.merger.ln_q"), -1, wide), "vision.merger.mlp.0", bias=True)
     x = b.linear(activate(b, x, c.projector_activation), "vision.merger.mlp.2", bias=True)
@@ -93,32 +98,20 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     b.output(out, names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
 
 
-def _squares(b: Builder, v: VisionConfig, pixels: ir.Value) -> tuple[ir.Value, _Grid]:
-    """The embedded patches [rows, hidden]; a still is at both moments, so their kernels add up."""
-    kernel = b.op("ReduceSum", b.weight("vision.patch_embed.proj.weight"), b.constant([2]), keepdims=0)
-    patches = b.op("Conv", pixels, kernel, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
-    side = b.constant([v.shuffle])
-    rows, columns = (b.op("Div", b.op("Shape", patches, start=axis, end=axis + 1), side) for axis in (2, 3))
-    apart = b.op("Concat", b.constant([v.hidden]), rows, side, columns, side, axis=0)
-    squares = b.op("Transpose", b.op("Reshape", patches, apart), perm=[1, 3, 2, 4, 0])
-    return b.reshape(squares, -1, v.hidden), _Grid(rows, columns)
-
-
-def _rotation(b: Builder, v: VisionConfig, grid: _Grid) -> tuple[ir.Value, ir.Value]:
-    """Cos and sin [1, rows, 1, head_dim / 2]: half of the angles by a patch's row, the others by its column."""
-    quarter, side = v.hidden // v.heads // 4, v.shuffle
+def _rotation(b: Builder, v: VisionConfig, grid: Grid) -> tuple[ir.Value, ir.Value]:
+    """Cos and sin [1, patches, 1, head_dim / 2]: half of the angles by a patch's row, the others by its column."""
+    (rows, columns), quarter, side = grid, v.hidden // v.heads // 4, v.shuffle
     rates = (1.0 / np.float32(THETA) ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
-    everywhere = b.op("Concat", grid.rows, grid.columns, b.constant([side, side, quarter]), axis=0)
+    everywhere = b.op("Concat", rows, columns, b.constant([side, side, quarter]), axis=0)
     one, sides = b.constant([1]), b.constant([side])
 
     def angles(count: ir.Value, *shape: ir.Value) -> ir.Value:
         along = b.op("Cast", _count(b, b.op("Mul", count, sides)), to=FLOAT.value)
         turned = b.op("Mul", b.op("Unsqueeze", along, one), b.constant(rates))
-        places = b.op("Concat", *shape, b.constant([quarter]), axis=0)
-        return b.op("Expand", b.op("Reshape", turned, places), everywhere)
+        spread = b.op("Concat", *shape, b.constant([quarter]), axis=0)
+        return b.op("Expand", b.op("Reshape", turned, spread), everywhere)
 
-    by_row = angles(grid.rows, grid.rows, one, sides, one)
-    by_column = angles(grid.columns, one, grid.columns, one, sides)
+    by_row, by_column = angles(rows, rows, one, sides, one), angles(columns, one, columns, one, sides)
     every = b.reshape(b.op("Concat", by_row, by_column, axis=-1), 1, -1, 1, 2 * quarter)
     return b.from_float32(b.op("Cos", every)), b.from_float32(b.op("Sin", every))
 
@@ -128,43 +121,47 @@ def _count(b: Builder, size: ir.Value) -> ir.Value:
     return b.op("Range", b.constant(np.array(0)), b.op("Squeeze", size), b.constant(np.array(1)))
 
 
-def _windows(b: Builder, v: VisionConfig, grid: _Grid) -> _Windows:
-    """Windows cover the grid from its first square; what sticks out of it is filling."""
+def _windows(b: Builder, v: VisionConfig, grid: Grid) -> _Windows:
+    """Windows cover the grid from its first square; the part beyond the grid is padding."""
     assert v.window is not None
     side, each = v.window // v.shuffle, v.shuffle**2
     squares = b.constant([side])
-    down, across = (
-        b.op("Div", b.op("Add", count, b.constant([side - 1])), squares) for count in (grid.rows, grid.columns)
-    )
+    down, across = (b.op("Div", b.op("Add", count, b.constant([side - 1])), squares) for count in grid)
     full = [b.op("Mul", count, squares) for count in (down, across)]
-    count = b.op("Mul", b.op("Mul", grid.rows, grid.columns), b.constant([each]))
-    numbers = b.op("Reshape", _count(b, count), b.op("Concat", grid.rows, grid.columns, b.constant([each]), axis=0))
-    missing = [b.op("Sub", whole, own) for whole, own in zip(full, (grid.rows, grid.columns), strict=True)]
+    count = b.op("Mul", b.op("Mul", *grid), b.constant([each]))
+    numbers = b.op("Reshape", _count(b, count), b.op("Concat", *grid, b.constant([each]), axis=0))
+    missing = [b.op("Sub", whole, own) for whole, own in zip(full, grid, strict=True)]
     pads = b.op("Concat", b.constant([0, 0, 0]), *missing, b.constant([0]), axis=0)
     padded = b.op("Pad", numbers, pads, b.constant(np.array(-1)))
-    apart = b.op("Concat", down, squares, across, squares, b.constant([each]), axis=0)
-    by_window = b.reshape(b.op("Transpose", b.op("Reshape", padded, apart), perm=[0, 2, 1, 3, 4]), -1)
-    rows = side * side * each
-    seen = b.reshape(b.op("GreaterOrEqual", by_window, b.constant(np.array(0))), -1, 1, 1, rows)
-    places = _count(b, b.op("Shape", by_window))
+    split = b.op("Concat", down, squares, across, squares, b.constant([each]), axis=0)
+    by_window = b.reshape(b.op("Transpose", b.op("Reshape", padded, split), perm=[0, 2, 1, 3, 4]), -1)
+    size = side * side * each
+    seen = b.reshape(b.op("GreaterOrEqual", by_window, b.constant(np.array(0))), -1, 1, 1, size)
+    indices = _count(b, b.op("Shape", by_window))
     windows = b.op("Concat", down, across, b.constant([side, side, each]), axis=0)
-    back = b.op("Transpose", b.op("Reshape", places, windows), perm=[0, 2, 1, 3, 4])
+    back = b.op("Transpose", b.op("Reshape", indices, windows), perm=[0, 2, 1, 3, 4])
     whole = b.op("Reshape", back, b.op("Concat", *full, b.constant([each]), axis=0))
-    ends = b.op("Concat", grid.rows, grid.columns, axis=0)
+    ends = b.op("Concat", *grid, axis=0)
     own = b.op("Slice", whole, b.constant([0, 0]), ends, b.constant([0, 1]))
-    return _Windows(rows, b.op("Max", by_window, b.constant(np.array(0))), b.reshape(own, -1), seen)
+    return _Windows(size, b.op("Max", by_window, b.constant(np.array(0))), b.reshape(own, -1), seen)
 
 
 def _attention(
     b: Builder, v: VisionConfig, x: ir.Value, name: str, turn: tuple[ir.Value, ir.Value], within: _Windows | None
 ) -> ir.Value:
-    """Attention of rows [rows, hidden] to all others, or to those of their window."""
-    together = b.linear(x, f"{name}.qkv", bias=True)
+    """Attention of hidden states [patches, hidden] to all others, or to those in their window."""
+    together, (cos, sin), half = b.linear(x, f"{name}.qkv", bias=True), turn, v.hidden // v.heads // 2
     parts = [
         b.op("Slice", together, b.constant([start]), b.constant([start + v.hidden]), b.constant([1]))
         for start in range(0, 3 * v.hidden, v.hidden)
     ]
-    parts[:2] = [b.reshape(_rotated(b, v, part, turn), -1, v.hidden) for part in parts[:2]]
+    for number, part in enumerate(parts[:2]):
+        heads = b.reshape(part, 1, -1, v.heads, 2 * half)
+        first = b.op("Slice", heads, b.constant([0]), b.constant([half]), b.constant([3]))
+        second = b.op("Slice", heads, b.constant([half]), b.constant([END]), b.constant([3]))
+        turned = b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin))
+        turned = b.op("Concat", turned, b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)), axis=-1)
+        parts[number] = b.reshape(turned, -1, v.hidden)
     size, seen = -1, None
     if within is not None:
         parts, size, seen = [b.op("Gather", part, within.into) for part in parts], within.size, within.seen
@@ -174,23 +171,6 @@ def _attention(
     if within is not None:
         y = b.op("Gather", y, within.back)
     return b.linear(y, f"{name}.proj", bias=True)
-
-
-def _rotated(b: Builder, v: VisionConfig, x: ir.Value, turn: tuple[ir.Value, ir.Value]) -> ir.Value:
-    """Queries or keys [rows, hidden] with the halves of each head turned against each other."""
-    head_dim, (cos, sin) = v.hidden // v.heads, turn
-    heads, half = b.reshape(x, 1, -1, v.heads, head_dim), head_dim // 2
-    first = b.op("Slice", heads, b.constant([0]), b.constant([half]), b.constant([3]))
-    second = b.op("Slice", heads, b.constant([half]), b.constant([END]), b.constant([3]))
-    turned = b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin))
-    return b.op("Concat", turned, b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)), axis=-1)
-
-
-def _mlp(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:
-    if not v.gated:
-        return b.linear(activate(b, b.linear(x, f"{name}.fc1", bias=True), v.activation), f"{name}.fc2", bias=True)
-    gate = activate(b, b.linear(x, f"{name}.gate_proj", bias=True), v.activation)
-    return b.linear(b.op("Mul", gate, b.linear(x, f"{name}.up_proj", bias=True)), f"{name}.down_proj", bias=True)
 
 
 def _norm(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:

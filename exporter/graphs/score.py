@@ -12,16 +12,16 @@ from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.runtime.bundle.spec import names
 
-UNSEEN = np.array(-1e30, np.float32)  # of a masked product: nothing is left of it after the softmax
+UNSEEN = np.array(-1e30, np.float32)  # a masked product, 0 after the softmax
 
 
 def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     """Head-mean softmax attention of the last tokens of a cache over its filled slots, their sum and maximum.
 
     `query` [tokens, heads * head_dim] are the rotated queries of the tokens in the last slots, so token i sees the
-    slots up to total_slots - tokens + i. The largest intermediate is [heads, tokens, slots] float32. Where a
-    dialect fixes the number of slots, a mask hides those not filled, and the outputs are as long as the buffer, 0
-    beyond the filled slots (MustDrop Eq. 8 and 10).
+    slots up to total_slots - tokens + i. The largest intermediate is [heads, tokens, slots] float32. If a dialect
+    fixes the number of slots, a mask hides the empty ones, and the outputs are as long as the buffer, 0 beyond the
+    filled slots (MustDrop Eq. 8 and 10).
     """
     capacity = b.dialect.capacity
     query = b.input(names.QUERY, FLOAT, ["tokens", c.heads * c.head_dim])
@@ -32,40 +32,26 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         key = b.op("Cast", key, to=FLOAT.value)
     if kv_type == ir.DataType.INT8:
         key = b.op("Mul", key, b.input(names.KEY_SCALE, FLOAT, [1, c.kv_heads, 1, c.head_dim]))
-    seen = _seen(b, query, key, total)
-    products = _products(b, c, query, b.op("Squeeze", key, b.constant([0])))
+    tokens, slots = b.op("Shape", query, start=0, end=1), b.op("Shape", key, start=2, end=3)
+    # scaled products [heads, tokens, slots] of the queries with their groups' keys [kv_heads, slots, head_dim]
+    scaled = b.op("Mul", query, b.constant(np.array(c.head_dim**-0.5, np.float32)))
+    grouped = b.op("Transpose", b.reshape(scaled, 0, c.kv_heads, -1, c.head_dim), perm=[1, 2, 0, 3])
+    keys = b.op("Transpose", b.op("Squeeze", key, b.constant([0])), perm=[0, 2, 1])
+    products = b.op("MatMul", b.reshape(grouped, c.kv_heads, -1, c.head_dim), keys)
+    products = b.op("Reshape", products, b.op("Concat", b.constant([c.heads]), tokens, slots, axis=0))
+    # a token sees the slots [tokens, slots] up to its own
+    zero, one = b.constant(np.array(0, np.int64)), b.constant(np.array(1, np.int64))
+    every = b.op("Range", zero, b.op("Squeeze", slots), one)
+    own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), b.op("Sub", total, tokens))
+    seen = b.op("LessOrEqual", b.op("Unsqueeze", every, b.constant([0])), b.op("Unsqueeze", own, b.constant([1])))
     weights = b.op("Softmax", b.op("Where", seen, products, b.constant(UNSEEN)), axis=-1)
     mean = b.op(
         "ReduceSum", b.op("Div", weights, b.constant(np.array(c.heads, np.float32))), b.constant([0]), keepdims=0
     )
-    slots = capacity or "slots"
-    b.output(b.op("ReduceSum", mean, b.constant([0]), keepdims=0), names.ATTENTION_SUM, FLOAT, [slots])
-    b.output(_largest(b, mean), names.ATTENTION_MAX, FLOAT, [slots])
-
-
-def _largest(b: Builder, x: ir.Value) -> ir.Value:
-    """Maximum over the first axis; opset 18 made the axes an input."""
-    if b.dialect.opsets[""] < 18:
-        return b.op("ReduceMax", x, axes=[0], keepdims=0)
-    return b.op("ReduceMax", x, b.constant([0]), keepdims=0)
-
-
-def _products(b: Builder, c: TextConfig, query: ir.Value, key: ir.Value) -> ir.Value:
-    """Scaled products [heads, tokens, slots] of the queries with their groups' keys [kv_heads, slots, head_dim]."""
-    scaled = b.op("Mul", query, b.constant(np.array(c.head_dim**-0.5, np.float32)))
-    grouped = b.op("Transpose", b.reshape(scaled, 0, c.kv_heads, -1, c.head_dim), perm=[1, 2, 0, 3])
-    stacked = b.reshape(grouped, c.kv_heads, -1, c.head_dim)
-    products = b.op("MatMul", stacked, b.op("Transpose", key, perm=[0, 2, 1]))
-    tokens, slots = b.op("Shape", query, start=0, end=1), b.op("Shape", key, start=1, end=2)
-    return b.op("Reshape", products, b.op("Concat", b.constant([c.heads]), tokens, slots, axis=0))
-
-
-def _seen(b: Builder, query: ir.Value, key: ir.Value, total: ir.Value) -> ir.Value:
-    """[tokens, slots]: whether a token sees a slot; its own is the last it sees."""
-    one = b.constant(np.array(1, np.int64))
-    zero = b.constant(np.array(0, np.int64))
-    tokens = b.op("Shape", query, start=0, end=1)
-    slots = b.op("Range", zero, b.op("Squeeze", b.op("Shape", key, start=2, end=3)), one)
-    token = b.op("Range", zero, b.op("Squeeze", tokens), one)
-    own = b.op("Add", token, b.op("Sub", total, tokens))
-    return b.op("LessOrEqual", b.op("Unsqueeze", slots, b.constant([0])), b.op("Unsqueeze", own, b.constant([1])))
+    if b.dialect.opsets[""] < 18:  # which made the axes an input
+        largest = b.op("ReduceMax", mean, axes=[0], keepdims=0)
+    else:
+        largest = b.op("ReduceMax", mean, b.constant([0]), keepdims=0)
+    length = capacity or "slots"
+    b.output(b.op("ReduceSum", mean, b.constant([0]), keepdims=0), names.ATTENTION_SUM, FLOAT, [length])
+    b.output(largest, names.ATTENTION_MAX, FLOAT, [length])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.graphs.encoder import block_tensors, build_block
+from vtx.exporter.graphs.encoder import TextEncoder, block_tensors, build_block
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 
@@ -17,23 +16,8 @@ LAST_NORM, PROJECTION = "clip.text.final_layer_norm", "clip.text_projection"
 VISION_NORM, VISION_PROJECTION = "clip.vision.post_layernorm", "clip.visual_projection"
 
 
-@dataclass(frozen=True, slots=True)
-class _TextEncoder:
-    """`Encoder` of a text tower."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    eps: float
-    activation: str
-    qkv_bias: bool = True
-    layer_scale: bool = False
-    rms_norm: bool = False
-    qk_norm: bool = False
-
-    @classmethod
-    def of(cls, spec: TextTowerSpec) -> _TextEncoder:
-        return cls(spec.hidden, spec.intermediate, spec.heads, spec.eps, spec.activation)
+def _encoder(spec: TextTowerSpec) -> TextEncoder:
+    return TextEncoder(spec.hidden, spec.intermediate, spec.heads, spec.eps, spec.activation)
 
 
 def text_tower_tensors(spec: TextTowerSpec, vision_hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -41,7 +25,7 @@ def text_tower_tensors(spec: TextTowerSpec, vision_hidden: int) -> Iterator[tupl
     yield TOKENS, (spec.vocab, spec.hidden)
     yield POSITIONS, (spec.max_tokens, spec.hidden)
     for layer in range(spec.layers):
-        yield from block_tensors(_TextEncoder.of(spec), _block(layer))
+        yield from block_tensors(_encoder(spec), _block(layer))
     for norm, width in ((LAST_NORM, spec.hidden), (VISION_NORM, vision_hidden)):
         yield f"{norm}.weight", (width,)
         yield f"{norm}.bias", (width,)
@@ -56,7 +40,7 @@ def build_text_tower(b: Builder, spec: TextTowerSpec) -> None:
     places = b.op("Slice", b.weight(POSITIONS), b.constant([0]), b.op("Shape", ids), b.constant([0]))
     x = b.op("Unsqueeze", b.op("Add", tokens, places), b.constant([0]))
     for layer in range(spec.layers):
-        x, _, _ = build_block(b, _TextEncoder.of(spec), x, _block(layer), (1, -1, spec.hidden), causal=True)
+        x, _, _ = build_block(b, _encoder(spec), x, _block(layer), (1, -1, spec.hidden), causal=True)
     last = b.op("Slice", x, b.constant([-1]), b.constant([1 << 30]), b.constant([1]))
     normed = b.reshape(b.dialect.layer_norm(b, last, LAST_NORM, spec.eps), 1, spec.hidden)
     out = b.to_float32(b.linear(normed, PROJECTION, bias=False))

@@ -19,21 +19,21 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 
 T = TypeVar("T")
-IMAGES, VIDEO = "vision.", "video."  # what the names of towers' weights begin with
+IMAGES, VIDEO = "vision.", "video."  # prefixes of towers' weights
 MAX_ROW = 1 << 30
 POST_NORM = "vision.post_layernorm"
 NEWLINE = "image_newline"  # a weight of the layout that no graph reads
 
 
 def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Canonical names and shapes of the weights behind an image's tokens; `last_attention` as in `build_vision`."""
+    """Canonical names and shapes of the weights of tower and projector; `last_attention` as in `build_vision`."""
     v = c.vision
     if v.native:
         yield from native_tensors(c)
         return
     yield "vision.embeddings.patch_embedding.weight", (v.hidden, 3, v.patch, v.patch)
     batch = (1,) if v.batch_axis else ()
-    positions = v.position_grid**2 + v.class_token if v.position_grid else v.rows
+    positions = v.position_grid**2 + v.class_token if v.position_grid else v.states
     yield "vision.embeddings.position_embedding.weight", (*batch, positions, v.hidden)
     if v.class_token:
         yield "vision.embeddings.class_embedding", (*batch, *batch, v.hidden)
@@ -47,7 +47,8 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
         yield from block_tensors(v, f"vision.encoder.layers.{layer}")
     if last_attention and used < v.layers:
         last = f"vision.encoder.layers.{v.layers - 1}"
-        yield from (tensor for tensor in block_tensors(v, last) if tensor[0].startswith(_read_for_attention(last)))
+        used_parts = f"{last}.layer_norm1", f"{last}.self_attn.q_", f"{last}.self_attn.k_"
+        yield from (tensor for tensor in block_tensors(v, last) if tensor[0].startswith(used_parts))
     if v.post_norm:
         yield f"{POST_NORM}.weight", (v.hidden,)
         yield f"{POST_NORM}.bias", (v.hidden,)
@@ -64,12 +65,12 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
 
 
 def projector_layers(c: ModelConfig) -> list[str]:
-    """The canonical names of the projector's matrices; an activation stands between each two."""
+    """The canonical names of the projector's matrices, with an activation between them."""
     return [f"projector.linear_{number}" for number in range(1, c.projector_layers + 1)]
 
 
 def video_tensors(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Canonical names and shapes of the weights of a tower that videos alone have."""
+    """Canonical names and shapes of the weights of a separate tower for videos."""
     if c.frames is None or c.video is None or not c.video.own_tower:
         return
     for name, shape in vision_tensors(c.frames):
@@ -78,26 +79,21 @@ def video_tensors(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def of_video(weights: Mapping[str, T]) -> dict[str, T]:
-    """Weights by name as the graph of a video's frames asks for them: a tower of its own goes by the images' names."""
+    """The weights of the graph of a video's frames: a separate tower's by the names of the images' tower."""
     own = {IMAGES + name.removeprefix(VIDEO): weight for name, weight in weights.items() if name.startswith(VIDEO)}
     return {**weights, **own}
 
 
 def feature_width(c: ModelConfig) -> int:
-    """How many numbers of the tower's hidden states one token is projected from."""
+    """The width of the features that one token is projected from."""
     return c.vision.hidden * len(c.feature_layers) * c.vision.shuffle**2
-
-
-def _read_for_attention(layer: str) -> tuple[str, ...]:
-    """The parts of a block that its q and k are computed with."""
-    return f"{layer}.layer_norm1", f"{layer}.self_attn.q_", f"{layer}.self_attn.k_"
 
 
 @dataclass(slots=True)
 class _Tower:
     """The tower under construction: its hidden states [images, tokens, hidden], the embeddings first.
 
-    `query` and `key` are those of the last block in use; `merged` is set where windows merge.
+    `query` and `key` are the last used block's; `merged` is set if windows merge.
     """
 
     states: list[ir.Value]
@@ -117,32 +113,40 @@ def build_vision(
 ) -> None:
     """[images, 3, side, side] float32 to [images, view_tokens, hidden] float32.
 
-    `merges`: windows of similar patches merge after the first block. The graph then takes one image at a time, and the
-    number of tokens is known only at run time, or an output marks the removed ones. `attention`: also give the class
-    token's attention to each token in the last block in use, `last_attention`: in the tower's very last block;
-    `text_tower`: each token in the space of that CLIP's text tower. Images at their own resolution: `build_native`.
+    `merges`: windows of similar patches merge after the first block. The graph then computes one image at a time, and
+    the number of tokens is known only at run time, or an output marks the removed ones. `attention` adds an output of
+    the class token's attention to each token in the last used block, `last_attention` in the tower's last block,
+    `text_tower` each token in the space of that CLIP's text tower. Images at their own resolution: `build_native`.
     """
     v = c.vision
     if v.native:
-        assert not any((merges, attention, last_attention, text_tower)), "refused for such a tower"
+        assert not any((merges, attention, last_attention, text_tower)), "refused for these towers"
         build_native(b, c)
         return
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
     tau = b.input(names.TAU, FLOAT, [1]) if merges else None
-    tower = _tower(b, c, _embeddings(b, v, pixels), tau)
+    x = _embeddings(b, v, pixels)
+    tower = _Tower([x])
+    for layer in range(max(c.feature_layers)):
+        name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
+        x, tower.query, tower.key = build_block(b, v, x, name, shape, _seen(tower))
+        if layer == 0 and tau is not None:
+            tower.merged = merge_windows(b, v, x, tau)
+            x = tower.merged.hidden
+        tower.states.append(x)
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
     if v.post_norm:
         chosen = [b.dialect.layer_norm(b, state, POST_NORM, v.eps) for state in chosen]
     features = b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
-    hidden = b.reshape(_shuffled(b, c, _pooled(b, c, features)), -1, feature_width(c))
+    hidden = b.reshape(_grouped(b, c, features), -1, feature_width(c))
     if c.projector_norm_eps is not None:
         hidden = b.dialect.layer_norm(b, hidden, "projector.norm", c.projector_norm_eps)
     for number, name in enumerate(projector_layers(c)):
         hidden = activate(b, hidden, c.projector_activation) if number else hidden
         hidden = b.linear(hidden, name, bias=c.projector_bias)
-    leaving = merges and b.dialect.sizes_from_values
-    out = b.to_float32(b.reshape(hidden, *((1, -1) if leaving else (-1, c.view_tokens)), c.text.hidden))
-    count = "tokens" if leaving else c.view_tokens
+    removes = merges and b.dialect.sizes_from_values
+    out = b.to_float32(b.reshape(hidden, *((1, -1) if removes else (-1, c.view_tokens)), c.text.hidden))
+    count = "tokens" if removes else c.view_tokens
     b.output(out, names.FEATURES, FLOAT, [1 if merges else "images", count, c.text.hidden])
     if tower.merged:
         for value, name in ((tower.merged.patch_index, names.PATCH_INDEX), (tower.merged.merged, names.MERGED)):
@@ -161,47 +165,28 @@ def build_vision(
         project_patches(b, text_tower, chosen[0], v.hidden, *each)
 
 
-def _pooled(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
-    """Features [images, patches, width] with those of each square of patches averaged, row by row."""
-    side, grid, width = c.vision.pool, c.vision.grid, c.vision.hidden * len(c.feature_layers)
-    if side == 1:
-        return features
-    planes = b.op("Transpose", b.reshape(features, -1, grid, grid, width), perm=[0, 3, 1, 2])
-    means = b.op("AveragePool", planes, kernel_shape=[side, side], strides=[side, side])
-    return b.op("Transpose", b.reshape(means, 0, width, -1), perm=[0, 2, 1])
+def _grouped(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
+    """Features [images, patches, width], those of each square of patches averaged, or joined by rows or columns.
 
-
-def _shuffled(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
-    """Features [images, patches, width] with those of each square of patches side by side, by rows or columns.
-
-    Where squares stick out of the grid at the right and the bottom, zeros fill them.
+    Zeros fill squares that extend beyond the grid at the right and the bottom.
     """
-    side = c.vision.shuffle
-    if side == 1:
+    v, grid, width = c.vision, c.vision.grid, c.vision.hidden * len(c.feature_layers)
+    if v.pool > 1:
+        planes = b.op("Transpose", b.reshape(features, -1, grid, grid, width), perm=[0, 3, 1, 2])
+        means = b.op("AveragePool", planes, kernel_shape=[v.pool] * 2, strides=[v.pool] * 2)
+        features = b.op("Transpose", b.reshape(means, 0, width, -1), perm=[0, 2, 1])
+    if v.shuffle == 1:
         return features
-    grid, width = c.vision.grid, c.vision.hidden * len(c.feature_layers)
-    along, missing = -(-grid // side), -grid % side
+    along, missing = -(-grid // v.shuffle), -grid % v.shuffle
     if missing:
         features = b.reshape(features, -1, grid, grid, width)
         features = b.op("Pad", features, b.constant([0, 0, 0, 0, 0, missing, missing, 0]))
-    squares = b.reshape(features, -1, along, side, along, side, width)
-    return b.op("Transpose", squares, perm=[0, 3, 1, 2, 4, 5] if c.vision.shuffle_by_columns else [0, 1, 3, 2, 4, 5])
-
-
-def _tower(b: Builder, c: ModelConfig, x: ir.Value, tau: ir.Value | None) -> _Tower:
-    tower = _Tower([x])
-    for layer in range(max(c.feature_layers)):
-        name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
-        x, tower.query, tower.key = build_block(b, c.vision, x, name, shape, _seen(tower))
-        if layer == 0 and tau is not None:
-            tower.merged = merge_windows(b, c.vision, x, tau)
-            x = tower.merged.hidden
-        tower.states.append(x)
-    return tower
+    squares = b.reshape(features, -1, along, v.shuffle, along, v.shuffle, width)
+    return b.op("Transpose", squares, perm=[0, 3, 1, 2, 4, 5] if v.shuffle_by_columns else [0, 1, 3, 2, 4, 5])
 
 
 def _last_block(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[ir.Value, ir.Value]:
-    """The q and k [images, tokens, hidden] of the tower's very last block, which may lie beyond those in use."""
+    """The q and k [images, tokens, hidden] of the tower's last block, which may be beyond the used ones."""
     v, x = c.vision, tower.states[-1]
     if max(c.feature_layers) == v.layers:
         assert tower.query is not None
@@ -215,9 +200,9 @@ def _last_block(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[ir.Value, ir
 
 
 def _shape(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[int, int, int]:
-    """The shape of the tower's hidden states, -1 where known only at run time."""
-    left = tower.merged is not None and b.dialect.sizes_from_values
-    return (1, -1, c.vision.hidden) if left else (-1, c.vision.rows, c.vision.hidden)
+    """The shape of the tower's hidden states, with -1 for a size known only at run time."""
+    removed = tower.merged is not None and b.dialect.sizes_from_values
+    return (1, -1, c.vision.hidden) if removed else (-1, c.vision.states, c.vision.hidden)
 
 
 def _seen(tower: _Tower) -> ir.Value | None:
@@ -242,7 +227,7 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
 
 
 def _positions(b: Builder, v: VisionConfig) -> ir.Value:
-    """The table of positions; one of another grid is resized, bicubic and in float32, the class token's as it is."""
+    """The table of positions. Another grid's is resized, bicubic in float32, except the class token's."""
     table = b.weight("vision.embeddings.position_embedding.weight")
     if not v.position_grid:
         return table
@@ -260,7 +245,7 @@ def _positions(b: Builder, v: VisionConfig) -> ir.Value:
 
 
 def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:
-    """`default` leaves out the first token (CLIP's class token); `full` keeps all."""
+    """`default` omits the first token (CLIP's class token); `full` keeps all."""
     if c.select == "full":
         return x
     return b.op("Slice", x, b.constant([1]), b.constant([MAX_ROW]), b.constant([axis]))

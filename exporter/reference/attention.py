@@ -18,9 +18,9 @@ Shares = tuple[tuple[float, ...], ...]  # [layers or tokens][KINDS]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShares:
-    """Where attention goes, from 0 to 1 in the order of `KINDS`.
+    """Shares of attention from 0 to 1, in the order of `KINDS`.
 
-    `question` and `answer` have a row for each layer, `steps` for each output token, mean over the layers.
+    `question` and `answer` have one entry a layer, `steps` one an output token, mean over the layers.
     """
 
     question: Shares
@@ -29,10 +29,10 @@ class AttentionShares:
 
 
 class AttentionMeter:
-    """A hook for `Reference.hidden` that keeps shares of attention, mean over the heads (VTW Figures 4 and 5).
+    """A hook for `Reference.hidden` that records shares of attention, mean over the heads (VTW Figures 4 and 5).
 
     Queries are of two kinds: `question`, the tokens after the last image up to the end of the prompt; and `answer`, the
-    last token of the prompt and those of the answer, which give the output tokens. Shares are in the order of `KINDS`.
+    last token of the prompt and the answer's, whose outputs are the answer.
     """
 
     def __init__(self, samples: Sequence[Sample], config: ModelConfig) -> None:
@@ -50,15 +50,12 @@ class AttentionMeter:
         self._layers[number].append(scores.softmax(-1).mean(0) @ groups.kinds)
 
     def shares(self, number: int) -> AttentionShares:
-        """Those of one sample."""
+        """The shares of one sample."""
         groups, layers = self._groups[number], torch.stack(self._layers[number]).double()
         answer = layers[:, groups.prompt - groups.suffix - 1 :]
         question = layers[:, : groups.prompt - groups.suffix]
-        return AttentionShares(_shares(question.mean(1)), _shares(answer.mean(1)), _shares(answer.mean(0)))
-
-
-def _shares(rows: Tensor) -> Shares:
-    return tuple(tuple(row) for row in rows.tolist())
+        means = question.mean(1), answer.mean(1), answer.mean(0)
+        return AttentionShares(*(tuple(map(tuple, mean.tolist())) for mean in means))
 
 
 class _Groups:

@@ -1,6 +1,6 @@
-"""Golden vectors: a fixed picture and question with the plain reference's logits, kept in the bundle.
+"""Golden vectors: the plain reference's logits for a fixed image and question, stored in the bundle.
 
-`vtx-doctor BUNDLE` computes them again with the bundle to prove parity.
+`vtx-doctor BUNDLE` computes them with the bundle to prove parity.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vtx.runtime.vision.layout import Layout
 
 
 def golden_ids(text: Text, layout: Layout, question: str = QUESTION) -> NDArray[np.int64]:
-    """Token ids [tokens] of the golden picture and a question."""
+    """Token ids [tokens] of the golden image and a question."""
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
     return text.prompt([{"role": "user", "content": content}], [layout.prompt_image(*golden_image().size)])
 

@@ -1,7 +1,7 @@
 """The scales of 8-bit K and V: the largest values of each channel on a real prompt, by the plain reference.
 
-K is stored rotated, and rotation turns pairs of channels into each other, further with each position. The measure of a
-pair is therefore its length, which no position changes: a scale measured on a short prompt serves a long context.
+K is stored rotated, and rotation mixes pairs of channels by an angle that grows with the position. The length of a pair
+is measured instead, which no position changes: a scale measured on a short prompt is valid for a long context.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vtx.runtime.report.golden import QUESTION, golden_image
 
 MARGIN = 2.0  # of the scales over the measured values; larger values are clipped
 STEPS = 127  # the largest integer
-SMALLEST = 1 / 64  # of the head's largest channel: the least scale of any channel
+SMALLEST = 1 / 64  # the least scale of a channel, relative to the head's largest
 PASSAGE = (
     "The market opens at seven. By then the farmers have set out apples, onions and 24 kinds of cheese, the baker's "
     'van is late as always, and somebody has asked: "Is this the queue?" It is not! Prices (in euros) hang on paper '
@@ -43,27 +43,22 @@ def record_kv_scales(
 ) -> None:
     """Run the reference over the golden picture and a passage of text, and write each layer's scales to `path`.
 
-    They are [1, kv_heads, 1, head_dim] float32 under the names that the graphs give them. `report` gets 1 a layer.
+    They are [1, kv_heads, 1, head_dim] float32, by their names in the graphs. `report` gets 1 a layer.
     """
     ids = golden_ids(text, reference.config.layout, f"{PASSAGE} {QUESTION}")
     tensors: dict[str, NDArray[np.float32]] = {}
     with torch.inference_mode(), returning_memory():
         features = reference.encode([golden_image()], settings)
         for layer, key, value in reference.keys_values(Sample(ids, features), report):
-            tensors[names.key_scale(layer)] = _scale(_lengths(key))
+            lengths = torch.hypot(*key.chunk(2, -1))  # of the pairs that are rotated together
+            tensors[names.key_scale(layer)] = _scale(torch.cat((lengths, lengths), -1))
             tensors[names.value_scale(layer)] = _scale(value.abs())
     write_safetensors(path, tensors, {"margin": str(MARGIN), "rows": str(len(ids))})
 
 
-def _lengths(key: Tensor) -> Tensor:
-    """For both channels of each pair that is rotated together, the pair's length; the shape stays."""
-    lengths = torch.hypot(*key.chunk(2, -1))
-    return torch.cat((lengths, lengths), -1)
-
-
-def _scale(reached: Tensor) -> NDArray[np.float32]:
+def _scale(magnitudes: Tensor) -> NDArray[np.float32]:
     """Magnitudes [kv_heads, tokens, head_dim] to scales [1, kv_heads, 1, head_dim]."""
-    most = reached.amax(1, keepdim=True)
+    most = magnitudes.amax(1, keepdim=True)
     floor = SMALLEST * most.amax(-1, keepdim=True)
     most = torch.where(floor > 0, torch.maximum(most, floor), torch.ones_like(most))
     scale: NDArray[np.float32] = (MARGIN / STEPS * most)[None].numpy()

@@ -1,7 +1,7 @@
-"""The model and the method stated plainly in PyTorch, one layer in memory at a time.
+"""The model and the method in plain PyTorch, one layer in memory at a time.
 
-Bundles are checked against it and calibration measures it: no graph, no cache, no onnxruntime. All requested
-K share one pass, since the tokens that enter layer K are those of the pass without withdrawal.
+Bundles are checked against it and calibration measures it: no graph, no cache, no onnxruntime. All requested K share
+one pass, since layer K gets its tokens from the pass without withdrawal.
 """
 
 from __future__ import annotations
@@ -31,15 +31,11 @@ from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask
 
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
-Report = Callable[[int], None]
-Watch = Callable[[int, int, Tensor], None]
-Attend = Callable[[int, int, Tensor, Tensor], None]
-Feed = Callable[[int, int, str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The images of one prompt: `rows` [image tokens, hidden], and `images`, where their positions are their own."""
+    """The images of one prompt: `rows` [image tokens, hidden], and `images` if they have positions of their own."""
 
     rows: Tensor
     images: tuple[ImageTokens, ...] = ()
@@ -50,20 +46,20 @@ class Encoded:
         return Encoded(self.rows[:count], tuple(image.take(kept) for image in self.images))
 
     def positions(self, is_vision: Mask) -> NDArray[np.int64]:
-        """Of a sequence's tokens [n], or [n, 3]: a text token takes the next one, an image as many as its span."""
+        """Positions of a sequence's tokens [n], or [n, 3]: a text token has the next, an image those of its span."""
         if not self.images:
             return np.arange(len(is_vision))
-        left, places, following = iter(self.images), list[list[int]](), 0
-        while len(places) < len(is_vision):
-            if not is_vision[len(places)]:
-                places.append([following] * PARTS)
+        images, positions, following = iter(self.images), list[list[int]](), 0
+        while len(positions) < len(is_vision):
+            if not is_vision[len(positions)]:
+                positions.append([following] * PARTS)
                 following += 1
                 continue
-            image = next(left)
+            image = next(images)
             assert image.offsets is not None, "images of one prompt have positions of one kind"
-            places += (following + image.offsets).tolist()
+            positions += (following + image.offsets).tolist()
             following += image.positions
-        return np.array(places)
+        return np.array(positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +152,10 @@ class Reference:
         self,
         samples: Sequence[Sample],
         ks: Sequence[int | None],
-        report: Report = lambda _: None,
-        attend: Attend | None = None,
-        watch: Watch = lambda *_: None,
-        feed: Feed | None = None,
+        report: Callable[[int], None] = lambda _: None,
+        attend: Callable[[int, int, Tensor, Tensor], None] | None = None,
+        watch: Callable[[int, int, Tensor], None] = lambda *_: None,
+        feed: Callable[[int, int, str, Tensor], None] | None = None,
     ) -> list[dict[int | None, Tensor]]:
         """Last hidden states [last, hidden] of each sample at each K (None: no withdrawal), before the final norm.
 
@@ -177,8 +173,8 @@ class Reference:
                 if layer in depths:
                     stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
                 see = partial(attend, layer, number) if attend else None
-                taken = partial(feed, layer, number) if feed else None
-                stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights, see, taken)[0]
+                inputs = partial(feed, layer, number) if feed else None
+                stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights, see, inputs)[0]
                 watch(layer, number, stream.full)
                 if len(stream.withdrawn):
                     stream.withdrawn = _decoder_layer(text, stream.withdrawn, stream.text_positions, weights)
@@ -190,7 +186,9 @@ class Reference:
             for s, sample in zip(streams, samples, strict=True)
         ]
 
-    def keys_values(self, sample: Sample, report: Report = lambda _: None) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def keys_values(
+        self, sample: Sample, report: Callable[[int], None] = lambda _: None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Each layer's number from 1, its rotated K and its V, [kv_heads, n, head_dim], without withdrawal.
 
         `report` gets 1 a layer.
@@ -206,9 +204,13 @@ class Reference:
             report(1)
 
     def greedy(
-        self, samples: Sequence[Sample], end_ids: Collection[int], max_new_tokens: int, report: Report = lambda _: None
+        self,
+        samples: Sequence[Sample],
+        end_ids: Collection[int],
+        max_new_tokens: int,
+        report: Callable[[int], None] = lambda _: None,
     ) -> list[list[int]]:
-        """Each sample's own greedy answer without withdrawal, up to `max_new_tokens` ids, an end token included.
+        """Each sample's greedy answer without withdrawal, up to `max_new_tokens` ids, an end token included.
 
         Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
         """
@@ -217,33 +219,20 @@ class Reference:
         answers: list[list[int]] = [[] for _ in samples]
         active = list(range(len(samples)))
         while active:
-            self._advance(inputs, kept, active, report)
-            for number, token in zip(active, self._best([inputs[n][0][-1] for n in active]), strict=True):
-                answers[number].append(token)
+            for layer in range(1, self.config.text.layers + 1):
+                weights = self._layer_weights(layer, keep=True)
+                for n in active:
+                    x, positions = inputs[n]
+                    cache = kept[n].setdefault(layer, [])
+                    inputs[n] = _decoder_layer(self.config.text, x[None], positions, weights, cache=cache)[0], positions
+                report(1)
+            best = self.head(torch.stack([inputs[n][0][-1] for n in active])).argmax(-1)
+            for n, token in zip(active, best.tolist(), strict=True):
+                answers[n].append(token)
             active = [n for n in active if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
             for n in active:
                 inputs[n] = self._weights.read(EMBEDDING, np.array(answers[n][-1:])), inputs[n][1][-1:] + 1
         return answers
-
-    def _advance(
-        self,
-        inputs: list[tuple[Tensor, Tensor]],
-        kept: Sequence[dict[int, list[Tensor]]],
-        active: Sequence[int],
-        report: Report,
-    ) -> None:
-        """Run the new hidden states [n, hidden] at positions [n] of the samples `active` through all layers."""
-        for layer in range(1, self.config.text.layers + 1):
-            weights = self._layer_weights(layer, keep=True)
-            for n in active:
-                x, positions = inputs[n]
-                cache = kept[n].setdefault(layer, [])
-                inputs[n] = _decoder_layer(self.config.text, x[None], positions, weights, cache=cache)[0], positions
-            report(1)
-
-    def _best(self, hidden: Sequence[Tensor]) -> list[int]:
-        best: list[int] = self.head(torch.stack(list(hidden))).argmax(-1).tolist()
-        return best
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
@@ -253,7 +242,11 @@ class Reference:
         return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
 
     def logits(
-        self, ids: NDArray[np.int64], features: Encoded, ks: Sequence[int | None], report: Report = lambda _: None
+        self,
+        ids: NDArray[np.int64],
+        features: Encoded,
+        ks: Sequence[int | None],
+        report: Callable[[int], None] = lambda _: None,
     ) -> dict[int | None, Tensor]:
         """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
         hidden = self.hidden([Sample(ids, features)], ks, report)[0]
@@ -272,7 +265,7 @@ class Reference:
         return streams
 
     def _positions(self, table: Tensor) -> Tensor:
-        """The table [..., positions, hidden], that of another grid resized to the patches'."""
+        """The table [..., positions, hidden], resized if it has another grid than the patches."""
         v = self.config.vision
         if v.position_grid is None:
             return table
@@ -310,7 +303,7 @@ class Reference:
         return self._weights.read(name)
 
     def _layer_weights(self, layer: int, *, keep: bool) -> Mapping[str, Tensor]:
-        """The weights of one decoder layer, counted from 1, by their names inside it: read now, or whenever used."""
+        """The weights of decoder layer `layer`, from 1, by their names in it: read now if `keep`, else at each use."""
         prefix = f"text.layers.{layer - 1}."
         names = {n.removeprefix(prefix): n for n, _ in layer_tensors(self.config.text, layer)}
         weights = _Layer(names, self._tensor)
@@ -339,7 +332,7 @@ def _decoder_layer(
     positions: Tensor,
     weights: Mapping[str, Tensor],
     see: Callable[[Tensor, Tensor], None] | None = None,
-    taken: Callable[[str, Tensor], None] | None = None,
+    feed: Callable[[str, Tensor], None] | None = None,
     *,
     cache: list[Tensor] | None = None,
 ) -> Tensor:
@@ -347,13 +340,13 @@ def _decoder_layer(
 
     Positions of three parts are [n, 3].
 
-    `see` gets the rotated queries and keys, `taken` each matrix's name and its inputs [n, in]. Where `cache`
-    holds keys and values, they come before those of the one new token; the new ones are added to it.
+    `see` gets the rotated queries and keys, `feed` each matrix's name and its inputs [n, in]. `cache` holds the keys
+    and values before those of the one new token, which are added to it.
     """
 
     def linear(y: Tensor, name: str) -> Tensor:
-        if taken:
-            taken(name, y[0])
+        if feed:
+            feed(name, y[0])
         return F.linear(y, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def heads(y: Tensor) -> Tensor:
@@ -384,10 +377,10 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotate(c: TextConfig, x: Tensor, positions: Tensor) -> Tensor:
     if positions.ndim > 1:
         parts = torch.arange(positions.shape[1]).repeat_interleave(torch.tensor(c.rope.sections))
-        places = positions[:, parts]
+        own = positions[:, parts]
     else:
-        places = positions[:, None]
-    angles = places.float() * torch.tensor(c.rope.inverse_frequencies)
+        own = positions[:, None]
+    angles = own.float() * torch.tensor(c.rope.inverse_frequencies)
     cos, sin = angles.cos() * c.rope.scale, angles.sin() * c.rope.scale
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -1,4 +1,4 @@
-"""A tower of images at their own resolution, plainly: patches in raster order, and who attends to whom by its place."""
+"""A tower of images at their own resolution in plain PyTorch: patches in raster order, windows by their positions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from vtx.exporter.checkpoint.config import VisionConfig
 
 BASE = 10_000.0
-Weight = Callable[[str], Tensor]
-Activate = Callable[[Tensor, str], Tensor]
 
 
 class NativeTower:
     """The tower with weights by canonical name, in float32."""
 
-    def __init__(self, vision: VisionConfig, weight: Weight, activate: Activate) -> None:
+    def __init__(
+        self, vision: VisionConfig, weight: Callable[[str], Tensor], activate: Callable[[Tensor, str], Tensor]
+    ) -> None:
         self._v, self._w, self._activate = vision, weight, activate
 
     def tokens(self, pixels: Tensor) -> Tensor:
@@ -30,26 +30,19 @@ class NativeTower:
         high, wide = grid.shape[1:]
         row, column = (part.flatten() for part in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
         x = grid.flatten(1).T
-        groups = self._groups(row, column)
+        windows = []  # the patches of each
+        if v.window is not None:
+            window = row // v.window * len(column) + column // v.window
+            windows = [torch.nonzero(window == number)[:, 0] for number in sorted({*window.tolist()})]
+        half = v.hidden // v.heads // 2
+        rates = BASE ** (-torch.arange(0, half, 2).float() / half)
+        angles = torch.cat((row[:, None] * rates, column[:, None] * rates), 1)  # [patches, head_dim / 2]
         for layer in range(v.layers):
-            seen = groups if v.window is not None and layer not in v.full_blocks else [torch.arange(len(x))]
-            x = self._block(x, f"vision.blocks.{layer}", self._angles(row, column), seen)
+            seen = windows if v.window is not None and layer not in v.full_blocks else [torch.arange(len(x))]
+            x = self._block(x, f"vision.blocks.{layer}", angles, seen)
         x = self._norm(x, "vision.merger.ln_q").reshape(high // side, side, wide // side, side, -1)
         x = self._linear(x.transpose(1, 2).reshape(high // side * (wide // side), -1), "vision.merger.mlp.0")
         return self._linear(self._activate(x, "gelu"), "vision.merger.mlp.2")
-
-    def _groups(self, row: Tensor, column: Tensor) -> list[Tensor]:
-        """The numbers of the patches of each window."""
-        if self._v.window is None:
-            return []
-        window = row // self._v.window * len(column) + column // self._v.window
-        return [torch.nonzero(window == number)[:, 0] for number in sorted({*window.tolist()})]
-
-    def _angles(self, row: Tensor, column: Tensor) -> Tensor:
-        """[patches, head_dim / 2]: by the row, then by the column."""
-        half = self._v.hidden // self._v.heads // 2
-        rates = BASE ** (-torch.arange(0, half, 2).float() / half)
-        return torch.cat((row[:, None] * rates, column[:, None] * rates), 1)
 
     def _block(self, x: Tensor, name: str, angles: Tensor, groups: list[Tensor]) -> Tensor:
         v = self._v
@@ -61,14 +54,11 @@ class NativeTower:
             seen = F.scaled_dot_product_attention(q[:, own], k[:, own], w[:, own])
             y[own] = seen.transpose(0, 1).flatten(1)
         x = x + self._linear(y, f"{name}.attn.proj")
-        return x + self._mlp(self._norm(x, f"{name}.norm2"), f"{name}.mlp")
-
-    def _mlp(self, y: Tensor, name: str) -> Tensor:
-        v = self._v
+        y, mlp = self._norm(x, f"{name}.norm2"), f"{name}.mlp"
         if v.gated:
-            gate = self._activate(self._linear(y, f"{name}.gate_proj"), v.activation)
-            return self._linear(gate * self._linear(y, f"{name}.up_proj"), f"{name}.down_proj")
-        return self._linear(self._activate(self._linear(y, f"{name}.fc1"), v.activation), f"{name}.fc2")
+            gate = self._activate(self._linear(y, f"{mlp}.gate_proj"), v.activation)
+            return x + self._linear(gate * self._linear(y, f"{mlp}.up_proj"), f"{mlp}.down_proj")
+        return x + self._linear(self._activate(self._linear(y, f"{mlp}.fc1"), v.activation), f"{mlp}.fc2")
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, eps = self._w(f"{name}.weight"), self._v.eps

@@ -1,4 +1,4 @@
-"""Items of data as the model reads them: the prompt's tokens, and those of the right answer after it."""
+"""Items of data as tokens: the prompt, and the right answer after it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.tools.data.items import MAX_SKIPPED, Data, Item, prompt_images
 
-MAX_REFERENCE = 32  # tokens; a longer answer is never matched word for word
+MAX_REFERENCE = 32  # tokens; longer answers are not compared
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedItem:
-    """An item as the model reads it: `ids` [n] of the prompt, `answer_ids` [m] of the right answer and its end."""
+    """An item as tokens: `ids` [n] of the prompt, `answer_ids` [m] of the right answer and its end."""
 
     item: Item
     ids: NDArray[np.int64]
@@ -25,7 +25,7 @@ class PreparedItem:
 
 
 def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[PreparedItem], list[str]]:
-    """Tokenise every item; those that cannot be asked, or do not fit the context, are reported instead.
+    """Tokenise every item; items that cannot be asked, or do not fit the context, are reported instead.
 
     Raises:
         RequestError: too many items cannot be used.
@@ -61,7 +61,7 @@ def messages(item: Item) -> list[Message]:
 
 
 def prompt_ids(source: Source, item: Item) -> NDArray[np.int64]:
-    """Token ids [tokens] of an item's prompt, each image with as many image tokens as its size gives.
+    """Token ids [tokens] of an item's prompt, with the image tokens of each image's size.
 
     Raises RequestError for a question that cannot be asked, ImageError for a file that cannot be read.
     """
@@ -69,7 +69,7 @@ def prompt_ids(source: Source, item: Item) -> NDArray[np.int64]:
 
 
 def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The right answer's tokens after the prompt `ids`, an end token last; None where the template drops it."""
+    """The right answer's tokens after the prompt `ids`, an end token last; None if the template omits it."""
     if item.answer is None:
         return None
     text, answer = source.text, [Part(type="text", text=item.answer)]

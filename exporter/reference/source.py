@@ -1,4 +1,4 @@
-"""A model whose prompts and hidden states are measured: its weights for the plain reference, its text, its images."""
+"""A model whose prompts and hidden states are measured: weights for the plain reference, text and images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vtx.runtime.prompt.text import Text
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checked model. `fingerprint` is its checkpoint's, even where it was opened from a bundle."""
+    """A checked model. `fingerprint` is its checkpoint's, also for a bundle."""
 
     name: str
     fingerprint: str

@@ -1,4 +1,4 @@
-"""Where a checkpoint holds other weights than its configuration states, and is exported nevertheless."""
+"""Checkpoints whose weights disagree with their configuration, and are exported nevertheless."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.runtime.bundle.safetensors import TensorInfo, read_bits
+from vtx.runtime.bundle.safetensors import read_bits
 from vtx.runtime.bundle.spec.stored import EMBEDDING
 
 HEAD = "head.weight"
@@ -18,34 +18,32 @@ UNTIED = (
     "is exported, as transformers 5 computes (4 tied them)"
 )
 _ROWS = 4096  # compared at a time
-_BUFFERS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # that releases of transformers once saved
+_BUFFERS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # saved by old releases of transformers
 
 
 def with_own_head(text: TextConfig, checkpoint: Checkpoint) -> TextConfig:
-    """The decoder's configuration, not tied where the weights hold a head other than the embeddings.
+    """The decoder's configuration, not tied if the weights hold a head that differs from the embeddings.
 
     Raises:
         CheckpointError: a tensor cannot be read.
 
     """
     head, table = checkpoint.tensors.get(HEAD), checkpoint.tensors.get(EMBEDDING)
-    if not text.tied or head is None or table is None or _same(head, table):
+    if not text.tied or head is None or table is None:
         return text
-    return replace(text, tied=False)
-
-
-def _same(a: TensorInfo, b: TensorInfo) -> bool:
-    """Whether two matrices hold the same bits; read block by block, up to the first that differs."""
-    if (a.dtype, a.shape) != (b.dtype, b.shape) or len(a.shape) != 2:
-        return False
-    blocks = (slice(start, min(start + _ROWS, a.shape[0])) for start in range(0, a.shape[0], _ROWS))
-    return all(np.array_equal(read_bits(a, rows).view(np.uint8), read_bits(b, rows).view(np.uint8)) for rows in blocks)
+    same = (head.dtype, head.shape) == (table.dtype, table.shape) and len(head.shape) == 2
+    for start in range(0, head.shape[0], _ROWS) if same else ():
+        block = slice(start, min(start + _ROWS, head.shape[0]))
+        ours, theirs = (read_bits(info, block).view(np.uint8) for info in (head, table))
+        if not np.array_equal(ours, theirs):
+            return replace(text, tied=False)
+    return text if same else replace(text, tied=False)
 
 
 def unused_weights(checkpoint: Checkpoint, needed: Iterable[str], *, tied: bool) -> str | None:
-    """A warning where the decoder or the projector has weights that the configuration does not know; None: none.
+    """A warning if the decoder or the projector has weights that the configuration lacks, else None.
 
-    Towers are left out: layers behind the one that is read, and pooling heads, belong there and are not needed.
+    Towers are excluded: layers after the last used one, and pooling heads, are normal there.
     """
     known = {*needed, *((HEAD,) if tied else ())}
     parts = ("text.", "projector.", "head.")
@@ -58,6 +56,6 @@ def unused_weights(checkpoint: Checkpoint, needed: Iterable[str], *, tied: bool)
         return None
     shown = ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
     return (
-        f"config.json knows nothing of {shown} ({len(unused)} in all), so the export leaves out what transformers "
-        "leaves out; if it matters, correct config.json, or merge the adapter that it is of"
+        f"config.json does not account for {shown} ({len(unused)} in total), so they are not exported, as transformers "
+        "does not load them; if they matter, correct config.json, or merge their adapter"
     )

@@ -1,7 +1,7 @@
 """The plan of a bundle's weights: the file, the form and the offset of each tensor.
 
-A source file whose tensors all have the right dtype is taken whole, unless most of it is not needed; any other is
-rewritten tensor by tensor. All of this is known before a byte of a weight is read, so graphs can be built first.
+A source file whose tensors all have the right dtype is used whole, unless most of it is not needed; any other is
+rewritten tensor by tensor. The plan needs no weights, so graphs can be built first.
 """
 
 from __future__ import annotations
@@ -13,17 +13,31 @@ from pathlib import Path
 import numpy as np
 
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import TensorInfo, layout
 from vtx.runtime.bundle.spec.stored import Precisions, Scheme
 
-WHOLE = ".safetensors"  # pickled files are never taken whole
+WHOLE = ".safetensors"  # pickled files are never used whole
 MOST_UNUSED = 2  # a file larger than this multiple of the needed bytes is rewritten without the rest
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """The location of one weight: `file` is relative to the bundle, `dtype` a safetensors dtype.
+
+    A quantised matrix [out, in] is I8, or I4 with two to a byte, and has float16 `scales` [out, blocks of a row].
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    scales: StoredTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One tensor on its way: from `source` to `target`, as `dtype` ("I8" and "I4" with a scheme and `scales`)."""
+    """One tensor to copy from `source` to `target` as `dtype` ("I8" and "I4" with a scheme and `scales`)."""
 
     name: str
     source: TensorInfo
@@ -41,7 +55,7 @@ class WeightEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One file to be: `entries` in order, from `source`. `header` is None where the source is taken whole."""
+    """One file to write: `entries` in order, from `source`. `header` is None if the source is used whole."""
 
     name: str
     source: Path
@@ -77,9 +91,9 @@ def plan_weights(
     precisions: Precisions,
     scaled: Collection[str] = (),
 ) -> WeightPlan:
-    """Check that every needed tensor is there in its shape, and lay out the files.
+    """Check that every needed tensor exists in its shape, and lay out the files.
 
-    A file that holds one of the tensors `scaled`, whose values will change, is not taken whole.
+    A file that holds one of the tensors `scaled`, whose values will change, is not used whole.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape than the configuration states.
@@ -93,11 +107,10 @@ def plan_weights(
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
         forms = [precisions.stored(tensor, info.shape, info.dtype) for tensor, info in tensors]
-        as_it_is = all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
         used, size = sum(info.nbytes for _, info in tensors), source.stat().st_size
         if (
             source.suffix == WHOLE
-            and as_it_is
+            and all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
             and size <= used * MOST_UNUSED
             and not any(tensor in scaled or info.spread for tensor, info in tensors)
         ):
@@ -134,5 +147,5 @@ def laid_out(
 def stored_tensor(file: str, entry: WeightEntry) -> StoredTensor:
     """The location of a tensor in the bundle's `file`."""
     target, scales = entry.target, entry.scales
-    beside = StoredTensor(file, scales.offset, scales.nbytes, "F16", scales.shape) if scales else None
-    return StoredTensor(file, target.offset, target.nbytes, entry.dtype, entry.source.shape, beside)
+    stored_scales = StoredTensor(file, scales.offset, scales.nbytes, "F16", scales.shape) if scales else None
+    return StoredTensor(file, target.offset, target.nbytes, entry.dtype, entry.source.shape, stored_scales)

@@ -2,7 +2,7 @@
 
 A weight is scale * q. int8 has a scale a row and q in -127..127. int4 has a scale for every `block` weights along a
 row and q in -8..7, two to a byte, the first in the low half. Scales are float16 and never zero; q is chosen for the
-scale as it was rounded. Among a few scales a block takes the one with the least squared error.
+rounded scale. A block gets the scale with the least squared error of a few.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vtx.runtime.errors import ExportError
 
 LEAST = float(np.finfo(np.float16).smallest_subnormal)
 LARGEST = float(np.finfo(np.float16).max)
-# Of the scale that reaches the block's largest weight. A Gaussian block of 64 is best served near 0.87.
+# Relative to the scale for the block's largest weight. The best for a Gaussian block of 64 is near 0.87.
 RATIOS = {4: (1.0, 0.94, 0.875, 0.82, 0.76), 8: (1.0,)}
 Floats = NDArray[np.float32]
 
@@ -37,7 +37,8 @@ def quantise(rows: Floats, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDA
             f"tensor {name} holds {float(peak.max()):g}, int{scheme.bits} reaches {LARGEST * levels:g} at most; "
             "export it with --precision fp32"
         )
-    integers, scales = _search(blocks, peak / levels, -8 if scheme.bits == 4 else -levels, levels, RATIOS[scheme.bits])
+    low = -8 if scheme.bits == 4 else -levels
+    integers, scales = _search(blocks, peak / levels, low, levels, RATIOS[scheme.bits])
     flat = integers.reshape(rows.shape)
     return (pack(flat) if scheme.bits == 4 else flat), scales
 
@@ -50,7 +51,9 @@ def _search(
     chosen = np.empty(reach.shape, np.float16)
     integers, error = np.empty_like(blocks), np.empty_like(blocks)
     for ratio in ratios:
-        scales = _usable(reach * np.float32(ratio))
+        exact = reach * np.float32(ratio)
+        scales = np.maximum(exact, LEAST).astype(np.float16)
+        scales[exact == 0] = 1  # a block of zeros
         wide = scales.astype(np.float32)[..., None]
         _nearest(blocks, wide, low, high, integers)
         if len(ratios) == 1:
@@ -62,13 +65,6 @@ def _search(
         best[better], chosen[better] = errors[better], scales[better]
     _nearest(blocks, chosen.astype(np.float32)[..., None], low, high, integers)
     return integers.astype(np.int8), chosen
-
-
-def _usable(scales: Floats) -> NDArray[np.float16]:
-    """Scales as float16, none of them zero: 1 for a block of zeros, else at least the smallest float16."""
-    narrow = np.maximum(scales, LEAST).astype(np.float16)
-    narrow[scales == 0] = 1
-    return narrow
 
 
 def _nearest(blocks: Floats, scales: Floats, low: int, high: int, out: Floats) -> None:

@@ -21,10 +21,10 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Matrices that read the same inputs, and the weight before them that takes the inverse factors.
+    """Matrices with the same inputs, and the weight before them that gets the inverse factors.
 
-    `width` input channels are read in heads of `head`; `sharing` neighbouring heads come from the same rows of
-    `source`, and so share their factors.
+    `width` input channels are in heads of `head`; `sharing` neighbouring heads come from the same rows of `source`, and
+    so share their factors.
     """
 
     readers: tuple[str, ...]
@@ -34,11 +34,11 @@ class Channels:
     sharing: int = 1
 
     def spread(self, factors: Floats) -> Floats:
-        """Factors of the source's channels [width / sharing] as those of the readers' [width]."""
+        """Factors of the source's channels [width / sharing] for the readers' channels [width]."""
         return np.repeat(factors.reshape(-1, self.head), self.sharing, 0).reshape(-1)
 
     def pooled(self, sizes: Floats) -> Floats:
-        """Sizes of the readers' channels [width] as means over those that share a factor [width / sharing]."""
+        """Sizes of the readers' channels [width], averaged over channels that share a factor [width / sharing]."""
         means: Floats = sizes.reshape(-1, self.sharing, self.head).mean(1).reshape(-1)
         return means
 
@@ -51,7 +51,7 @@ class Scaling:
     columns: Floats | None = None
 
     def apply(self, part: Floats, start: int) -> Floats:
-        """The scaled rows of a weight of which `part` begins at row `start`, in memory of their own."""
+        """A copy of `part`, the rows of a weight from row `start` on, scaled."""
         scaled = part if self.columns is None else part * self.columns
         if self.rows is None:
             return scaled
@@ -73,7 +73,7 @@ def channels(c: TextConfig, layer: int) -> tuple[Channels, ...]:
 
 
 def scalings(c: TextConfig, factors: Mapping[str, Floats]) -> dict[str, Scaling]:
-    """The scaling of each weight, where `factors` has those of some sets of channels by the name of their source."""
+    """The scaling of each weight; `factors` are those of some sets of channels by the name of their source."""
     rows, columns = dict[str, Floats](), dict[str, Floats]()
     for layer in range(1, c.layers + 1):
         for group in channels(c, layer):

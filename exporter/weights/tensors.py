@@ -1,4 +1,4 @@
-"""Weights as float32, some rows at a time: a checkpoint's, or a bundle's dequantised ones."""
+"""Weights as float32, some rows at a time: a checkpoint's, or a bundle's, dequantised."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.checkpoint.loader import Checkpoint
+from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.quantize import dequantise
-from vtx.exporter.weights.stored import StoredTensor
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex, TensorInfo, read_bits, widen_bf16
 from vtx.runtime.bundle.spec.stored import Scheme
 
@@ -29,12 +29,12 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
-        """Some rows of a weight as float32, in memory of their own."""
+        """A copy of some rows of a weight as float32."""
         ...
 
 
 class CheckpointWeights:
-    """`WeightSource` as a checkpoint holds them."""
+    """`WeightSource` of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.tensors
@@ -47,7 +47,7 @@ class CheckpointWeights:
 
 
 class BundleWeights:
-    """`WeightSource` as a bundle under construction stores them: rounded, and dequantised where they are quantised."""
+    """`WeightSource` of a bundle under construction: rounded, and dequantised if quantised."""
 
     def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
         self._folder, self._stored = folder, stored
@@ -75,12 +75,9 @@ class BundleWeights:
 
 def _widened(info: TensorInfo, rows: RowIndex) -> Tensor:
     step = max(1, CHUNK // max(1, prod(info.shape[1:])))
-    parts = (_values(read_bits(info, part), info.dtype) for part in _parts(rows, info.shape[0], step))
+    bits = (read_bits(info, part) for part in _parts(rows, info.shape[0], step))
+    parts = (widen_bf16(part) for part in bits) if info.dtype == "BF16" else bits
     return _stacked(parts, (_count(rows, info.shape[0]), *info.shape[1:]))
-
-
-def _values(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
-    return widen_bf16(bits) if dtype == "BF16" else bits
 
 
 def _parts(rows: RowIndex, count: int, step: int) -> Iterator[RowIndex]:

@@ -106,5 +106,5 @@ def test_any_opcodes(parts: list[bytes]) -> None:
 def test_deep_pickles_end_in_one_line(deep: bytes, path: Path) -> None:
     pickle = b"\x80\x02" + deep + b"."
     path.write_bytes(OLD[: OLD.index(b"ccollections") - 2] + pickle)
-    with path.open("rb") as file, pytest.raises(CheckpointError, match="take a checkpoint in safetensors"):
+    with path.open("rb") as file, pytest.raises(CheckpointError, match="use a checkpoint in safetensors"):
         tensors_of(file, path)

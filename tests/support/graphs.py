@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.exported import THREADS
 from vtx.exporter.graphs.builder import Builder, Dialect
 from vtx.exporter.graphs.dialects.ort import Ort
-from vtx.exporter.weights.stored import StoredTensor
+from vtx.exporter.weights.plan import StoredTensor
 from vtx.runtime.backends.ort.library import session_options
 
 

@@ -1,1 +1,1 @@
-"""Model families, one file each: what a checkpoint of theirs says, and how an image becomes tokens."""
+"""Model families, one file each: their configuration, and the tokens of an image."""

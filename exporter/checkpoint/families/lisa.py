@@ -1,4 +1,4 @@
-"""LISA: original LLaVA whose answers name segments; a mask decoder, which is not exported, reads their states."""
+"""LISA: original LLaVA whose answers name segments; the mask decoder that reads their states is not exported."""
 
 from __future__ import annotations
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
-from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
-from vtx.exporter.checkpoint.family.processors import ONE_PIECE
+from vtx.exporter.checkpoint.config import VisionConfig
+from vtx.exporter.checkpoint.family import ONE_PIECE, Family, read_llava_like
 from vtx.runtime.vision.layouts.single import Single
-
-
-def _read(config: Mapping[str, Any]) -> ModelConfig:
-    return read_llava_like(config, "LlavaConfig", in_one_piece)
 
 
 def in_one_piece(parsed: Any, vision: VisionConfig, select: str) -> Single:
     """One view of each image."""
-    return Single(vision.rows - (select == "default"))
+    return Single(vision.states - (select == "default"))
 
 
 FAMILY = Family(
     model_type="llava",
     architecture="LlavaForConditionalGeneration",
-    read=_read,
+    read=lambda config: read_llava_like(config, "LlavaConfig", in_one_piece),
     processors=ONE_PIECE,
 )

@@ -1,7 +1,8 @@
-"""LLaVA in its authors' layout (1.5, 1.6; VILA 1.0 is the same): the tower is a checkpoint of its own."""
+"""LLaVA in its authors' layout (1.5, 1.6; VILA 1.0 is the same): the tower is a separate checkpoint."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -11,19 +12,17 @@ from typing import Any
 from vtx.exporter.checkpoint.config import MAX_POSITIONS, ModelConfig, VisionConfig
 from vtx.exporter.checkpoint.families.llava import in_one_piece
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
-from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
-from vtx.exporter.checkpoint.family.processors import ONE_PIECE
-from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336, INTERNVIT, known_tower
-from vtx.exporter.checkpoint.original.parts import Config, OriginalLayout
+from vtx.exporter.checkpoint.families.llava_next import tiles_of
+from vtx.exporter.checkpoint.family import ONE_PIECE, Config, Family, OriginalLayout, read_llava_like
+from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336, CLIP_L_336_CONFIG, INTERNVIT
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
-from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
-from vtx.runtime.vision.layouts.anyres import Anyres
 
-# The original has no image token: <unk>, which text never becomes, stands for one. Its row is never read.
+# The original has no image token: <unk>, which no text gives, is its placeholder. Its embedding is never read.
 IMAGE_TOKEN_ID = 0
 MAX_PROJECTOR_LAYERS = 8
-_MAX_POINTS = 10_000  # characters of a list that is written as a string
+_MAX_POINTS = 10_000  # characters of a list written as a string
 _STRATEGIES = {"patch": "default", "cls_patch": "full"}
 _ASPECTS = (None, "square", "pad", "anyres")
 DECODER = (
@@ -35,18 +34,29 @@ _TOWER = r"^model\.vision_tower\.vision_tower\.(?:vision_model\.)?"
 
 
 def _read(decoder: str, config: Config) -> ModelConfig:
-    tower, aspect = config.get("vision_config") or known_tower(_tower_name(config)), config.get("image_aspect_ratio")
-    if tower is None:
-        raise UnsupportedModelError(
-            f"the sizes of the vision tower {_tower_name(config)!r:.80} stand in a file of its own; name the directory "
-            "of a whole checkpoint, or give the tower to vtx-export with --tower PATH"
-        )
+    tower, aspect = config.get("vision_config"), config.get("image_aspect_ratio")
+    if not tower:
+        name = _tower_name(config)
+        if name != CLIP_L_336:
+            raise UnsupportedModelError(
+                f"the sizes of the vision tower {name!r:.80} are in a separate file; name the directory of a whole "
+                "checkpoint, or give the tower to vtx-export with --tower PATH"
+            )
+        tower = CLIP_L_336_CONFIG
     if aspect not in _ASPECTS:
-        known = ", ".join(str(name) for name in _ASPECTS[1:])
-        raise UnsupportedModelError(f"image_aspect_ratio {aspect!r:.40} is not supported; vtx knows {known}")
+        raise UnsupportedModelError(
+            f"image_aspect_ratio {aspect!r:.40} is not supported; vtx supports {', '.join(map(str, _ASPECTS[1:]))}"
+        )
     selected = config.get("mm_vision_select_feature", "patch")
     if selected not in _STRATEGIES:
-        raise UnsupportedModelError(f"mm_vision_select_feature {selected!r:.40} is not supported; vtx knows patch")
+        raise UnsupportedModelError(f"mm_vision_select_feature {selected!r:.40} is not supported; vtx supports patch")
+    kind = str(config.get("mm_projector_type", "linear"))
+    match = re.fullmatch(r"mlp(\d)x_gelu", kind)
+    projector_layers = 1 if kind == "linear" else int(match[1]) if match else 0
+    if not 1 <= projector_layers <= MAX_PROJECTOR_LAYERS:
+        raise UnsupportedModelError(
+            f"mm_projector_type {kind!r:.40} is not supported; vtx supports linear and mlp2x_gelu"
+        )
     internvit = tower.get("model_type") == INTERNVIT
     text = {key: config[key] for key in DECODER if config.get(key) is not None}
     shaped = {
@@ -63,11 +73,11 @@ def _read(decoder: str, config: Config) -> ModelConfig:
     width = config.get("mm_hidden_size", model.vision.hidden)
     if width != model.vision.hidden:
         raise CheckpointError(
-            f"the vision tower is {model.vision.hidden} wide, and mm_hidden_size is {width!r:.20}; name the tower that "
-            "the checkpoint was made with"
+            f"the vision tower has hidden size {model.vision.hidden}, and mm_hidden_size is {width!r:.20}; name the "
+            "tower that the checkpoint was made with"
         )
     most = min(model.text.max_positions, trained_length(config))
-    return replace(model, text=replace(model.text, max_positions=most), projector_layers=_projector_layers(config))
+    return replace(model, text=replace(model.text, max_positions=most), projector_layers=projector_layers)
 
 
 def _internvit(tower: VisionConfig, config: Config) -> VisionConfig:
@@ -86,18 +96,9 @@ def _internvit(tower: VisionConfig, config: Config) -> VisionConfig:
 
 
 def trained_length(config: Config) -> int:
-    """The original cuts prompts off here; vtx refuses longer ones."""
+    """The length at which the original truncates prompts; vtx refuses longer ones."""
     length = config.get("tokenizer_model_max_length")
     return length if isinstance(length, int) and 1 <= length <= MAX_POSITIONS else MAX_POSITIONS
-
-
-def _projector_layers(config: Config) -> int:
-    kind = str(config.get("mm_projector_type", "linear"))
-    match = re.fullmatch(r"mlp(\d)x_gelu", kind)
-    layers = 1 if kind == "linear" else int(match[1]) if match else 0
-    if not 1 <= layers <= MAX_PROJECTOR_LAYERS:
-        raise UnsupportedModelError(f"mm_projector_type {kind!r:.40} is not supported; vtx knows linear and mlp2x_gelu")
-    return layers
 
 
 def _layout(config: Config, parsed: Any, vision: VisionConfig, select: str) -> Layout:
@@ -105,60 +106,42 @@ def _layout(config: Config, parsed: Any, vision: VisionConfig, select: str) -> L
         return in_one_piece(parsed, vision, select)
     merge = config.get("mm_patch_merge_type", "flat")
     if merge != "spatial_unpad":
-        raise UnsupportedModelError(f"mm_patch_merge_type {merge!r:.40} is not supported; vtx knows spatial_unpad")
-    if vision.rows - (select == "default") != vision.grid**2:
+        raise UnsupportedModelError(f"mm_patch_merge_type {merge!r:.40} is not supported; vtx supports spatial_unpad")
+    if vision.states - (select == "default") != vision.grid**2:
         raise UnsupportedModelError("image_aspect_ratio 'anyres' needs one token a patch; this tower gives others")
-    try:  # the file has (width, height), unlike Hugging Face's
-        layout = Anyres(vision.image, vision.grid, _points(config.get("image_grid_pinpoints")), rounded=False)
-    except BundleError as e:
-        raise CheckpointError(f"config.json: image_grid_pinpoints: {e}") from e
-    if not layout.resolutions:
-        raise CheckpointError("config.json: image_grid_pinpoints is empty; correct config.json")
-    return layout
-
-
-def _points(value: Any) -> tuple[tuple[int, int], ...]:
-    """Pairs of numbers, or a string that spells them."""
-    if isinstance(value, str) and len(value) <= _MAX_POINTS:
-        try:
-            value = json.loads(value.replace("(", "[").replace(")", "]"))
-        except (ValueError, RecursionError):
-            value = None
-    if not isinstance(value, list) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and all(type(side) is int for side in pair) for pair in value
-    ):
-        raise CheckpointError(
-            f"config.json: image_grid_pinpoints is {str(value)[:60]!r}, not pairs of numbers; correct config.json"
-        )
-    return tuple((width, height) for width, height in value)
+    points = config.get("image_grid_pinpoints")
+    if isinstance(points, str) and len(points) <= _MAX_POINTS:
+        with contextlib.suppress(ValueError, RecursionError):
+            points = json.loads(points.replace("(", "[").replace(")", "]"))
+    return tiles_of(vision, points, rounded=False)
 
 
 def _tower_name(config: Config) -> str:
     if "mm_video_tower" in config or "mm_image_tower" in config:
-        raise UnsupportedModelError("this is Video-LLaVA in its authors' layout; take the -hf checkpoint")
+        raise UnsupportedModelError("this is Video-LLaVA in its authors' layout; use the -hf checkpoint")
     name = config.get("mm_vision_tower", config.get("vision_tower"))
     if not isinstance(name, str) or not name or len(name) > 1024:
         raise CheckpointError(
-            f"config.json: mm_vision_tower is {name!r:.60}, not the name of a vision tower; write there which one the "
-            f"model has, as {CLIP_L_336}"
+            f"config.json: mm_vision_tower is {name!r:.60}, not the name of a vision tower; set it to the model's "
+            f"tower, e.g. {CLIP_L_336}"
         )
     return name
 
 
 def _processor(config: Config, tower: Config) -> Config:
-    """The tower's processor, which pads or cuts into tiles first."""
+    """The tower's image processor, with padding or tiles."""
     kinds = {"pad": "LlavaImageProcessor", "anyres": "LlavaNextImageProcessor"}
     aspect = config.get("image_aspect_ratio")
     return padding(tower, kinds[aspect]) if aspect in kinds else tower
 
 
 def padding(tower: Config, kind: str = "LlavaImageProcessor") -> Config:
-    """The tower's image processor as one of the class `kind`, which pads; what it leaves out is SigLIP's."""
+    """The tower's image processor as class `kind`, which pads; without crop_size it does not crop, like SigLIP's."""
     return {"do_center_crop": "crop_size" in tower, **tower, "image_processor_type": kind, "do_pad": True}
 
 
 def _template(name: str, config: Config) -> str:
-    """Images stand between tokens of their own where the model was trained so."""
+    """The chat template, with tokens around each image if the model was trained with them."""
     around = config.get("mm_use_im_start_end", False)
     image = "<im_start>{{ image_token }}<im_end>" if around else "{{ image_token }}"
     return TEMPLATES[name].replace("{{ image_token }}", image)
@@ -167,7 +150,7 @@ def _template(name: str, config: Config) -> str:
 def original_family(
     model_type: str, architecture: str, decoder: str, template: str, seg_token: str | None = None
 ) -> Family:
-    """A family of this layout, with another `decoder` or chat `template`, or a `seg_token`."""
+    """A family of this layout with the given `decoder`, chat `template` and `seg_token`."""
     return Family(
         model_type=model_type,
         architecture=architecture,
@@ -175,7 +158,7 @@ def original_family(
         processors=(*ONE_PIECE, *LLAVA_NEXT.processors),
         tensors=(
             (_TOWER, "vision."),
-            (r"^vision_model\.", "vision."),  # of the tower's own checkpoint
+            (r"^vision_model\.", "vision."),  # in the tower's own checkpoint
             *((rf"^model\.mm_projector\.{2 * n}\.", f"projector.linear_{n + 1}.") for n in range(MAX_PROJECTOR_LAYERS)),
             (r"^model\.mm_projector\.(weight|bias)$", r"projector.linear_1.\1"),
             (r"^model\.(embed_tokens|layers|norm)\.", r"text.\1."),

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
-from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
-from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.config import VisionConfig
+from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor, read_llava_like
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.anyres import Anyres
 
 
-def _read(config: Mapping[str, Any]) -> ModelConfig:
-    return read_llava_like(config, "LlavaNextConfig", anyres)
-
-
 def anyres(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
     """The layout by `image_grid_pinpoints`."""
-    if vision.rows - (select == "default") != vision.grid**2:
+    if vision.states - (select == "default") != vision.grid**2:
         raise UnsupportedModelError(
             f"vision_feature_select_strategy {select!r} with a {vision.family} tower does not give one token a "
             "patch, so the tokens of tiles form no grid; vtx does not export that"
         )
-    points = parsed.image_grid_pinpoints
-    if not all(isinstance(point, list | tuple) and len(point) == 2 and all(map(_is_size, point)) for point in points):
+    return tiles_of(vision, parsed.image_grid_pinpoints, rounded=True)
+
+
+def tiles_of(vision: VisionConfig, points: Any, *, rounded: bool) -> Anyres:
+    """The layout of tiles for image sizes: (height, width) if `rounded`, else (width, height) as in the original.
+
+    Raises:
+        CheckpointError: they are not pairs of numbers.
+
+    """
+    pairs = isinstance(points, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in points
+    )
+    if not pairs or not all(type(side) is int for pair in points for side in pair):
         raise CheckpointError(
             f"config.json: image_grid_pinpoints is {str(points)[:60]!r}, not pairs of numbers; correct config.json"
         )
-    try:  # the file has (height, width)
-        layout = Anyres(vision.image, vision.grid, tuple((width, height) for height, width in points), rounded=True)
+    try:
+        sizes = tuple((pair[1], pair[0]) if rounded else (pair[0], pair[1]) for pair in points)
+        layout = Anyres(vision.image, vision.grid, sizes, rounded=rounded)
     except BundleError as e:
         raise CheckpointError(f"config.json: image_grid_pinpoints: {e}") from e
     if not layout.resolutions:
@@ -37,14 +44,10 @@ def anyres(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
     return layout
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 FAMILY = Family(
     model_type="llava_next",
     architecture="LlavaNextForConditionalGeneration",
-    read=_read,
+    read=lambda config: read_llava_like(config, "LlavaNextConfig", anyres),
     processors=(ImageProcessor("LlavaNextImageProcessor", {**CLIP_DEFAULTS, "do_pad": True}, tiled=True),),
     tensors=((r"^(model\.)?image_newline$", "image_newline"),),
 )

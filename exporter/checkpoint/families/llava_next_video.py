@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, image_token_of
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.families.llava_next import anyres
-from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
-from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor, read_llava_like
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layouts.frames import Frames
 
 FRAMES = 8  # of a video: 32, which the model was trained with, take 4,608 tokens
 
 
-def _read(config: Mapping[str, Any]) -> ModelConfig:
-    return read_llava_like(config, "LlavaNextVideoConfig", anyres, _video)
-
-
 def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
     mode, side, grid = parsed.spatial_pool_mode, parsed.spatial_pool_stride, model.vision.grid
-    whole = isinstance(side, int) and not isinstance(side, bool) and 1 <= side <= grid
-    if mode != "average" or not whole or grid % side:
+    if mode != "average" or type(side) is not int or not 1 <= side <= grid or grid % side:
         raise UnsupportedModelError(
             f"spatial_pool_mode {mode!r:.40} with spatial_pool_stride {side!r:.40} is not supported; vtx exports "
             f"'average' with a stride that divides the tower's {grid} patches"
@@ -36,7 +29,7 @@ def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
 FAMILY = Family(
     model_type="llava_next_video",
     architecture="LlavaNextVideoForConditionalGeneration",
-    read=_read,
+    read=lambda config: read_llava_like(config, "LlavaNextVideoConfig", anyres, _video),
     processors=(
         *LLAVA_NEXT.processors,
         ImageProcessor("LlavaNextVideoImageProcessor", {**CLIP_DEFAULTS, "do_pad": True}, tiled=True),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, VisionConfig, image_token_of
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.families.llava_next import anyres
-from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
-from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor, read_llava_like
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.anyres import Anyres
 from vtx.runtime.vision.layouts.frames import Frames
@@ -29,10 +27,6 @@ VIDEO_PROCESSOR = ImageProcessor(
 )
 
 
-def _read(config: Mapping[str, Any]) -> ModelConfig:
-    return read_llava_like(config, "LlavaOnevisionConfig", _layout, _video)
-
-
 def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
     token = image_token_of(parsed, model.text, "video")
     frames = Frames(FRAMES, model.view_tokens, halved=True, newline=True)
@@ -48,7 +42,7 @@ def _layout(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
     most = re.fullmatch(r"anyres_max_([1-9]\d?)", str(parsed.vision_aspect_ratio))
     if most is None:
         raise UnsupportedModelError(
-            f"vision_aspect_ratio {parsed.vision_aspect_ratio!r:.40} is not supported; vtx knows anyres_max_N"
+            f"vision_aspect_ratio {parsed.vision_aspect_ratio!r:.40} is not supported; vtx supports anyres_max_N"
         )
     try:
         return replace(anyres(parsed, vision, select), shrink=int(most[1]))
@@ -59,7 +53,7 @@ def _layout(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
 FAMILY = Family(
     model_type="llava_onevision",
     architecture="LlavaOnevisionForConditionalGeneration",
-    read=_read,
+    read=lambda config: read_llava_like(config, "LlavaOnevisionConfig", _layout, _video),
     processors=(PROCESSOR,),
     video_processor=VIDEO_PROCESSOR,
     tensors=LLAVA_NEXT.tensors,

@@ -1,4 +1,4 @@
-"""Which family a checkpoint is of, and which families are known but not exported, with the reason."""
+"""The family of a checkpoint, and the families that are known but not exported, with the reason."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ from typing import Any
 
 import vtx.exporter.checkpoint.families as package
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.exporter.checkpoint.family import Family
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.modules import modules_of
 
-# Every file of this folder, and of those in it, that declares a `FAMILY`.
+# Every file of this folder and its subfolders that declares a `FAMILY`.
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
-# Known, and not exported: what is missing, by model_type or architecture.
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "eagle_llama": "its five towers are not built",
-    }
-)
+# Known, and not exported: the missing part, by model_type or architecture.
+REFUSED: Mapping[str, str] = MappingProxyType({"eagle_llama": "its five towers are not supported"})
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
     """The family of a checkpoint, by the architecture and the model_type of its `config.json`.
 
     Raises:
-        UnsupportedModelError: it is of another one.
+        UnsupportedModelError: another family.
 
     """
     kind, listed = config.get("model_type"), config.get("architectures")
@@ -39,7 +35,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
             return family
     reason = "".join(f": {REFUSED[name]}" for name in (kind, *names) if isinstance(name, str) and name in REFUSED)
     original = kind == "llava_llama" or any(re.match(r"Llava\w*(Llama|Mistral|Mpt|Qwen)", name) for name in names)
-    hint = ". It is of the original LLaVA layout with a decoder that is not built; take the -hf checkpoint" * original
+    hint = ". It has the original LLaVA layout with an unsupported decoder; use the -hf checkpoint" * original
     raise UnsupportedModelError(
         f"the checkpoint is model_type {shown(str(kind))} ({shown(', '.join(names))[1:-1] or 'no architecture'}); "
         f"vtx exports {', '.join(family.architecture for family in FAMILIES)}{reason}{hint}"
@@ -47,11 +43,11 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """What the graphs need to know of a model, from its `config.json`.
+    """The configuration of a model's graphs, from its `config.json`.
 
     Raises:
         UnsupportedModelError: a family, or a part of the model, that vtx does not export, by name.
-        CheckpointError: values that are no sizes of a model.
+        CheckpointError: invalid sizes.
 
     """
     return find_family(config).read(config)

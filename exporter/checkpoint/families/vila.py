@@ -1,6 +1,6 @@
-"""VILA 1.5 in its authors' layout: decoder, tower and projector in folders of their own, images in one piece.
+"""VILA 1.5 in its authors' layout: decoder, tower and projector in separate folders, images in one piece.
 
-The frames of a video are images, each with a line break behind it.
+The frames of a video are images, each followed by a line break.
 """
 
 from __future__ import annotations
@@ -9,23 +9,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, VisionConfig, check_values, part_of
 from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID, padding, trained_length
-from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
-from vtx.exporter.checkpoint.family.processors import ONE_PIECE
-from vtx.exporter.checkpoint.original.parts import Config, OriginalLayout
+from vtx.exporter.checkpoint.family import ONE_PIECE, Config, Family, OriginalLayout, read_llava_like
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.single import Single
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 
-FRAMES = 8  # of a video, where the configuration does not say
-SHUFFLE = 2  # patches a side of a token's square, in a projector that downsamples
+FRAMES = 8  # of a video by default
+SHUFFLE = 2  # side of a token's square, in patches
 NORM_EPS = 1e-5  # of the projector's norm: no setting
 LLM, TOWER, PROJECTOR = "llm", "vision_tower", "mm_projector"
-# What the released code would read in another way than this file does, and the only value of each that is built.
-_BUILT: Mapping[str, tuple[Any, ...]] = {
+# Settings whose other values are not supported.
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "s2": (None, False),
     "image_aspect_ratio": (None, "resize", "pad"),
     "mm_vision_select_feature": ("cls_patch",),
@@ -33,16 +31,13 @@ _BUILT: Mapping[str, tuple[Any, ...]] = {
 
 
 def _read(config: Config) -> ModelConfig:
-    for name, known in _BUILT.items():
-        if config.get(name) not in known:
-            listed = ", ".join(str(value) for value in known if value)
-            raise UnsupportedModelError(
-                f"{name} {config.get(name)!r:.40} is not supported in a VILA model; vtx knows {listed or 'none'}"
-            )
-    projector = _part(config, "mm_projector_cfg").get("mm_projector_type")
+    check_values(config, "a VILA", _SUPPORTED)
+    projector = part_of(config, "mm_projector_cfg").get("mm_projector_type")
     if projector != "mlp_downsample":
-        raise UnsupportedModelError(f"mm_projector_type {projector!r:.40} is not supported; vtx knows mlp_downsample")
-    text, tower = _part(config, "llm_cfg"), _part(config, "vision_tower_cfg")
+        raise UnsupportedModelError(
+            f"mm_projector_type {projector!r:.40} is not supported; vtx supports mlp_downsample"
+        )
+    text, tower = part_of(config, "llm_cfg"), part_of(config, "vision_tower_cfg")
     shaped = {
         "text_config": text,
         "vision_config": tower,
@@ -56,7 +51,7 @@ def _read(config: Config) -> ModelConfig:
         raise CheckpointError(
             f"config.json: num_video_frames is {frames!r:.40}; it must be a whole number from 1 to {MAX_SAMPLED_FRAMES}"
         )
-    model = read_llava_like(shaped, "LlavaConfig", _layout)
+    model = read_llava_like(shaped, "LlavaConfig", lambda _parsed, vision, _select: Single(_tokens(vision)))
     video = Frames(frames, _tokens(model.vision), between="\n", padded=True)
     if model.vision.class_token:
         raise UnsupportedModelError("a VILA model with a CLIP tower is not supported; vtx exports those with SigLIP")
@@ -69,26 +64,9 @@ def _read(config: Config) -> ModelConfig:
     )
 
 
-def _part(config: Config, name: str) -> Config:
-    part = config.get(name)
-    if not isinstance(part, Mapping):
-        raise CheckpointError(f"config.json: {name} is {part!r:.40}, not the settings of a part; download it again")
-    return part
-
-
-def _layout(parsed: Any, vision: VisionConfig, select: str) -> Single:
-    return Single(_tokens(vision))
-
-
 def _tokens(vision: VisionConfig) -> int:
-    """Of an image, or of a frame."""
+    """Tokens of an image or a frame."""
     return (-(-vision.grid // SHUFFLE)) ** 2
-
-
-def _processor(config: Config, tower: Config) -> Config:
-    if config.get("image_aspect_ratio") != "pad":
-        return tower
-    return padding(tower)
 
 
 FAMILY = Family(
@@ -104,7 +82,7 @@ FAMILY = Family(
         (rf"^{PROJECTOR}\.layers\.4\.", "projector.linear_2."),
     ),
     original=OriginalLayout(
-        processor=_processor,
+        processor=lambda config, tower: padding(tower) if config.get("image_aspect_ratio") == "pad" else tower,
         template=lambda _: TEMPLATES["vicuna_v1"],
         folders={"llm_cfg": LLM, "vision_tower_cfg": TOWER, "mm_projector_cfg": PROJECTOR},
     ),

@@ -7,14 +7,13 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.llava import in_one_piece
-from vtx.exporter.checkpoint.family.declaration import Family, read_llava_like
-from vtx.exporter.checkpoint.family.processors import ONE_PIECE
+from vtx.exporter.checkpoint.family import ONE_PIECE, Family, read_llava_like
 
 LAYERS = "vision_feature_layer", "vision_feature_layers"  # newer releases of transformers write the first
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    """Each release knows one of the names; where only the other stands, it would take its default without a word."""
+    """Give both names: each release of transformers reads one of them, and silently uses its default without it."""
     named = next((config[name] for name in LAYERS if config.get(name) is not None), None)
     both = {} if named is None else dict.fromkeys(LAYERS, named)
     return read_llava_like({**config, **both}, "VipLlavaConfig", in_one_piece)

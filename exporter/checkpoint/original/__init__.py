@@ -1,1 +1,1 @@
-"""Checkpoints in a layout of their authors': what Hugging Face's layout has in files of its own is elsewhere."""
+"""Checkpoints in their authors' layouts: pickled weights, tokenizer.model, templates and known towers."""

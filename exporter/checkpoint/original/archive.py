@@ -1,65 +1,80 @@
-"""Where the files of a zip archive lie that stores them as they are, as `torch.save` writes it.
+"""The offsets of the files in an uncompressed zip archive, as `torch.save` writes it.
 
-Nothing is decompressed. The archive must account for every byte: files in a row without overlap, then the directory,
-then the end records at the end of the file.
+The archive must account for every byte: files in a row without overlap, then the directory, then the end records at the
+end of the file.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from vtx.runtime.bundle.safetensors import MAX_TENSORS, shown
 
 ZIP = b"PK\x03\x04"
 MAX_DIRECTORY = 16 * 2**20
-MAX_ENTRIES = MAX_TENSORS + 16  # a storage each, and what torch says of the archive
-_MAX_GAP = 24  # bytes of a descriptor behind a file's data
+MAX_ENTRIES = MAX_TENSORS + 16  # one a storage, and those that describe the archive
+_MAX_GAP = 24  # bytes of a descriptor after a file's data
 _LOCAL, _CENTRAL = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L")
 _END, _END_64, _LOCATOR = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 _STORED, _ENCRYPTED, _DESCRIPTOR = 0, 1, 8
-_WIDE = 0xFFFFFFFF  # stands for a number that the zip64 field has
+_IN_ZIP64 = 0xFFFFFFFF  # instead of a number that the zip64 field has
 _CUT = "is cut off or damaged"
 
 
 class StoredFile(NamedTuple):
-    """A file of an archive: its first byte there, and how many there are."""
+    """A file of an archive: its first byte and its number of bytes."""
 
     start: int
     size: int
 
 
-class _Listed(NamedTuple):
-    """A file as the directory lists it."""
-
-    header: int
-    name: bytes
-    flags: int
-    size: int
-
-
 def read_entries(file: BinaryIO, size: int) -> dict[str, StoredFile]:
-    """The files of the archive in `file`, which holds `size` bytes, by name. Raises `ValueError`."""
+    """The files of the archive in `file` of `size` bytes, by name. Raises `ValueError`."""
     start, count, length = _directory(file, size)
+    directory, at = read_at(file, start, length), 0
+    listed: list[tuple[int, bytes, int, int]] = []  # of each file its header's offset, name, flags and size
+    for _ in range(count):
+        if at + _CENTRAL.size > length:
+            raise ValueError(_CUT)
+        kind, _, _, flags, method, _, _, _, packed, nbytes, name, extra, comment, _, _, _, header = (
+            _CENTRAL.unpack_from(directory, at)
+        )
+        begin = at + _CENTRAL.size
+        at = begin + name + extra + comment
+        if kind != b"PK\x01\x02" or at > length:
+            raise ValueError(_CUT)
+        nbytes, packed, header = _widened(directory[begin + name : begin + name + extra], nbytes, packed, header)
+        if method != _STORED or flags & _ENCRYPTED or packed != nbytes:
+            raise ValueError("is an archive with compressed or encrypted files, which vtx does not read")
+        listed.append((header, directory[begin : begin + name], flags, nbytes))
+    if at != length:
+        raise ValueError(_CUT)
     found: dict[str, StoredFile] = {}
     end = 0
-    for listed in sorted(_listed(read_at(file, start, length), count)):
-        if not 0 <= listed.header - end <= _MAX_GAP or listed.header + _LOCAL.size > start:
+    for header, title, flags, nbytes in sorted(listed):
+        if not 0 <= header - end <= _MAX_GAP or header + _LOCAL.size > start:
             raise ValueError("is an archive whose files overlap or leave gaps")
-        entry = _entry(file, listed)
-        end = entry.start + entry.size
-        name = listed.name.decode()
-        if name in found:
-            raise ValueError(f"is an archive with two files named {shown(name)}")
-        found[name] = entry
+        kind, _, own_flags, method, _, _, _, packed, own, name, extra = _LOCAL.unpack(
+            read_at(file, header, _LOCAL.size)
+        )
+        rest = read_at(file, header + _LOCAL.size, name + extra)
+        own, packed = _widened(rest[name:], own, packed)
+        if kind != ZIP or method != _STORED or own_flags != flags or rest[:name] != title:
+            raise ValueError("is an archive whose directory and files disagree")
+        if not (packed == own == nbytes or (flags & _DESCRIPTOR and packed == own == 0)):
+            raise ValueError("is an archive whose directory and files disagree on a size")
+        if title.decode() in found:
+            raise ValueError(f"is an archive with two files named {shown(title.decode())}")
+        found[title.decode()] = StoredFile(header + _LOCAL.size + name + extra, nbytes)
+        end = header + _LOCAL.size + name + extra + nbytes
     if not 0 <= start - end <= _MAX_GAP:
         raise ValueError("is an archive whose files overlap its directory or leave a gap before it")
     return found
 
 
 def read_at(file: BinaryIO, start: int, count: int) -> bytes:
-    """`count` bytes from `start` on. Raises `ValueError` where the file ends before."""
+    """`count` bytes from `start` on. Raises `ValueError` if the file ends before."""
     file.seek(start)
     content = file.read(count)
     if len(content) != count:
@@ -91,50 +106,14 @@ def _directory(file: BinaryIO, size: int) -> tuple[int, int, int]:
     return start, count, length
 
 
-def _listed(directory: bytes, count: int) -> Iterator[_Listed]:
-    at = 0
-    for _ in range(count):
-        if at + _CENTRAL.size > len(directory):
-            raise ValueError(_CUT)
-        kind, _, _, flags, method, _, _, _, packed, size, name, extra, comment, _, _, _, header = _CENTRAL.unpack_from(
-            directory, at
-        )
-        begin = at + _CENTRAL.size
-        at = begin + name + extra + comment
-        if kind != b"PK\x01\x02" or at > len(directory):
-            raise ValueError(_CUT)
-        size, packed, header = _widened(directory[begin + name : begin + name + extra], size, packed, header)
-        if method != _STORED or flags & _ENCRYPTED or packed != size:
-            raise ValueError(
-                "is an archive with compressed or encrypted files, and tensors are read from where they lie"
-            )
-        yield _Listed(header, directory[begin : begin + name], flags, size)
-    if at != len(directory):
-        raise ValueError(_CUT)
-
-
 def _widened(extra: bytes, *numbers: int) -> list[int]:
-    """`numbers`, with those of the zip64 field among the `extra` ones in place of the largest 32-bit number."""
-    wide = b""
+    """`numbers`, with the largest 32-bit number replaced by the next number of the zip64 field in `extra`."""
+    field = b""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<HH", extra)
         if kind == 1:
-            wide = extra[4 : 4 + length]
+            field = extra[4 : 4 + length]
             break
         extra = extra[4 + length :]
-    values = (value for (value,) in struct.iter_unpack("<Q", wide[: len(wide) // 8 * 8]))
-    return [next(values, number) if number == _WIDE else number for number in numbers]
-
-
-def _entry(file: BinaryIO, listed: _Listed) -> StoredFile:
-    """Where a file's data lie, whose own header must say what the directory says."""
-    kind, _, flags, method, _, _, _, packed, size, name, extra = _LOCAL.unpack(
-        read_at(file, listed.header, _LOCAL.size)
-    )
-    rest = read_at(file, listed.header + _LOCAL.size, name + extra)
-    size, packed = _widened(rest[name:], size, packed)
-    if kind != ZIP or method != _STORED or flags != listed.flags or rest[:name] != listed.name:
-        raise ValueError("is an archive whose directory and files disagree")
-    if not (packed == size == listed.size or (flags & _DESCRIPTOR and packed == size == 0)):
-        raise ValueError("is an archive whose directory and files disagree on a size")
-    return StoredFile(listed.header + _LOCAL.size + name + extra, listed.size)
+    values = (value for (value,) in struct.iter_unpack("<Q", field[: len(field) // 8 * 8]))
+    return [next(values, number) if number == _IN_ZIP64 else number for number in numbers]

@@ -1,4 +1,4 @@
-"""Towers of original LLaVA: the one whose configuration is known without a file, and InternViT-6B by its own words."""
+"""Towers of original LLaVA: the CLIP whose configuration needs no file, and InternViT-6B."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from vtx.runtime.bundle.safetensors import TensorInfo
 
 CLIP_L_336 = "openai/clip-vit-large-patch14-336"
-# The published configuration of the tower that nearly all of them name; only its weights have to be found.
+# The published configuration of the tower that nearly all of them name; only its weights are read.
 CLIP_L_336_CONFIG: Mapping[str, Any] = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "image_size": 336, "patch_size": 14, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
@@ -21,7 +21,7 @@ CLIP_L_336_PROCESSOR: Mapping[str, Any] = {
 
 
 INTERNVIT = "intern_vit_6b"  # InternViT-6B's model_type
-# Patterns of its tensors and what they become in canonical names; q, k and v stand in thirds of one matrix.
+# Patterns of its tensors and their canonical names; q, k and v are thirds of one matrix.
 INTERNVIT_TENSORS = (
     (r"^(?:vision_model\.)?embeddings\.position_embedding$", "vision.embeddings.position_embedding.weight"),
     (r"^(?:vision_model\.)?embeddings\.", "vision.embeddings."),
@@ -35,12 +35,12 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 
 def internvit_side(name: str) -> int:
-    """Pixels a side that a model gives to the InternViT-6B called `name`, whatever it was trained with."""
+    """The image side in pixels that a model uses with the InternViT-6B called `name`."""
     return 448 if "448" in name else 336
 
 
 def internvit_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """`config.json` of an InternViT-6B as a `vision_config`; `position_side` is what its positions are for."""
+    """`config.json` of an InternViT-6B as a `vision_config`; `position_side` is the image side of its positions."""
     sizes = {key: config[key] for key in _SIZES if key in config}
     sizes |= {"model_type": INTERNVIT, "image_size": internvit_side(name), "position_side": config.get("image_size")}
     wanted = {"qk_normalization": True, "qkv_bias": False}
@@ -49,7 +49,7 @@ def internvit_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def internvit_processor(name: str) -> Mapping[str, Any]:
-    """How a model prepares images for the InternViT-6B called `name`."""
+    """The image processor of a model with the InternViT-6B called `name`."""
     side = internvit_side(name)
     return {
         "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side},
@@ -59,7 +59,7 @@ def internvit_processor(name: str) -> Mapping[str, Any]:
 
 
 def thirds(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors of an InternViT, with q, k and v each on its own: they are thirds of the rows of one."""
+    """The tensors of an InternViT with q, k and v separated: they are thirds of one tensor's rows."""
     for name, info in tensors.items():
         stem, found, kind = name.partition(".qkv.")
         if not found or not info.shape or info.shape[0] % 3:
@@ -69,8 +69,3 @@ def thirds(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]
         for number, part in enumerate("qkv"):
             third = replace(info, shape=shape, offset=info.offset + number * nbytes, nbytes=nbytes)
             yield f"{stem}.{part}_proj.{kind}", third
-
-
-def known_tower(name: str) -> Mapping[str, Any] | None:
-    """The configuration of a tower that needs no file to be known."""
-    return CLIP_L_336_CONFIG if name == CLIP_L_336 else None

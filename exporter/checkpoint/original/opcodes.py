@@ -1,8 +1,7 @@
 """The tensors that a pickle describes, by its opcodes: nothing is unpickled, imported or called.
 
-`read_value` follows the opcodes that `torch.save` writes for a table of tensors. Names of Python objects stand for
-themselves: those of storages, of the functions that rebuild a tensor and of OrderedDict are known, and any other name,
-opcode or use is refused.
+`read_value` follows the opcodes that `torch.save` writes for a table of tensors. Python objects are names only:
+storages, the functions that rebuild a tensor and OrderedDict are known; any other name, opcode or use is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 @dataclass(frozen=True, slots=True)
 class PickledStorage:
-    """`count` values of `dtype` that lie elsewhere, under `key`."""
+    """`count` values of `dtype`, stored outside of the pickle under `key`."""
 
     key: str
     dtype: str
@@ -41,7 +40,7 @@ class PickledStorage:
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A tensor whose values follow each other in `storage` from number `first` on, row after row."""
+    """A contiguous tensor in `storage`, from its value number `first` on."""
 
     storage: PickledStorage
     first: int
@@ -50,7 +49,7 @@ class PickledTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A Python object that is named, and never looked up."""
+    """The name of a Python object, which is never imported."""
 
     name: str
 
@@ -59,10 +58,10 @@ _MARK = _Name("(")
 
 
 def read_value(stream: BinaryIO) -> Any:
-    """The value of the pickle that `stream` stands before; it then stands behind it.
+    """The value of the pickle at the position of `stream`, which moves to its end.
 
-    It holds tables with text as keys, lists, tuples, constants and `PickledTensor`. Raises `ValueError` for any other
-    pickle.
+    It consists of tables with text as keys, lists, tuples, constants and `PickledTensor`. Raises `ValueError` for any
+    other pickle.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -73,7 +72,7 @@ def read_value(stream: BinaryIO) -> Any:
                 if count >= MAX_OPCODES:
                     raise ValueError(f"holds a pickle of more than {MAX_OPCODES:,} opcodes, the limit")
                 _step(opcode.name, argument, stack, memo)
-    except (IndexError, KeyError) as cause:  # of an empty stack, and of what was never memoized
+    except (IndexError, KeyError) as cause:  # an empty stack, or an unknown memo
         raise ValueError("holds a damaged pickle") from cause
     if len(stack) != 1:
         raise ValueError("holds a damaged pickle")
@@ -103,24 +102,34 @@ def _step(opcode: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
         case "STACK_GLOBAL":
             module, name = _top(stack, 2)
             stack.append(_named(f"{module} {name}" if isinstance(module, str) and isinstance(name, str) else ""))
-        case "BINPERSID":
-            stack.append(_storage(stack.pop()))
+        case "BINPERSID":  # ("storage", its class, key, device, number of values), and None in old files
+            match stack.pop():
+                case ("storage", _Name(kind), str(key), str(), int(length)) | (
+                    "storage", _Name(kind), str(key), str(), int(length), None
+                ) if kind in _STORAGES and is_sizes([length]):  # fmt: skip
+                    stack.append(PickledStorage(key, _STORAGES[kind], length))
+                case _:
+                    raise ValueError("holds a storage that vtx does not read")
         case "REDUCE":
             function, arguments = _top(stack, 2)
             stack.append(_rebuilt(function, arguments))
-        case "SETITEM":
-            pair = _top(stack, 2)
-            _set_items(stack[-1], pair)
-        case "SETITEMS":
-            items = _from_mark(stack)
-            _set_items(stack[-1], items)
-        case "APPEND":
-            values = _top(stack, 1)
-            _list(stack[-1]).extend(values)
-        case "APPENDS":
-            values = _from_mark(stack)
-            _list(stack[-1]).extend(values)
-        case "BUILD":  # what modules say of themselves, which a table carries as `_metadata`
+        case "SETITEM" | "SETITEMS":
+            items = _top(stack, 2) if opcode == "SETITEM" else _from_mark(stack)
+            table = stack[-1]
+            if not isinstance(table, dict) or len(items) % 2:
+                raise ValueError("holds a damaged pickle")
+            if any(type(key) is not str for key in items[::2]):
+                raise ValueError("holds a table whose names are not text")
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                if key in table:
+                    raise ValueError(f"holds {shown(key)} twice in one table")
+                table[key] = value
+        case "APPEND" | "APPENDS":
+            values = _top(stack, 1) if opcode == "APPEND" else _from_mark(stack)
+            if type(stack[-1]) is not list:
+                raise ValueError("holds a damaged pickle")
+            stack[-1].extend(values)
+        case "BUILD":  # a table's `_metadata` of modules
             stack.pop()
             if not isinstance(stack[-1], dict):
                 raise _refused("gives an object attributes")
@@ -135,7 +144,7 @@ def _step(opcode: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
 
 
 def _refused(what: str) -> ValueError:
-    return ValueError(f"holds more than tensors, and what more there is was not run: it {what}")
+    return ValueError(f"holds more than tensors, none of which was run: it {what}")
 
 
 def _top(stack: list[Any], count: int) -> list[Any]:
@@ -147,7 +156,7 @@ def _top(stack: list[Any], count: int) -> list[Any]:
 
 
 def _from_mark(stack: list[Any]) -> list[Any]:
-    """What was pushed since the last mark, which goes with it."""
+    """Remove and return the values pushed since the last mark."""
     at = len(stack) - 1
     while stack[at] is not _MARK:
         at -= 1
@@ -164,33 +173,6 @@ def _named(name: str) -> _Name:
     return _Name(name)
 
 
-def _set_items(table: Any, items: list[Any]) -> None:
-    if not isinstance(table, dict) or len(items) % 2:
-        raise ValueError("holds a damaged pickle")
-    if any(type(key) is not str for key in items[::2]):
-        raise ValueError("holds a table whose names are not text")
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        if key in table:
-            raise ValueError(f"holds {shown(key)} twice in one table")
-        table[key] = value
-
-
-def _list(value: Any) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    raise ValueError("holds a damaged pickle")
-
-
-def _storage(identity: Any) -> PickledStorage:
-    """The storage of a persistent id: ("storage", its class, key, device, number of values), and None in old files."""
-    match identity:
-        case ("storage", _Name(kind), str(key), str(), int(count)) | (
-            "storage", _Name(kind), str(key), str(), int(count), None
-        ) if kind in _STORAGES and is_sizes([count]):  # fmt: skip
-            return PickledStorage(key, _STORAGES[kind], count)
-    raise ValueError("holds a storage that vtx does not read")
-
-
 def _rebuilt(function: Any, arguments: Any) -> Any:
     match function, arguments:
         case _Name(name), () if name == _TABLE:
@@ -198,20 +180,18 @@ def _rebuilt(function: Any, arguments: Any) -> Any:
         case _Name(name), (PickledTensor() as tensor, bool(), dict()) if name == _PARAMETER:
             return tensor
         case _Name(name), (storage, first, shape, stride, bool(), dict(), *more) if name == _TENSOR:
-            return _tensor(storage, first, shape, stride, more)
-    raise _refused("calls what vtx does not know")
-
-
-def _tensor(storage: Any, first: Any, shape: Any, stride: Any, more: list[Any]) -> PickledTensor:
+            pass
+        case _:
+            raise _refused("calls a function that vtx does not know")
     sizes = all(isinstance(value, tuple) and len(value) <= MAX_DIMS and is_sizes([*value]) for value in (shape, stride))
     if not isinstance(storage, PickledStorage) or not sizes or len(shape) != len(stride) or not is_sizes([first]):
         raise ValueError("holds a tensor without a valid storage, offset, shape or stride")
     if more not in ([], [None]):
-        raise ValueError("holds a tensor with attributes of its own, as conjugated ones have")
+        raise ValueError("holds a tensor with extra attributes, e.g. a conjugated one")
     step = 1
     for size, given in zip(reversed(shape), reversed(stride), strict=True):
         if size > 1 and given != step and 0 not in shape:
-            raise ValueError("holds a tensor that is not stored row after row")
+            raise ValueError("holds a tensor that is not contiguous")
         step *= size
     if first + math.prod(shape) > storage.count:
         raise ValueError("holds a tensor that is larger than its storage")

@@ -1,7 +1,7 @@
-"""Weights in files of `torch.save`: their tensors are found by the pickle's opcodes, and read from where they lie.
+"""Weights in files of `torch.save`: their tensors are located by the pickle's opcodes, and read from the file itself.
 
-No pickle is unpickled and torch takes no part. A file is opened once; what its pickle says of a tensor must agree with
-the archive and with the file's size.
+No pickle is unpickled and torch is not used. A file is opened once; its pickle's description of a tensor must agree
+with the archive and with the file's size.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 MAX_SHARDS = 1000
 MAX_PICKLE = 16 * 2**20  # a 13B LLaVA's is 100 kB
-MOST_SHARED = 4  # bytes that a file's tensors have in all, as a multiple of the file's: some share their storage
-_CURE = "take a checkpoint in safetensors"
-# What torch before 1.6 wrote: pickles of this number, of a version and of a description, then the pickle of the tensors
-# and that of their storages' keys, and then the storages, each behind its number of values.
+MOST_SHARED = 4  # times a file's bytes: the limit for its tensors, some of which share their storage
+_FIX = "use a checkpoint in safetensors"
+# Files of torch before 1.6: pickles of this number, a version, a description, the tensors and their storages' keys, and
+# then the storages, each after its number of values.
 _OLD, _OLD_VERSION = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little") + b".", 1001
 
 
@@ -33,11 +33,11 @@ def pickled_tensors(files: Folder, shards: Sequence[str]) -> dict[str, dict[str,
     """The tensors of each of the files `shards`, by name.
 
     Raises:
-        CheckpointError: a file is missing or damaged, holds something else than tensors, or goes beyond a limit.
+        CheckpointError: a file is missing or damaged, holds anything but tensors, or exceeds a limit.
 
     """
     if len(shards) > MAX_SHARDS:
-        raise CheckpointError(f"{PICKLE_INDEX} names {len(shards):,} files, vtx reads at most {MAX_SHARDS:,}; {_CURE}")
+        raise CheckpointError(f"{PICKLE_INDEX} names {len(shards):,} files, vtx reads at most {MAX_SHARDS:,}; {_FIX}")
     found = {}
     for shard in shards:
         with files.open(shard) as file:
@@ -46,32 +46,34 @@ def pickled_tensors(files: Folder, shards: Sequence[str]) -> dict[str, dict[str,
 
 
 def tensors_of(file: BinaryIO, path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file that is open at its start and was found at `path`. Raises `CheckpointError`."""
+    """The tensors of a file that is open at its start and was opened at `path`. Raises `CheckpointError`."""
     status = os.fstat(file.fileno())
     try:
         head = file.read(len(POINTER))
         check_fetched(head, path.name, CheckpointError)
-        table, places = (_of_archive if head.startswith(ZIP) else _of_stream)(file, status.st_size)
-        return _placed(table, places, path, status)
+        table, offsets = (_of_archive if head.startswith(ZIP) else _of_stream)(file, status.st_size)
+        return _located(table, offsets, path, status)
     except ValueError as cause:
-        # Of a fault in an opcode's argument pickletools says more than fits, and not all of it is text.
+        # pickletools' messages on arguments of opcodes are long, and not all text
         problem = " ".join(str(cause).split())[:200]
-        raise CheckpointError(f"{path.name} {problem if problem.isprintable() else 'is damaged'}; {_CURE}") from cause
+        raise CheckpointError(f"{path.name} {problem if problem.isprintable() else 'is damaged'}; {_FIX}") from cause
     except OSError as cause:
         raise CheckpointError(f"{path.name} cannot be read ({reason(cause)}); check the disk") from cause
 
 
-def _placed(table: Any, places: dict[PickledStorage, int], path: Path, status: os.stat_result) -> dict[str, TensorInfo]:
-    """The tensors of `table`, whose storages begin at `places`."""
+def _located(
+    table: Any, offsets: dict[PickledStorage, int], path: Path, status: os.stat_result
+) -> dict[str, TensorInfo]:
+    """The tensors of `table` in the file; `offsets` are those of their storages."""
     if not isinstance(table, dict) or len(table) > MAX_TENSORS:
         raise ValueError(f"is not a table of at most {MAX_TENSORS:,} tensors by name")
-    found = {}
     other = [name for name, value in table.items() if not isinstance(value, PickledTensor)]
     if other:
         raise ValueError(f"holds {shown(other[0])}, which is not a tensor")
+    found = {}
     for name, tensor in table.items():
-        dtype, storage = tensor.storage.dtype, tensor.storage
-        offset, nbytes = places[storage] + nbytes_of(dtype, [tensor.first]), nbytes_of(dtype, tensor.shape)
+        dtype = tensor.storage.dtype
+        offset, nbytes = offsets[tensor.storage] + nbytes_of(dtype, [tensor.first]), nbytes_of(dtype, tensor.shape)
         found[name] = TensorInfo(name, dtype, tensor.shape, path, offset, nbytes, Identity.of(status))
     total = sum(info.nbytes for info in found.values())
     if total > MOST_SHARED * status.st_size:
@@ -87,7 +89,7 @@ def _storages(table: Any) -> list[PickledStorage]:
 
 
 def _of_archive(file: BinaryIO, size: int) -> tuple[Any, dict[PickledStorage, int]]:
-    """The pickled table of an archive, and where each storage begins."""
+    """The pickled table of an archive, and the offset of each storage."""
     entries = read_entries(file, size)
     roots = {name.partition("/")[0] for name in entries}
     root = roots.pop() if len(roots) == 1 else ""
@@ -100,7 +102,7 @@ def _of_archive(file: BinaryIO, size: int) -> tuple[Any, dict[PickledStorage, in
         raise ValueError(f"holds a pickle of {pickle.size:,} bytes, the limit is {MAX_PICKLE:,}")
     stream = BytesIO(read_at(file, pickle.start, pickle.size))
     table = read_value(stream)
-    places: dict[PickledStorage, int] = {}
+    offsets: dict[PickledStorage, int] = {}
     if stream.tell() != pickle.size:
         raise ValueError("holds bytes after the end of its pickle")
     for storage in _storages(table):
@@ -110,12 +112,12 @@ def _of_archive(file: BinaryIO, size: int) -> tuple[Any, dict[PickledStorage, in
                 f"has a storage {shown(storage.key)} of {storage.count:,} {storage.dtype} in its pickle, and "
                 f"{'none' if entry is None else f'{entry.size:,} bytes'} in its archive"
             )
-        places[storage] = entry.start
-    return table, places
+        offsets[storage] = entry.start
+    return table, offsets
 
 
 def _of_stream(file: BinaryIO, size: int) -> tuple[Any, dict[PickledStorage, int]]:
-    """As `_of_archive`, of a file that torch before 1.6 wrote; its storages must end where the file ends."""
+    """`_of_archive` for a file of torch before 1.6; its storages must end at the end of the file."""
     begin = read_at(file, 0, min(size, MAX_PICKLE))
     if not begin.startswith(_OLD):
         raise ValueError("is not a file of torch.save, or is damaged")
@@ -129,14 +131,14 @@ def _of_stream(file: BinaryIO, size: int) -> tuple[Any, dict[PickledStorage, int
     listed = {key for key in keys if isinstance(key, str)}
     if not len(keys) == len(listed) == len(_storages(table)) or listed != set(storages):
         raise ValueError("holds other storages than its tensors need")
-    places: dict[PickledStorage, int] = {}
+    offsets: dict[PickledStorage, int] = {}
     at = stream.tell()
     for key in keys:
         storage = storages[key]
         if read_at(file, at, 8) != storage.count.to_bytes(8, "little"):
             raise ValueError(f"has another size of storage {shown(key)} in its pickle")
-        places[storage] = at + 8
+        offsets[storage] = at + 8
         at += 8 + nbytes_of(storage.dtype, [storage.count])
     if at != size:
         raise ValueError(f"holds {size:,} bytes, its storages end at {at:,}")
-    return table, places
+    return table, offsets

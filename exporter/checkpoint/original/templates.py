@@ -19,7 +19,7 @@ _NO_SYSTEM, _END = "{% if messages[0]['role'] != 'system' %}", "{% endif %}"
 
 
 def _template(opening: str, system: str, user: str, assistant: str, reply: str) -> str:
-    """What stands first where no system text is given, then a text per role, and what an answer begins with."""
+    """`opening` comes first without a system text; then a text per role, and `reply` begins an answer."""
     return (
         f"{_NO_SYSTEM}{opening}{_END}{{% for m in messages %}}"
         f"{{% if m['role'] == 'system' %}}{system}{{% elif m['role'] == 'user' %}}{user}{{% else %}}{assistant}{_END}"
@@ -28,21 +28,23 @@ def _template(opening: str, system: str, user: str, assistant: str, reply: str) 
 
 
 def _speakers(system: str) -> str:
-    """USER: and ASSISTANT: in turn, the answers ended by the end token."""
+    """USER: and ASSISTANT: in turn; the end token ends an answer."""
     user, assistant = f"USER: {_IMAGES}{_TEXTS} ", f"ASSISTANT: {_TEXTS}{{{{ eos_token }}}}"
     return _template(f"{system} ", f"{_TEXTS} ", user, assistant, "ASSISTANT:")
 
 
 def _instructions(system: str, between: str) -> str:
-    """Questions in [INST], the system text inside the first; `between` stands before later ones."""
+    """Questions in [INST], the system text inside the first; `between` precedes the others."""
     block = "[INST] <<SYS>>\n{}\n<</SYS>>\n\n"
-    later = "{% if not loop.first and messages[loop.index0 - 1]['role'] == 'assistant' %}" + between + "[INST] " + _END
-    user, assistant = f"{later}{_IMAGES}{_TEXTS} [/INST]", f" {_TEXTS} {{{{ eos_token }}}}"
+    following = (
+        "{% if not loop.first and messages[loop.index0 - 1]['role'] == 'assistant' %}" + between + "[INST] " + _END
+    )
+    user, assistant = f"{following}{_IMAGES}{_TEXTS} [/INST]", f" {_TEXTS} {{{{ eos_token }}}}"
     return _template(block.format(system) if system else "[INST] ", block.format(_TEXTS), user, assistant, "")
 
 
 def _chatml(system: str, after: str) -> str:
-    """InternVL-Chat's: `after` stands behind each message, images between tokens of their own."""
+    """InternVL-Chat's: `after` follows each message, and each image is in tokens of its own."""
     begin, end = "<|im_start|>{}\n", f"<|im_end|>{after}"
     images = _IMAGES.replace("{{ image_token }}", "<img>{{ image_token }}</img>")
     opening, given = (begin.format("system") + text + end for text in (system, _TEXTS))

@@ -1,4 +1,4 @@
-"""The operator sets that the graphs can be written in; the graphs do not depend on any of them."""
+"""The operator sets that the graphs can be written in."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ARITHMETIC = {
 def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataType | None = None) -> Dialect:
     """The dialect of that name, one of `names.DIALECTS`, for a graph whose weights have `precision`.
 
-    `kv_type` is that of its caches, if it has any: float32 K and V mean float32 arithmetic. Weights of
-    4 bits need opset 21, which the plain dialect does not need without them.
+    `kv_type` is the type of its caches if it has any: float32 K and V mean float32 arithmetic. The plain dialect needs
+    opset 21 for weights of 4 bits only.
     """
     if name == "trt":
         compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else ARITHMETIC[PRECISIONS[precision].arithmetic]

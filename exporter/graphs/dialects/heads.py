@@ -1,4 +1,4 @@
-"""Heads on an axis of their own, for the dialects whose attention needs it."""
+"""Heads on a separate axis, for the dialects whose attention needs it."""
 
 from __future__ import annotations
 

@@ -10,22 +10,20 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder
+from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder, Dialect
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.stored import INT8_ACTIVATIONS, power_of_two_in
 
-LARGEST_BLOCK = {8: 64, 4: 128}  # of a row that is quantised, by the bits of its matrix; int8 has one scale a row
+LARGEST_BLOCK = {8: 64, 4: 128}  # values that MatMulNBits groups, by bits; int8 has one scale a row
 
 
-@dataclass(frozen=True, slots=True)
-class Ort:
-    """ONNX opset 21 with onnxruntime's operators. Arithmetic is float32: what its CPU provider computes in."""
+@dataclass(frozen=True)
+class Ort(Dialect):
+    """ONNX opset 21 with onnxruntime's operators. Arithmetic is float32, like its CPU provider's."""
 
     name: str = "ort"
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 21, MICROSOFT: 1})
     ir_version: int = 10
-    compute: ir.DataType = FLOAT
-    capacity: None = None
     sizes_from_values: bool = True
 
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
@@ -42,11 +40,8 @@ class Ort:
         )
         return outs[0], outs[3]
 
-    def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
-        return b.op("LayerNormalization", x, b.weight(f"{name}.weight"), b.weight(f"{name}.bias"), axis=-1, epsilon=eps)
-
     def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
-        """MatMulNBits on the stored bytes. It takes them unsigned: one bit of each integer is flipped."""
+        """MatMulNBits on the stored bytes. It reads them as unsigned: one bit of each integer is flipped."""
         where = b.location(weight)
         assert where.scales is not None
         (rows, width), bits = where.shape, 8 if where.dtype == "I8" else 4
@@ -62,14 +57,8 @@ class Ort:
             K=width, N=rows, bits=bits, block_size=block, accuracy_level=INT8_ACTIVATIONS,
         )  # fmt: skip
 
-    def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
-        return b.op("Gelu", x, approximate="tanh") if tanh else b.op("Gelu", x)
-
     def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
         return b.op("QuickGelu", x, domain=MICROSOFT, alpha=rate)
-
-    def mish(self, b: Builder, x: ir.Value) -> ir.Value:
-        return b.op("Mish", x)
 
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> OrtAttention:
         return OrtAttention(b, c, kv_type)
@@ -78,7 +67,7 @@ class Ort:
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
         seen: ir.Value | None = None, *, causal: bool = False,
     ) -> ir.Value:  # fmt: skip
-        """`seen` is given for windows alone: merged tokens leave its graphs."""
+        """`seen` is given for windows only: merged tokens are removed in these graphs."""
         mask = []
         if seen is not None:
             mask = [None, b.op("Cast", b.op("Squeeze", seen, b.constant([1, 2])), to=ir.DataType.INT32.value)]
@@ -86,10 +75,10 @@ class Ort:
 
 
 class OrtAttention:
-    """`StageAttention` with rotation outside of GroupQueryAttention, which at decode would rotate by slot.
+    """`StageAttention` with rotation outside of GroupQueryAttention, which would rotate by slot at decode.
 
-    How many conversations the hidden states belong to, positions [batch, tokens of each] say: several with one token
-    each, whose caches are the batch of K and V, or one with any number.
+    Positions [batch, tokens of each] give the number of conversations: several with one token each, whose caches are
+    the batch of K and V, or one with any number of tokens.
     """
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
@@ -120,21 +109,19 @@ class OrtAttention:
         narrow = kv_type == ir.DataType.FLOAT16
         if narrow:
             q, k, v = (b.op("Cast", part, to=kv_type.value) for part in (q, k, v))
-        scales, rounding = self._rounding(layer) if kv_type == ir.DataType.INT8 else ([], {})
+        scales: list[ir.Value | None] = []
+        rounding: dict[str, Any] = {}
+        if kv_type == ir.DataType.INT8:  # keep K and V as integers times scales
+            skipped = [None] * 5  # tables of a rotation, positions, a bias, sinks
+            shape = (1, c.kv_heads, 1, c.head_dim)
+            scales = [*skipped, *(b.input(name(layer), FLOAT, shape) for name in (names.key_scale, names.value_scale))]
+            rounding = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
         y, key, value = b.ops(
             "GroupQueryAttention", q, k, v, *past, *self._slots, *scales, outputs=3, domain=MICROSOFT,
             num_heads=c.heads, kv_num_heads=c.kv_heads, scale=c.head_dim**-0.5, **rounding,
         )  # fmt: skip
         self._presents += [(key, names.present_key(layer)), (value, names.present_value(layer))]
         return b.op("Cast", y, to=FLOAT.value) if narrow else y
-
-    def _rounding(self, layer: int) -> tuple[list[ir.Value | None], dict[str, Any]]:
-        """The operator's last inputs and its attributes that make it keep K and V as integers times scales."""
-        b, shape = self._b, (1, self._c.kv_heads, 1, self._c.head_dim)
-        scales = [b.input(name(layer), FLOAT, shape) for name in (names.key_scale, names.value_scale)]
-        skipped = [None] * 5  # tables of a rotation of its own, positions, a bias, sinks
-        attributes = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-        return [*skipped, *scales], attributes
 
     def join(self, x: ir.Value) -> ir.Value:
         width = self._c.heads * self._c.head_dim

@@ -1,7 +1,7 @@
-"""The dialect for all other engines: operators that every engine has read for years, caches that grow by concatenation.
+"""The dialect for all other engines: operators that every engine supports, and caches that grow by concatenation.
 
-Rotation and attention are written as engines look for them to fuse: rotate-half on [1, heads, tokens, head_dim], and
-products around a softmax with the scale and the mask between them.
+Rotation and attention have the forms that engines fuse: rotate-half on [1, heads, tokens, head_dim], and products
+around a softmax with the scale and the mask between them.
 """
 
 from __future__ import annotations
@@ -14,44 +14,30 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect
 from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
 MAX_SIZE = 1 << 30
-UNSEEN = -65504.0  # of a masked score: no weight is left after the softmax, and float16 holds it
+UNSEEN = -65504.0  # a masked score, 0 after the softmax; float16 holds it
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """ONNX opset 17 in float32, which engines lower by themselves."""
+@dataclass(frozen=True)
+class Plain(Dialect):
+    """ONNX opset 17 in float32, which engines may convert to a lower precision."""
 
     name: str = "plain"
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 17})
     ir_version: int = 8
-    compute: ir.DataType = FLOAT
-    capacity: None = None
-    sizes_from_values: bool = False
-
-    def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
-        return keys  # its caches hold no slot that is not filled
 
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
-        mean = self._mean(b, b.op("Mul", x, x))
+        square = b.op("Mul", x, x)
+        if self.opsets[""] < 18:  # which made the axes an input
+            mean = b.op("ReduceMean", square, axes=[-1], keepdims=1)
+        else:
+            mean = b.op("ReduceMean", square, b.constant([-1]), keepdims=1)
         size = b.op("Sqrt", b.op("Add", mean, b.scalar(eps)))
         return b.op("Mul", b.op("Div", x, size), b.weight(weight))
-
-    def add_norm(
-        self, b: Builder, delta: ir.Value, total: ir.Value, weight: str, eps: float
-    ) -> tuple[ir.Value, ir.Value]:
-        total = b.op("Add", total, delta)
-        return self.norm(b, total, weight, eps), total
-
-    def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
-        return b.op("LayerNormalization", x, b.weight(f"{name}.weight"), b.weight(f"{name}.bias"), axis=-1, epsilon=eps)
-
-    def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
-        return b.gemm(x, b.dequantised(weight), bias)
 
     def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
         if tanh:
@@ -60,10 +46,6 @@ class Plain:
         else:
             inner = b.op("Erf", b.op("Div", x, b.scalar(math.sqrt(2))))
         return b.op("Mul", b.op("Mul", x, b.op("Add", inner, b.scalar(1))), b.scalar(0.5))
-
-    def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
-        inner = x if rate == 1 else b.op("Mul", x, b.scalar(rate))
-        return b.op("Mul", x, b.op("Sigmoid", inner))
 
     def mish(self, b: Builder, x: ir.Value) -> ir.Value:
         return b.op("Mul", x, b.op("Tanh", b.op("Softplus", x)))
@@ -83,12 +65,6 @@ class Plain:
         mask = None if seen is None else b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
         return join_heads(b, _attend(b, q, k, v, mask, head_dim**-0.5), heads * head_dim)
 
-    def _mean(self, b: Builder, x: ir.Value) -> ir.Value:
-        """Over the last axis; opset 18 made the axes an input."""
-        if self.opsets[""] < 18:
-            return b.op("ReduceMean", x, axes=[-1], keepdims=1)
-        return b.op("ReduceMean", x, b.constant([-1]), keepdims=1)
-
 
 class PlainAttention(HeadsApart):
     """`StageAttention` from its parts. A cache grows by the slots of the new tokens."""
@@ -99,7 +75,7 @@ class PlainAttention(HeadsApart):
         self._mask: ir.Value | None = None
 
     def _rotation(self, name: str) -> ir.Value:
-        """A table's rows, once for each half of a head: [1, 1, tokens, head_dim]."""
+        """The values of a table at the tokens' positions, once for each half of a head: [1, 1, tokens, head_dim]."""
         b = self._b
         table = b.input(name, FLOAT, ["max_context", self._c.head_dim // 2])
         gathered = b.op("Unsqueeze", b.op("Gather", table, self._positions), b.constant([1]))

@@ -1,7 +1,7 @@
 """The dialect of TensorRT 10.15 or later and TensorRT-RTX: standard operators of opset 24, every type written down.
 
-Those releases are strongly typed, so the precision of the arithmetic stands in the graph. A cache has a fixed number
-of slots; K and V are scattered into it, and a mask made in the graph hides the empty slots.
+These releases are strongly typed, so the graph states the precision of the arithmetic. A cache has a fixed number of
+slots; K and V are scattered into it, and a mask in the graph hides the empty slots.
 """
 
 from __future__ import annotations
@@ -13,53 +13,25 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect
 from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
 
-@dataclass(frozen=True, slots=True)
-class Trt:
+@dataclass(frozen=True)
+class Trt(Dialect):
     """ONNX opset 24, with caches of `capacity` slots. Norms are float32 whatever `compute` is, as in Hugging Face."""
 
-    compute: ir.DataType
-    capacity: int
     name: str = "trt"
-    sizes_from_values: bool = False
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 24})
     ir_version: int = 10
-
-    def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
-        return keys
 
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
         y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)
         return b.from_float32(y)
 
-    def add_norm(
-        self, b: Builder, delta: ir.Value, total: ir.Value, weight: str, eps: float
-    ) -> tuple[ir.Value, ir.Value]:
-        total = b.op("Add", total, delta)
-        return self.norm(b, total, weight, eps), total
-
-    def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
-        scale, bias = b.weight(f"{name}.weight", FLOAT), b.weight(f"{name}.bias", FLOAT)
-        return b.from_float32(b.op("LayerNormalization", b.to_float32(x), scale, bias, axis=-1, epsilon=eps))
-
-    def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
-        return b.gemm(x, b.dequantised(weight), bias)
-
-    def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
-        return b.op("Gelu", x, approximate="tanh") if tanh else b.op("Gelu", x)
-
-    def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
-        inner = x if rate == 1 else b.op("Mul", x, b.scalar(rate))
-        return b.op("Mul", x, b.op("Sigmoid", inner))
-
-    def mish(self, b: Builder, x: ir.Value) -> ir.Value:
-        return b.op("Mish", x)
-
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> TrtAttention:
+        assert self.capacity is not None
         return TrtAttention(b, c, kv_type, self.capacity)
 
     def tower_attention(
@@ -67,18 +39,16 @@ class Trt:
         seen: ir.Value | None = None, *, causal: bool = False,
     ) -> ir.Value:  # fmt: skip
         q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
-        mask = [] if seen is None else [self._for_every_query(b, seen, q)]
+        mask = []
+        if seen is not None:  # [1, 1, 1, n] as [1, 1, n, n]
+            tokens = b.op("Shape", q, start=2, end=3)
+            mask = [b.op("Expand", seen, b.op("Concat", b.constant([1, 1]), tokens, b.constant([1]), axis=0))]
         y = b.op("Attention", q, k, v, *mask, scale=head_dim**-0.5, is_causal=int(causal))
         return join_heads(b, y, heads * head_dim)
 
-    def _for_every_query(self, b: Builder, seen: ir.Value, q: ir.Value) -> ir.Value:
-        """[1, 1, 1, n] as [1, 1, n, n]: a mask has a row for each token of `q` [images, heads, n, head_dim]."""
-        ones, tokens = b.constant([1, 1]), b.op("Shape", q, start=2, end=3)
-        return b.op("Expand", seen, b.op("Concat", ones, tokens, b.constant([1]), axis=0))
-
 
 class TrtAttention(HeadsApart):
-    """`StageAttention` by TensorRT's own, which takes heads on an axis of their own and a mask, and no cache.
+    """`StageAttention` by TensorRT's Attention, whose inputs are separate heads and a mask, without a cache.
 
     Its causal flag counts from the first slot, which is wrong for every chunk but the first.
     """
@@ -92,18 +62,14 @@ class TrtAttention(HeadsApart):
         total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
         tokens = b.op("Shape", self._positions, start=1, end=2)
         self._first = b.op("Sub", total, tokens)
-        self._mask = self._causal(tokens)
-
-    def _causal(self, tokens: ir.Value) -> ir.Value:
-        """[1, 1, tokens, capacity]: whether a token sees a slot; its own is the last it sees."""
-        b = self._b
+        # [1, 1, tokens, capacity]: a token sees the slots up to its own
         zero, one = b.constant(np.array(0)), b.constant(np.array(1))
         own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), self._first)
-        slots = b.op("Range", zero, b.constant(np.array(self._capacity)), one)
+        slots = b.op("Range", zero, b.constant(np.array(capacity)), one)
         seen = b.op(
             "GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), b.op("Unsqueeze", slots, b.constant([0]))
         )
-        return b.op("Unsqueeze", seen, b.constant([0, 1]))
+        self._mask = b.op("Unsqueeze", seen, b.constant([0, 1]))
 
     def rotate(self, x: ir.Value, heads: int) -> ir.Value:
         return self._b.op("RotaryEmbedding", x, *self._tables, self._positions)
@@ -111,7 +77,7 @@ class TrtAttention(HeadsApart):
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
         b, (past_key, past_value) = self._b, self._past(layer, self._capacity)
         compute, kv_type = b.dialect.compute, self._kv_type
-        if compute != kv_type:  # the cache is read as it lies, which casts the few new tokens and not the cache
+        if compute != kv_type:  # cast the few new tokens, not the cache
             q, k, v = (b.op("Cast", x, to=kv_type.value) for x in (q, k, v))
         key = b.op("TensorScatter", past_key, k, self._first, axis=2)
         value = b.op("TensorScatter", past_value, v, self._first, axis=2)

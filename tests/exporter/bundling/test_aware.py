@@ -26,7 +26,7 @@ from vtx.exporter.bundling import build
 from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ActivationAware, ExportOptions
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.reference.prompts import messages

@@ -131,7 +131,7 @@ def test_a_tower_that_was_trained_on_is_warned_of(
 ) -> None:
     trained = make_clip(tmp_path / "trained", reference(Tiny(), 1))
     [warning] = plan_export(replace(options, text_tower=str(trained))).warnings
-    assert "the vision tower differs from that of" in warning
+    assert "the vision tower differs from the one in" in warning
     assert "approximate" in warning
 
 
@@ -158,7 +158,7 @@ def test_a_bundle_without_it_says_what_to_use_instead(tiny_checkpoint: Callable[
     [
         (Tiny(vision="siglip"), "a siglip vision tower has no CLIP text tower beside it"),
         (Tiny(feature_layer=(-3, -2)), "projects the hidden states of one layer, and this model uses 2"),
-        (Tiny(vision_hidden=48, vision_heads=4), "its vision tower is 32 wide and the LLaVA's 48"),
+        (Tiny(vision_hidden=48, vision_heads=4), "its vision tower has hidden size 32, the LLaVA's has 48"),
         (Tiny(family="llava_next"), "cuts images into up to"),
     ],
     ids=["siglip", "two-feature-layers", "another-width", "tiles"],
@@ -205,14 +205,14 @@ GROWING = {
     ("damage", "kind", "message"),
     [
         (_config(model_type="clip_text_model"), UnsupportedModelError, "lacks the projections"),
-        (_config(model_type="siglip"), UnsupportedModelError, "takes the whole CLIPModel"),
+        (_config(model_type="siglip"), UnsupportedModelError, "needs the whole CLIPModel"),
         (_config(text_config__num_hidden_layers=10**6), CheckpointError, "1000000 layers, the limit is 512"),
         (_config(text_config__num_attention_heads=5), CheckpointError, "attention heads .5.|with 5 heads"),
         (_config(text_config__max_position_embeddings=10**6), CheckpointError, "for 1000000 tokens"),
         (_config(text_config__vocab_size=10), CheckpointError, "vocab|tokens"),
-        (_config(text_config__hidden_size=16), CheckpointError, "the config promises"),
+        (_config(text_config__hidden_size=16), CheckpointError, "config.json needs"),
         (_config(text_config__layer_norm_eps="x"), CheckpointError, "CLIP|layer_norm_eps"),
-        (_config(projection_dim=7), CheckpointError, "the config promises"),
+        (_config(projection_dim=7), CheckpointError, "config.json needs"),
         (_remove("tokenizer.json"), CheckpointError, "has no tokenizer.json"),
         (_remove("model.safetensors"), CheckpointError, "holds neither model.safetensors"),
         (_tokenizer(normalizer=GROWING), CheckpointError, "normalizer makes up to"),

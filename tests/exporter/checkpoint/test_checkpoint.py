@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.loader import (
     INDEX,
     SINGLE,
@@ -192,15 +192,15 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     [
         (
             {"model_type": "eagle_llama", "architectures": ["EagleLlamaForCausalLM"]},
-            r"'eagle_llama' \(EagleLlamaForCausalLM\); vtx exports .*LlavaForC.*: its five towers are not built",
+            r"'eagle_llama' \(EagleLlamaForCausalLM\); vtx exports .*LlavaForC.*: its five towers are not supported",
         ),
-        ({"architectures": ["LlavaMptForCausalLM"]}, "original LLaVA layout with a decoder that is not built"),
+        ({"architectures": ["LlavaMptForCausalLM"]}, "original LLaVA layout with an unsupported decoder"),
         ({"architectures": ["LlavaLlamaForCausalLM"]}, "mixes the original LLaVA layout with Hugging Face's"),
         ({"model_type": "llava_llama", "architectures": None}, "mixes the original LLaVA layout"),
         ({"model_type": "llava_next"}, r"'llava_next' \(LlavaForConditionalGeneration\); .*Generation$"),
         ({"model_type": None, "architectures": 3}, r"model_type 'None' \(no architecture\)"),
         ({"model_type": ["\n"], "architectures": ["\n", {}]}, "model_type"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\); take the unquantised checkpoint"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\); use the unquantised checkpoint"),
         ({"text_config": {"quantization_config": [1]}}, r"quantised \(quantization_config\)"),
     ],
 )
@@ -400,11 +400,11 @@ def test_a_snapshot_cannot_link_into_another_model(tmp_path: Path) -> None:
 def test_a_required_tensor_must_be_there_in_the_promised_shape(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make(tmp_path)))
     assert checkpoint.require("text.layers.0.self_attn.q_proj.weight", (4, 4)).name == Q_PROJ
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight is missing; .* promises 2 layers"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight is missing; .* needs 2 layers"):
         checkpoint.require("text.layers.1.mlp.up_proj.weight", (4, 4))
     with pytest.raises(CheckpointError, match=r"tensor text\.norm\.weight is missing; .* with shape \[4\]"):
         checkpoint.require("text.norm.weight", (4,))
-    with pytest.raises(CheckpointError, match=r"has shape \[8, 4\], the config promises \[9, 4\]"):
+    with pytest.raises(CheckpointError, match=r"has shape \[8, 4\], config.json needs \[9, 4\]"):
         checkpoint.require("head.weight", (9, 4))
 
 
@@ -417,16 +417,16 @@ def test_a_missing_tensor_is_named_whatever_the_config_holds(tmp_path: Path, par
 
 def test_a_checkpoint_without_its_vision_tower_is_told_so(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make(tmp_path, weights={Q_PROJ: WEIGHTS[Q_PROJ]})))
-    with pytest.raises(CheckpointError, match="holds no weights of the vision tower; take the whole model"):
+    with pytest.raises(CheckpointError, match="holds no weights of the vision tower; use the whole model"):
         checkpoint.require("vision.embeddings.class_embedding", (4,))
 
 
 def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
     eights = make(tmp_path / "int8", weights=WEIGHTS | {Q_PROJ: np.ones((4, 4), np.int8)})
-    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight is stored as I8.*take the unquantised"):
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight is stored as I8.*use the unquantised"):
         open_checkpoint(str(eights)).require("text.layers.0.self_attn.q_proj.weight", (4, 4))
     packed = {Q_PROJ.replace(".weight", ".qweight"): np.ones((1, 4), np.int32)}
-    with pytest.raises(UnsupportedModelError, match=r"packed as .*qweight.*take the unquantised"):
+    with pytest.raises(UnsupportedModelError, match=r"packed as .*qweight.*use the unquantised"):
         open_checkpoint(str(make(tmp_path / "gptq", weights=packed))).require(
             "text.layers.0.self_attn.q_proj.weight", (4, 4)
         )
@@ -440,7 +440,7 @@ def test_float64_weights_are_not_called_quantised(tmp_path: Path) -> None:
 
 def test_an_unmerged_adapter_inside_the_weights_is_told_as_such(tmp_path: Path) -> None:
     weights = {Q_PROJ.replace(".weight", ".base_layer.weight"): WEIGHTS[Q_PROJ]}
-    with pytest.raises(UnsupportedModelError, match=r"base_layer\.weight with an adapter beside it; merge"):
+    with pytest.raises(UnsupportedModelError, match=r"base_layer\.weight with an adapter; merge"):
         open_checkpoint(str(make(tmp_path, weights=weights))).require("text.layers.0.self_attn.q_proj.weight", (4, 4))
 
 
@@ -469,7 +469,7 @@ def test_nan_and_infinity_are_found_and_counted(dtype: str, value: float) -> Non
     weights = np.full((3, 200_001), np.finfo(dtype).max, dtype)
     check_finite(weights, "w")
     weights[0, 0] = weights[2, -1] = value
-    with pytest.raises(CheckpointError, match="tensor w holds NaN or infinity in 2 of 600,003 places"):
+    with pytest.raises(CheckpointError, match="tensor w holds NaN or infinity in 2 of 600,003 values"):
         check_finite(weights, "w")
 
 
@@ -478,7 +478,7 @@ def test_bf16_is_checked_by_its_bits() -> None:
     check_finite(finite, "w")
     check_finite(np.zeros((), np.uint16), "w")
     for bits in (0x7F80, 0xFF80, 0x7FC0, 0xFF81):
-        with pytest.raises(CheckpointError, match="in 1 of 7 places"):
+        with pytest.raises(CheckpointError, match="in 1 of 7 values"):
             check_finite(np.append(finite, np.uint16(bits)), "w")
 
 
@@ -490,7 +490,7 @@ def test_a_mapped_tensor_at_an_odd_offset_is_checked(tmp_path: Path) -> None:
     raw = json.dumps(header).encode()
     data = b"\0" + np.array([1, np.nan], np.float32).tobytes()
     (tmp_path / "m").write_bytes(len(raw).to_bytes(8, "little") + raw + data)
-    with pytest.raises(CheckpointError, match="in 1 of 2 places"):
+    with pytest.raises(CheckpointError, match="in 1 of 2 values"):
         check_finite(read_bits(read_header(tmp_path / "m").tensors["w"]), "w")
 
 
@@ -585,7 +585,7 @@ def test_without_a_network_the_hub_is_a_one_line_error(
 ) -> None:
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="not in the local cache and the hub is out of reach; go online"):
+    with pytest.raises(CheckpointError, match="not in the local cache and the hub is unreachable; go online"):
         open_checkpoint("org/name")
 
 

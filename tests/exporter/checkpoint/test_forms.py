@@ -74,14 +74,14 @@ IRREGULAR = {
     "texts in turn": (VICUNA.replace("{{ c['text'] + ' ' }}", "{{ c['text'] if loop.first else '' }}"), "part by part"),
     "white space between roles": (
         VICUNA.replace("': ' }}", "': ' }}{% if not loop.first and loop.index0 % 2 == 0 %} {% endif %}"),
-        "is not always the same",
+        "varies between conversations",
     ),
     "a blank answer left out": (
         VICUNA.replace(
             "{% endfor %}{% endfor %}",
             "{% endfor %}{% if loop.previtem and not loop.previtem.content[0].text %}!{% endif %}{% endfor %}",
         ),
-        "do not give",
+        "differ from the template",
     ),
 }
 

@@ -69,7 +69,7 @@ def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path
     change, message = HOSTILE[name]
     change(spec)
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(CheckpointError, match=f"{message}.*take the tokenizer that belongs to the model") as error:
+    with pytest.raises(CheckpointError, match=f"{message}.*use the tokenizer that belongs to the model") as error:
         read(tmp_path, top)
     assert "\n" not in str(error.value)
 
@@ -89,7 +89,9 @@ def test_byte_tokens_that_are_special_are_refused_by_name(count: int, tmp_path: 
         if tokens is not marked:
             read(tmp_path, top)
             continue
-        with pytest.raises(CheckpointError, match=f"marks <0x..>{more} as special; byte tokens must be ordinary: take"):
+        with pytest.raises(
+            CheckpointError, match=f"marks <0x..>{more} as special; byte tokens must be ordinary: remove"
+        ):
             read(tmp_path, top)
 
 

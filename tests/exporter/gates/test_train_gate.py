@@ -21,7 +21,7 @@ from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels

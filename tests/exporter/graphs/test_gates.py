@@ -21,7 +21,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.graphs.gates import FEATURES, MAX_METADATA, Gates, read_gates
 from vtx.runtime.api.answer import Answer
@@ -374,11 +374,11 @@ FIRST, SECOND = gate(3)
 NAN = SECOND.copy()
 NAN[0, 3] = np.nan
 BAD: dict[str, tuple[dict[str, NDArray[Any]], str]] = {
-    "of a wider model": ({"fc1": np.zeros((WIDTH, 4 * HIDDEN), np.float32), "fc2": SECOND}, "hidden size 64 takes"),
-    "of two widths": ({"fc1": FIRST[:-1], "fc2": SECOND}, "takes"),
-    "with three answers": ({"fc1": FIRST, "fc2": np.zeros((3, WIDTH), np.float32)}, "takes"),
-    "of width nought": ({"fc1": FIRST[:0], "fc2": SECOND[:, :0]}, "takes|empty|no elements"),
-    "flat": ({"fc1": FIRST.ravel(), "fc2": SECOND.ravel()}, "takes"),
+    "of a wider model": ({"fc1": np.zeros((WIDTH, 4 * HIDDEN), np.float32), "fc2": SECOND}, "hidden size 64 needs"),
+    "of two widths": ({"fc1": FIRST[:-1], "fc2": SECOND}, "needs"),
+    "with three answers": ({"fc1": FIRST, "fc2": np.zeros((3, WIDTH), np.float32)}, "needs"),
+    "of width nought": ({"fc1": FIRST[:0], "fc2": SECOND[:, :0]}, "needs|empty|no elements"),
+    "flat": ({"fc1": FIRST.ravel(), "fc2": SECOND.ravel()}, "needs"),
     "without fc2": ({"fc1": FIRST}, "gate 1 lacks fc2"),
     "without fc1": ({"fc2": SECOND}, "gate 1 lacks fc1"),
     "with a NaN": ({"fc1": FIRST, "fc2": NAN}, "fc2.weight"),

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.graphs import session
 from vtx.exporter.checkpoint.config import TextConfig
-from vtx.exporter.checkpoint.fields.rope import Rope
+from vtx.exporter.checkpoint.fields import Rope
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.score import build_score

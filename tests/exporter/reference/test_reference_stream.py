@@ -11,7 +11,7 @@ import torch
 
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.reference import model as streamed
 

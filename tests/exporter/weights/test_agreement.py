@@ -55,4 +55,4 @@ def test_weights_that_the_configuration_does_not_know_are_told(tiny_checkpoint: 
     more = {f"{layer}.q_proj.bias": np.ones(64, np.float32), f"{layer}.rotary_emb.inv_freq": np.ones(8, np.float32)}
     save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
     (warning,) = plan(folder).warnings
-    assert "knows nothing of text.layers.0.self_attn.q_proj.bias (1 in all)" in warning
+    assert "does not account for text.layers.0.self_attn.q_proj.bias (1 in total)" in warning

@@ -178,7 +178,7 @@ def test_keys_and_values_have_their_own_precision(tiny_checkpoint: Make, tmp_pat
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_stored_integers_stand_for_the_checkpoint_s_weights(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
-    from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+    from vtx.exporter.checkpoint.assembly import open_checkpoint
     from vtx.exporter.graphs.vision import vision_tensors
     from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 

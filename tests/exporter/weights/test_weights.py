@@ -21,7 +21,7 @@ from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling import predict
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.loader import canonical_name
 from vtx.exporter.weights import whole, writing
 from vtx.exporter.weights.journal import ExportJournal

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers
 
 from tests.support.text import CHATML, KINDS, SPECIALS, VICUNA, WORDS, ask, make_settings, make_tokenizer
-from vtx.exporter.checkpoint.length_bound import length_bound
 from vtx.exporter.checkpoint.resolving import with_forms
+from vtx.exporter.checkpoint.tokenizer_spec import length_bound
 from vtx.runtime.bundle.spec.text_settings import LengthBound
 from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.prompt.messages import Message

@@ -21,7 +21,7 @@ from tests.support.original import write_json
 from tests.support.parity import assert_later_equal_fresh, assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.original.templates import INTERNVL_SYSTEMS
 from vtx.runtime.api.load import load
@@ -154,5 +154,5 @@ def test_a_tokenizer_that_does_not_say_the_images_token_is_refused(
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(INTERNLM), tmp_path / "checkpoint"))
     write_json(folder / "added_tokens.json", {"<|im_end|>": 318})
-    with pytest.raises(CheckpointError, match="says the id of <IMG_CONTEXT>"):
+    with pytest.raises(CheckpointError, match="gives the id of <IMG_CONTEXT>"):
         open_checkpoint(str(folder))

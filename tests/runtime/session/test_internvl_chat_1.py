@@ -20,7 +20,7 @@ from tests.support.exported import greedy, prompt
 from tests.support.original import TOWER, counterpart, write_json
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_tensor
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.runtime.api.load import load
 from vtx.runtime.errors import UnsupportedModelError

@@ -136,7 +136,7 @@ def test_a_number_of_frames_that_cannot_be_is_refused(count: object) -> None:
         ({"s2": True}, "s2 True is not supported"),
         ({"image_aspect_ratio": "dynamic"}, "image_aspect_ratio 'dynamic' is not supported in a VILA model"),
         ({"mm_vision_select_feature": "patch"}, "mm_vision_select_feature 'patch' is not supported"),
-        ({"mm_projector_cfg": {"mm_projector_type": "mlp2x_gelu"}}, "vtx knows mlp_downsample"),
+        ({"mm_projector_cfg": {"mm_projector_type": "mlp2x_gelu"}}, "vtx supports mlp_downsample"),
         ({"vision_tower_cfg": {"model_type": "radio"}}, "the vision tower 'radio' is not supported"),
     ],
 )

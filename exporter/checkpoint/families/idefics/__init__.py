@@ -1,1 +1,1 @@
-"""Idefics3 and SmolVLM, which is of its kind."""
+"""Idefics3 and SmolVLM."""

@@ -1,4 +1,4 @@
-"""Idefics3, and SmolVLM's first models, which are of its classes: SmolVLM under another name."""
+"""Idefics3, and the first SmolVLM models, which have its classes: SmolVLM under another name."""
 
 from __future__ import annotations
 

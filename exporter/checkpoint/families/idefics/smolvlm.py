@@ -1,4 +1,4 @@
-"""SmolVLM and SmolVLM2: tiles with text that says where each stands, a SigLIP tower, several patches a token."""
+"""SmolVLM and SmolVLM2: tiles marked with their positions in text, a SigLIP tower, several patches a token."""
 
 from __future__ import annotations
 
@@ -8,39 +8,34 @@ from functools import partial
 from typing import Any
 
 from vtx.exporter.checkpoint.config import (
-    TEXT_FAMILIES,
     ModelConfig,
     VisionConfig,
-    check_known,
-    check_layers,
     image_token_of,
-    model_type,
-    parse,
+    parse_parts,
     text_config_of,
     tower_of,
 )
-from vtx.exporter.checkpoint.family.declaration import Family
-from vtx.exporter.checkpoint.family.processors import SIGLIP_DEFAULTS, ImageProcessor
-from vtx.exporter.checkpoint.fields.numbers import size
+from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
+from vtx.exporter.checkpoint.fields import size
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.marked import MAX_SIDE, MarkedTiles
 
-SIDE = 4  # tiles along the longer side, where the image processor's file does not say
+SIDE = 4  # tiles along the longer side by default
 _LONGEST = "longest_edge"
-# Transformers finds a patch's position by comparing fractions of the side. In powers of two and the published grids of
-# 26 and 27 that gives the patch its own, in others rounding gives some patches their neighbour's.
+# Transformers finds a patch's position by comparing fractions of the side. In these grids each patch gets its own; in
+# others rounding gives some patches their neighbour's.
 _UNROUNDED = (26, 27, *(1 << power for power in range(11)))
 
 
 def _read(name: str, config: Mapping[str, Any]) -> ModelConfig:
-    text, vision = (config.get(key) or {} for key in ("text_config", "vision_config"))
-    tower_name = f"{name.lower()}_vision"
-    check_known("text model", model_type(text, "llama"), TEXT_FAMILIES)
-    check_known("vision tower", model_type(vision, tower_name), (tower_name,))
-    for part in (text, vision):
-        check_layers(part)
-    parsed = parse(f"{name}Config", config)
-    text_config, tower = text_config_of(parsed), _tower(parsed)
+    parsed = parse_parts(f"{name}Config", config, "llama", (f"{name.lower()}_vision",))
+    text_config, side = text_config_of(parsed), size(parsed, "scale_factor", 64)
+    tower = replace(tower_of(parsed.vision_config, "siglip", side), shuffle=side, post_norm=True)
+    if tower.grid not in _UNROUNDED:
+        raise UnsupportedModelError(
+            f"a tower of {tower.grid} x {tower.grid} patches is not supported: their positions may be rounded; vtx "
+            "exports 26, 27 or a power of two a side"
+        )
     return ModelConfig(
         text=text_config,
         vision=tower,
@@ -54,43 +49,21 @@ def _read(name: str, config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _tower(parsed: Any) -> VisionConfig:
-    config, side = parsed.vision_config, size(parsed, "scale_factor", 64)
-    image, patch = size(config, "image_size", 1 << 14), size(config, "patch_size", 1 << 10)
-    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
-    grid = image // patch
-    if not grid or grid % side or hidden % heads:
-        raise CheckpointError(
-            f"config.json: a tower of {image} pixels in patches of {patch}, {hidden} wide with {heads} heads, does not "
-            f"give squares of {side} x {side} patches; correct config.json"
-        )
-    if grid not in _UNROUNDED:
-        raise UnsupportedModelError(
-            f"a tower of {grid} x {grid} patches is not supported: their positions may be rounded; vtx exports 26, 27 "
-            "or a power of two a side"
-        )
-    if config.num_channels != 3:
-        raise UnsupportedModelError(f"a tower of {config.num_channels} channels is not supported; vtx feeds RGB")
-    return replace(tower_of(config, "siglip", image, patch), shuffle=side, post_norm=True)
-
-
 def _layout(tower: VisionConfig, side: int) -> MarkedTiles:
     return MarkedTiles(tower.image, (tower.grid // tower.shuffle) ** 2, side, side**2 + (side > 1))
 
 
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
-    """How large images become is the image processor's."""
+    """Set the image size of the image processor."""
     tile = config.vision.image
     edge = processor.get("size", {_LONGEST: SIDE * tile})
     longest = edge.get(_LONGEST) if isinstance(edge, Mapping) else None
     for flag in ("do_resize", "do_image_splitting"):
         if processor.get(flag, True) is not True:
-            raise UnsupportedModelError(
-                f"the image processor's {flag} is {processor[flag]!r:.20}; vtx exports those that resize and split"
-            )
+            raise UnsupportedModelError(f"the image processor's {flag} is {processor[flag]!r:.20}; it must be true")
     if type(longest) is not int or longest % tile or not 1 <= longest // tile <= MAX_SIDE:
         raise UnsupportedModelError(
-            f"the image processor's size is {edge!r:.60}; vtx takes a longest_edge of 1 to {MAX_SIDE} times the "
+            f"the image processor's size is {edge!r:.60}; vtx supports a longest_edge of 1 to {MAX_SIDE} times the "
             f"tower's {tile} pixels"
         )
     try:
@@ -100,7 +73,7 @@ def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
 
 
 def marked_family(name: str) -> Family:
-    """The family whose classes in transformers begin with `name`."""
+    """The family whose transformers classes begin with `name`."""
     defaults = {
         **SIGLIP_DEFAULTS, "resample": 1, "size": {_LONGEST: 1456}, "max_image_size": {_LONGEST: 364}, "do_pad": True,
     }  # fmt: skip

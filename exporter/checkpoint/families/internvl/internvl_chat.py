@@ -1,6 +1,6 @@
-"""InternVL-Chat in its authors' layout (1.5, InternVL2, 2.5): InternVL's tiles, and a decoder as its authors name it.
+"""InternVL-Chat in its authors' layout (1.5, InternVL2, 2.5): InternVL's tiles, and its authors' decoder names.
 
-The code in such checkpoints is never run.
+The code in these checkpoints is never run.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, check_known
+from vtx.exporter.checkpoint.config import ModelConfig, check_known, check_values, part_of
 from vtx.exporter.checkpoint.families.internvl.internvl import FAMILY as INTERNVL
 from vtx.exporter.checkpoint.families.internvl.internvl import PLACEHOLDER
 from vtx.exporter.checkpoint.families.llava_llama import DECODER
-from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.exporter.checkpoint.family import Config, Family, OriginalLayout, WholeLayout
 from vtx.exporter.checkpoint.original.known_towers import thirds
-from vtx.exporter.checkpoint.original.parts import Config, OriginalLayout, WholeLayout
 from vtx.exporter.checkpoint.original.templates import INTERNVL_SYSTEMS, TEMPLATES
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -23,8 +22,8 @@ from vtx.runtime.vision.layouts.tiles import Tiles
 
 INTERNLM2 = "InternLM2ForCausalLM"
 _DECODERS = {INTERNLM2: "llama", "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
-# What the released code would do otherwise than this file, and the only values that are built.
-_BUILT: Mapping[str, tuple[Any, ...]] = {
+# Settings whose other values are not supported.
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_thumbnail": (True,),
     "pad2square": (None, False),
     "downsample_ratio": (0.5,),
@@ -34,18 +33,24 @@ _BUILT: Mapping[str, tuple[Any, ...]] = {
 _TEMPLATES = {"internlm2-chat": "internlm2-chat", "Hermes-2": "internlm2-chat", "internvl2_5": "internvl2_5"}
 MAX_SYSTEM = 4096  # characters
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+_TOWER_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 48, "num_attention_heads": 25,
+    "patch_size": 14, "layer_norm_eps": 1e-6, "hidden_act": "gelu", "num_channels": 3,
+}  # fmt: skip
 _LAYER = r"^language_model\.model\.layers\.(\d+)\."
 _BLOCK = r"^vision_model\.encoder\.layers\.(\d+)\."
 
 
 def _read(config: Config) -> ModelConfig:
-    for name, known in _BUILT.items():
-        if config.get(name) not in known:
-            listed = ", ".join(str(value) for value in known if value is not None)
-            raise UnsupportedModelError(
-                f"{name} {config.get(name)!r:.40} is not supported in an InternVL-Chat model; vtx knows {listed}"
-            )
-    text, vision = _part(config, "llm_config"), _part(config, "vision_config")
+    check_values(config, "an InternVL-Chat", _SUPPORTED)
+    text, vision = part_of(config, "llm_config"), part_of(config, "vision_config")
+    listed = text.get("architectures")
+    decoder = str(listed[0]) if isinstance(listed, list) and listed else "unnamed"
+    check_known("decoder", decoder, tuple(_DECODERS))
+    if decoder == INTERNLM2 and text.get("bias", False) is not False:
+        raise UnsupportedModelError("an InternLM2 decoder with biases is not supported; vtx exports those without")
+    if vision.get("norm_type", "rms_norm") not in ("rms_norm", "layer_norm"):
+        raise UnsupportedModelError(f"norm_type {vision['norm_type']!r:.40} is not supported; vtx supports layer_norm")
     side = config.get("force_image_size") or vision.get("image_size")
     if side != vision.get("image_size", side):
         raise UnsupportedModelError(
@@ -53,10 +58,21 @@ def _read(config: Config) -> ModelConfig:
             "its positions"
         )
     shaped = {
-        "text_config": _text(text),
-        "vision_config": _vision(vision, side),
+        "text_config": {
+            **{key: text[key] for key in DECODER if text.get(key) is not None},
+            "model_type": _DECODERS[decoder],
+        },
+        "vision_config": {
+            **{key: vision.get(key, usual) for key, usual in _TOWER_DEFAULTS.items()},
+            "model_type": "internvl_vision",
+            "norm_type": "layer_norm",
+            "use_qk_norm": False,
+            "use_mean_pooling": True,
+            "image_size": side,
+            "attention_bias": vision.get("qkv_bias", False),
+        },
         "vision_feature_layer": config.get("select_layer", -1),
-        "image_token_id": config.get("image_token_id", 0),  # the tokenizer's files say it
+        "image_token_id": config.get("image_token_id", 0),  # from the tokenizer's files
         "tie_word_embeddings": False,  # whatever the file says
     }
     model = INTERNVL.read(shaped)
@@ -66,56 +82,22 @@ def _read(config: Config) -> ModelConfig:
         qk_norm=vision.get("qk_normalization", True) is True,
         shuffle_by_columns=config.get("ps_version", "v1") == "v1",
     )
-    return replace(model, vision=tower, layout=_layout(config, model))
-
-
-def _part(config: Config, name: str) -> Config:
-    part = config.get(name)
-    if not isinstance(part, Mapping):
-        raise CheckpointError(f"config.json: {name} is {part!r:.40}, not the settings of a part; download it again")
-    return part
-
-
-def _text(config: Config) -> dict[str, Any]:
-    """The decoder's configuration as transformers names it."""
-    listed = config.get("architectures")
-    name = str(listed[0]) if isinstance(listed, list) and listed else "unnamed"
-    check_known("decoder", name, tuple(_DECODERS))
-    if name == INTERNLM2 and config.get("bias", False) is not False:
-        raise UnsupportedModelError("an InternLM2 decoder with biases is not supported; vtx exports those without")
-    found = {key: config[key] for key in DECODER if config.get(key) is not None}
-    return {**found, "model_type": _DECODERS[name]}
-
-
-def _vision(config: Config, side: Any) -> dict[str, Any]:
-    """The tower's configuration as transformers names it, with InternViT's own defaults."""
-    usual = {
-        "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 48, "num_attention_heads": 25,
-        "patch_size": 14, "layer_norm_eps": 1e-6, "hidden_act": "gelu", "num_channels": 3,
-    }  # fmt: skip
-    if config.get("norm_type", "rms_norm") not in ("rms_norm", "layer_norm"):
-        raise UnsupportedModelError(f"norm_type {config['norm_type']!r:.40} is not supported; vtx knows layer_norm")
-    sizes = {key: config.get(key, value) for key, value in usual.items()}
-    own = {"model_type": "internvl_vision", "norm_type": "layer_norm", "use_qk_norm": False, "use_mean_pooling": True}
-    return {**sizes, **own, "image_size": side, "attention_bias": config.get("qkv_bias", False)}
-
-
-def _layout(config: Config, model: ModelConfig) -> Tiles:
-    assert isinstance(model.layout, Tiles)
-    dynamic = config.get("dynamic_image_size", False) is True
     fewest, most = (config.get(f"{name}_dynamic_patch", usual) for name, usual in (("min", 1), ("max", 6)))
     if type(fewest) is not int or type(most) is not int:
         raise CheckpointError(
             f"config.json: min_dynamic_patch is {fewest!r:.20} and max_dynamic_patch {most!r:.20}, not whole numbers"
         )
+    if config.get("dynamic_image_size", False) is not True:
+        fewest = most = 1
+    assert isinstance(model.layout, Tiles)
     try:
-        return replace(model.layout, fewest=fewest, most=most) if dynamic else replace(model.layout, fewest=1, most=1)
+        return replace(model, vision=tower, layout=replace(model.layout, fewest=fewest, most=most))
     except BundleError as e:
         raise CheckpointError(f"config.json: min_dynamic_patch and max_dynamic_patch: {e}") from e
 
 
 def _processor(config: Config, _: Config) -> Config:
-    side = config.get("force_image_size") or _part(config, "vision_config").get("image_size")
+    side = config.get("force_image_size") or part_of(config, "vision_config").get("image_size")
     square = {"height": side, "width": side}
     return {"image_processor_type": "GotOcr2ImageProcessor", "size": square, "image_mean": MEAN, "image_std": STD}
 
@@ -124,7 +106,7 @@ def _template(config: Config) -> str:
     name, system = config.get("template"), config.get("system_message")
     if name not in _TEMPLATES:
         raise UnsupportedModelError(
-            f"the template {name!r:.40} is not supported; vtx knows {', '.join(_TEMPLATES)}; give another with "
+            f"the template {name!r:.40} is not supported; vtx supports {', '.join(_TEMPLATES)}; give another with "
             "--chat-template FILE"
         )
     template = TEMPLATES[_TEMPLATES[name]]
@@ -135,25 +117,26 @@ def _template(config: Config) -> str:
     return template.replace(INTERNVL_SYSTEMS[_TEMPLATES[name]], system)
 
 
-def _apart(config: Config, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors, with q, k and v each on its own: InternLM2 has them by key/value head, its queries first."""
-    text = _part(config, "llm_config")
-    heads, kv_heads = (text.get(f"num_{name}_heads") for name in ("attention", "key_value"))
+def _separate(config: Config, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors with q, k and v separated: InternLM2 stores each key/value head with its queries, queries first."""
+    text = part_of(config, "llm_config")
+    heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or not 1 <= kv_heads <= heads:
+        yield from thirds(tensors)
+        return
+    group = heads // kv_heads + 2
     for name, info in thirds(tensors):
         stem, found, kind = name.partition(".wqkv.")
-        if not found or not isinstance(heads, int) or not isinstance(kv_heads, int) or not 1 <= kv_heads <= heads:
+        rows = info.shape[0] if info.shape else 0
+        if not found or not rows or rows % (kv_heads * group):
             yield name, info
             continue
-        group, rows = heads // kv_heads + 2, info.shape[0] if info.shape else 0
         head_dim = rows // (kv_heads * group)
-        if not head_dim or rows % (kv_heads * group):
-            yield name, info
-            continue
         for part, first, count in (("q", 0, group - 2), ("k", group - 2, 1), ("v", group - 1, 1)):
-            taken, row = count * head_dim, info.nbytes // rows
+            run, row = count * head_dim, info.nbytes // rows
             yield f"{stem}.{part}_proj.{kind}", replace(
-                info, shape=(kv_heads * taken, *info.shape[1:]), offset=info.offset + first * head_dim * row,
-                nbytes=kv_heads * taken * row, spread=(taken, group * head_dim),
+                info, shape=(kv_heads * run, *info.shape[1:]), offset=info.offset + first * head_dim * row,
+                nbytes=kv_heads * run * row, spread=(run, group * head_dim),
             )  # fmt: skip
 
 
@@ -184,6 +167,6 @@ FAMILY = Family(
     original=OriginalLayout(
         processor=_processor,
         template=_template,
-        whole=WholeLayout("llm_config", PLACEHOLDER, "<|im_end|>", _apart),
+        whole=WholeLayout("llm_config", PLACEHOLDER, "<|im_end|>", _separate),
     ),
 )

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL in Hugging Face's layout: as Qwen2-VL, with a tower that attends within windows in most of its blocks."""
+"""Qwen2.5-VL in Hugging Face's layout: Qwen2-VL with window attention in most blocks of its tower."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import TextConfig, VisionConfig
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, TENSORS, adjust, native_tower, read_qwen
-from vtx.exporter.checkpoint.family.declaration import Family
-from vtx.exporter.checkpoint.fields.numbers import size
+from vtx.exporter.checkpoint.family import Family
+from vtx.exporter.checkpoint.fields import size
 from vtx.runtime.errors import CheckpointError
 
 
@@ -20,7 +20,7 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
     if window % (tower.patch * tower.shuffle) or not numbers or not all(0 <= n < tower.layers for n in whole):
         raise CheckpointError(
             f"config.json: window_size {window} must be a multiple of {tower.patch * tower.shuffle} pixels, and "
-            f"fullatt_block_indexes {whole!r:.60} numbers of the tower's {tower.layers} blocks; correct config.json"
+            f"fullatt_block_indexes {whole!r:.60} a list of numbers below {tower.layers}; correct config.json"
         )
     full_blocks = tuple(sorted({*whole}))
     return replace(tower, rms_norm=True, gated=True, window=window // tower.patch, full_blocks=full_blocks)

@@ -16,17 +16,16 @@ from vtx.exporter.checkpoint.config import (
     parse,
     text_config_of,
 )
-from vtx.exporter.checkpoint.family.declaration import Family
-from vtx.exporter.checkpoint.family.processors import CLIP_DEFAULTS, ImageProcessor
-from vtx.exporter.checkpoint.fields.numbers import size
+from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor
+from vtx.exporter.checkpoint.fields import size
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native import Native
 
 NORM_EPS = 1e-6  # of the tower's norms: no setting
-FEWEST, MOST = 56 * 56, 28 * 28 * 1280  # pixels, where the image processor's file does not say
-# What the towers may state otherwise, and the only value that is built.
-BUILT: Mapping[str, Any] = {"temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
+FEWEST, MOST = 56 * 56, 28 * 28 * 1280  # pixels by default
+# Settings of the tower whose other values are not supported.
+SUPPORTED: Mapping[str, Any] = {"temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
 PROCESSOR = ImageProcessor(
     "Qwen2VLImageProcessor",
     {**CLIP_DEFAULTS, "do_center_crop": False, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
@@ -39,42 +38,40 @@ TENSORS = (
 
 
 def read_qwen(config: Mapping[str, Any], kind: str, tower: Callable[[Any, TextConfig], VisionConfig]) -> ModelConfig:
-    """Read `config.json` as transformers' class `kind` does; `tower` reads its part of that."""
-    vision = config.get("vision_config") or {}
-    for part in (config, config.get("text_config") or {}):
+    """Read `config.json` with transformers' class `kind`; `tower` reads its vision_config."""
+    text_part, vision_part = (config.get(key) or {} for key in ("text_config", "vision_config"))
+    for name, part in (("text_config", text_part), ("vision_config", vision_part)):
         if not isinstance(part, Mapping):
-            raise CheckpointError("config.json: text_config is not an object; download it again")
+            raise CheckpointError(f"config.json: {name} is not an object; download it again")
+    for part in (config, text_part, {"num_hidden_layers": vision_part.get("depth")}):
         check_layers(part)
-    if not isinstance(vision, Mapping):
-        raise CheckpointError("config.json: vision_config is not an object; download it again")
-    check_layers({"num_hidden_layers": vision.get("depth")})
     parsed = parse(kind, config)
     text = text_config_of(parsed)
-    seen = tower(parsed.vision_config, text)
+    vision = tower(parsed.vision_config, text)
     return ModelConfig(
         text=text,
-        vision=seen,
-        feature_layers=(seen.layers,),
+        vision=vision,
+        feature_layers=(vision.layers,),
         select="full",
         projector_activation="gelu",
         projector_bias=True,
         image_token_id=image_token_of(parsed, text),
-        layout=Native(seen.patch, seen.shuffle, FEWEST, MOST),
+        layout=Native(vision.patch, vision.shuffle, FEWEST, MOST),
         projector_norm_eps=NORM_EPS,
     )
 
 
 def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text: TextConfig) -> VisionConfig:
-    """A tower of images at their own resolution, `hidden` wide; `out` is the width of its tokens.
+    """A tower of images at their own resolution; `out` is the width of its tokens.
 
     Raises:
-        UnsupportedModelError: a setting with another value than the one built.
-        CheckpointError: values that are no tower.
+        UnsupportedModelError: a setting with an unsupported value.
+        CheckpointError: sizes are inconsistent.
 
     """
     rope = dict(config.rope_parameters or {})
-    found = {name: getattr(config, name) for name in BUILT} | {"rope_theta": rope.get("rope_theta", 10000.0)}
-    for name, built in {**BUILT, "rope_theta": 10000.0}.items():
+    found = {name: getattr(config, name) for name in SUPPORTED} | {"rope_theta": rope.get("rope_theta", 10000.0)}
+    for name, built in {**SUPPORTED, "rope_theta": 10000.0}.items():
         if found[name] != built:
             raise UnsupportedModelError(
                 f"{name} of the vision tower is {found[name]!r:.40}, vtx exports {family} models with {built} only"
@@ -82,8 +79,8 @@ def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text
     heads, patch = size(config, "num_heads"), size(config, "patch_size", 1 << 10)
     if hidden % heads or hidden // heads % 4 or out != text.hidden:
         raise CheckpointError(
-            f"config.json: a tower {hidden} wide with {heads} heads, whose tokens are {out} wide, does not "
-            f"fit a text model {text.hidden} wide; correct config.json"
+            f"config.json: a tower of hidden size {hidden} with {heads} heads and tokens of width {out} does not fit "
+            f"a text model of hidden size {text.hidden}; correct config.json"
         )
     return VisionConfig(
         family=family,
@@ -111,7 +108,7 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
 
 
 def adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
-    """The least and the most pixels are the image processor's, whose patches must be the tower's."""
+    """Set the image processor's limits of pixels; its patches must be the tower's."""
     vision = config.vision
     for name, value in (("patch_size", vision.patch), ("merge_size", vision.shuffle), ("temporal_patch_size", 2)):
         if processor.get(name, value) != value:
@@ -128,7 +125,7 @@ def adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
 
 
 def _pixels(processor: Mapping[str, Any], limit: str, edge: str, default: int) -> int:
-    """`min_pixels` or `max_pixels`, which newer files state as an edge."""
+    """`min_pixels` or `max_pixels`, an edge of `size` in newer files."""
     sizes = processor.get("size") or {}
     if not isinstance(sizes, Mapping):
         raise CheckpointError(f"the image processor's size is {sizes!r:.40}, not an object; correct it")

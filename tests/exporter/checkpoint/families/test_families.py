@@ -13,7 +13,7 @@ import pytest
 from tests.support.tiny import ARCHITECTURES, Tiny, make
 from vtx.exporter.checkpoint import families
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED, find_family, read_config
-from vtx.exporter.checkpoint.family.declaration import Family
+from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.processor import read_image_settings
 from vtx.exporter.checkpoint.sizes import config_size
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError

@@ -16,7 +16,7 @@ from tests.support.original import TOWER, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
-from vtx.exporter.checkpoint.assembly.checkpoint import open_checkpoint
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
@@ -52,7 +52,7 @@ def class_token(checkpoint: Checkpoint) -> list[float]:
 
 def test_the_tower_is_found_inside_the_checkpoint_or_given(folder: Path, tmp_path: Path) -> None:
     inside = open_checkpoint(str(folder))
-    assert inside.notes == (f"the vision tower is that of {folder / TOWER}",)
+    assert inside.notes == (f"the vision tower is from {folder / TOWER}",)
     before = class_token(inside)
     elsewhere = Path(shutil.move(folder / TOWER, tmp_path / "elsewhere"))
     given = open_checkpoint(str(folder), tower=str(elsewhere))
@@ -77,7 +77,7 @@ def test_a_tower_in_the_checkpoint_counts_where_it_was_trained_on(folder: Path, 
     frozen = open_checkpoint(str(folder))
     trained = open_checkpoint(str(change(folder, unfreeze_mm_vision_tower=True)))
     assert [value + 1 for value in class_token(frozen)] == pytest.approx(class_token(trained))
-    assert trained.notes == ("the vision tower is that of the checkpoint itself, where it was trained on",)
+    assert trained.notes == ("the vision tower is the checkpoint's own, which was trained with it",)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -130,7 +130,7 @@ def test_a_tower_of_another_kind_or_width_is_refused(folder: Path, tmp_path: Pat
     write_json(folder / TOWER / "config.json", settings["vision_config"] | {"model_type": "dinov2"})
     with pytest.raises(UnsupportedModelError, match="the vision tower is model_type 'dinov2'"):
         open_checkpoint(str(folder))
-    with pytest.raises(CheckpointError, match="32 wide, and mm_hidden_size is 64"):
+    with pytest.raises(CheckpointError, match="hidden size 32, and mm_hidden_size is 64"):
         read_config(settings | {"mm_hidden_size": 64})
 
 
@@ -158,7 +158,7 @@ def test_layouts_do_not_mix(folder: Path) -> None:
             {"mm_video_tower": "video", "mm_vision_tower": None},
             "this is Video-LLaVA in its authors' layout",
         ),
-        ({"mm_vision_tower": None}, "mm_vision_tower is None, not .*; write there which one the model has, as openai/"),
+        ({"mm_vision_tower": None}, "mm_vision_tower is None, not .*; set it to the model's tower, e.g. openai/"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -282,7 +282,7 @@ def test_a_tokenizer_model_of_another_kind_is_refused(part: str, name: str, valu
     proto.pieces.add(piece="<unk>", type=2)
     check_kind(proto)
     setattr(getattr(proto, part), name, value)
-    with pytest.raises(UnsupportedModelError, match="take the -hf checkpoint"):
+    with pytest.raises(UnsupportedModelError, match="use the -hf checkpoint"):
         check_kind(proto)
 
 

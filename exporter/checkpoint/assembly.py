@@ -1,0 +1,216 @@
+"""Opening a model: its checkpoint, and for an original layout the vision tower that it names.
+
+A checkpoint in an original layout gets the settings of Hugging Face's files, so that no other module knows of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from vtx.exporter.checkpoint.config import VISION_FAMILIES
+from vtx.exporter.checkpoint.families.registry import find_family
+from vtx.exporter.checkpoint.family import Config, OriginalLayout, OriginalParts
+from vtx.exporter.checkpoint.loader import (
+    Checkpoint,
+    canonical_name,
+    check_model,
+    checkpoint_files,
+    is_plain_path,
+    open_model,
+    read_settings,
+)
+from vtx.exporter.checkpoint.original.known_towers import (
+    CLIP_L_336,
+    CLIP_L_336_CONFIG,
+    CLIP_L_336_PROCESSOR,
+    INTERNVIT,
+    INTERNVIT_TENSORS,
+    internvit_config,
+    internvit_processor,
+    thirds,
+)
+from vtx.exporter.checkpoint.processor import read_image_processor
+from vtx.runtime.bundle.safetensors import shown
+from vtx.runtime.bundle.spec.text_settings import MAX_ID
+from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
+
+TOWER = "vision."
+
+
+def open_checkpoint(
+    model: str,
+    *,
+    tower: str | None = None,
+    allow_pickle: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Checkpoint:
+    """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
+
+    `tower` is the vision tower of a checkpoint that only names one. With `allow_pickle` files of `torch.save` are read
+    if there is no safetensors file. The config is checked before weights are downloaded.
+
+    Raises:
+        CheckpointError: a damaged, hostile, incomplete or unreachable checkpoint.
+        UnsupportedModelError: another model.
+        RequestError: a `tower` for a checkpoint that has its own.
+        DeviceError: huggingface_hub is not installed.
+
+    """
+
+    def folders(config: Config) -> Collection[str]:
+        layout = find_family(config).original
+        return layout.folders.values() if layout else ()
+
+    checkpoint = open_model(
+        model, check_model, canonical_name, parts=folders, allow_pickle=allow_pickle, progress=progress
+    )
+    layout = find_family(checkpoint.config).original
+    if layout is not None and layout.tower is not None:
+        return complete(checkpoint, layout, tower, allow_pickle=allow_pickle)
+    if tower is not None:
+        raise RequestError("--tower is for checkpoints that only name their tower; this one holds it, leave it out")
+    if layout is None:
+        return checkpoint
+    folder, config, whole = checkpoint.folder, checkpoint.config, layout.whole
+    if whole is None:
+        config = {**config, **{k: read_settings(folder, f"{part}/config.json") for k, part in layout.folders.items()}}
+        text, vision = (folder / layout.folders[key] for key in ("llm_cfg", "vision_tower_cfg"))
+        processor = layout.processor(config, read_image_processor(vision))
+        return replace(checkpoint, config=config, original=OriginalParts(processor, layout.template(config), text))
+    config = {
+        **config,
+        "text_config": config.get(whole.text),
+        "image_token_id": _added_id(folder, whole.image_token),
+    }
+    end_ids = (_added_id(folder, whole.end_token),)
+    parts = OriginalParts(layout.processor(config, {}), layout.template(config), folder, end_ids)
+    return replace(checkpoint, config=config, tensors=dict(whole.tensors(config, checkpoint.tensors)), original=parts)
+
+
+def _added_id(folder: Path, token: str) -> int:
+    """The id of an added token in the tokenizer's files. Raises CheckpointError."""
+    listed = read_settings(folder, "tokenizer_config.json").get("added_tokens_decoder")
+    entries = listed.items() if isinstance(listed, Mapping) else ()
+    known = {str(entry["content"]): id for id, entry in entries if isinstance(entry, Mapping) and "content" in entry}
+    id = known.get(token, read_settings(folder, "added_tokens.json").get(token))
+    if not str(id).isdecimal() or not 0 <= int(str(id)) <= MAX_ID:
+        raise CheckpointError(
+            f"neither tokenizer_config.json nor added_tokens.json gives the id of {token}; use the tokenizer that "
+            "belongs to the model"
+        )
+    return int(str(id))
+
+
+def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, *, allow_pickle: bool) -> Checkpoint:
+    """The checkpoint with `vision_config` in its configuration, the tower's tensors, and its `original` parts.
+
+    Raises:
+        CheckpointError: the tower is missing, damaged or hostile.
+        UnsupportedModelError: a tower that vtx does not export.
+
+    """
+    config = checkpoint.config
+    if "vision_config" in config or "text_config" in config:
+        raise UnsupportedModelError(
+            "config.json mixes the original LLaVA layout with Hugging Face's (vision_config, text_config); "
+            "use a checkpoint in one of them"
+        )
+    assert layout.tower is not None
+    own = {name: info for name, info in checkpoint.tensors.items() if name.startswith(TOWER)}
+    uses_own = bool(own) and layout.own_tower(config)
+    found = find_tower(layout.tower(config), tower, checkpoint, weights=not uses_own, allow_pickle=allow_pickle)
+    tensors, notes = dict(checkpoint.tensors), checkpoint.notes
+    if uses_own:
+        notes = (*notes, "the vision tower is the checkpoint's own, which was trained with it")
+    else:
+        assert found.checkpoint is not None
+        tensors = {name: info for name, info in tensors.items() if name not in own}
+        tensors |= {name: info for name, info in found.checkpoint.tensors.items() if name.startswith(TOWER)}
+        notes = (*notes, f"the vision tower is from {found.checkpoint.folder}", *found.checkpoint.notes)
+    return replace(
+        checkpoint,
+        config={**config, "vision_config": dict(found.config)},
+        tensors=tensors,
+        notes=notes,
+        original=OriginalParts(layout.processor(config, found.processor), layout.template(config), checkpoint.folder),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTower:
+    """A tower's `vision_config`, its image processor's configuration, and its checkpoint if one was opened."""
+
+    config: Config
+    processor: Config
+    checkpoint: Checkpoint | None
+
+
+def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool, allow_pickle: bool) -> NamedTower:
+    """The tower called `name` by the checkpoint `model`, or the one `given` by the user.
+
+    Without `weights` the checkpoint holds those itself.
+
+    Raises:
+        CheckpointError: it is damaged, hostile, or not found; the message says how to give it.
+        UnsupportedModelError: another kind of tower.
+
+    """
+    if given is None and not weights and name == CLIP_L_336:
+        return NamedTower(CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None)
+    address = given
+    if (
+        address is None
+    ):  # the checkpoint may name a folder inside it or a hub id; other folders are for the user to name
+        files = checkpoint_files(model.folder)
+        inside = (part for part in (name, PurePosixPath(name).name) if part and is_plain_path(part))
+        address = next((str(model.folder / part) for part in inside if files.exists(f"{part}/config.json")), None)
+    try:
+        found = open_model(
+            address or _hub_id(name), _check_tower, _tower_name, weights=weights, allow_pickle=allow_pickle
+        )
+    except UnsupportedModelError:
+        raise
+    except CheckpointError as cause:
+        if address is not None:
+            raise CheckpointError(f"the vision tower: {cause}") from cause
+        raise CheckpointError(
+            f"the checkpoint has no vision tower, it names {shown(name)}, which is not in its folder "
+            f"({cause}); give the tower's directory with --tower PATH"
+        ) from cause
+    if found.config.get("model_type") == INTERNVIT:
+        found = replace(found, tensors=dict(thirds(found.tensors)))
+        return NamedTower(internvit_config(found.config, name), internvit_processor(name), found)
+    config = {**found.config.get("vision_config", found.config), "model_type": _kind(found.config)}
+    return NamedTower(config, read_image_processor(found.folder), found)
+
+
+def _tower_name(name: str) -> str:
+    """The canonical name of a tower's tensor."""
+    for pattern, part in INTERNVIT_TENSORS:
+        renamed, found = re.subn(pattern, part, name)
+        if found:
+            return renamed
+    return canonical_name(name)
+
+
+def _hub_id(name: str) -> str:
+    if not is_plain_path(name) or name.count("/") != 1:
+        raise CheckpointError("it is a path of the machine that it was trained on")
+    return name
+
+
+def _check_tower(config: Config) -> None:
+    if _kind(config) not in VISION_FAMILIES and config.get("model_type") != INTERNVIT:
+        raise UnsupportedModelError(
+            f"the vision tower is model_type {shown(str(config.get('model_type')))}; "
+            f"vtx exports {', '.join(VISION_FAMILIES)} and {INTERNVIT} towers"
+        )
+
+
+def _kind(config: Config) -> str:
+    """The tower's model_type, also if `config` is of a whole model of text and vision."""
+    kind = str(config.get("model_type"))
+    return kind if kind in VISION_FAMILIES else f"{kind}_vision_model"

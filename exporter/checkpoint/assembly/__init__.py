@@ -1,1 +1,0 @@
-"""A model as it is opened: one checkpoint, or several that belong together."""

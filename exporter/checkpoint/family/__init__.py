@@ -1,1 +1,0 @@
-"""What a family of models declares."""

@@ -1,0 +1,132 @@
+"""Fields of a configuration, read strictly: numbers, and the rotary embedding with its tables of cos and sin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+
+MAX_WIDTH = 1 << 20
+NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
+SECTIONS = (16, 24, 24)  # default numbers of frequencies by time, row and column
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
+
+
+def size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise CheckpointError(
+            f"config.json: {name} is {value!r:.60}, not a number from 1 to {limit}; correct config.json"
+        )
+    return value
+
+
+def number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = parameters.get(name, default)
+    low, high = NUMBERS
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise CheckpointError(
+            f"config.json: {name} is {value!r:.60}, not a number from {low:g} to {high:g}; correct config.json"
+        )
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: `inverse_frequencies` [head_dim / 2] float32.
+
+    `sections`: the numbers of frequencies rotated by a position's time, row and column; empty if positions are single
+    numbers. `scale` multiplies cos and sin.
+    """
+
+    kind: str
+    theta: float
+    inverse_frequencies: tuple[float, ...]
+    sections: tuple[int, ...] = ()
+    scale: float = 1.0
+
+    def tables(self, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cos and sin, each [positions, head_dim / 2] float32."""
+        rates = np.array(self.inverse_frequencies, np.float32)
+        angles = np.arange(positions, dtype=np.float32)[:, None] * rates
+        scale = np.float32(self.scale)
+        return np.cos(angles) * scale, np.sin(angles) * scale
+
+
+def read_rope(config: Any, head_dim: int, *, three_part: bool) -> Rope:
+    """The rotary embedding of a text model's parsed configuration.
+
+    "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context.
+
+    Raises:
+        UnsupportedModelError: another kind, frequencies that differ between layers, or partly rotated heads.
+        CheckpointError: a missing or invalid number.
+
+    """
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    if kind not in KINDS or (three_part and kind != "default"):
+        known = "default" if three_part else ", ".join(KINDS)
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx supports {known}")
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedModelError("rope parameters that differ between layers are not supported")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError("partial_rotary_factor is not supported; vtx rotates whole heads")
+    theta, scale = number(parameters, "rope_theta", 10000.0), 1.0
+    rates = 1.0 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    if kind == "linear":
+        rates = rates / np.float32(number(parameters, "factor"))
+    if kind == "llama3":  # long waves divided by the factor, short ones unchanged, those between blended
+        factor, low, high = (number(parameters, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+        if high <= low:
+            raise CheckpointError(f"config.json: rope high_freq_factor {high} is not above low_freq_factor {low}")
+        context = number(parameters, "original_max_position_embeddings")
+        waves = 2 * math.pi / rates
+        blend = (context / waves - low) / (high - low)
+        blended = (1 - blend) * rates / factor + blend * rates
+        rates = np.where(waves > context / low, rates / factor, np.where(waves < context / high, rates, blended))
+    if kind == "yarn":
+        rates, scale = _yarn(rates, theta, parameters)
+    sections = parameters.get("mrope_section", SECTIONS) if three_part else ()
+    numbers = isinstance(sections, list | tuple) and all(type(part) is int and part > 0 for part in sections)
+    if three_part and (not numbers or len(sections) != len(SECTIONS) or 2 * sum(sections) != head_dim):
+        raise CheckpointError(
+            f"config.json: mrope_section {sections!r:.60} does not divide the {head_dim // 2} frequencies of a head "
+            "into three; correct config.json"
+        )
+    return Rope(kind, theta, tuple(float(r) for r in rates.astype(np.float32)), tuple(sections), scale)
+
+
+def _yarn(
+    rates: NDArray[np.floating[Any]], theta: float, parameters: Mapping[str, Any]
+) -> tuple[NDArray[np.floating[Any]], float]:
+    """YaRN's rates and scale (arXiv 2309.00071, section 3.2): slow pairs / factor, fast ones unchanged, a ramp between.
+
+    A pair is fast with `beta_fast` turns or more within the original context, slow with fewer than `beta_slow` turns.
+    """
+    factor, context = (number(parameters, n) for n in ("factor", "original_max_position_embeddings"))
+    fast, slow = number(parameters, "beta_fast", 32.0), number(parameters, "beta_slow", 1.0)
+    if theta <= 1 or fast <= slow:
+        raise CheckpointError(
+            f"config.json: rope_theta {theta} must be above 1, and beta_fast {fast} above beta_slow {slow}"
+        )
+    pairs = len(rates)
+    low, high = (pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (fast, slow))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = np.clip((np.arange(pairs, dtype=np.float32) - low) / ((high - low) or 0.001), 0, 1)
+    growth = math.log(max(factor, 1.0))
+    scale = 0.1 * growth + 1
+    if parameters.get("attention_factor") is not None:
+        scale = number(parameters, "attention_factor")
+    elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        wide, narrow = (0.1 * number(parameters, name) * growth + 1 for name in ("mscale", "mscale_all_dim"))
+        scale = wide / narrow
+    return rates / np.float32(factor) * ramp + rates * (1 - ramp), scale

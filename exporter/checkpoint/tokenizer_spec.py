@@ -1,0 +1,146 @@
+"""A parsed tokenizer.json: bounds on untrusted ones, and the number of characters that one token can stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from tokenizers import pre_tokenizers
+
+from vtx.runtime.bundle.spec.text_settings import MAX_ID, LengthBound
+from vtx.runtime.errors import CheckpointError
+
+MAX_STRING = 1024  # characters of an added token, or of a string that a normalizer or decoder writes
+MAX_GROWTH = 1024  # characters that normalizers may make of one
+MAX_PARTS = 256  # of a normalizer, pre-tokenizer, post-processor or decoder, nested parts included
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_FIX = "use the tokenizer that belongs to the model"
+_COUNT_KEPT = ("Lowercase", "NFD", "NFKD", "Prepend")  # never fewer characters than before
+_COMPOSING = ("NFC", "NFKC")  # fewer, but of two texts together no more than of each
+_SPLITTING = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts", "Sequence")
+
+
+def check_spec(spec: Any) -> None:
+    """Raise `CheckpointError` if a tokenizer.json exceeds a bound; its loader finds other faults."""
+    if not isinstance(spec, dict):
+        raise CheckpointError(f"tokenizer.json is a JSON {type(spec).__name__}, not an object; {_FIX}")
+    model, added = spec.get("model"), _added(spec)
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    listed = vocab.items() if isinstance(vocab, dict) else ()
+    for token, id in (*listed, *((token.get("content"), token.get("id")) for token in added)):
+        if not isinstance(id, int) or not 0 <= id <= MAX_ID:
+            raise CheckpointError(
+                f"tokenizer.json: the id of token {str(token)[:40]!r} is {repr(id)[:40]}, the limit is "
+                f"{MAX_ID:,}; {_FIX}"
+            )
+    growth: dict[str, int] = {}
+    strings = [("an added token", token.get("content")) for token in added]
+    for step in _STEPS:
+        parts = list(_objects(spec.get(step)))
+        if len(parts) > MAX_PARTS:
+            raise CheckpointError(
+                f"tokenizer.json: the {step} has {len(parts)} parts, the limit is {MAX_PARTS}; {_FIX}"
+            )
+        strings += [
+            (f"{name} of the {step}", value)
+            for part in parts
+            for name, value in part.items()
+            if name != "precompiled_charsmap"
+        ]
+        contents = [part.get("content") for part in parts if part.get("type") == "Replace"]
+        growth[step] = prod(max(1, len(content)) for content in contents if isinstance(content, str))
+    for name, value in strings:
+        if isinstance(value, str) and len(value) > MAX_STRING:
+            raise CheckpointError(
+                f"tokenizer.json: {name} has {len(value):,} characters, the limit is {MAX_STRING:,}; {_FIX}"
+            )
+    for step in ("normalizer", "decoder"):
+        if growth[step] > MAX_GROWTH:
+            raise CheckpointError(
+                f"tokenizer.json: the {step} makes up to {growth[step]:,} characters of one, the limit is "
+                f"{MAX_GROWTH:,}; {_FIX}"
+            )
+
+
+def check_bytes(spec: Mapping[str, Any], name: str) -> None:
+    """Raise `CheckpointError` if byte tokens are special.
+
+    A user's text would then become special tokens that look like the template's.
+    """
+    special = [
+        token["content"]
+        for token in _added(spec)
+        if token.get("special") and _BYTE_TOKEN.fullmatch(str(token.get("content")))
+    ]
+    if special and spec["model"].get("byte_fallback"):
+        more = f" and {len(special) - 1} more byte tokens" if len(special) > 1 else ""
+        raise CheckpointError(
+            f"the tokenizer of {name} marks {special[0]}{more} as special; byte tokens must be ordinary: remove them "
+            "from the added tokens in tokenizer.json and tokenizer_config.json"
+        )
+
+
+def _added(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    added = spec.get("added_tokens")
+    return [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a JSON value, itself included."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            yield item
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+
+
+def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthBound | None:
+    """The largest number of characters of a token, so that a runtime can refuse long text unread.
+
+    None if characters may vanish or share a token without limit.
+    """
+    added, model, vocab = spec["added_tokens"], spec["model"], spec["model"]["vocab"]
+    tokens = set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
+    splitters = _sequence(spec.get("pre_tokenizer"), "pretokenizers")
+    normalizers = _sequence(spec.get("normalizer"), "normalizers")
+    if any(part["type"] not in _SPLITTING or part.get("behavior") == "Removed" for part in splitters):
+        return None
+    # every character needs a token of its own at least, or tokens for its bytes
+    if any(part["type"] == "ByteLevel" for part in splitters):
+        complete = tokens.issuperset(pre_tokenizers.ByteLevel.alphabet())
+    elif model.get("byte_fallback"):
+        complete = tokens.issuperset(f"<0x{byte:02X}>" for byte in range(256))
+    else:
+        complete = model["type"] == "BPE" and model.get("unk_token") in tokens and not model.get("fuse_unk")
+    if model["type"] not in ("BPE", "Unigram") or not complete:
+        return None
+    if any(token["lstrip"] or token["rstrip"] for token in added):  # these also consume white space
+        return None
+    kept = all(_keeps_count(part) for part in normalizers)
+    composing = all(_keeps_count(part) or part["type"] in _COMPOSING for part in normalizers)
+    if not composing and not all(token["content"] in control for token in added):
+        return None  # normalizers get the text between added tokens only, and the bound counts the whole
+    longest = max(map(len, [*tokens, *(token["content"] for token in added)]), default=0)
+    return LengthBound(longest, not kept) if longest else None
+
+
+def _sequence(step: Any, key: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, without nesting."""
+    if not isinstance(step, dict):
+        return []
+    if step["type"] != "Sequence":
+        return [step]
+    return [part for inner in step[key] for part in _sequence(inner, key)]
+
+
+def _keeps_count(normalizer: Mapping[str, Any]) -> bool:
+    if normalizer["type"] == "Replace":
+        pattern = normalizer["pattern"].get("String")
+        return isinstance(pattern, str) and len(normalizer["content"]) >= len(pattern) > 0
+    return normalizer["type"] in _COUNT_KEPT
