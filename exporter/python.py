@@ -39,8 +39,8 @@ def export(
         k: the Ks to prebuild, each the first layer without image tokens; none by default.
         precision: of the weights: "fp32", "fp16", "bf16", "int8" or "int4".
         reduce: specs of the reductions to prepare for, the default first.
-        max_context: KV slots for prompt and answer; when left out 4096, or the model's own limit where that is less.
-        force: replace a bundle that stands at `out`.
+        max_context: KV slots for prompt and answer; by default 4096, or the model's own limit if that is less.
+        force: replace an existing bundle at `out`.
         progress: gets (phase, done, total) as the work proceeds.
 
     Returns:
@@ -58,19 +58,16 @@ def export(
     if max_context is not None:
         check_whole("max_context", max_context, 2)
         max_context = int(max_context)  # numpy's, too
-    ks = tuple(map(_depth, _several(k)))
-    options = ExportOptions(os.fsdecode(model), ks, precision, max_context, reductions=reductions)
+    ks = _several(k)
+    for depth in ks:
+        if isinstance(depth, bool) or not isinstance(depth, numbers.Integral):
+            raise RequestError(f"k is {depth!r:.40}; give a whole number from 2, or a list of them")
+    options = ExportOptions(os.fsdecode(model), tuple(map(int, ks)), precision, max_context, reductions=reductions)
     return run_export(plan_export(options), Path(os.fsdecode(out)), force=force, report=progress, say=log.info)
 
 
 def _several(value: Any) -> tuple[Any, ...]:
-    """What may be left out, given alone, or given as several."""
+    """A tuple of a value that may be left out, given alone, or given as several."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
-
-
-def _depth(k: object) -> int:
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
-        raise RequestError(f"k is {k!r:.40}; give a whole number from 2, or a list of them")
-    return int(k)

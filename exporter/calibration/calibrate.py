@@ -30,7 +30,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.errors import CheckpointError, RequestError
-from vtx.runtime.units import Progress
+from vtx.runtime.units import Progress, counter
 from vtx.tools.data.items import Data, plain
 from vtx.tools.data.journal import ResultJournal
 
@@ -39,7 +39,7 @@ LOGITS = 1 << 25  # logits computed at a time
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
-    """What to measure: every K from `k_from` (5) to the last layer, on answers of at most `max_new_tokens` tokens.
+    """A measurement of every K from `k_from` (5) to the last layer, on answers of at most `max_new_tokens` tokens.
 
     With 0 no answers are generated: less memory, and only the next token is compared.
     """
@@ -93,33 +93,24 @@ def calibrate(
     askable, skipped = prepare(source, data, options.max_new_tokens)
     ks = options.ks(source.config.text.layers)
     with contextlib.ExitStack() as stack:
-        journal = stack.enter_context(ResultJournal(out / "samples.jsonl", _identity(source, options)))
+        kept = {name: value for name, value in asdict(options).items() if name != "batch"}
+        identity = {"model": [source.fingerprint, source.version()], "set of options": kept}
+        journal = stack.enter_context(ResultJournal(out / "samples.jsonl", identity))
         items = {prepared.item.digest(): prepared for prepared in askable}
         missing = [digest for digest in items if digest not in journal.results]
         answers = missing and options.max_new_tokens
         model = stack.enter_context(answering(source, out / ".answering", report)) if answers else None
-        measure = _Measure(source, model, ks, options)
+        measurer = _Measurer(source, model, ks, options)
         batches = [missing[i : i + options.batch] for i in range(0, len(missing), options.batch)]
-        total, done = len(batches) * source.config.text.layers, 0
-
-        def layer(count: int) -> None:
-            nonlocal done
-            done += count
-            report("measuring", done, total)
-
+        layer = counter(report, "measuring", len(batches) * source.config.text.layers)
         for batch in batches:
-            measured = measure.batch([items[digest] for digest in batch], layer)
+            measured = measurer.batch([items[digest] for digest in batch], layer)
             journal.add({digest: written(result) for digest, result in zip(batch, measured, strict=True)})
         results = tuple(read_result(journal.results[digest], len(ks)) for digest in items)
         return Measurement(ks, results, tuple(skipped))
 
 
-def _identity(source: Source, options: CalibrationOptions) -> dict[str, Any]:
-    kept = {name: value for name, value in asdict(options).items() if name != "batch"}
-    return {"model": [source.fingerprint, source.version()], "set of options": kept}
-
-
-class _Measure:
+class _Measurer:
     """Measures batches; an item's result does not depend on its batch."""
 
     def __init__(self, source: Source, model: Model | None, ks: tuple[int, ...], options: CalibrationOptions) -> None:
@@ -130,15 +121,21 @@ class _Measure:
     @torch.inference_mode()
     def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[ItemResult]:
         """The results of some items; calls `layer(1)` after each decoder layer."""
-        answers = [self._answer(prepared) for prepared in batch]
+        answers: list[Answer | None] = [None] * len(batch)  # the full model's own
+        if self._model is not None:
+            for i, prepared in enumerate(batch):
+                with self._model.open(list(prepared.item.images)) as conversation:
+                    answers[i] = conversation.ask(prepared.item.question, None, Options(self._options.max_new_tokens))
         features = [self._reference.encode(prepared.item.images, self._source.image) for prepared in batch]
-        # First each item followed by the model's own answer; then, where that is wrong, followed by the right one.
+        # First each item followed by the model's own answer; then, if that is wrong, followed by the right one.
         own: list[NDArray[np.int64]] = [np.array(answer.token_ids if answer else (), np.int64) for answer in answers]
-        forced = {
-            i: prepared.answer_ids
-            for i, prepared in enumerate(batch)
-            if prepared.answer_ids is not None and not _is_right(prepared, answers[i])
-        }
+        forced: dict[int, NDArray[np.int64]] = {}
+        for i, (prepared, answer) in enumerate(zip(batch, answers, strict=True)):
+            whole = answer.text if answer and answer.stopped == "end" else None
+            expected = prepared.item.answer
+            correct = whole is not None and expected is not None and plain(whole) == plain(expected)
+            if prepared.answer_ids is not None and not correct:
+                forced[i] = prepared.answer_ids
         samples = [
             Sample(np.append(batch[i].ids, tokens[:-1]), features[i], max(1, len(tokens)))
             for i, tokens in (*enumerate(own), *forced.items())
@@ -161,13 +158,6 @@ class _Measure:
             )
         return results
 
-    def _answer(self, prepared: PreparedItem) -> Answer | None:
-        """The full model's own answer."""
-        if self._model is None:
-            return None
-        with self._model.open(list(prepared.item.images)) as conversation:
-            return conversation.ask(prepared.item.question, None, Options(self._options.max_new_tokens))
-
     def _next_token(self, hidden: dict[int | None, Tensor]) -> dict[str, Any]:
         """VTW Eq. 6 both ways and top-1 agreement, after the prompt, for every K."""
         logits = torch.cat([part.double() for part in self._logits(self._stack(hidden)[:, 0])])
@@ -181,7 +171,7 @@ class _Measure:
         return {"kl": tuple(kl.tolist()), "kl_reverse": tuple(reverse.tolist()), "top1": tuple(top1.tolist())}
 
     def _along(self, hidden: dict[int | None, Tensor], tokens: NDArray[np.int64]) -> tuple[bool, ...]:
-        """For none and every K, whether greedy decoding gives `tokens`; all end tokens count as equal."""
+        """For none and every K, True if greedy decoding gives `tokens`; all end tokens count as equal."""
         expected, states = torch.from_numpy(tokens), self._stack(hidden)
         likeliest = torch.cat([part.argmax(-1) for part in self._logits(states.flatten(0, 1))]).reshape(
             states.shape[:2]
@@ -198,10 +188,3 @@ class _Measure:
         step = max(1, LOGITS // self._source.config.text.vocab)
         for start in range(0, len(hidden), step):
             yield self._reference.head(hidden[start : start + step])
-
-
-def _is_right(prepared: PreparedItem, answer: Answer | None) -> bool:
-    """Whether the whole answer is the right one; case and the last full stop are ignored."""
-    if answer is None or answer.stopped != "end" or prepared.item.answer is None:
-        return False
-    return plain(answer.text) == plain(prepared.item.answer)

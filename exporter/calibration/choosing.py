@@ -17,7 +17,7 @@ ETA = 0.003
 class Choosing:
     """How K is chosen: by `min_kept` percent of unchanged answers, or accuracy within `max_drop` points of K = none.
 
-    Mean KL below `eta` nats is a second opinion; it decides only where no answers were compared.
+    Mean KL below `eta` nats is a second opinion; it decides only if no answers were compared.
     """
 
     eta: float = ETA
@@ -37,7 +37,7 @@ class Choosing:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The K that a rule picks, None where no K satisfies it; `notes` say how far to trust it."""
+    """The K that a rule picks, None if no K satisfies it; `notes` limit how far it can be trusted."""
 
     rule: str
     k: int | None
@@ -60,7 +60,7 @@ class Point:
 
 
 def choose(curve: Sequence[Point], choosing: Choosing, samples: int) -> tuple[Choice, ...]:
-    """What every rule says, the deciding one last: accuracy where a drop was given, else answers kept, else KL."""
+    """The choice of every rule, the deciding one last: accuracy if a drop was given, else answers kept, else KL."""
     choices = [choose_by_eta(curve, choosing.eta, samples)]
     if curve[0].agree is not None:
         choices.append(choose_by_kept(curve, choosing.min_kept, choosing.eta))
@@ -101,29 +101,25 @@ def choose_by_eta(curve: Sequence[Point], eta: float, samples: int) -> Choice:
     points, rule = curve[1:], f"mean KL < {eta:g}"
     for i, point in enumerate(points):
         if point.kl.mean < eta:
-            return Choice(rule, point.k, tuple(_doubts(point, points[i + 1 :], eta, samples)))
+            k, kl, notes = point.k, point.kl, []
+            if above := [p.k for p in points[i + 1 :] if p.kl.mean >= eta]:
+                notes.append(
+                    f"not monotone: after K = {k} the mean KL is {eta:g} or more again at K = {_listed(above)}"
+                )
+            if kl.high >= eta:
+                notes.append(
+                    f"with {samples} samples the mean KL at K = {k} lies between {kl.low:.2g} and {kl.high:.2g} "
+                    f"({CONFIDENCE:.0%}), so it may well be above {eta:g}; more --samples narrow the interval"
+                )
+            return Choice(rule, k, tuple(notes))
     least = min(points, key=lambda p: p.kl.mean)
     return Choice(rule, None, (f"no K satisfies it: the smallest mean KL is {least.kl.mean:.3g}, at K = {least.k}",))
-
-
-def _doubts(point: Point, later: Sequence[Point], eta: float, samples: int) -> list[str]:
-    k, kl, notes = point.k, point.kl, []
-    if above := [p.k for p in later if p.kl.mean >= eta]:
-        notes.append(
-            f"the curve is not monotone: after K = {k} the mean KL is {eta:g} or more again at K = {_listed(above)}"
-        )
-    if kl.high >= eta:
-        notes.append(
-            f"with {samples} samples the mean KL at K = {k} lies between {kl.low:.2g} and {kl.high:.2g} "
-            f"({CONFIDENCE:.0%}), so it may well be above {eta:g}; more --samples narrow the interval"
-        )
-    return notes
 
 
 def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
     """The smallest K whose accuracy is at most `max_drop` points below that of no withdrawal.
 
-    Accuracy is the share of right answers, or of answers equal to the full model's where no right ones are known.
+    Accuracy is the share of right answers, or of answers equal to the full model's if no right ones are known.
     """
     by_data = curve[0].right is not None
     quantity = "accuracy" if by_data else "answer agreement"

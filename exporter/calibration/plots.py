@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from typing import Any
 from vtx.exporter.calibration.choosing import Point
 from vtx.exporter.calibration.report import CalibrationReport
 from vtx.tools.common.plots import GREY, draw, headline, integer_axis, lines, percent_axis
-from vtx.tools.data.intervals import MeanInterval, ShareInterval
+from vtx.tools.data.intervals import MeanInterval
 
 FLOOR = 1e-9  # a logarithmic axis has no zero
 
 
 def draw_report(report: CalibrationReport, folder: Path) -> list[Path]:
-    """Write kl.png, accuracy.png and, where it was measured, attention.png into `folder`. Raises as `draw` does."""
+    """Write kl.png, accuracy.png and, if attention was measured, attention.png into `folder`. Raises as `draw` does."""
     drawings = [("kl.png", _kl, 9), ("accuracy.png", _accuracy, 9)]
     if report.attention is not None:
         drawings.append(("attention.png", _attention, 12))
@@ -26,20 +25,15 @@ def draw_report(report: CalibrationReport, folder: Path) -> list[Path]:
     return [folder / name for name, *_ in drawings]
 
 
-@dataclass(frozen=True, slots=True)
-class _Curve:
-    """A line and the interval around it, a value for each K."""
-
-    middle: list[float]
-    low: list[float]
-    high: list[float]
+Band = Sequence[tuple[float, float, float]]  # the low end, the middle and the high end of an interval for each K
 
 
-def _band(axes: Any, points: Sequence[Point], curves: Mapping[str, _Curve]) -> None:
+def _plot_bands(axes: Any, points: Sequence[Point], bands: Mapping[str, Band]) -> None:
     ks = [point.k for point in points if point.k is not None]
-    colors = lines(axes, ks, {label: curve.middle for label, curve in curves.items()})
-    for label, curve in curves.items():
-        axes.fill_between(ks, curve.low, curve.high, alpha=0.15, color=colors[label], linewidth=0)
+    colors = lines(axes, ks, {label: [middle for _, middle, _ in band] for label, band in bands.items()})
+    for label, band in bands.items():
+        low, high = [i[0] for i in band], [i[2] for i in band]
+        axes.fill_between(ks, low, high, alpha=0.15, color=colors[label], linewidth=0)
 
 
 def _finish(figure: Any, axes: Any, report: CalibrationReport, title: str) -> None:
@@ -60,22 +54,18 @@ def _source(report: CalibrationReport) -> str:
 
 def _kl(figure: Any, report: CalibrationReport) -> None:
     axes, points = figure.subplots(), report.curve[1:]
-    curves = {
-        "KL(withdrawn || full)": _nats([p.kl for p in points]),
-        "KL(full || withdrawn)": _nats([p.kl_reverse for p in points]),
+    bands = {
+        "KL(withdrawn || full)": [_nats(p.kl) for p in points],
+        "KL(full || withdrawn)": [_nats(p.kl_reverse) for p in points],
     }
-    _band(axes, points, curves)
+    _plot_bands(axes, points, bands)
     axes.axhline(report.eta, color=GREY, linestyle=":", label=f"eta = {report.eta:g}")
     axes.set(yscale="log", ylabel="mean KL of the next token, nats")
     _finish(figure, axes, report, "How far withdrawal at K moves the next token")
 
 
-def _nats(intervals: Sequence[MeanInterval]) -> _Curve:
-    return _Curve(
-        [max(i.mean, FLOOR) for i in intervals],
-        [max(i.low, FLOOR) for i in intervals],
-        [max(i.high, FLOOR) for i in intervals],
-    )
+def _nats(interval: MeanInterval) -> tuple[float, float, float]:
+    return max(interval.low, FLOOR), max(interval.mean, FLOOR), max(interval.high, FLOOR)
 
 
 def _accuracy(figure: Any, report: CalibrationReport) -> None:
@@ -85,19 +75,17 @@ def _accuracy(figure: Any, report: CalibrationReport) -> None:
         "answer as without withdrawal": [p.agree for p in points],
         "next token as without withdrawal": [p.top1 for p in points],
     }
-    curves = {label: _percent([s for s in values if s]) for label, values in shares.items() if all(values)}
-    _band(axes, points, curves)
+    bands = {
+        label: [(100 * s.low, 100 * s.share, 100 * s.high) for s in values if s]
+        for label, values in shares.items()
+        if all(values)
+    }
+    _plot_bands(axes, points, bands)
     if none.right:
         share = 100 * none.right.share
         axes.axhline(share, color=GREY, linestyle=":", label=f"right without withdrawal: {share:.1f}%")
-    percent_axis(axes, "share of the items, %", min(low for curve in curves.values() for low in curve.low))
+    percent_axis(axes, "share of the items, %", min(low for band in bands.values() for low, *_ in band))
     _finish(figure, axes, report, "Answers by K")
-
-
-def _percent(intervals: Sequence[ShareInterval]) -> _Curve:
-    return _Curve(
-        [100 * i.share for i in intervals], [100 * i.low for i in intervals], [100 * i.high for i in intervals]
-    )
 
 
 def _attention(figure: Any, report: CalibrationReport) -> None:

@@ -108,19 +108,16 @@ def make_curve(measured: Measurement) -> tuple[Point, ...]:
     kl, reverse = (
         mean_intervals(np.array([[0.0, *getattr(r, name)] for r in measured.results])) for name in ("kl", "kl_reverse")
     )
-    shares = [_shares(measured, name) for name in ("top1", "agree", "right")]
+    shares: list[list[ShareInterval | None]] = []
+    for name in ("top1", "agree", "right"):  # over the items that have the quantity
+        known = [hits for result in measured.results if (hits := getattr(result, name)) is not None]
+        if name == "top1":  # at K = none every next token is equal
+            known = [[True, *hits] for hits in known]
+        sums = np.array(known, int).sum(0) if known else ()
+        shares.append([share_interval(int(hits), len(known)) for hits in sums] if known else [None] * len(ks))
     return tuple(
         Point(k, None if k is None else k - 1, *values) for k, *values in zip(ks, kl, reverse, *shares, strict=True)
     )
-
-
-def _shares(measured: Measurement, name: str) -> list[ShareInterval | None]:
-    """Shares at K = none and every K, over the items that have the quantity; at none every next token is equal."""
-    measurements = [hits for result in measured.results if (hits := getattr(result, name)) is not None]
-    known = [[True, *hits] for hits in measurements] if name == "top1" else measurements
-    if not known:
-        return [None] * (1 + len(measured.ks))
-    return [share_interval(int(hits), len(known)) for hits in np.array(known, int).sum(0)]
 
 
 def mean_attention(results: Sequence[ItemResult]) -> MeanAttention | None:

@@ -19,7 +19,6 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
-from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt.text import Text
@@ -42,10 +41,10 @@ def open_source(
     *,
     allow_pickle: bool = False,
 ) -> OpenedModel:
-    """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle where one is given.
+    """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle if one is given.
 
     `template` is a chat template for a checkpoint without one, `tower` the vision tower of one that only names it;
-    `allow_pickle` has weights read that are pickles.
+    `allow_pickle` allows weights that are pickles.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of a kind that vtx does not read.
@@ -66,10 +65,12 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
     manifest = bundle.manifest
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
     if any(PRECISIONS[part].bits for part in parts):
-        held = "/".join(dict.fromkeys(parts))
+        held, options = "/".join(dict.fromkeys(parts)), manifest.record.get("options")
+        model = options.get("model") if isinstance(options, dict) else None  # as it was given: a name may not find it
+        model = model if isinstance(model, str) else manifest.model.name
         raise BundleError(
             f"{bundle.folder.name} holds {held} weights, but measuring needs floating-point ones; measure the "
-            f"checkpoint it was made from instead: --model {_made_from(manifest):.200} without --bundle"
+            f"checkpoint it was made from instead: --model {model:.200} without --bundle"
         )
     tensors: dict[str, TensorInfo] = {}
     for file in manifest.files:
@@ -91,13 +92,6 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
         manifest.max_context,
         bundle,
     )
-
-
-def _made_from(manifest: Manifest) -> str:
-    """The checkpoint as the export was given it, which its name alone does not find again."""
-    options = manifest.record.get("options")
-    model = options.get("model") if isinstance(options, dict) else None
-    return model if isinstance(model, str) else manifest.model.name
 
 
 @contextmanager

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vtx.exporter.gates.measure import Measurer, Origin, Report
+from vtx.exporter.gates.measure import Measurer, Origin
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory
 from vtx.runtime.errors import DeviceError, VtxError
 from vtx.tools.common.cluster import connected, cores
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def measure_on_cluster(
-    address: str, origin: Origin, options: MeasureOptions, work: WorkDirectory, report: Report
+    address: str,
+    origin: Origin,
+    options: MeasureOptions,
+    work: WorkDirectory,
+    report: Callable[[int], None],
 ) -> None:
     """Measure what is missing on the cluster at `address`: host:port of its head, or auto.
 
@@ -34,6 +39,8 @@ def measure_on_cluster(
         RequestError: too many items cannot be measured.
 
     """
+    from safetensors.numpy import load
+
     missing = {shard.number + (1 << 32) * shard.held_out: shard for shard in work.missing()}
     if not missing:
         return
@@ -48,8 +55,11 @@ def measure_on_cluster(
             shard = missing[int(output["shard"])]
             if output["error"]:
                 raise DeviceError(f"a worker of the cluster at {address} cannot measure: {output['error']}")
-            work.write(shard, _tensors(output["tensors"]), json.loads(output["skipped"]))
+            work.write(shard, load(output["tensors"]), json.loads(output["skipped"]))
             report(len(shard.items))
+
+
+_opened = functools.cache(Measurer.open)  # once in each process of a worker
 
 
 def _measure(batch: dict[str, NDArray[Any]], *, shards: Any, origin: Origin, options: MeasureOptions) -> dict[str, Any]:
@@ -64,15 +74,3 @@ def _measure(batch: dict[str, NDArray[Any]], *, shards: Any, origin: Origin, opt
         return {"shard": [key], "tensors": [b""], "skipped": ["[]"], "error": [str(e)]}
     raw = save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
     return {"shard": [key], "tensors": [raw], "skipped": [json.dumps(skipped)], "error": [""]}
-
-
-@functools.cache
-def _opened(origin: Origin, options: MeasureOptions) -> Measurer:
-    """The model, opened once in each process of a worker."""
-    return Measurer.open(origin, options)
-
-
-def _tensors(raw: bytes) -> dict[str, NDArray[Any]]:
-    from safetensors.numpy import load
-
-    return dict(load(raw))

@@ -21,16 +21,15 @@ from torch import Tensor
 
 from vtx.exporter.gates.workdir import WorkDirectory
 from vtx.exporter.graphs.gates import FEATURES, gate_tensors
+from vtx.exporter.training import learning_rate_factor
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
 
 MIN_AGREEMENT = 0.99
-WARM_UP = 0.03
 FIT_BATCH = 16
 ITEMS_SEEN = 8000  # about 1% of LLaVA's instruction data, once
 RECORDED = ("vtx-edge", "torch", "numpy")
 GateWeights = tuple[NDArray[np.float32], NDArray[np.float32]]
-Report = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,9 @@ def labels(agreement: NDArray[np.float32], losses: NDArray[np.float32], alpha: f
     return ((agreement[:, :-1] > MIN_AGREEMENT) & bounded).astype(np.int64)
 
 
-def fit_gates(work: WorkDirectory, ks: tuple[int, ...], options: FitOptions, report: Report) -> dict[int, GateWeights]:
+def fit_gates(
+    work: WorkDirectory, ks: tuple[int, ...], options: FitOptions, report: Callable[[int], None]
+) -> dict[int, GateWeights]:
     """The gate of every K, saved in the work directory as soon as it is fitted. Calls `report(1)` after each."""
     y = labels(work.read("agreement", held_out=False), work.read("cross_entropy", held_out=False), options.alpha)
     options_key = hashlib.sha256(json.dumps([work.fingerprint, asdict(options)], sort_keys=True).encode()).hexdigest()
@@ -108,7 +109,7 @@ def fit_gate(inputs: NDArray[np.float32], targets: NDArray[np.int64], options: F
     optimizer = torch.optim.AdamW([first, second], lr=options.lr, weight_decay=0.0, fused=True)
     epochs, count = options.epochs_for(len(x)), len(x)
     steps = epochs * math.ceil(count / FIT_BATCH)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _pace(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
     for _ in range(epochs):
         for chosen in torch.split(torch.randperm(count, generator=random), FIT_BATCH):
             optimizer.zero_grad()
@@ -135,14 +136,6 @@ def _initial(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Uniform within 1 / sqrt(columns), the initialisation of a linear layer."""
     weight = torch.rand(rows, columns, generator=random).mul_(2).sub_(1).div_(math.sqrt(columns))
     return weight.requires_grad_()
-
-
-def _pace(step: int, steps: int) -> float:
-    """The factor of the learning rate: a linear warm-up over 3% of the steps, then half a cosine down to 0."""
-    warm = math.ceil(WARM_UP * steps)
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
 def write_gates(

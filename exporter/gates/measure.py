@@ -5,7 +5,7 @@ The inputs of all gates come from the full pass, the labels of all K from the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,6 @@ from vtx.tools.data.items import Item, plain
 HEAD_TOKENS = 512  # tokens whose logits are in memory at once
 UNKNOWN = 2
 Ids = NDArray[np.int64]
-Report = Callable[[int], None]
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class _Along:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where every worker finds a model, and its fingerprint; `tower` and `allow_pickle` as `open_source` has them."""
+    """A model as every worker opens it, and its fingerprint; `tower` and `allow_pickle` as in `open_source`."""
 
     model: str
     fingerprint: str
@@ -72,7 +71,6 @@ class Measurer:
     def __init__(self, source: Source, options: MeasureOptions) -> None:
         self._source, self._options = source, options
         self._reference = Reference(source.checkpoint, source.config)
-        self._end_ids = source.text.settings.end_ids
 
     @classmethod
     def open(cls, origin: Origin, options: MeasureOptions) -> Measurer:
@@ -95,35 +93,45 @@ class Measurer:
         Per item: `item`, its number; `rows`, text and vision tokens of the prompt; `inputs.{layer}` [2 * hidden],
         float32, for the gate on decoder layer `layer`, from 0; and for each K, starting at 2, last none: `agreement`,
         the share of the answer's tokens that are the most likely ones; `cross_entropy`, their mean. Held-out items add:
-        `same`, 1 where the answer is the full model's own; `right`, 1 where it is the data's, 2 where that has none.
+        `same`, 1 if the answer is the full model's own; `right`, 1 if it is the data's, 2 if the data have none.
         """
-        items, skipped = self._prepare_all(shard)
-        if not items:
-            return {"item": np.zeros(0, np.int64)}, skipped
-        with torch.inference_mode():
-            self._answer(items, shard.held_out)
-            inputs, along = self._follow(items)
-        tensors: dict[str, NDArray[Any]] = {
-            "item": np.array([item.number for item in items]),
-            "rows": np.stack([self._token_counts(item) for item in items]),
-            "agreement": np.stack([by_name[self._options.answers].hits.mean(1, dtype=np.float32) for by_name in along]),
-            "cross_entropy": np.stack([by_name[self._options.answers].losses for by_name in along]),
-        }
-        for layer in range(len(self.ks)):
-            tensors[f"inputs.{layer}"] = np.stack([by_layer[layer] for by_layer in inputs])
-        if shard.held_out:
-            tensors["same"] = np.stack([by_name["own"].exact for by_name in along]).astype(np.uint8)
-            tensors["right"] = np.stack([self._right(*pair) for pair in zip(items, along, strict=True)])
-        return tensors, skipped
-
-    def _prepare_all(self, shard: Shard) -> tuple[list[_GateItem], list[str]]:
         items, skipped = list[_GateItem](), list[str]()
         for number, item in zip(shard.numbers, shard.items, strict=True):
             try:
                 items.append(self._prepare(number, item))
             except VtxError as e:
                 skipped.append(f"item {number + 1}: {e}")
-        return items, skipped
+        if not items:
+            return {"item": np.zeros(0, np.int64)}, skipped
+        labelling = self._options.answers
+        with torch.inference_mode():
+            if shard.held_out or labelling == "own":
+                prompts = [Sample(item.prompt, item.features) for item in items]
+                own = self._reference.greedy(prompts, self._source.text.settings.end_ids, self._options.max_new_tokens)
+                for prepared, ids in zip(items, own, strict=True):
+                    prepared.answers["own"] = tuple(ids)
+            for prepared in items:
+                if prepared.reference is not None and (shard.held_out or labelling == "reference"):
+                    prepared.answers["reference"] = prepared.reference
+            inputs, along = self._follow(items)
+        vision = [int((item.prompt == self._source.config.image_token_id).sum()) for item in items]
+        tensors: dict[str, NDArray[Any]] = {
+            "item": np.array([item.number for item in items]),
+            "rows": np.array([[len(item.prompt) - count, count] for item, count in zip(items, vision, strict=True)]),
+            "agreement": np.stack([by_name[labelling].hits.mean(1, dtype=np.float32) for by_name in along]),
+            "cross_entropy": np.stack([by_name[labelling].losses for by_name in along]),
+        }
+        for layer in range(len(self.ks)):
+            tensors[f"inputs.{layer}"] = np.stack([by_layer[layer] for by_layer in inputs])
+        if shard.held_out:
+            tensors["same"] = np.stack([by_name["own"].exact for by_name in along]).astype(np.uint8)
+            tensors["right"] = np.full((len(items), len(self.ks) + 1), UNKNOWN, np.uint8)
+            for n, prepared in enumerate(items):
+                if prepared.reference is not None:  # token by token, or as normalised text
+                    texts = (self._source.text.decode(prepared.answers[name]) for name in ("own", "reference"))
+                    same_text = len({plain(text) for text in texts}) == 1
+                    tensors["right"][n] = along[n]["reference"].exact | (along[n]["own"].exact & same_text)
+        return tensors, skipped
 
     def _prepare(self, number: int, item: Item) -> _GateItem:
         """Raises VtxError for an item that cannot be measured."""
@@ -145,70 +153,38 @@ class Measurer:
         with torch.inference_mode():
             return _GateItem(number, prompt, self._reference.encode(item.images, source.image), answer)
 
-    def _answer(self, items: Sequence[_GateItem], held_out: bool) -> None:
-        """Set the answers to follow: the one that gives the labels, and both where the item is held out."""
-        if held_out or self._options.answers == "own":
-            prompts = [Sample(item.prompt, item.features) for item in items]
-            own = self._reference.greedy(prompts, self._end_ids, self._options.max_new_tokens)
-            for item, ids in zip(items, own, strict=True):
-                item.answers["own"] = tuple(ids)
-        for item in items:
-            if item.reference is not None and (held_out or self._options.answers == "reference"):
-                item.answers["reference"] = item.reference
-
     def _follow(self, items: Sequence[_GateItem]) -> tuple[list[list[NDArray[np.float32]]], list[dict[str, _Along]]]:
         """Gate inputs of each item by layer, and the model along each of its answers; equal ones run once."""
         jobs = list(dict.fromkeys((n, ids) for n, item in enumerate(items) for ids in item.answers.values()))
-        samples = [_forced(items[n], ids) for n, ids in jobs]
+        samples = [  # outputs start at the prompt's last token; an answer's last token predicts nothing
+            Sample(np.concatenate([items[n].prompt, np.array(ids[:-1], np.int64)]), items[n].features, len(ids))
+            for n, ids in jobs
+        ]
         inputs: list[list[NDArray[np.float32]]] = [[] for _ in items]
 
         def watch(layer: int, number: int, hidden: Tensor) -> None:
             n = jobs[number][0]
             if layer <= len(self.ks) and len(inputs[n]) < layer:
                 prompt = items[n].prompt
-                inputs[n].append(gate_input(hidden[: len(prompt)], _prefix_length(prompt, self._source)))
+                prefix = int(np.flatnonzero(prompt == self._source.config.image_token_id)[-1]) + 1
+                inputs[n].append(gate_input(hidden[: len(prompt)], prefix))
 
         ks: list[int | None] = [*self.ks, None]
         by_sample = self._reference.hidden(samples, ks, watch=watch)
         hidden = torch.cat([torch.cat([by_k[k] for k in ks]) for by_k in by_sample])
         targets = torch.cat([torch.tensor(ids).repeat(len(ks)) for _, ids in jobs])
-        hits, losses = self._score(hidden, targets)
-        sizes = [len(ks) * len(ids) for _, ids in jobs]
-        along = {
-            job: _Along(hit.reshape(len(ks), -1).numpy(), loss.reshape(len(ks), -1).mean(1).numpy())
-            for job, hit, loss in zip(jobs, torch.split(hits, sizes), torch.split(losses, sizes), strict=True)
-        }
-        return inputs, [{name: along[n, ids] for name, ids in item.answers.items()} for n, item in enumerate(items)]
-
-    def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """For each hidden state whether its target is the most likely token, and the cross-entropy."""
-        hits, losses = [], []
+        hits, losses = list[Tensor](), list[Tensor]()
         for states, expected in zip(torch.split(hidden, HEAD_TOKENS), torch.split(targets, HEAD_TOKENS), strict=True):
             logits = self._reference.head(states)
             hits.append(logits.argmax(-1) == expected)
             losses.append(F.cross_entropy(logits, expected, reduction="none"))
-        return torch.cat(hits), torch.cat(losses)
-
-    def _token_counts(self, item: _GateItem) -> NDArray[np.int64]:
-        vision = int((item.prompt == self._source.config.image_token_id).sum())
-        return np.array([len(item.prompt) - vision, vision])
-
-    def _right(self, item: _GateItem, along: Mapping[str, _Along]) -> NDArray[np.uint8]:
-        """Per K whether the answer is the data's, token by token or as normalised text."""
-        if item.reference is None:
-            return np.full(len(self.ks) + 1, UNKNOWN, np.uint8)
-        own, expected = (plain(self._source.text.decode(item.answers[name])) for name in ("own", "reference"))
-        right = along["reference"].exact | (along["own"].exact & (own == expected))
-        return right.astype(np.uint8)
-
-
-def _forced(item: _GateItem, ids: tuple[int, ...]) -> Sample:
-    """The prompt and an answer without its last token; outputs start at the prompt's last token."""
-    return Sample(np.concatenate([item.prompt, np.array(ids[:-1], np.int64)]), item.features, len(ids))
-
-
-def _prefix_length(prompt: Ids, source: Source) -> int:
-    return int(np.flatnonzero(prompt == source.config.image_token_id)[-1]) + 1
+        sizes = [len(ks) * len(ids) for _, ids in jobs]
+        by_job = zip(jobs, torch.split(torch.cat(hits), sizes), torch.split(torch.cat(losses), sizes), strict=True)
+        along = {
+            job: _Along(hit.reshape(len(ks), -1).numpy(), loss.reshape(len(ks), -1).mean(1).numpy())
+            for job, hit, loss in by_job
+        }
+        return inputs, [{name: along[n, ids] for name, ids in item.answers.items()} for n, item in enumerate(items)]
 
 
 def gate_input(hidden: Tensor, prefix: int) -> NDArray[np.float32]:
@@ -219,7 +195,7 @@ def gate_input(hidden: Tensor, prefix: int) -> NDArray[np.float32]:
     return features
 
 
-def measure(measurer: Measurer, work: WorkDirectory, report: Report) -> None:
+def measure(measurer: Measurer, work: WorkDirectory, report: Callable[[int], None]) -> None:
     """Measure the missing shards on this machine. `report` gets the number of items done."""
     for shard in work.missing():
         work.write(shard, *measurer(shard))

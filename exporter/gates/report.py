@@ -1,4 +1,4 @@
-"""Whether the gates are worth having: held-out items, compared with every fixed K at the same cost."""
+"""A judgement of gates: held-out items, compared with every fixed K at the same cost."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What withdrawal by some rule gives on average: layers that see the image, the share of answers equal to the full
+    """Averages of withdrawal by some rule: layers that see the image, the share of answers equal to the full
     model's, of right answers (None: not known), and FLOPs of a prompt.
     """
 
@@ -119,7 +119,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What gates were trained on."""
+    """The data that gates were trained on."""
 
     items: int
     epochs: int
@@ -130,9 +130,9 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class GatesReport:
-    """Gates of a model: what they were trained on, items that could not be used, and how they do.
+    """Gates of a model: their training, items that could not be used, and a judgement.
 
-    `plot` says why there is no plot, where there is none.
+    `plot` is the reason if there is no plot.
     """
 
     model: str
@@ -150,27 +150,28 @@ class GatesReport:
 
 def judge(held: HeldOut, size: ModelSize) -> Judgement:
     """Judge gates by held-out items."""
-    gates = tuple(_gates(held, size, threshold) for threshold in THRESHOLDS)
-    fixed = tuple(_fixed(held, size, column) for column in range(len(held.ks) + 1))
-    return Judgement(len(held.same), held.layers, gates, fixed, _verdict(gates[0]))
-
-
-def _gates(held: HeldOut, size: ModelSize, threshold: float) -> GatesOutcome:
-    """The gates at one threshold, and the best fixed K at the same cost."""
-    columns = held.exits(threshold)
-    picked = _pick(held.same, columns)
-    rival, rival_same = _best_fixed(held, float(held.full_layers(columns).mean()))
-    agreement = share_interval(int(picked.sum()), len(picked))
-    [difference] = mean_intervals((picked - rival_same)[:, None])
-    return GatesOutcome(
-        **_outcome(held, size, columns),
-        threshold=threshold,
-        agreement_interval=(agreement.low, agreement.high),
-        exits={str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
-        fixed_at_equal_cost=FixedRival(rival, float(rival_same.mean())),
-        difference=difference.mean,
-        difference_interval=(difference.low, difference.high),
+    gates = []
+    for threshold in THRESHOLDS:
+        columns = held.exits(threshold)
+        picked = _pick(held.same, columns)
+        rival, rival_same = _best_fixed(held, float(held.full_layers(columns).mean()))
+        agreement = share_interval(int(picked.sum()), len(picked))
+        [difference] = mean_intervals((picked - rival_same)[:, None])
+        outcome = GatesOutcome(
+            **_outcome(held, size, columns),
+            threshold=threshold,
+            agreement_interval=(agreement.low, agreement.high),
+            exits={str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
+            fixed_at_equal_cost=FixedRival(rival, float(rival_same.mean())),
+            difference=difference.mean,
+            difference_interval=(difference.low, difference.high),
+        )
+        gates.append(outcome)
+    fixed = tuple(
+        FixedOutcome(**_outcome(held, size, np.full(len(held.same), column)), k=k)
+        for column, k in enumerate((*held.ks, None))
     )
+    return Judgement(len(held.same), held.layers, tuple(gates), fixed, _verdict(gates[0]))
 
 
 def _pick(table: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
@@ -179,25 +180,9 @@ def _pick(table: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict[str, Any]:
-    """The fields of an `Outcome` where each item leaves at its column of K."""
-    known = held.known
-    return {
-        "full_layers": float(held.full_layers(columns).mean()),
-        "agreement": float(_pick(held.same, columns).mean()),
-        "accuracy": float(_pick(held.right, columns)[known].mean()) if known.any() else None,
-        "total_flops": _flops(held, size, columns),
-    }
-
-
-def _fixed(held: HeldOut, size: ModelSize, column: int) -> FixedOutcome:
-    k = held.ks[column] if column < len(held.ks) else None
-    return FixedOutcome(**_outcome(held, size, np.full(len(held.same), column)), k=k)
-
-
-def _flops(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> float:
-    """Mean FLOPs of a prompt, DyVTE's convention."""
-    ks: list[int | None] = [*held.ks, None]
-    work = [
+    """The fields of an `Outcome` if each item leaves at its column of K; FLOPs in DyVTE's convention."""
+    known, ks = held.known, (*held.ks, None)
+    flops = [
         total_flops(
             size.decoder,
             withdrawal_schedule(held.layers, ks[column], text=int(text), vision=int(vision)),
@@ -206,7 +191,12 @@ def _flops(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> float:
         )
         for column, (text, vision) in zip(columns, held.tokens, strict=True)
     ]
-    return float(np.mean(work))
+    return {
+        "full_layers": float(held.full_layers(columns).mean()),
+        "agreement": float(_pick(held.same, columns).mean()),
+        "accuracy": float(_pick(held.right, columns)[known].mean()) if known.any() else None,
+        "total_flops": float(np.mean(flops)),
+    }
 
 
 def _best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.bundling.predict import check_disk
+from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.checkpoint.sizes import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
@@ -16,8 +17,8 @@ from vtx.exporter.gates.plots import draw_judgement
 from vtx.exporter.gates.report import GatesReport, HeldOut, Training, judge
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, WorkDirectory, make_shards
 from vtx.exporter.reference.source import Source
-from vtx.runtime.errors import DeviceError, ExportError, RequestError
-from vtx.runtime.units import Progress
+from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.units import Progress, counter
 from vtx.tools.common.files import write_json
 from vtx.tools.data.items import SCENES, read_data
 from vtx.tools.data.split import split_items
@@ -25,7 +26,7 @@ from vtx.tools.data.split import split_items
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What to train gates on. The `held_out` items share no image with the `items` to train on.
+    """The data and settings of a training. The `held_out` items share no image with the `items` to train on.
 
     `tower` is the vision tower of a checkpoint that only names one, `allow_pickle` has weights read that are pickles.
     """
@@ -48,7 +49,7 @@ class TrainOptions:
 
 
 def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Progress) -> GatesReport:
-    """Write the gate file `out`, and beside it its report as .json and .png; return the report.
+    """Write the gate file `out`, and next to it its report as .json and .png; return the report.
 
     Measurements stay in `work_folder`: an interrupted run resumes from there, and one with other fitting options
     measures nothing again. `report` gets (phase, done, total).
@@ -72,7 +73,7 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
         *make_shards(learn, batch, held_out=False),
         *make_shards(held_out, batch, held_out=True, first=len(learn)),
     ]
-    _make_folder(out.parent)
+    make_folder(out.parent)
     work = WorkDirectory(work_folder, source, options.measure, shards)
     check_disk(
         work_folder,
@@ -80,16 +81,30 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
         purpose="measuring",
         fix="name another --work, or take fewer --items",
     )
-    _measure(options, source, work, report)
+    count = counter(report, "items", sum(len(shard.items) for shard in work.missing()))
+    if options.ray_address is None:
+        measure(Measurer(source, options.measure), work, count)
+    else:
+        from vtx.exporter.gates.cluster import measure_on_cluster
+
+        model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
+        origin = Origin(model, source.fingerprint, options.tower, options.allow_pickle)
+        measure_on_cluster(options.ray_address, origin, options.measure, work, count)
     ks = tuple(range(2, source.config.text.layers + 1))
-    count = len(work.read("item", held_out=False))
-    gates = fit_gates(work, ks, options.fit, _counter(report, "gates", len(ks)))
+    measured = len(work.read("item", held_out=False))
+    gates = fit_gates(work, ks, options.fit, counter(report, "gates", len(ks)))
     judgement = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
-    epochs = options.fit.epochs_for(count)
-    training = Training(count, epochs, options.measure.answers, data.source, judgement.verdict)
+    epochs = options.fit.epochs_for(measured)
+    training = Training(measured, epochs, options.measure.answers, data.source, judgement.verdict)
     write_gates(out, gates, source.fingerprint, options.fit, asdict(training))
     skipped = (*data.skipped, *work.all_skipped)
-    return _write_report(out, GatesReport(source.name, training, skipped, judgement))
+    made = GatesReport(source.name, training, skipped, judgement)
+    write_json(out.with_suffix(".json"), made.to_dict())
+    try:
+        draw_judgement(judgement, out.with_suffix(".png"))
+    except DeviceError as e:  # without matplotlib there is no plot
+        return replace(made, plot=str(e))
+    return made
 
 
 def default_out(model: str) -> Path:
@@ -101,44 +116,3 @@ def disk_bytes(source: Source, shards: Sequence[Shard]) -> int:
     """Bytes that measuring `shards` writes: per layer and item two float32 hidden states, and some labels."""
     text = source.config.text
     return sum(len(shard.items) for shard in shards) * text.layers * (8 * text.hidden + 16)
-
-
-def _measure(options: TrainOptions, source: Source, work: WorkDirectory, report: Progress) -> None:
-    missing = sum(len(shard.items) for shard in work.missing())
-    count = _counter(report, "items", missing)
-    if options.ray_address is None:
-        measure(Measurer(source, options.measure), work, count)
-        return
-    from vtx.exporter.gates.cluster import measure_on_cluster
-
-    model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
-    origin = Origin(model, source.fingerprint, options.tower, options.allow_pickle)
-    measure_on_cluster(options.ray_address, origin, options.measure, work, count)
-
-
-def _counter(report: Progress, phase: str, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def count(more: int) -> None:
-        nonlocal done
-        done += more
-        report(phase, done, total)
-
-    return count
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ExportError(f"cannot create the directory {folder} ({e.strerror}); name another --out") from e
-
-
-def _write_report(out: Path, made: GatesReport) -> GatesReport:
-    """Write the report beside the gates; without matplotlib there is no plot, which the one returned says."""
-    write_json(out.with_suffix(".json"), made.to_dict())
-    try:
-        draw_judgement(made.judgement, out.with_suffix(".png"))
-    except DeviceError as e:
-        return replace(made, plot=str(e))
-    return made

@@ -96,7 +96,22 @@ class WorkDirectory:
             options=_digest([FORMAT, options.answers, options.max_new_tokens, options.batch]),
         )
         self.fingerprint = _digest(asdict(identity))
-        self._guard(folder / "work.json", identity)
+        path = folder / "work.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                path.write_text(json.dumps(asdict(identity)), encoding="utf-8")
+            held = read_json_object(path, MAX_WORK, error=RequestError)
+        except (OSError, VtxError) as e:
+            raise RequestError(f"cannot use {folder} as the work directory ({e}); name another --work") from e
+        existing = STRICT.read(WorkIdentity, held, str(path))
+        wanted = asdict(identity)
+        different = [name for name, value in asdict(existing).items() if value != wanted[name]]
+        if different:
+            raise RequestError(
+                f"{folder} holds measurements that differ in {' and '.join(different)}; "
+                "name another --work, or remove it"
+            )
 
     def missing(self) -> list[Shard]:
         """The shards still to measure; damaged ones are removed and count as missing."""
@@ -107,7 +122,12 @@ class WorkDirectory:
         metadata = {"fingerprint": self.fingerprint, "skipped": json.dumps(list(skipped))}
         write_safetensors(self.folder / shard.name, dict(sorted(tensors.items())), metadata)
         self.skipped[shard.name] = list(skipped)
-        self._check_skipped()
+        total, lines = sum(len(shard.items) for shard in self.shards), self.all_skipped
+        if len(lines) > MAX_SKIPPED * total:
+            raise RequestError(
+                f"{len(lines)} of {total} items cannot be measured, the limit is {MAX_SKIPPED:.0%}; fix the data. "
+                f"First: {lines[0]}"
+            )
 
     def read(self, name: str, *, held_out: bool) -> NDArray[Any]:
         """One tensor over all shards [items, ...], of the held-out items or of the others."""
@@ -124,31 +144,6 @@ class WorkDirectory:
     @property
     def all_skipped(self) -> list[str]:
         return [line for shard in self.shards for line in self.skipped.get(shard.name, [])]
-
-    def _check_skipped(self) -> None:
-        total, skipped = sum(len(shard.items) for shard in self.shards), self.all_skipped
-        if len(skipped) > MAX_SKIPPED * total:
-            raise RequestError(
-                f"{len(skipped)} of {total} items cannot be measured, the limit is {MAX_SKIPPED:.0%}; fix the data. "
-                f"First: {skipped[0]}"
-            )
-
-    def _guard(self, path: Path, identity: WorkIdentity) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                path.write_text(json.dumps(asdict(identity)), encoding="utf-8")
-            held = read_json_object(path, MAX_WORK, error=RequestError)
-        except (OSError, VtxError) as e:
-            raise RequestError(f"cannot use {self.folder} as the work directory ({e}); name another --work") from e
-        existing = STRICT.read(WorkIdentity, held, str(path))
-        wanted = asdict(identity)
-        different = [name for name, value in asdict(existing).items() if value != wanted[name]]
-        if different:
-            raise RequestError(
-                f"{self.folder} holds measurements that differ in {' and '.join(different)}; "
-                "name another --work, or remove it"
-            )
 
     def _is_whole(self, shard: Shard) -> bool:
         path = self.folder / shard.name

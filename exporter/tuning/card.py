@@ -1,4 +1,4 @@
-"""The model card of a tuned checkpoint: what was done to which model, on what, and what came of it."""
+"""The model card of a tuned checkpoint: base model, training, data and results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
     learnt = f"the weights of {layers}" if learning.full else f"adapters of rank {learning.rank} on {layers}, merged"
     facts = [
         ("base model", base),
-        ("what learned", learnt),
+        ("trained weights", learnt),
         ("K in training", f"{drawn}; {options.full_share:.0%} of the images without withdrawal"),
         ("loss", f"{w.kl:g} KL to the base model + {w.ce:g} cross-entropy + {w.hidden:g} hidden states"),
         ("data", f"{record['items']} questions about {record['rows']} rows of images, {record['data']}"),
@@ -39,26 +39,22 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
         "base model, whose license and limits it shares.", "",
         "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), "",
     ]  # fmt: skip
-    return "\n".join([*lines, *_judged(judged)]) + "\n"
-
-
-def _judged(judged: Mapping[str, Any] | None) -> list[str]:
     if judged is None:
-        return ["Not judged on held-out data."]
+        return "\n".join([*lines, "Not judged on held-out data."]) + "\n"
     k = {name: value or "none" for name, value in judged["earliest_k"].items()}
-    rows = [
-        f"| {point['k'] or 'none'} | {_share(point['before'])} | {_share(point['after'])} "
-        f"| {point['before']['kl']['mean']:.2g} | {point['after']['kl']['mean']:.2g} |"
-        for point in judged["curve"]
-    ]
-    return [
+    lines += [
         f"On {judged['items']} questions held out, the earliest K within {judged['max_drop_points']:g} point of the "
         f"base model's accuracy at full depth: {k['before']} before, {k['after']} after.",
         "",
         "| K | right before (95%) | right after (95%) | KL before | KL after |",
         "|---|---|---|---|---|",
-        *rows,
     ]
+    lines += [
+        f"| {point['k'] or 'none'} | {_share(point['before'])} | {_share(point['after'])} "
+        f"| {point['before']['kl']['mean']:.2g} | {point['after']['kl']['mean']:.2g} |"
+        for point in judged["curve"]
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _share(point: Mapping[str, Any]) -> str:

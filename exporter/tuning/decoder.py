@@ -80,16 +80,13 @@ class WithdrawingDecoder(nn.Module):
         super().__init__()
         self.text, self.model, self._checkpointing = text, model, checkpointing
         self.learns, self.full = learning.chosen(text.layers), learning.full
-        self._originals: dict[int, nn.Module] = {}  # in no state_dict: what the teacher has in place of `learns`
+        self._originals: dict[int, nn.Module] = {}  # in no state_dict: the teacher's layers in place of `learns`
         if learning.full:
             for number in self.learns:
                 layer = model.model.layers[number - 1]
                 self._originals[number] = copy.deepcopy(layer).to(model.model.embed_tokens.weight.dtype)
                 layer.requires_grad_(True)
-        else:
-            self._add_adapters(learning, seed)
-
-    def _add_adapters(self, learning: Learning, seed: int) -> None:
+            return
         from peft import inject_adapter_in_model
 
         with torch.random.fork_rng(devices=[]):
@@ -143,23 +140,16 @@ class WithdrawingDecoder(nn.Module):
                 x, mask = x[:, text], mask[:, :, text][..., text]
                 rope = (rope[0][:, text], rope[1][:, text])
                 at = torch.searchsorted(text, at)
-            x = self._layer(layer, x, mask, rope)
+            if self._checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, attention_mask=mask, position_embeddings=rope, use_reentrant=False)
+            else:
+                x = layer(x, attention_mask=mask, position_embeddings=rope)
         return x[0, at]
 
     def _enter(self, row: dict[str, Tensor], features: Tensor) -> Tensor:
         x: Tensor = self.model.model.embed_tokens(row["ids"])
         x[row["image"]] = features.to(x.dtype)
         return x[None]
-
-    def _layer(self, layer: nn.Module, x: Tensor, mask: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        def call(x: Tensor) -> Tensor:
-            out: Tensor = layer(x, attention_mask=mask, position_embeddings=rope)
-            return out
-
-        if self._checkpointing and torch.is_grad_enabled():
-            saved: Tensor = checkpoint(call, x, use_reentrant=False)
-            return saved
-        return call(x)
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cos and sin [1, n, head_dim] of positions [n]."""

@@ -1,4 +1,4 @@
-"""Image tokens as the tower and the projector give them, which tuning leaves as they are; kept while there is room."""
+"""Image tokens from the tower and the projector, which tuning does not change; kept up to a limit of bytes."""
 
 from __future__ import annotations
 
@@ -48,11 +48,9 @@ class ImageEncoder:
             self._kept.move_to_end(key)
         else:
             with torch.autocast(self._device.type, enabled=False):
-                self._keep(key, self._reference.encode(images, self._settings).rows)
+                tokens = self._reference.encode(images, self._settings).rows
+            self._kept[key] = tokens
+            self._bytes += tokens.nbytes
+            while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return self._kept[key].to(self._device)
-
-    def _keep(self, key: tuple[object, ...], tokens: Tensor) -> None:
-        self._kept[key] = tokens
-        self._bytes += tokens.nbytes
-        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._bytes -= self._kept.popitem(last=False)[1].nbytes

@@ -9,7 +9,6 @@ from typing import Any
 
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
 from vtx.exporter.calibration.choosing import Choosing, Point, choose_by_accuracy
-from vtx.exporter.calibration.measurement import Measurement
 from vtx.exporter.calibration.report import CalibrationReport, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.runtime.units import Progress
@@ -30,7 +29,9 @@ def judge(
     answered = Data("items held out", tuple(items))
     if any(item.answer is None for item in items):
         own = calibrate(before, answered, options, out / "own", _phase(report, "teacher"))
-        answered = Data("items held out", tuple(_answered(items, own)))
+        texts = dict(zip(dict.fromkeys(item.digest() for item in items), own.results, strict=True))
+        filled = [item if item.answer else replace(item, answer=texts[item.digest()].answer) for item in items]
+        answered = Data("items held out", tuple(filled))
     reports = {}
     for name, source in (("before", before), ("after", open_source(str(merged)))):
         measured = calibrate(source, answered, options, out / name, _phase(report, name))
@@ -44,16 +45,12 @@ def _phase(report: Progress, name: str) -> Progress:
     return lambda phase, done, total: report(name if phase == "measuring" else phase, done, total)
 
 
-def _answered(items: Sequence[Item], own: Measurement) -> list[Item]:
-    """Items with the untuned model's answers where the data give none."""
-    texts = dict(zip(dict.fromkeys(item.digest() for item in items), own.results, strict=True))
-    return [item if item.answer else replace(item, answer=texts[item.digest()].answer) for item in items]
-
-
 def compared(before: CalibrationReport, after: CalibrationReport) -> dict[str, Any]:
     """The two curves side by side, and for each the earliest K within a point of the untuned model's full depth."""
     full = before.curve[0]
-    earliest = {name: _earliest(full, made) for name, made in (("before", before), ("after", after))}
+    # By vtx-calibrate's rule, from the accuracy of the untuned model at full depth.
+    made = {"before": before, "after": after}
+    earliest = {name: choose_by_accuracy((full, *report.curve[1:]), MAX_DROP) for name, report in made.items()}
     lost = None
     if full.right and after.curve[0].right:
         lost = 100 * (full.right.share - after.curve[0].right.share)
@@ -69,11 +66,6 @@ def compared(before: CalibrationReport, after: CalibrationReport) -> dict[str, A
             for b, a in zip(before.curve, after.curve, strict=True)
         ],
     }
-
-
-def _earliest(full: Point, made: CalibrationReport) -> Any:
-    """By vtx-calibrate's rule, from the accuracy of the untuned model at full depth."""
-    return choose_by_accuracy((full, *made.curve[1:]), MAX_DROP)
 
 
 def _point(point: Point) -> dict[str, Any]:

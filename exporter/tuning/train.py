@@ -1,4 +1,4 @@
-"""The loop: which row each process takes at which step and K depends on the seed and the step alone, so it resumes."""
+"""The training loop: the row and the K of each step and process depend only on the seed and the step, so it resumes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vtx.exporter.training import learning_rate_factor
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, tensors_of
 from vtx.exporter.tuning.encoder import ImageEncoder
 from vtx.exporter.tuning.options import LossWeights, TuneOptions
@@ -24,9 +25,7 @@ from vtx.exporter.tuning.state import Log, StateFile
 from vtx.runtime.errors import RequestError
 
 TERMS = ("kl", "ce", "hidden")
-WARM_UP = 0.03
 MAX_NORM = 1.0
-Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def losses(
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which row, and which K, the n-th place of a training takes: epochs are shuffled, each on its own."""
+    """The row and the K of the n-th example of a training; each epoch is shuffled anew."""
 
     rows: int
     options: TuneOptions
@@ -68,19 +67,15 @@ class Order:
     def steps(self) -> int:
         return self.options.schedule.steps_over(self.rows)
 
-    def row(self, place: int) -> int:
-        return _shuffled(self.rows, self.options.schedule.seed, place // self.rows)[place % self.rows]
+    def row(self, example: int) -> int:
+        return _shuffled(self.rows, self.options.schedule.seed, example // self.rows)[example % self.rows]
 
-    def k(self, place: int) -> int | None:
-        rng = random.Random(f"K {self.options.schedule.seed} {place}")
+    def k(self, example: int) -> int | None:
+        rng = random.Random(f"K {self.options.schedule.seed} {example}")
         return None if rng.random() < self.options.full_share else self.options.depths.draw(rng)
 
     def lr(self, step: int) -> float:
-        """A linear warm-up over 3% of the steps, then half a cosine down to 0."""
-        warm = math.ceil(WARM_UP * self.steps)
-        if step < warm:
-            return self.options.schedule.lr * (step + 1) / warm
-        return self.options.schedule.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (self.steps - warm)))
+        return self.options.schedule.lr * learning_rate_factor(step, self.steps)
 
 
 @lru_cache(maxsize=2)
@@ -91,7 +86,7 @@ def _shuffled(rows: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 class Trainer:
-    """Trains `decoder` on `rows`; `accelerator` (accelerate's) says which part of each batch is this process's."""
+    """Trains `decoder` on `rows`; `accelerator` (accelerate's) assigns a part of each batch to this process."""
 
     def __init__(
         self, decoder: WithdrawingDecoder, encoder: ImageEncoder, rows: Sequence[Row], options: TuneOptions,
@@ -110,7 +105,7 @@ class Trainer:
         self.order = Order(len(rows), options)
         self._parallel = accelerator.prepare(decoder) if processes > 1 else decoder
 
-    def run(self, state: StateFile, out: Path, report: Report) -> int:
+    def run(self, state: StateFile, out: Path, report: Callable[[int, int], None]) -> int:
         """Train from the saved state to the end, saving on the way; return the number of steps run here.
 
         Raises:
@@ -126,7 +121,12 @@ class Trainer:
             began = time.perf_counter()
             means, norm = self._step(step)
             if not (math.isfinite(means[0]) and math.isfinite(norm)):
-                self._refuse(step, means[0], norm, state)
+                saved = state.path.exists()
+                kept = f"the last saved state is kept in {state.path}" if saved else "nothing had been saved"
+                raise RequestError(
+                    f"the training diverged at step {step + 1}: the loss is {means[0]:.3g}, the norm of its gradient "
+                    f"{norm:.3g}; {kept}. Lower --lr (now {self._options.schedule.lr:g}) and run again"
+                )
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
             if log:
@@ -144,32 +144,22 @@ class Trainer:
         """Gradients of one batch; the means of loss, terms and K over it and over the processes, and the norm."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.order.lr(step)
-        sums = torch.zeros(2 + len(TERMS), device=self._decoder.device)
+        device = self._decoder.device
+        sums = torch.zeros(2 + len(TERMS), device=device)
         for part in range(self._share):
-            place = (step * self._share + part) * self._accelerator.num_processes + self._accelerator.process_index
+            example = (step * self._share + part) * self._accelerator.num_processes + self._accelerator.process_index
             last = part == self._share - 1
             with contextlib.nullcontext() if last else self._accelerator.no_sync(self._parallel):
-                sums += self._one(place)
+                row, k = self._rows[self.order.row(example)], self.order.k(example)
+                tensors, features = tensors_of(row, device), self._encoder(row.images)
+                with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+                    teacher = self._decoder.teach(tensors, features)
+                    student = self._parallel(tensors, features, k)
+                    loss = losses(self._decoder, student, teacher, tensors, self._options.weights)
+                self._accelerator.backward(loss.total / self._share)
+                depth = loss.total.new_tensor(float(self._decoder.text.layers + 1 if k is None else k))
+                terms = (getattr(loss, term).detach() for term in TERMS)
+                sums += torch.stack([loss.total.detach(), *terms, depth])
         means = self._accelerator.reduce(sums / self._share, "mean").tolist()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), MAX_NORM)
         return means, float(norm)
-
-    def _one(self, place: int) -> Tensor:
-        row, k = self._rows[self.order.row(place)], self.order.k(place)
-        device = self._decoder.device
-        tensors, features = tensors_of(row, device), self._encoder(row.images)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
-            teacher = self._decoder.teach(tensors, features)
-            student = self._parallel(tensors, features, k)
-            found = losses(self._decoder, student, teacher, tensors, self._options.weights)
-        self._accelerator.backward(found.total / self._share)
-        depth = self._decoder.text.layers + 1 if k is None else k
-        return torch.stack([found.total.detach(), *(getattr(found, t).detach() for t in TERMS),
-                            found.total.new_tensor(float(depth)).detach()])  # fmt: skip
-
-    def _refuse(self, step: int, loss: float, norm: float, state: StateFile) -> None:
-        kept = "nothing had been saved" if not state.path.exists() else f"the last saved state is kept in {state.path}"
-        raise RequestError(
-            f"the training diverged at step {step + 1}: the loss is {loss:.3g}, the norm of its gradient {norm:.3g}; "
-            f"{kept}. Lower --lr (now {self._options.schedule.lr:g}) and run again"
-        )

@@ -1,4 +1,4 @@
-"""A tuning from end to end: data, the teacher's answers, training, the merged checkpoint, and what it gained."""
+"""A tuning from end to end: data, the teacher's answers, training, the merged checkpoint, and its judgement."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from vtx.exporter.bundling.predict import check_disk
+from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.sizes import model_size
 from vtx.exporter.tuning.card import model_card, versions
@@ -26,10 +27,10 @@ from vtx.exporter.tuning.options import TuneOptions, check_tunable
 from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, image_key, pack, read_questions
 from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import Trainer
-from vtx.exporter.tuning.write import Changed, changes, checkpoint_bytes, write_adapters, write_merged
+from vtx.exporter.tuning.write import CARD, Changed, changes, checkpoint_bytes, write_adapters, write_merged
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.units import Progress, size
-from vtx.tools.common.files import write_json
+from vtx.tools.common.files import replacing, write_json
 from vtx.tools.common.memory import peak
 from vtx.tools.data.items import MAX_SKIPPED, SCENES, Item, read_data
 from vtx.tools.data.journal import ResultJournal
@@ -46,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What a tuning works with: the opened model, its questions, and accelerate's view of processes and device."""
+    """The opened model, its questions, and accelerate's view of processes and device."""
 
     source: OpenedModel
     questions: list[TuningQuestion]
@@ -97,7 +98,12 @@ def run(work: Workspace, options: TuneOptions, out: Path, report: Progress, say:
         )
     state = StateFile(out, _identity(work, rows, options))
     if state.step() < trainer.order.steps and work.accelerator.is_main_process:
-        _clear_results(out)
+        try:  # what it measured of the untuned model stays
+            for folder in (out / MERGED, out / ADAPTER, out / JUDGED / "after"):
+                if folder.exists():
+                    shutil.rmtree(folder)
+        except OSError as e:
+            raise ExportError(f"cannot clear {out} ({e.strerror}); name another --out") from e
     work.accelerator.wait_for_everyone()
     trainer.run(state, out, lambda done, total: report("training", done, total))
     main = work.accelerator.is_main_process
@@ -109,7 +115,14 @@ def run(work: Workspace, options: TuneOptions, out: Path, report: Progress, say:
 
 def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
     """Refuse whatever can be refused before weights are read; raises as `tune`."""
-    accelerator = _accelerator()
+    try:
+        import peft  # noqa: F401 - fails before anything costs time
+        from accelerate import Accelerator, InitProcessGroupKwargs
+    except ImportError as e:
+        raise DeviceError(f'tuning needs {e.name}; pip install "vtx-edge[tune]"') from e
+    # The other processes wait while the first one makes answers.
+    wait = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[wait])
     source = open_source(options.model)
     check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
     options.depths.within(source.config.text.layers)
@@ -126,10 +139,7 @@ def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
             f"{len(skipped)} of {len(learn)} items cannot be used, the limit is {MAX_SKIPPED:.0%}; fix the data. "
             f"First: {skipped[0]}"
         )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ExportError(f"cannot create the directory {out} ({e.strerror}); name another --out") from e
+    make_folder(out)
     all_skipped = (*data.skipped, *skipped)
     if accelerator.is_main_process:
         needed = checkpoint_bytes(source) + 12 * learning_weights(model_size(source.config, source.name), options)
@@ -139,16 +149,6 @@ def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
     bf16 = options.dtype == "bf16" or (options.dtype == "auto" and accelerator.device.type == "cuda")
     dtype = torch.bfloat16 if bf16 else torch.float32
     return Workspace(source, questions, held_out, all_skipped, data.source, accelerator, dtype)
-
-
-def _accelerator() -> Any:
-    try:
-        import peft  # noqa: F401 - told before anything costs time
-        from accelerate import Accelerator, InitProcessGroupKwargs
-    except ImportError as e:
-        raise DeviceError(f'tuning needs {e.name}; pip install "vtx-edge[tune]"') from e
-    # Others wait for as long as the first process makes answers.
-    return Accelerator(mixed_precision="no", kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))])
 
 
 def _teacher_answers(
@@ -166,36 +166,29 @@ def _teacher_answers(
     identity = {"model": [work.source.fingerprint, str(work.dtype)], "length": options.packing.max_new_tokens}
     digests = {n: work.questions[n].item.digest() for n in missing}
     if work.accelerator.is_main_process:
+        device, ends, done = decoder.device, work.source.text.settings.end_ids, 0
+        groups: dict[tuple[Any, ...], list[int]] = {}  # questions that share a prefix, and so its computation
         with ResultJournal(out / ANSWERS, identity) as journal:
-            _generate(work, decoder, encoder, options, journal, digests, report)
+            for n, digest in digests.items():
+                if digest not in journal.results:
+                    question = work.questions[n]
+                    key = (*map(image_key, question.item.images), question.prefix.tobytes())
+                    groups.setdefault(key, []).append(n)
+            for numbers in groups.values():
+                first = work.questions[numbers[0]]
+                prefix = torch.from_numpy(first.prefix).to(device)
+                suffixes = [torch.from_numpy(work.questions[n].suffix).to(device) for n in numbers]
+                image = prefix == work.source.config.image_token_id
+                with torch.autocast(device.type, torch.bfloat16, enabled=work.dtype == torch.bfloat16):
+                    features = encoder(first.item.images)
+                    made = decoder.greedy(prefix, image, features, suffixes, ends, options.packing.max_new_tokens)
+                journal.add({digests[n]: {"ids": ids} for n, ids in zip(numbers, made, strict=True)})
+                done += len(numbers)
+                report("answers", done, sum(map(len, groups.values())))
     work.accelerator.wait_for_everyone()
     lines = (out / ANSWERS).read_text(encoding="utf-8").splitlines()[1:]
     answers = {line["item"]: np.array(line["ids"], np.int64) for line in map(json.loads, lines)}
     return {n: answers[digest] for n, digest in digests.items()}
-
-
-def _generate(
-    work: Workspace, decoder: WithdrawingDecoder, encoder: ImageEncoder, options: TuneOptions, journal: ResultJournal,
-    digests: dict[int, str], report: Progress,
-) -> None:  # fmt: skip
-    """Answers that the journal does not hold; questions that share a prefix share its computation."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for n, digest in digests.items():
-        if digest not in journal.results:
-            question = work.questions[n]
-            groups.setdefault((*map(image_key, question.item.images), question.prefix.tobytes()), []).append(n)
-    device, ends, done = decoder.device, work.source.text.settings.end_ids, 0
-    for numbers in groups.values():
-        first = work.questions[numbers[0]]
-        prefix = torch.from_numpy(first.prefix).to(device)
-        suffixes = [torch.from_numpy(work.questions[n].suffix).to(device) for n in numbers]
-        image = prefix == work.source.config.image_token_id
-        with torch.autocast(device.type, torch.bfloat16, enabled=work.dtype == torch.bfloat16):
-            features = encoder(first.item.images)
-            answers = decoder.greedy(prefix, image, features, suffixes, ends, options.packing.max_new_tokens)
-        journal.add({digests[n]: {"ids": ids} for n, ids in zip(numbers, answers, strict=True)})
-        done += len(numbers)
-        report("answers", done, sum(map(len, groups.values())))
 
 
 def _identity(work: Workspace, rows: Sequence[Row], options: TuneOptions) -> str:
@@ -238,7 +231,7 @@ def _finish(
     options: TuneOptions, work: Workspace, decoder: WithdrawingDecoder, rows: Sequence[Row], steps: int, out: Path,
     report: Progress,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write adapters and checkpoint, judge the checkpoint, and write what came of it into its card and the report."""
+    """Write adapters and checkpoint, judge the checkpoint, and write the results into its card and the report."""
     changed = Changed.of(decoder, work.source)
     if not options.learning.full:
         write_adapters(work.source, decoder, options.learning, out / ADAPTER)
@@ -249,13 +242,25 @@ def _finish(
         write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
     judged = None
     if work.held_out:
+        card = out / MERGED / CARD
         judged = judge(work.source, out / MERGED, work.held_out, options.packing.max_new_tokens, out / JUDGED, report)
-        _replace_card(out / MERGED, model_card(work.source.name, options, record, judged))
+        try:
+            with replacing(card) as partial:
+                partial.write_text(model_card(work.source.name, options, record, judged), encoding="utf-8")
+        except OSError as e:
+            raise ExportError(f"cannot write {card} ({e.strerror}); free some space and run again") from e
+    device = work.accelerator.device
+    on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
     made = {
         "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
         "options": json.loads(json.dumps(asdict(options), default=str)),
         "training": record,
-        "cost": {"steps": steps, "seconds": seconds_of_steps(out), **_peaks(work)},
+        "cost": {
+            "steps": steps,
+            "seconds": seconds_of_steps(out),
+            "peak_memory_bytes": peak() or 0,
+            **on_gpu,
+        },
         "changed_layers": {str(layer): share for layer, share in changes(changed).items()},
         "skipped": list(work.skipped),
         "versions": versions(),
@@ -265,33 +270,6 @@ def _finish(
     return made
 
 
-def _peaks(work: Workspace) -> dict[str, int]:
-    """Bytes: the most that this process held in memory, and on a GPU."""
-    device = work.accelerator.device
-    on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
-    return {"peak_memory_bytes": peak() or 0, **on_gpu}
-
-
-def _clear_results(out: Path) -> None:
-    """Remove what an earlier training left; what it measured of the untuned model stays."""
-    try:
-        for folder in (out / MERGED, out / ADAPTER, out / JUDGED / "after"):
-            if folder.exists():
-                shutil.rmtree(folder)
-    except OSError as e:
-        raise ExportError(f"cannot clear {out} ({e.strerror}); name another --out") from e
-
-
-def _replace_card(folder: Path, text: str) -> None:
-    from vtx.tools.common.files import replacing
-
-    try:
-        with replacing(folder / "README.md") as partial:
-            partial.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise ExportError(f"cannot write the card of {folder} ({e.strerror}); free some space and run again") from e
-
-
 def is_main_process() -> bool:
-    """Whether this is the first of the processes that accelerate's launcher started."""
+    """Return True if this is the first of the processes that accelerate's launcher started."""
     return os.environ.get("RANK", "0") == "0"

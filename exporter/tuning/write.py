@@ -1,4 +1,4 @@
-"""The tuned checkpoint: the original's files with the weights that learned exchanged; beside it peft's adapters.
+"""The tuned checkpoint: the original's files with the trained weights in place of theirs; next to it peft's adapters.
 
 Tensors keep their files, names and types, settings their bytes, so whatever loads the original loads the result.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ from vtx.tools.common.files import sync_file
 ADAPTER_PREFIX = "base_model.model.model.language_model."  # of peft around transformers' vision-language models
 SETTINGS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 CARD = "README.md"
-_CHUNK = 1 << 24
+CHUNK = 1 << 24  # bytes copied at a time
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The weights that learned, by canonical name: `new` float32, made when asked for."""
+    """The trained weights, by canonical name."""
 
     decoder: WithdrawingDecoder
     names: Mapping[str, str]
@@ -42,7 +43,7 @@ class Changed:
 
     @classmethod
     def of(cls, decoder: WithdrawingDecoder, source: Source) -> Changed:
-        """Canonical names of what learned, each with the name of its module and parameter."""
+        """Collect the canonical names of trained weights, each with the name of its module and parameter."""
         by_module = {module_name(name): name for name in source.checkpoint.tensors if name.startswith("text.layers.")}
         found = {}
         for name in decoder.learning_parameters():
@@ -82,7 +83,7 @@ def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None
     """Write the whole checkpoint to the directory `out`, which is replaced only once the new one is complete.
 
     Raises:
-        ExportError: the disk is full or refuses; what stood at `out` is still there.
+        ExportError: the disk is full or refuses; the previous content of `out` remains.
         CheckpointError: a file of the original cannot be read.
 
     """
@@ -90,10 +91,18 @@ def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _copy_settings(source.checkpoint.folder, partial)
-        for file, infos in _by_file(source).items():
+        folder, tensors = source.checkpoint.folder, source.checkpoint.tensors.items()
+        settings = checkpoint_files(folder)
+        for name in sorted({path.name for pattern in SETTINGS for path in folder.glob(pattern)}):
+            (partial / name).write_bytes(settings.read(name, MAX_INDEX if name == INDEX else 1 << 28))
+            sync_file(partial / name)
+        files: dict[str, list[tuple[str, TensorInfo]]] = {}
+        for name, info in sorted(tensors, key=lambda pair: pair[1].offset):
+            files.setdefault(info.file.name, []).append((name, info))
+        for file, infos in files.items():
             _rewrite(infos, changed, partial / file)
-        _write_text(partial / CARD, card)
+        (partial / CARD).write_text(card, encoding="utf-8")
+        sync_file(partial / CARD)
         sync_file(partial)
         if out.exists():
             shutil.rmtree(out)
@@ -104,21 +113,6 @@ def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _copy_settings(folder: Path, partial: Path) -> None:
-    files = checkpoint_files(folder)
-    for name in sorted({path.name for pattern in SETTINGS for path in folder.glob(pattern)}):
-        (partial / name).write_bytes(files.read(name, MAX_INDEX if name == INDEX else 1 << 28))
-        sync_file(partial / name)
-
-
-def _by_file(source: Source) -> dict[str, list[tuple[str, TensorInfo]]]:
-    """(canonical name, tensor) of each file, in the order of their bytes."""
-    files: dict[str, list[tuple[str, TensorInfo]]] = {}
-    for name, info in sorted(source.checkpoint.tensors.items(), key=lambda pair: pair[1].offset):
-        files.setdefault(info.file.name, []).append((name, info))
-    return files
-
-
 def _rewrite(infos: list[tuple[str, TensorInfo]], changed: Changed, path: Path) -> None:
     """One file of weights, a tensor in memory at a time."""
     specs = [(info.name, info.dtype, info.shape) for _, info in infos]
@@ -127,40 +121,29 @@ def _rewrite(infos: list[tuple[str, TensorInfo]], changed: Changed, path: Path) 
         file.write(header)
         for name, info in infos:
             if name in changed.names:
-                file.write(_stored(changed.new(name), info))
-            else:
-                for part in _bytes_of(info):
+                weight = changed.new(name)
+                if tuple(weight.shape) != info.shape:
+                    raise CheckpointError(
+                        f"tensor {info.name} has shape {list(info.shape)}, its trained weight {list(weight.shape)}"
+                    )
+                rounded = weight.to(DTYPES[info.dtype]).contiguous()
+                if not torch.isfinite(rounded).all():
+                    raise ExportError(
+                        f"tensor {info.name} does not fit {info.dtype} after training; train with a lower --lr"
+                    )
+                file.write(rounded.view(torch.uint8).numpy().tobytes())
+                continue
+            left = info.nbytes
+            with open_data(info) as original:
+                original.seek(info.offset)
+                while left:
+                    part = original.read(min(CHUNK, left))
+                    if not part:
+                        raise CheckpointError(f"{info.file.name} ends inside of tensor {info.name}; download it again")
+                    left -= len(part)
                     file.write(part)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _stored(weight: Tensor, info: TensorInfo) -> bytes:
-    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    if tuple(weight.shape) != info.shape:
-        raise CheckpointError(f"tensor {info.name} has shape {list(info.shape)}, what learned {list(weight.shape)}")
-    rounded = weight.to(kinds[info.dtype]).contiguous()
-    if not torch.isfinite(rounded).all():
-        raise ExportError(f"tensor {info.name} does not fit {info.dtype} after training; train with a lower --lr")
-    content: bytes = rounded.view(torch.uint8).numpy().tobytes()
-    return content
-
-
-def _bytes_of(info: TensorInfo) -> Iterator[bytes]:
-    left = info.nbytes
-    with open_data(info) as file:
-        file.seek(info.offset)
-        while left:
-            part = file.read(min(_CHUNK, left))
-            if not part:
-                raise CheckpointError(f"{info.file.name} ends inside of tensor {info.name}; download it again")
-            left -= len(part)
-            yield part
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    sync_file(path)
 
 
 def write_adapters(source: Source, decoder: WithdrawingDecoder, learning: Learning, folder: Path) -> None:
@@ -175,15 +158,14 @@ def write_adapters(source: Source, decoder: WithdrawingDecoder, learning: Learni
     config = adapter_config(learning, decoder.learns).to_dict()
     config |= {"base_model_name_or_path": source.name, "inference_mode": True, "peft_type": "LORA"}
     config["target_modules"] = f".*language_model{config['target_modules']}"
+
+    def json_form(value: object) -> object:
+        return sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_safetensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
-        text = json.dumps(config, indent=1, sort_keys=True, default=_plain) + "\n"
+        text = json.dumps(config, indent=1, sort_keys=True, default=json_form) + "\n"
         (folder / "adapter_config.json").write_text(text, encoding="utf-8")
     except OSError as e:
         raise ExportError(f"cannot write {folder} ({e.strerror}); free some space and run again") from e
-
-
-def _plain(value: object) -> object:
-    """What JSON has no form for: sets as sorted lists, enumerations as their values."""
-    return sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))
