@@ -48,7 +48,7 @@ def asked_text(messages: Sequence[Message]) -> str:
 
 
 def check_messages(messages: Sequence[Message]) -> list[str]:
-    """The types of the images and videos, in their order. Raises `RequestError` for what cannot be asked."""
+    """The types of the images and videos, in their order. Raises `RequestError` if they cannot be asked."""
     if not messages:
         raise RequestError("the conversation is empty; ask a question")
     for message in messages:

@@ -11,11 +11,10 @@ from tokenizers import Tokenizer
 from vtx.runtime.bundle.spec.manifest import TEMPLATE, TOKENIZER
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, RequestError, TemplateError, VtxError
-from vtx.runtime.prompt.detokenizer import Detokenizer
 from vtx.runtime.prompt.masking import Masking
 from vtx.runtime.prompt.messages import Message, check_messages, texts_of
 from vtx.runtime.prompt.rendering import Renderer
-from vtx.runtime.prompt.tokenizer import decode, encode, parse_tokenizer, rust_errors
+from vtx.runtime.prompt.tokenizer import Detokenizer, decode, encode, parse_tokenizer, rust_errors
 from vtx.runtime.vision.tokens import PromptImage
 
 MAX_TOKENIZER_BYTES = 64 << 20
@@ -187,7 +186,7 @@ class Text:
         return Detokenizer(self.tokenizer, hidden=self._hidden, byte_tokens=self._bytes)
 
     def _check_length(self, messages: Sequence[Message], add_generation_prompt: bool) -> None:
-        """Refuse what has too many characters for the context, without tokenising it."""
+        """Refuse messages with too many characters for the context, without tokenising them."""
         bound, context = self.settings.length_bound, self._max_context
         if bound is None or context is None:
             return

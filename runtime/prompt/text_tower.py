@@ -35,10 +35,7 @@ class TextTower:
     def embed(self, text: str) -> Embeddings:
         """One vector [width] for each segment of the text, [segments, width].
 
-        Raises:
-            RequestError: the tokenizer cannot encode the text.
-            BundleError: the tokenizer gives ids that the tower does not have.
-
+        Raises RequestError if the tokenizer cannot encode the text; BundleError if its ids are not the tower's.
         """
         last = self._last
         if last is None or last[0] != text:

@@ -21,12 +21,6 @@ from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.report.golden import DECODED_TOKENS, decoded_ids, read_golden
 from vtx.runtime.report.graph_sources import (
-    EMBED,
-    GATE,
-    HEAD,
-    SCORE,
-    STAGE,
-    VISION,
     GraphPart,
     GraphSource,
     Tensors,
@@ -81,19 +75,17 @@ def parse_sources(text: str) -> tuple[str, str]:
 def compare(bundle: Bundle, first: str, second: str) -> Iterator[GraphDifference]:
     """Every graph that both sources have, in the order in which a prompt meets them.
 
-    Raises:
-        DeviceError: Polygraphy is not installed, or a device cannot answer.
-        BundleError: no such dialect in the bundle, or its golden vectors are damaged.
-
+    Raises DeviceError if Polygraphy is not installed, or a device cannot answer; BundleError if the bundle lacks a
+    dialect, or its golden vectors are damaged.
     """
     try:
-        import polygraphy  # noqa: F401 - whether it is there
+        import polygraphy  # noqa: F401 - to see that it is there
     except ImportError as e:
         raise DeviceError('vtx-doctor --compare needs polygraphy; pip install "polygraphy>=0.53.6"') from e
     reference, other = open_source(bundle, first), open_source(bundle, second)
     for part, inputs, limit in _cases(bundle, reference, other):
         graph = graph_file(bundle.manifest, other.dialect, part)
-        if part.kind == SCORE:  # one graph, run after each of several stages
+        if part.kind == "score":  # one graph, run after each of several stages
             graph += f" after layer {bundle.manifest.stages[part.number].last}"
         yield GraphDifference(graph, tuple(_differences(reference, other, part, inputs, limit, graph)))
 
@@ -124,28 +116,28 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
     limit = max(arithmetic, KV_DTYPES[m.kv_dtype].tolerance, PRECISIONS[m.precision].tolerance)
     pixels = stored["pixels"].reshape(-1, *stored["pixels"].shape[-3:])[:1]  # of several views, the first
 
-    yield GraphPart(VISION), {names.PIXELS: pixels}, vision_limit
-    features = reference.run(GraphPart(VISION), {names.PIXELS: pixels})[names.FEATURES][:DECODED_TOKENS]
+    yield GraphPart("vision"), {names.PIXELS: pixels}, vision_limit
+    features = reference.run(GraphPart("vision"), {names.PIXELS: pixels})[names.FEATURES][:DECODED_TOKENS]
     ids = embeddable(m, decoded_ids(stored["ids"], m.text.image_token_id, len(features)))
     is_image = ids == m.text.image_token_id
     if not is_image.any():
         raise BundleError(f"{m.golden}: ids hold no image token; export the bundle again")
     text = {names.IDS: ids[~is_image]}
-    yield GraphPart(EMBED), text, limit
+    yield GraphPart("embed"), text, limit
     hidden = np.empty((len(ids), m.model.hidden), np.float32)
     hidden[is_image] = features[: is_image.sum()]
-    hidden[~is_image] = reference.run(GraphPart(EMBED), text)[names.HIDDEN]
+    hidden[~is_image] = reference.run(GraphPart("embed"), text)[names.HIDDEN]
     suffix = hidden[np.flatnonzero(is_image)[-1] + 1 :]
     for number, stage in enumerate(m.stages):
         if stage.first in m.gates:
             question = hidden[len(hidden) - len(suffix) :]
-            yield GraphPart(GATE, stage.first), {names.HIDDEN: question}, limit
-        yield GraphPart(STAGE, number), {names.HIDDEN: hidden}, limit
+            yield GraphPart("gate", stage.first), {names.HIDDEN: question}, limit
+        yield GraphPart("stage", number), {names.HIDDEN: hidden}, limit
         if stage.query:
-            yield GraphPart(SCORE, number), {names.HIDDEN: hidden}, limit
-        hidden = reference.run(GraphPart(STAGE, number), {names.HIDDEN: hidden})[names.HIDDEN_OUT]
+            yield GraphPart("score", number), {names.HIDDEN: hidden}, limit
+        hidden = reference.run(GraphPart("stage", number), {names.HIDDEN: hidden})[names.HIDDEN_OUT]
     head_limit = max(limit, PRECISIONS[m.head_precision].tolerance)
-    yield GraphPart(HEAD), {names.HIDDEN: hidden[-HEAD_TOKENS:]}, head_limit
+    yield GraphPart("head"), {names.HIDDEN: hidden[-HEAD_TOKENS:]}, head_limit
 
 
 # --- Polygraphy -----------------------------------------------------------------------------------
@@ -189,7 +181,7 @@ def _differences(
     outputs = verdicts[reference.name, other.name][0]
     for name in common:
         verdict = outputs[name]
-        # Polygraphy gives no numbers, only False, where the shapes differ.
+        # Polygraphy gives no numbers, only False, if the shapes differ.
         difference = math.inf if isinstance(verdict, bool) else verdict.max_absdiff / largest[name]
         difference = math.inf if math.isnan(difference) or (not verdict and difference <= limit) else difference
         yield TensorDifference(graph, name, difference, limit)

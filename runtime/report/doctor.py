@@ -93,7 +93,7 @@ class BundleReport:
 
 
 def look_at_machine(device: Device | None = None) -> MachineReport:
-    """All facts that decide what vtx can do here; `device` is the result of `recognise` unless it is passed."""
+    """All facts that matter to vtx here; `device` is the result of `recognise` unless it is passed."""
     device = device or recognise()
     free, swapped = available_memory(), swap()
     swapping = "" if swapped is None else f", {size(swapped)} of swap" if swapped else ", no swap"

@@ -71,9 +71,7 @@ def decoded_ids(ids: NDArray[np.int64], image_token_id: int, count: int = DECODE
 def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
     """The golden vectors by name: ids [tokens], pixels [.., 3, height, width], features [n, hidden], logits [vocab].
 
-    Raises:
-        BundleError: one is missing, or is not of the bundle's model.
-
+    Raises BundleError if one is missing, or is not of the bundle's model.
     """
     m = bundle.manifest
     stored = bundle.arrays(m.golden, MAX_GOLDEN)
@@ -111,9 +109,7 @@ def choice_limit(manifest: Manifest) -> float:
 def check_golden(model: Model) -> Iterator[Check]:
     """Recompute every golden vector through the bundle.
 
-    Raises:
-        BundleError: the golden file lacks a vector, or holds one of another model.
-
+    Raises BundleError if the golden file lacks a vector, or holds one of another model.
     """
     manifest = model.manifest
     stored = read_golden(model.bundle)
@@ -131,10 +127,10 @@ def check_golden(model: Model) -> Iterator[Check]:
     yield Check("vision features", difference, max(computed, PRECISIONS[manifest.vision_precision].tolerance))
     limit = logits_limit(manifest, model.backend.compute)
     prompt_ids = decoded_ids(own_ids, manifest.text.image_token_id)
-    rows = encoded.take(np.arange(min(DECODED_TOKENS, len(encoded))))
+    tokens = encoded.take(np.arange(min(DECODED_TOKENS, len(encoded))))
     for k in ks:
         session = Session(model.backend, manifest)
-        prompt = Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, (("golden", lambda: rows),))
+        prompt = Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, (("golden", lambda: tokens),))
         got = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits
         want = stored[key_of(k)]
         same = "same top token" if got.argmax() == want.argmax() else "another top token"

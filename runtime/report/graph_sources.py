@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from vtx.runtime.host.machine import cores
 from vtx.runtime.vision.tokens import ImageTokens, TokenStates
 
 Tensors = Mapping[str, NDArray[Any]]
-EMBED, VISION, STAGE, SCORE, GATE, HEAD = "embed", "vision", "stage", "score", "gate", "head"
+Kind = Literal["embed", "vision", "stage", "score", "gate", "head"]
 BACKENDS = tuple(device for device in ENGINES if device != "cpu")  # on the CPU, the dialect `ort` is that device
 
 
@@ -45,7 +45,7 @@ BACKENDS = tuple(device for device in ENGINES if device != "cpu")  # on the CPU,
 class GraphPart:
     """One graph of the model: its kind, and the number of its stage (from 0) or the K of its gate."""
 
-    kind: str
+    kind: Kind
     number: int = 0
 
 
@@ -64,11 +64,8 @@ class GraphSource(Protocol):
 def open_source(bundle: Bundle, name: str) -> GraphSource:
     """The source of that name: a dialect's, or a device's.
 
-    Raises:
-        RequestError: no such source.
-        BundleError: the bundle holds no graphs of the dialect.
-        DeviceError: the device lacks its library, its engines or its hardware; or onnxruntime is too old.
-
+    Raises RequestError if there is no such source; BundleError if the bundle holds no graphs of the dialect; DeviceError
+    if the device lacks its library, its engines or its hardware, or if onnxruntime is too old.
     """
     if name in names.DIALECTS:
         return DialectSource(bundle, name)
@@ -83,9 +80,9 @@ def open_source(bundle: Bundle, name: str) -> GraphSource:
 def graph_file(manifest: Manifest, dialect: str, part: GraphPart) -> str:
     """The file of a part's graph."""
     graphs = manifest.dialects[dialect]
-    if part.kind == STAGE:
+    if part.kind == "stage":
         return graphs.stages[part.number]
-    if part.kind == GATE:
+    if part.kind == "gate":
         return manifest.gate_files(dialect)[part.number]
     file: str = getattr(graphs, part.kind)
     return file
@@ -112,7 +109,7 @@ class DialectSource:
         self._rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
-        if part.kind == STAGE:
+        if part.kind == "stage":
             count, values = len(inputs[names.HIDDEN]), dict[str, NDArray[Any]]()
             for name, value in self._stage(part.number, inputs).items():
                 values[name] = value
@@ -124,7 +121,7 @@ class DialectSource:
                         values[name] *= self._scales[(names.key_scale if is_key else names.value_scale)(layer)]
             last = [name for name in (names.QUERY, names.HIDDEN_OUT) if name in values]
             return {name: values[name] for name in (*(n for n in values if n not in last), *last)}
-        if part.kind == SCORE:
+        if part.kind == "score":
             layer = self._manifest.stages[part.number].last
             outputs, count = self._stage(part.number, inputs), len(inputs[names.HIDDEN])
             feeds = {names.QUERY: outputs[names.QUERY], names.KEY: outputs[names.present_key(layer)]}
@@ -133,7 +130,7 @@ class DialectSource:
                 feeds[names.KEY_SCALE] = self._scales[names.key_scale(layer)]
             assert self._graphs.score is not None
             return {name: value[:count] for name, value in self._session_run(self._graphs.score, feeds).items()}
-        if part.kind == VISION:
+        if part.kind == "vision":
             extras = contract.vision_extras(self._manifest, self.dialect, {})
             return {names.FEATURES: ImageTokens.of(self._session_run(self._graphs.vision, {**inputs, **extras})).hidden}
         return self._session_run(graph_file(self._manifest, self.dialect, part), inputs)
@@ -178,21 +175,21 @@ class BackendSource:
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         backend = self._backend
-        if part.kind == EMBED:
+        if part.kind == "embed":
             return {names.HIDDEN: backend.embed(inputs[names.IDS]).hidden}
-        if part.kind == VISION:
+        if part.kind == "vision":
             return {names.FEATURES: backend.vision(inputs[names.PIXELS]).hidden}
         hidden = inputs[names.HIDDEN]
-        if part.kind == HEAD:
+        if part.kind == "head":
             return {names.LOGITS: backend.head(hidden)}
-        if part.kind == GATE:
+        if part.kind == "gate":
             return {names.ODDS: backend.gate(part.number, hidden)}
         cache = backend.stage(part.number, len(hidden))
         extras = {
             name.removeprefix(names.TOKEN_INPUT): x for name, x in inputs.items() if name.startswith(names.TOKEN_INPUT)
         }
-        out = np.array(cache.append(TokenStates(hidden, extras), np.arange(len(hidden)), query=part.kind == SCORE))
-        if part.kind == STAGE:
+        out = np.array(cache.append(TokenStates(hidden, extras), np.arange(len(hidden)), query=part.kind == "score"))
+        if part.kind == "stage":
             return {names.HIDDEN_OUT: out}
         total, largest = cache.attention()
         return {names.ATTENTION_SUM: np.array(total), names.ATTENTION_MAX: np.array(largest)}

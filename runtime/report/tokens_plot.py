@@ -20,10 +20,10 @@ from vtx.runtime.session.reduction_report import Kept, ReductionReport
 PANEL = 336  # pixels a side, at least
 MARGIN = 12
 HEADER = 26  # the question, above its panels
-CAPTION = 24  # what a panel shows, above it
+CAPTION = 24  # the caption, above each panel
 LEGEND = 24
 TEXT, SMALL = 17, 15  # heights of letters
-DIMMED = 0.2  # what is left of the light of a patch that has gone
+DIMMED = 0.2  # brightness of a patch whose token is gone
 WINDOW = 3  # patches a side of a merged window
 MERGED = (255, 200, 0)
 KEY = (0, 160, 220)

@@ -144,10 +144,7 @@ async def _while_wanted(
 ) -> Prepared:
     """The result of `reading`. Once nobody waits for it any more, `stopping` is set, and it ends.
 
-    Raises:
-        ClientLeft: the client has gone.
-        Refusal: it took too long (408).
-
+    Raises ClientLeft if the client has gone; Refusal if it took too long (408).
     """
     leaving = asyncio.ensure_future(until_left(receive))
     try:
@@ -190,10 +187,7 @@ async def _events(
 ) -> AsyncGenerator[Piece | Done]:
     """The events of a request, to its end; left early, it is cancelled.
 
-    Raises:
-        ClientLeft: the client has gone.
-        Refusal: it took too long (408), or could not be answered.
-
+    Raises ClientLeft if the client has gone; Refusal if it took too long (408), or could not be answered.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
 

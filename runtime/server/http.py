@@ -27,10 +27,8 @@ def header(scope: Scope, name: bytes) -> str:
 async def read_json_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     """The body of a request that says it is JSON.
 
-    Raises:
-        Refusal: another type or compressed (415), too large (413) or too slow (408).
-        ClientLeft: the client did not send all of it.
-
+    Raises Refusal if it has another type or is compressed (415), too large (413) or too slow (408); ClientLeft if the
+    client did not send all of it.
     """
     if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
         raise Refusal(415, "the body must be JSON, with the header Content-Type: application/json")
@@ -87,7 +85,7 @@ class Reply:
         await self._begin(200, headers, {"x-accel-buffering": "no"})
 
     async def event(self, value: Any) -> None:
-        """One event, an object as JSON or a string as it is."""
+        """One event, an object as JSON, or a string unchanged."""
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         body = f"data: {text}\n\n".encode("utf-8", "replace")
         await self._put({"type": "http.response.body", "body": body, "more_body": True})

@@ -18,7 +18,7 @@ class Limits:
     model that are computed at the same time, `batch` of them at most in one pass; `queue`: requests of one model that
     wait. `kept`: conversations of one model that are kept for later requests. `body_seconds`: for a
     request to arrive. `seconds`: from there to the answer's end, with waiting. `write_seconds`: for a client to
-    take what was sent. `stall_seconds`: without a sign of life of a thread that computes. `fetch_seconds`: for an
+    receive what was sent. `stall_seconds`: without a sign of life of a thread that computes. `fetch_seconds`: for an
     image at an address, which may have as many bytes as a body. `kv`: of K and V, in use or kept for later requests;
     `image_tokens`: of encoded images kept.
     """

@@ -51,7 +51,7 @@ class Objects:
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage(answer)}
 
     def usage(self, answer: Answer) -> dict[str, Any]:
-        """Token counts, and under `vtx` what `vtx-run --json` prints of the answer, without its text."""
+        """Token counts, and under `vtx` the object of `vtx-run --json` without its text."""
         prompt, completion = answer.stats.prompt_tokens, len(answer.token_ids)
         facts = answer.to_dict()
         for name in ("text", "logprobs", "top_logprobs"):

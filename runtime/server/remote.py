@@ -49,19 +49,16 @@ def remote_image(url: str, hosts: Collection[str]) -> RemoteImage:
 def connect_public(host: str, seconds: float) -> socket.socket:
     """A TLS connection to a host, all of whose addresses are public; to the address that was checked.
 
-    Raises:
-        OSError: it cannot be reached, or its certificate is not valid for it.
-        Refusal: one of its addresses belongs to a private network.
-
+    Raises OSError if it cannot be reached, or its certificate is not valid; Refusal if an address of it is private.
     """
     found = socket.getaddrinfo(host, PORT, type=socket.SOCK_STREAM)
-    if not found or not all(is_public(str(where[0])) for *_, where in found):
+    if not found or not all(is_public(str(address[0])) for *_, address in found):
         raise Refusal(400, f"{host} has an address that is not public; it is not fetched from", param="messages")
-    family, kind, proto, _, where = found[0]
-    with socket.socket(family, kind, proto) as plain:
-        plain.settimeout(seconds)
-        plain.connect(where)
-        return ssl.create_default_context().wrap_socket(plain, server_hostname=host)
+    family, kind, proto, _, address = found[0]
+    with socket.socket(family, kind, proto) as raw:
+        raw.settimeout(seconds)
+        raw.connect(address)
+        return ssl.create_default_context().wrap_socket(raw, server_hostname=host)
 
 
 def is_public(address: str) -> bool:

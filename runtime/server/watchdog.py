@@ -1,4 +1,4 @@
-"""Ends a server whose threads stopped working, and tells systemd about one whose threads work."""
+"""Ends a server whose threads stopped working, and notifies systemd of one whose threads work."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ class Watchdog:
 def systemd(environ: Mapping[str, str] = os.environ) -> tuple[Notify, float]:
     """The function that notifies systemd, and its time limit in seconds; without systemd nothing is sent.
 
-    Raises:
-        RequestError: $NOTIFY_SOCKET or $WATCHDOG_USEC is not what systemd sets.
-
+    Raises RequestError if $NOTIFY_SOCKET or $WATCHDOG_USEC has a value that systemd does not set.
     """
     address, limit = environ.get("NOTIFY_SOCKET", ""), environ.get("WATCHDOG_USEC", "")
     if limit and not (limit.isascii() and limit.isdigit() and int(limit)):
@@ -95,13 +93,13 @@ def systemd(environ: Mapping[str, str] = os.environ) -> tuple[Notify, float]:
         return lambda _: None, LOOK_SECONDS
     if address[0] not in "/@" or not hasattr(socket, "AF_UNIX"):
         raise RequestError(f"NOTIFY_SOCKET is {address!r:.80}; only Unix sockets, /PATH or @NAME, are supported")
-    where = "\0" + address[1:] if address[0] == "@" else address
+    target = "\0" + address[1:] if address[0] == "@" else address
     mine = environ.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
 
     def notify(state: str) -> None:
         if state == "WATCHDOG=1" and not (limit and mine):
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as at:
-            at.sendto(state.encode(), where)
+            at.sendto(state.encode(), target)
 
     return notify, int(limit) / 2e6 if limit and mine else LOOK_SECONDS

@@ -1,4 +1,4 @@
-"""What all commands share: how errors end, notes on stderr, tables on stdout, progress bars."""
+"""Shared by all commands: their errors, notes on stderr, tables on stdout, progress bars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ COLUMN_GAP = 3  # of blanks
 
 
 class Program(click.Command):
-    """A click command that knows when it is a process of its own: called, as scripts do, and not by `main`.
+    """A click command that knows that it is a process of its own: it was called, as scripts do, not run by `main`.
 
-    Where it `leaves`, the process ends without being taken apart (`leave_on_success`).
+    If it `leaves`, the process ends without cleaning up (`leave_on_success`).
     """
 
     leaves = False
@@ -61,12 +61,14 @@ class Command(Program):
     def _invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # a full disk is told here, and not by the interpreter at its end
+            sys.stdout.flush()  # so that a full disk is an error here, not at the interpreter's end
             return result
         except OSError as e:
             if e.errno == errno.EPIPE:  # the reader went away, which click ends quietly
                 raise
-            _let_go_of_stdout()
+            with suppress(OSError, ValueError):  # a stream without a descriptor, as in tests
+                # The buffer is dropped, so that the interpreter does not try to write it again at its end.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             _fail(ctx, f"cannot write the output ({e.strerror or e})", 1)
         except VtxError as e:
             _fail(ctx, " ".join(str(e).split()), 1)
@@ -94,22 +96,13 @@ def note(message: str) -> None:
 
 
 def say(text: str, *, line: bool = True) -> None:
-    """Print text that names or models chose: a terminal gets it without escape sequences, a pipe or a file as it is."""
+    """Print text from files or models: without escape sequences on a terminal, unchanged into a pipe or a file."""
     click.echo(printable(text) if sys.stdout.isatty() else text, nl=line)
 
 
 def say_json(value: object) -> None:
     """Print one JSON object on a line of its own."""
     click.echo(json.dumps(value, ensure_ascii=False))
-
-
-def _let_go_of_stdout() -> None:
-    """Drop what is still buffered for stdout, so that the interpreter does not try to write it again at its end."""
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-    except (OSError, ValueError):  # a stream without a descriptor, as in tests
-        return
 
 
 def command(*, epilog: str, leaves: bool = False) -> Callable[[Callable[..., None]], click.Command]:
@@ -177,7 +170,7 @@ class WideTable:
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, figures: bool = False) -> None:
-    """Print a table; cells wrap where the terminal, or a file's 80 columns, are too narrow, but not `figures`."""
+    """Print a table; cells wrap if the terminal, or a file's 80 columns, are too narrow; `figures` do not."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -194,15 +187,11 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, fi
     console.print(table)
 
 
-def _print_wide(wide: WideTable, width: int) -> None:
-    """Where it is too wide, as several tables, each with the first column, so that no figure wraps."""
-    for number, columns in enumerate(_fitting([wide.heads, *wide.rows], width)):
-        heads, *rows = [[row[column] for column in columns] for row in (wide.heads, *wide.rows)]
-        table(wide.title if number == 0 else "", heads, rows, figures=True)
-
-
 def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
-    """The columns of each table of at most `width`; the first column, which may wrap, counts a third of it at most."""
+    """The columns of each of the tables of at most `width`, so that no figure wraps; each has the first column.
+
+    That column may wrap, so it counts as at most a third of the width.
+    """
     widths = [max(len(row[column]) for row in rows) + COLUMN_GAP for column in range(len(rows[0]))]
     if sum(widths) <= width:
         return [list(range(len(widths)))]
@@ -226,12 +215,14 @@ def say_report(parts: Sequence[str | WideTable]) -> None:
         if number:
             click.echo()
         if isinstance(part, WideTable):
-            _print_wide(part, width)
+            for index, columns in enumerate(_fitting([part.heads, *part.rows], width)):
+                heads, *rows = [[row[column] for column in columns] for row in (part.heads, *part.rows)]
+                table(part.title if index == 0 else "", heads, rows, figures=True)
             continue
         for line in part.splitlines():
             say(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False))
 
 
 def end_on_sigterm() -> None:
-    """Let a SIGTERM end the command as an exception, so that what it was building is removed."""
+    """Let a SIGTERM end the command by an exception, so that unfinished output is removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""The one grammar of `--k`: a number, `none` or `auto`, or a list of them where a command takes several."""
+"""The grammar of `--k`: a number, `none` or `auto`, or a list of them for commands with several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Depth = int | str | None  # K, "auto" for the gates, None for no withdrawal
 class DepthType(click.ParamType):  # type: ignore[type-arg]
     """`17`, `none`, `auto`, and `default` for the bundle's.
 
-    With `several` also `none,17,9`, which gives a tuple; such an option is `multiple`, with the callback `joined`.
+    With `several` also `none,17,9`, as a tuple; that option is `multiple`, with the callback `joined`.
     """
 
     name = "depth"

@@ -25,7 +25,7 @@ def remembered() -> Path | None:
 
 
 def last_bundle(named: str | None) -> Path:
-    """The bundle that was named, else the one exported last. RequestError where there is neither."""
+    """The bundle that was named, else the one exported last. Raises RequestError if there is neither."""
     last = Path(named) if named else remembered()
     if last is None:
         raise RequestError("no bundle was named and none was exported yet; name one, or run vtx-export first")

@@ -61,7 +61,7 @@ def fitted(settings: ImageSettings, fit: str | None) -> ImageSettings:
 def square_settings(settings: ImageSettings) -> ImageSettings:
     """The settings by which LLaVA-OneVision squares one of several pictures, as transformers' processor has it.
 
-    Its bars are int(255 * mean), whatever pixel values are scaled by. Raises RequestError if that is not a colour,
+    Its bars are int(255 * mean), however pixel values are scaled. Raises RequestError if that is not a colour,
     or if the processor does not normalise: its mean is then unknown here.
     """
     bars = tuple(int(255 * mean) for mean in settings.mean)
@@ -77,7 +77,7 @@ def square_settings(settings: ImageSettings) -> ImageSettings:
 def discarded(width: int, height: int, settings: ImageSettings) -> tuple[float, float]:
     """The parts of a picture's width and height, from 0 to 1, that are lost because its shape is not the crop's.
 
-    One of both is 0: the part that pictures of the right shape lose too is not counted.
+    One of both is 0: the part that pictures of the right shape lose too is left out.
     """
     if settings.pad or settings.crop is None:
         return 0.0, 0.0

@@ -16,11 +16,10 @@ import numpy as np
 from PIL import Image
 
 from vtx.runtime.errors import ImageError
-from vtx.runtime.vision.array import from_array
 from vtx.runtime.vision.files.container import check_size
 from vtx.runtime.vision.files.formats import check_formats, read_container
 from vtx.runtime.vision.files.orientation import TAG, TRANSPOSED, UPRIGHT
-from vtx.runtime.vision.files.source import BGR, ImageSource, read_bytes
+from vtx.runtime.vision.files.source import BGR, ImageSource, from_array, read_bytes
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_DECODE_SECONDS
 
 __all__ = ["ImageSource", "image_size", "load_image", "to_rgb"]
@@ -36,7 +35,7 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
     RGB, in `vtx.bgr(...)` BGR, with a fourth channel RGBA or BGRA. `formats` are names of `KNOWN_FORMATS`; they hold
     for files only.
 
-    Raises ImageError for what is not an image of these formats, is damaged, or is beyond a limit (`limits.py`).
+    Raises ImageError if it is not an image of these formats, is damaged, or is beyond a limit (`limits.py`).
     """
     formats = check_formats(formats)
     if isinstance(source, (np.ndarray, BGR)):
@@ -102,7 +101,7 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 @contextlib.contextmanager
 def _image_errors(name: str) -> Iterator[None]:
-    """Turn whatever decoders raise into an ImageError about `name`."""
+    """Turn the errors of decoders into an ImageError about `name`."""
     try:
         yield
     except ImageError:

@@ -50,18 +50,14 @@ class Layout(ABC):
     def limited(self, max_views: int) -> Layout:
         """The layout with at most `max_views` views an image.
 
-        Raises:
-            RequestError: fewer than 1, or images have one view anyway.
-
+        Raises RequestError if `max_views` is less than 1, or if images have one view anyway.
         """
         raise RequestError("max_tiles has no effect here: this model sees each image in one piece; leave it out")
 
     def within(self, max_pixels: int) -> Layout:
         """The layout with images of at most `max_pixels` pixels after they are resized.
 
-        Raises:
-            RequestError: not even one token has so few, or images are not seen at their own resolution.
-
+        Raises RequestError if not even one token has so few, or images are not seen at their own resolution.
         """
         raise RequestError(
             "max_pixels has no effect here: this model does not see images at their own resolution; leave it out"
@@ -77,7 +73,7 @@ class Layout(ABC):
 
     @abstractmethod
     def count(self, width: int, height: int) -> int:
-        """Tokens of an image of this size in pixels, as it is before any preprocessing."""
+        """Tokens of an image of this size in pixels, before any preprocessing."""
 
     def prompt_image(self, width: int, height: int) -> PromptImage:
         """An image of this size in a prompt: its tokens, and the text among them."""
@@ -129,9 +125,7 @@ def image_layout(name: str) -> Callable[[type[L]], type[L]]:
 def limited_layout(layout: Layout, max_tiles: int | None, max_pixels: int | None) -> Layout:
     """The layout with at most `max_tiles` tiles or `max_pixels` pixels an image; None: no such limit.
 
-    Raises:
-        RequestError: a limit that this layout does not have, or one too low.
-
+    Raises RequestError for a limit that this layout does not have, or one too low.
     """
     layout = layout if max_tiles is None else layout.limited(max_tiles)
     return layout if max_pixels is None else layout.within(max_pixels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import vtx.runtime.vision.layouts as package
 from vtx.runtime.bundle.spec.manifest import LayoutSpec
@@ -13,11 +14,12 @@ from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.vision.layout import Layout, registered
 from vtx.runtime.vision.layouts.frames import Frames
 
+T = TypeVar("T", bound="Layout | Frames")
 FRAMES = "frames"  # the layout of videos
 
 
 def layouts() -> Mapping[str, type[Layout]]:
-    """Every registered layout by its name; the files of `layouts/` are read for it."""
+    """Every registered layout by its name; imports the files of `layouts/`."""
     for _ in modules_of(package):
         pass
     return dict(sorted(registered.items()))
@@ -26,23 +28,9 @@ def layouts() -> Mapping[str, type[Layout]]:
 def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
     """The layout that a bundle declares, checked against its tower.
 
-    Raises:
-        BundleError: no such layout, other parameters than it has, or another maximum than follows from them.
-
+    Raises BundleError for an unknown layout, wrong parameters, or a maximum that does not follow from them.
     """
-    known = layouts()
-    kind = known.get(spec.name)
-    if kind is None:
-        raise BundleError(
-            f"vtx.json: the image layout {spec.name!r} is unknown to this vtx, which has {', '.join(known)}; "
-            'upgrade it with pip install -U "vtx-edge"'
-        )
-    layout = Strict().read(kind, spec.parameters, f"vtx.json: layout {spec.name!r}")
-    if layout.max_tokens != spec.max_tokens:
-        raise BundleError(
-            f"vtx.json: layout {spec.name!r} gives at most {layout.max_tokens} tokens, layout.max_tokens is "
-            f"{spec.max_tokens}; export again"
-        )
+    layout = _read(spec, layouts(), "image layout")
     if spec.min_tokens != layout.min_tokens:
         raise BundleError(f"vtx.json: layout.min_tokens {spec.min_tokens} is not that of {spec.name!r}; export again")
     layout.check(tower)
@@ -51,16 +39,21 @@ def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
 
 def read_frames(spec: LayoutSpec) -> Frames:
     """The layout of videos that a bundle declares. Raises BundleError as `read_layout` does."""
-    if spec.name != FRAMES:
+    return _read(spec, {FRAMES: Frames}, "layout of videos")
+
+
+def _read(spec: LayoutSpec, known: Mapping[str, type[T]], noun: str) -> T:
+    kind = known.get(spec.name)
+    if kind is None:
         raise BundleError(
-            f"vtx.json: the layout of videos {spec.name!r} is unknown to this vtx, which has {FRAMES}; "
+            f"vtx.json: the {noun} {spec.name!r} is unknown to this vtx, which has {', '.join(known)}; "
             'upgrade it with pip install -U "vtx-edge"'
         )
-    layout = Strict().read(Frames, spec.parameters, f"vtx.json: layout {spec.name!r}")
+    layout = Strict().read(kind, spec.parameters, f"vtx.json: layout {spec.name!r}")
     if layout.max_tokens != spec.max_tokens:
         raise BundleError(
-            f"vtx.json: layout {spec.name!r} gives {layout.max_tokens} tokens, max_tokens is {spec.max_tokens}; "
-            "export again"
+            f"vtx.json: layout {spec.name!r} gives at most {layout.max_tokens} tokens, layout.max_tokens is "
+            f"{spec.max_tokens}; export again"
         )
     return layout
 

@@ -1,4 +1,4 @@
-"""What a picture may cost. Each limit is checked before the work it bounds, or while it is done."""
+"""Limits of pictures and videos. Each is checked before the work that it bounds, or during it."""
 
 from __future__ import annotations
 

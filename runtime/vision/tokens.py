@@ -1,4 +1,4 @@
-"""An image as the decoder sees it: its tokens, and where in the picture each of them comes from."""
+"""The tokens of an image: their hidden states, and the patches that they come from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEWLINE = -2  # the patch index of a learned newline
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStates:
-    """Tokens on their way into a stage: their hidden states [n, hidden], and what stages read of each beside these.
+    """Inputs of a stage: the hidden states [n, hidden] of tokens, and further inputs of each token.
 
     `inputs`: [n, width] float32, by the names that the manifest declares under `token_inputs`.
     """
@@ -36,28 +36,27 @@ class TokenStates:
         return len(self.hidden)
 
     def part(self, start: int, end: int) -> TokenStates:
-        """Those from number `start` to before number `end`."""
+        """The tokens from number `start` to before number `end`."""
         return TokenStates(self.hidden[start:end], {name: x[start:end] for name, x in self.inputs.items()})
 
     def then(self, others: TokenStates) -> TokenStates:
-        """These, and others behind them."""
+        """These tokens, then `others`."""
         inputs = {name: np.concatenate([x, others.inputs[name]]) for name, x in self.inputs.items()}
         return TokenStates(np.concatenate([self.hidden, others.hidden]), inputs)
 
     def after(self, hidden: HiddenStates) -> TokenStates:
-        """The same tokens behind a stage that made these hidden states of them."""
+        """The same tokens with the `hidden` states after a stage."""
         return TokenStates(hidden, self.inputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patches:
-    """Where the tokens of one image come from; arrays [tokens], in the order of the tokens.
+    """The patches of one image's tokens; arrays [tokens], in the order of the tokens.
 
-    `indices`: the patch in raster order, those of one view after those of the view before (of a merged window its first
-    one; -1 the tower's class token, -2 a newline between rows of tiles). `merged`: whether the token is a merged
-    window. `signals`: what else the vision graph says of each token, [tokens] by the names of its outputs; none where
-    the bundle was not exported for it. `views`: which pass of the tower each token comes from, -1 none; None: all from
-    the first.
+    `indices`: the patch in raster order, view by view (of a merged window its first one; -1 the tower's class token, -2
+    a newline between rows of tiles). `merged`: the token is a merged window. `signals`: further outputs of the vision
+    graph, [tokens] by name, if the bundle was exported for them. `views`: the pass of the tower that each token comes
+    from, -1 none; None: all from the first.
     """
 
     indices: Ids
@@ -74,7 +73,7 @@ class Patches:
         return Patches(self.indices[which], self.merged[which], signals, views)
 
     def highest_of_each_view(self, signal: str, part: float) -> Mask:
-        """Of each view the `part` of its tokens, rounded up, with the highest `signal`; no newline is among them."""
+        """Of each view the `part` of its tokens, rounded up, with the highest `signal`; never a newline."""
         values, views = self.signals[signal], np.zeros(len(self), np.int64) if self.views is None else self.views
         chosen = np.zeros(len(self), bool)
         for view in np.unique(views[views >= 0]):
@@ -87,10 +86,10 @@ class Patches:
 class ImageTokens:
     """The tokens of one image: their `hidden` states [tokens, hidden] from the tower and projector, and their patches.
 
-    `idle` counts tokens that the vision graph computed beside these: of merged windows, where its sizes are fixed.
-    `offsets` [tokens] are their positions behind the image's first one and `span` the positions that the image takes;
+    `idle` counts further tokens that the vision graph computed: of merged windows, if its sizes are fixed.
+    `offsets` [tokens] are their positions after the image's first one and `span` the positions that the image takes;
     None: they follow each other without gaps. Offsets of three parts, time, row and column, are [tokens, 3]. `derived`
-    holds what policies work out of these tokens, for next time.
+    is a cache of what policies compute from these tokens.
     """
 
     hidden: HiddenStates
@@ -105,7 +104,7 @@ class ImageTokens:
 
     @classmethod
     def of(cls, outputs: Mapping[str, NDArray[Any]]) -> ImageTokens:
-        """The outputs of a vision graph for one image, by name; tokens that say they are gone are left out."""
+        """The outputs of a vision graph for one image, by name, without tokens marked as gone."""
         features = outputs[names.FEATURES]
         hidden: HiddenStates = features.reshape(-1, features.shape[-1])
         patches = cls.one_per_patch(hidden).patches
@@ -135,7 +134,7 @@ class ImageTokens:
 
     @property
     def positions(self) -> int:
-        """How many positions the image takes."""
+        """The number of positions that the image takes."""
         return len(self) if self.span is None else self.span
 
     def take(self, which: Ids, *, keep_positions: bool = False) -> ImageTokens:
@@ -190,7 +189,7 @@ def share(part: float, count: int) -> int:
 
 
 def highest(values: NDArray[np.float32], count: int) -> Mask:
-    """Which are the `count` largest of `values` [n]; of equal ones the earlier."""
+    """True for the `count` largest of `values` [n]; of equal ones the earlier."""
     chosen = np.zeros(len(values), bool)
     chosen[np.argsort(-values, kind="stable")[:count]] = True
     return chosen

@@ -107,11 +107,8 @@ def load_frames(
 ) -> list[T]:
     """`prepare` of each of the `wanted` sampled frames; `padded` as in `sampled`. Reading ends once `stopped` is true.
 
-    Raises:
-        ImageError: not a video, damaged, or beyond a limit (`limits.py`).
-        DeviceError: PyAV is missing, which reads files.
-        RequestError: it was stopped.
-
+    Raises ImageError if it is not a video, damaged, or beyond a limit (`limits.py`); DeviceError if PyAV, which reads
+    files, is missing; RequestError if it was stopped.
     """
     if isinstance(given.source, np.ndarray):
         frames = given.source

@@ -35,15 +35,12 @@ def sampled(count: int, wanted: int, *, padded: bool = False) -> list[int]:
 
 
 def frames_of(request: dict[str, Any]) -> Frames:
-    """Each sampled frame of the video on stdin: its number, size and quarter turns to the left, and rows of RGB.
+    """Each sampled frame of the video on stdin: its number, size and quarter turns to the left, and lines of RGB.
 
     Returns the numbers of the sampled `frames`, in their order. Frames yielded under other numbers were counted wrongly
     and are to be forgotten.
 
-    Raises:
-        ImageError: not a video, damaged, or beyond a limit of the request.
-        DeviceError: PyAV is missing.
-
+    Raises ImageError if it is not a video, damaged, or beyond a limit of the request; DeviceError if PyAV is missing.
     """
     file = _File(request)
     count = file.count()
@@ -132,7 +129,7 @@ class _File:
 
     @contextmanager
     def _container(self) -> Iterator[tuple[Any, Any]]:
-        """The file opened as what it is, and its video stream; every error of the decoder is an ImageError."""
+        """The open file and its video stream; every error of the decoder is an ImageError."""
 
         def refuse(url: str, *_: Any) -> NoReturn:
             raise OSError(f"the video names another file, {url!r:.80}")

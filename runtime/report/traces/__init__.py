@@ -1,1 +1,1 @@
-"""Conformance traces: what a bundle does in every kind of case, written down to judge any runtime by."""
+"""Conformance traces: the results of a bundle in every kind of case, by which any runtime is judged."""

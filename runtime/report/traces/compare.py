@@ -25,9 +25,7 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
     `choices` holds between two different engines only: the share of the image tokens that may be chosen otherwise at
     the first cut with other choices. Nothing more of such a question is compared.
 
-    Raises:
-        RequestError: a directory holds no traces, or these are of different bundles.
-
+    Raises RequestError if a directory holds no traces, or these are of different bundles.
     """
     ours, theirs = read_index(expected), read_index(given)
     if ours.manifest != theirs.manifest:

@@ -7,7 +7,7 @@ Q.ids              [T] int64, image tokens expanded as they enter the decoder
 Q.is_vision        [T] uint8
 Q.kept.C           [image tokens] uint8: 1 for each image token left after cut C
 Q.positions.L      [slots] int64: the position of the token in each filled slot of layer L after the prompt;
-                   [slots, 3] where positions have three parts
+                   [slots, 3] if positions have three parts
 Q.decoded.L        [steps] int64, or [steps, 3]: the positions of the decoded tokens in layer L
 Q.tokens           [1 + steps] int64: the greedy answer
 Q.logits           [1 + steps, vocab] f32: of each token of the answer
@@ -96,12 +96,7 @@ def write_index(folder: Path, traces: Traces) -> None:
 
 
 def read_index(folder: Path) -> Traces:
-    """The index of `folder`.
-
-    Raises:
-        RequestError: it is missing or not an index.
-
-    """
+    """The index of `folder`. Raises RequestError if it is missing or not an index."""
     path = folder / INDEX
     try:
         with path.open("rb") as file:

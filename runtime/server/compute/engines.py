@@ -77,11 +77,11 @@ class Engines:
         self._loaded: dict[str, Engine] = {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._closed = False
-        for name, taken in self._needed.items():
-            if memory is not None and taken > memory:
+        for name, bytes_needed in self._needed.items():
+            if memory is not None and bytes_needed > memory:
                 raise DeviceError(
-                    f"{name} needs about {size(taken)} of memory, the limit is {size(memory)}; raise --memory, or "
-                    "export with a smaller --precision"
+                    f"{name} needs about {size(bytes_needed)} of memory, the limit is {size(memory)}; raise --memory, "
+                    "or export with a smaller --precision"
                 )
 
     @property
@@ -129,9 +129,7 @@ class Engines:
     def acquire(self, name: str) -> Engine:
         """The engine of this name, loaded now if it is not; `use` must follow. May take long.
 
-        Raises:
-            Refusal: the memory that it needs is in use.
-
+        Raises Refusal if the memory that it needs is in use.
         """
         with self._loading:
             engine = self.acquire_loaded(name)

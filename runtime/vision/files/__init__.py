@@ -1,1 +1,1 @@
-"""What an image may be given as, and the structure of image files, read before anything is decoded."""
+"""The sources of images, and the structure of image files, read before anything is decoded."""

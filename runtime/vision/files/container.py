@@ -12,7 +12,7 @@ from vtx.runtime.vision.limits import MAX_PIXELS, MAX_SIDE
 class Container:
     """One frame without metadata: `pieces` joined are a file of the format `kind`.
 
-    `width` and `height` are those of the canvas as stored; `orientation` is EXIF's, 1 for upright.
+    `width` and `height` are the stored canvas's; `orientation` is EXIF's, 1 for upright.
     """
 
     kind: str

@@ -1,6 +1,6 @@
 """The format of an image file, and the structure of PNG, WebP, GIF, BMP and PPM files.
 
-Only what makes the first frame reaches a decoder. Metadata, later frames and junk stay outside, and the number of
+Only the parts of the first frame reach a decoder. Metadata, later frames and junk are left out, and the number of
 chunks is bounded, because decoders spend time on each.
 """
 

@@ -1,4 +1,4 @@
-"""Which way up a picture is: the EXIF orientation, or XMP's where EXIF has none."""
+"""The orientation of a picture: EXIF's, or XMP's if EXIF has none."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-TRANSPOSED = frozenset({5, 6, 7, 8})  # width and height change places
+TRANSPOSED = frozenset({5, 6, 7, 8})  # width and height are swapped
 TAG = 0x0112
 _TYPES = {1: "B", 3: "H", 4: "I"}  # TIFF's BYTE, SHORT, LONG
 _XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 
 def exif_orientation(block: bytes) -> int | None:
-    """The orientation in the first directory of an EXIF block, or None where it has none or is damaged."""
+    """The orientation in the first directory of an EXIF block, or None if it has none or is damaged."""
     block = block.removeprefix(b"Exif\0\0")
     order = {b"II": "<", b"MM": ">"}.get(block[:2])
     if order is None:

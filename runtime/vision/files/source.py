@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.errors import ImageError
+from vtx.runtime.vision.files.container import check_size
 from vtx.runtime.vision.limits import MAX_FILE_BYTES
 
 _DATA_URL = re.compile(r"data:([a-z0-9.+/-]{0,80})((?:;[a-z0-9=_.-]{1,80}){0,4}),", re.IGNORECASE | re.ASCII)
 _URL = re.compile(r"([a-z][a-z0-9+.-]{1,20})://", re.IGNORECASE | re.ASCII)
+_ARRAYS = {1: ("L", "L"), 3: ("RGB", "BGR"), 4: ("RGBA", "BGRA")}  # modes by channels, and those of `bgr`
 _FORMS = "give a path, bytes, a data URL, a binary stream, a PIL image or a uint8 array"
 
 
@@ -38,6 +40,40 @@ def bgr(array: NDArray[np.uint8]) -> BGR:
 ImageSource: TypeAlias = (
     "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | Image.Image | NDArray[np.uint8] | BGR"
 )
+
+
+def from_array(source: NDArray[np.uint8] | BGR) -> Image.Image:
+    """A PIL image of an array [height, width] grey, [height, width, 3] RGB or [height, width, 4] RGBA, of uint8.
+
+    Raises ImageError, with the expression that fixes it, for any other layout or dtype.
+
+    Copies once, into Pillow's own layout, and swaps BGR on the way; a view that is not contiguous costs one more.
+    """
+    is_bgr = isinstance(source, BGR)
+    array = source.array if isinstance(source, BGR) else source
+    if not isinstance(array, np.ndarray):
+        raise ImageError(f"vtx.bgr got a {type(array).__name__}; give it a numpy array [height, width, 3] of uint8")
+    shape, kind = array.shape, array.dtype.kind
+    if array.ndim == 4:
+        raise ImageError(f"the array {list(shape)} is a batch; give one image at a time: array[0]")
+    if array.ndim == 3 and shape[2] not in _ARRAYS and shape[0] in _ARRAYS:
+        raise ImageError(f"the array {list(shape)} has its channels first; give array.transpose(1, 2, 0)")
+    if array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in _ARRAYS):
+        raise ImageError(f"the array {list(shape)} is not an image; give [height, width] or [height, width, 3], uint8")
+    if array.dtype != np.uint8:
+        fix = "array.astype('uint8') * 255" if kind == "b" else "array.astype('uint8') if its values are from 0 to 255"
+        fix = "(array * 255).round().astype('uint8') if its values are from 0 to 1" if kind == "f" else fix
+        raise ImageError(f"the array is {array.dtype}, the limit is uint8 of 0 to 255; give {fix}")
+    if array.ndim == 3 and shape[2] == 1:
+        array = array[:, :, 0]
+    channels = 1 if array.ndim == 2 else shape[2]
+    if is_bgr and channels == 1:
+        raise ImageError(f"vtx.bgr got grey of shape {array.shape}; give the array itself")
+    height, width = shape[:2]
+    check_size("the array", width, height)
+    mode, swapped = _ARRAYS[channels]
+    data = np.ascontiguousarray(array)
+    return Image.frombuffer(mode, (width, height), data, "raw", swapped if is_bgr else mode, 0, 1)
 
 
 def read_bytes(source: Any) -> tuple[str, bytes]:
@@ -71,7 +107,7 @@ def read_bytes(source: Any) -> tuple[str, bytes]:
 
 
 def read_data_url(url: str, wanted: str, limit: int) -> bytes:
-    """The bytes in a data URL of what is `wanted`, "image" or "video", at most `limit`. Raises ImageError."""
+    """The bytes in a data URL of an "image" or "video", as `wanted`, at most `limit`. Raises ImageError."""
     header = _DATA_URL.match(url[:600])
     if header is None or not header[2].lower().endswith(";base64"):
         raise ImageError(f"the data URL does not start with data:{wanted}/...;base64, as {wanted}s do; encode it so")

@@ -45,7 +45,7 @@ class Frames:
         if not sound or (self.halved and math.isqrt(self.tokens) ** 2 != self.tokens):
             raise BundleError(
                 f"layout 'frames' has {self.frames} frames of {self.tokens} tokens; it needs 1 to "
-                f"{MAX_SAMPLED_FRAMES} frames, and a square of tokens where it is halved; export the bundle again"
+                f"{MAX_SAMPLED_FRAMES} frames, and a square of tokens if it is halved; export the bundle again"
             )
 
     @property

@@ -1,6 +1,6 @@
 """The image at its own resolution, to the nearest multiple of a token's square: Qwen2-VL, Qwen2.5-VL.
 
-How many tokens an image has, and their positions, depend on its size: a row and a column for each, beside the time.
+The number of an image's tokens depends on its size; each has a row and a column as position, in addition to the time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_RATIO = 200  # of an image's sides
 class Native(Layout):
     """A token is a square of `merge` x `merge` patches of `patch` pixels a side.
 
-    Images are resized to whole squares, and to at least `min_pixels` and at most `max_pixels` where they are not.
+    Images are resized to whole squares, between `min_pixels` and `max_pixels`.
     """
 
     patch: int
@@ -49,7 +49,7 @@ class Native(Layout):
 
     @property
     def unit(self) -> int:
-        """Pixels a side of what becomes one token."""
+        """Pixels a side of one token's square."""
         return self.patch * self.merge
 
     @property
@@ -59,7 +59,7 @@ class Native(Layout):
 
     @property
     def max_tokens(self) -> int:
-        """No image has more: neither where it is shrunk, if to a single row, nor where it is enlarged."""
+        """The bound for images that are shrunk, to a single row too, and for enlarged ones."""
         most, fewest = self.max_pixels / self.unit**2, self.min_pixels / self.unit**2
         longest = range(math.ceil(math.sqrt(fewest)), math.ceil(math.sqrt(MAX_RATIO * fewest)) + 1)
         enlarged = max((side * math.ceil(fewest / max(1, side - 1)) for side in longest), default=1)

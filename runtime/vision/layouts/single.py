@@ -1,4 +1,4 @@
-"""One view of each image, and the same number of tokens whatever its size: LLaVA-1.5."""
+"""One view of each image, and the same number of tokens for every size: LLaVA-1.5."""
 
 from __future__ import annotations
 

@@ -20,10 +20,7 @@ from vtx.runtime.vision.preprocess import preprocess
 @image_layout("tiles")
 @dataclass(frozen=True, slots=True)
 class Tiles(Layout):
-    """`fewest` to `most` tiles of `tile` pixels a side and `tokens` each, and where there are several, the whole image.
-
-    That is squeezed into one more tile, the last.
-    """
+    """`fewest` to `most` tiles of `tile` pixels a side and `tokens` each; if several, one more with the whole image."""
 
     tile: int
     tokens: int

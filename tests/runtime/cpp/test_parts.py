@@ -16,8 +16,7 @@ from tests.support.old_pillow import OLD, REASON, down_first
 from tests.support.tiny import random_image
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.spec import parse, to_spec
-from vtx.runtime.vision.array import from_array
-from vtx.runtime.vision.files.source import bgr
+from vtx.runtime.vision.files.source import bgr, from_array
 from vtx.runtime.vision.image import load_image, to_rgb
 
 pytestmark = needs_cpp
