@@ -64,7 +64,7 @@ class GraphSource(Protocol):
 def open_source(bundle: Bundle, name: str) -> GraphSource:
     """The source of that name: a dialect's, or a device's.
 
-    Raises RequestError if there is no such source; BundleError if the bundle holds no graphs of the dialect; DeviceError
+    Raises RequestError if there is no such source; BundleError if the bundle lacks graphs of the dialect; DeviceError
     if the device lacks its library, its engines or its hardware, or if onnxruntime is too old.
     """
     if name in names.DIALECTS:

@@ -64,22 +64,17 @@ def make_app(
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": engines.describe()})
 
-    def health(most: float, *, ready: bool) -> Response:
+    async def health(request: Request) -> Response:
+        alive = request.url.path == "/livez"  # the others say whether it is ready for requests
         longest = max(engines.silences().values(), default=0.0)
         status = "ok"
-        if ready and engines.closed:
+        if not alive and engines.closed:
             status = "shutting down"
-        elif longest >= most:
+        elif longest >= limits.stall_seconds / (1 if alive else 2):
             status = "a thread that computes " + (
                 "has ended" if longest == math.inf else f"gave no sign of life for {longest:.0f} s"
             )
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
-
-    async def live(_: Request) -> Response:
-        return health(limits.stall_seconds, ready=False)
-
-    async def ready(_: Request) -> Response:
-        return health(limits.stall_seconds / 2, ready=True)
 
     async def page(request: Request) -> Response:
         content, kind = pages[request.url.path]
@@ -99,9 +94,7 @@ def make_app(
     routes = [
         Route("/v1/chat/completions", endpoint=chat, methods=["POST"]),
         Route("/v1/models", endpoint=models),
-        Route("/livez", endpoint=live),
-        Route("/readyz", endpoint=ready),
-        Route("/health", endpoint=ready),
+        *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
         Route("/metrics", endpoint=figures),
         *(Route(path, endpoint=page) for path in PAGE),
     ]

@@ -34,7 +34,7 @@ from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, mak
 from vtx.runtime.session.session import PrefillResult, Selection, Session
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.fit import without_notes
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
+from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 STEPS = 4  # tokens decoded after the first one
 
@@ -49,39 +49,22 @@ class PositionedCache:
         self._cache, self._use = cache, use
         self._positions: Ids = np.zeros((cache.capacity, *parts), np.int64)
 
-    @property
-    def length(self) -> int:
-        return self._cache.length
-
-    @property
-    def capacity(self) -> int:
-        return self._cache.capacity
-
-    @property
-    def selects_outputs(self) -> bool:
-        return self._cache.selects_outputs
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
 
     @property
     def positions(self) -> Ids:
         """[length], or [length, 3]: of the filled slots."""
-        return self._positions[: self.length].copy()
+        return self._positions[: self._cache.length].copy()
 
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         self._use(self)
         of_text = positions.ndim < self._positions.ndim  # whose parts are equal
-        self._positions[self.length : self.length + len(tokens)] = positions[:, None] if of_text else positions
+        length = self._cache.length
+        self._positions[length : length + len(tokens)] = positions[:, None] if of_text else positions
         return self._cache.append(tokens, positions, query=query, outputs=outputs)
-
-    def attention(self, *, last_only: bool = False) -> Scores:
-        return self._cache.attention(last_only=last_only)
-
-    def keys(self) -> NDArray[np.float32]:
-        return self._cache.keys()
-
-    def keep(self, length: int) -> None:
-        self._cache.keep(length)
 
     def read(self, slots: Ids) -> Any:
         return self._cache.read(slots), self._positions[slots]
@@ -103,8 +86,7 @@ class PositionedBackend:
 
     def stage(self, index: int, capacity: int) -> StageCache:
         use = partial(self.used.__setitem__, index)
-        cache = PositionedCache(self._backend.stage(index, capacity), self._parts, use)
-        return cast(StageCache, cache)
+        return cast(StageCache, PositionedCache(self._backend.stage(index, capacity), self._parts, use))
 
 
 def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: None) -> Traces:

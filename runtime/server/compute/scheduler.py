@@ -59,19 +59,14 @@ class Job:
         self, begin: Callable[[], AnswerStream], end: Callable[[bool], None], emit: Callable[[Event], None]
     ) -> None:
         self._begin, self._end, self._emit = begin, end, emit
-        self._stream: AnswerStream | None = None
+        self.stream: AnswerStream | None = None  # of its answer, once it has begun
         self._emitted = 0  # tokens
         self.cancelled = False
-
-    @property
-    def stream(self) -> AnswerStream | None:
-        """Its answer, from its beginning on."""
-        return self._stream
 
     def cancel(self) -> None:
         """End it, from any thread: within one token, or before the prompt's next stage."""
         self.cancelled = True
-        stream = self._stream
+        stream = self.stream
         if stream is not None:
             stream.cancel()
 
@@ -80,7 +75,7 @@ class Job:
         if self.cancelled:
             return False
         try:
-            self._stream = self._begin()
+            self.stream = self._begin()
         except Exception as e:
             self._fail(e)
             return False
@@ -88,7 +83,7 @@ class Job:
 
     def step(self) -> bool:
         """Compute the prompt, or one token more; False at the end."""
-        stream, ended = self._stream, False
+        stream, ended = self.stream, False
         assert stream is not None
         try:
             if self.cancelled:  # maybe while it began
@@ -111,7 +106,7 @@ class Job:
 
     def abandon(self) -> None:
         """End it because the server ends."""
-        stream, self._stream = self._stream, None
+        stream, self.stream = self.stream, None
         self._fail(shutting_down(), stream)
 
     def _fail(self, error: Exception, stream: AnswerStream | None = None) -> None:
