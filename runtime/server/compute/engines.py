@@ -73,16 +73,15 @@ class Engines:
                 self._needed[name] = needed(bundle)
             except VtxError as e:
                 raise RequestError(f"{name}: {e}") from e
+            if memory is not None and self._needed[name] > memory:
+                raise DeviceError(
+                    f"{name} needs about {size(self._needed[name])} of memory, the limit is {size(memory)}; raise "
+                    "--memory, or export with a smaller --precision"
+                )
         self._load, self._limits, self._memory, self._fit = load, limits, memory, fit
         self._loaded: dict[str, Engine] = {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
-        self._closed = False
-        for name, bytes_needed in self._needed.items():
-            if memory is not None and bytes_needed > memory:
-                raise DeviceError(
-                    f"{name} needs about {size(bytes_needed)} of memory, the limit is {size(memory)}; raise --memory, "
-                    "or export with a smaller --precision"
-                )
+        self.closed = False
 
     @property
     def names(self) -> list[str]:
@@ -93,10 +92,6 @@ class Engines:
         """The engines in memory."""
         with self._lock:
             return list(self._loaded.values())
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @contextmanager
     def use(self, engine: Engine) -> Iterator[None]:
@@ -119,7 +114,7 @@ class Engines:
     def acquire_loaded(self, name: str) -> Engine | None:
         """The engine of this name if it is loaded; `use` must follow."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise shutting_down()
             engine = self._loaded.get(name)
             if engine is not None:
@@ -163,7 +158,7 @@ class Engines:
     def close(self) -> None:
         """End all answers and free all engines."""
         with self._lock:
-            self._closed = True
+            self.closed = True
         with self._loading:
             for engine in self.loaded:
                 engine.close()
