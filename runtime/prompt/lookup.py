@@ -52,7 +52,7 @@ class PromptLookup:
         if first is None:
             return []
         period = len(self._ids) - first
-        found = [self._ids[first + n % period] for n in range(min(self._length, most))]
-        self.drafted += len(found)
-        self._running = len(found) or None
-        return found
+        tokens = [self._ids[first + n % period] for n in range(min(self._length, most))]
+        self.drafted += len(tokens)
+        self._running = len(tokens) or None
+        return tokens

@@ -38,14 +38,14 @@ class Masking:
 
     def mask(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """The messages with special tokens masked, and the masking character of each character masked."""
-        marks: dict[str, str] = {}
+        masks: dict[str, str] = {}
         taken = self._taken.union(*(text for message in messages for text in texts_of(message)))
         free = (char for code in chain(*_PRIVATE_USE) if (char := chr(code)) not in taken)
         masked: list[Message] = []
         for message in messages:
-            role = self._mask_text(message["role"], marks, free)
+            role = self._mask_text(message["role"], masks, free)
             # A special token may span two parts, so a message is masked as one text and cut again.
-            text = iter(self._mask_text("".join(texts_of(message)), marks, free))
+            text = iter(self._mask_text("".join(texts_of(message)), masks, free))
             content = message["content"]
             if isinstance(content, str):
                 masked.append({"role": role, "content": "".join(text)})
@@ -57,11 +57,11 @@ class Masking:
                 for part in content
             ]
             masked.append({"role": role, "content": parts})
-        return masked, marks
+        return masked, masks
 
-    def encode(self, rendered: str, marks: Mapping[str, str], encoding: Encoding) -> list[int]:
+    def encode(self, rendered: str, masks: Mapping[str, str], encoding: Encoding) -> list[int]:
         """The ids of the template's own control tokens in `encoding`, and of the text between them as ordinary text."""
-        unmask = str.maketrans({mark: character for character, mark in marks.items()})
+        unmask = str.maketrans({mark: character for character, mark in masks.items()})
         at_start, elsewhere = self._text_tokenizers
         tokens = list(zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True))
         ids = [id for id, _, _ in takewhile(itemgetter(2), tokens)]
@@ -81,7 +81,7 @@ class Masking:
     def _text_tokenizers(self) -> tuple[Tokenizer, Tokenizer]:
         return without_control_tokens(self._tokenizer, self._control)
 
-    def _mask_text(self, text: str, marks: dict[str, str], free: Iterator[str]) -> str:
+    def _mask_text(self, text: str, masks: dict[str, str], free: Iterator[str]) -> str:
         while True:
             starts = [match.start() for match in self._pattern.finditer(text)]
             if not starts and self._tokenizer.normalizer is not None:  # which may make control tokens of other text
@@ -93,9 +93,9 @@ class Masking:
             characters = list(text)
             for spot in starts:
                 character = characters[spot]
-                if character not in marks:
-                    marks[character] = "" if character in marks.values() else next(free, "")
-                if not marks[character]:
+                if character not in masks:
+                    masks[character] = "" if character in masks.values() else next(free, "")
+                if not masks[character]:
                     raise RequestError(f"the special token at character {spot} cannot be kept as text; leave it out")
-                characters[spot] = marks[character]
+                characters[spot] = masks[character]
             text = "".join(characters)

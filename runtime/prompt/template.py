@@ -122,13 +122,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        made = 0
+        size = 0
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length()
-            made = bits * max(right, 1) if operator == "**" else bits + right.bit_length()
+            size = bits * max(right, 1) if operator == "**" else bits + right.bit_length()
         for sequence, times in ((left, right), (right, left)):
             if isinstance(times, int) and isinstance(sequence, (str, bytes, list, tuple)):
-                made = len(sequence) * times
-        if made > MAX_PRODUCT:
+                size = len(sequence) * times
+        if size > MAX_PRODUCT:
             raise SecurityError(f"{operator} makes more than {MAX_PRODUCT:,} characters, items or bits")
         return super().call_binop(context, operator, left, right)

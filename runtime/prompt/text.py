@@ -142,7 +142,7 @@ class Text:
         self, messages: Sequence[Message], add_generation_prompt: bool, images: Sequence[PromptImage] = ()
     ) -> NDArray[np.int64]:
         """The ids of messages, one for each image and video; with `images` one for each span of theirs."""
-        masked, marks = self._masking.mask(messages)
+        masked, masks = self._masking.mask(messages)
         rendered = self._renderer.render(masked, add_generation_prompt=add_generation_prompt)
         if images:
             first, *texts = rendered.split(self.settings.image_token)
@@ -151,7 +151,7 @@ class Text:
         bos = self.settings.bos_token
         add = self.settings.add_special_tokens and not (bos and rendered.startswith(bos))
         encoding = encode(self.tokenizer, rendered, add_special_tokens=add)
-        ids = np.asarray(self._masking.encode(rendered, marks, encoding) if marks else encoding.ids, dtype=np.int64)
+        ids = np.asarray(self._masking.encode(rendered, masks, encoding) if masks else encoding.ids, dtype=np.int64)
         highest = int(ids.max(initial=0))
         if self._vocab is not None and highest >= self._vocab:
             raise BundleError(

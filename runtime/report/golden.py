@@ -83,8 +83,8 @@ def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
             raise BundleError(f"{m.golden} lacks {name!r}; export the bundle again")
         array, dtype = stored[name], np.int64 if name == "ids" else np.float32
         fits = array.dtype == dtype and array.ndim in axes.get(name, (1,)) and array.size
-        found = array.shape[array.ndim - len(last) :]
-        if not fits or any(want not in (None, got) for want, got in zip(last, found, strict=True)):
+        shape = array.shape[array.ndim - len(last) :]
+        if not fits or any(want not in (None, got) for want, got in zip(last, shape, strict=True)):
             raise BundleError(
                 f"{m.golden}: {name} is {array.dtype} {list(array.shape)}, this model has none of that kind; "
                 "export the bundle again"

@@ -122,14 +122,15 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None
         if scope["type"] == "http":
-            scheme, _, given = header(scope, b"authorization").partition(" ")
+            scheme, _, credentials = header(scope, b"authorization").partition(" ")
+            key = credentials.strip().encode("latin-1")
             if self._local_hosts and not is_local(header(scope, b"host")):
                 refusal = Refusal(
                     421, "the Host header names another machine; ask for localhost, or start vtx-serve with --host"
                 )
             elif self._key is None or scope["path"] in OPEN:
                 pass
-            elif scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key):
+            elif scheme.lower() != "bearer" or not hmac.compare_digest(key, self._key):
                 refusal = Refusal(
                     401, "the API key is missing or wrong; send it as Authorization: Bearer KEY",
                     code="invalid_api_key",

@@ -51,10 +51,10 @@ def connect_public(host: str, seconds: float) -> socket.socket:
 
     Raises OSError if it cannot be reached, or its certificate is not valid; Refusal if an address of it is private.
     """
-    found = socket.getaddrinfo(host, PORT, type=socket.SOCK_STREAM)
-    if not found or not all(is_public(str(address[0])) for *_, address in found):
+    addresses = socket.getaddrinfo(host, PORT, type=socket.SOCK_STREAM)
+    if not addresses or not all(is_public(str(address[0])) for *_, address in addresses):
         raise Refusal(400, f"{host} has an address that is not public; it is not fetched from", param="messages")
-    family, kind, proto, _, address = found[0]
+    family, kind, proto, _, address = addresses[0]
     with socket.socket(family, kind, proto) as raw:
         raw.settimeout(seconds)
         raw.connect(address)
@@ -76,16 +76,16 @@ def fetch(image: RemoteImage, limit: int, seconds: float, connect: Connect = con
     """The bytes at an address, at most `limit`, within `seconds`. Raises Refusal."""
     end = time.monotonic() + seconds
     try:
-        with connect(image.host, seconds) as at:
+        with connect(image.host, seconds) as connection:
 
             def hang_up() -> None:
                 with suppress(OSError):
-                    at.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
 
             ending = threading.Timer(end - time.monotonic(), hang_up)  # ends the reading, however slow it is
             ending.start()
             try:
-                content = _fetched(image, limit, at)
+                content = _fetched(image, limit, connection)
             finally:
                 ending.cancel()
         if time.monotonic() >= end:

@@ -53,15 +53,15 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
     data = parse_json(body, "the body", error=RequestError)
     if not isinstance(data, dict):
         raise Refusal(400, f"the body is {type(data).__name__}, not an object; send a chat completion request")
-    given = {name: value for name, value in data.items() if value is not None}
-    for name in set(given) & set(NEUTRAL):
-        value = given.pop(name)
+    present = {name: value for name, value in data.items() if value is not None}
+    for name in set(present) & set(NEUTRAL):
+        value = present.pop(name)
         if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in NEUTRAL[name]):
             raise Refusal(
                 400, f"{name} is {value!r:.40}, which vtx does not do; leave it out", code="unsupported_value",
                 param=name,
             )  # fmt: skip
-    fields = _Fields({name: value for name, value in given.items() if name not in IGNORED})
+    fields = _Fields({name: value for name, value in present.items() if name not in IGNORED})
     model = fields.need("model", partial(check_text, "model"))
     images, messages = fields.need("messages", lambda value: _messages(value, limits, hosts))
     tokens = fields.take("max_tokens", DEFAULT_TOKENS, lambda value: _tokens(value, limits))
@@ -116,12 +116,12 @@ class _Fields:
             return default
         value = self.left.pop(name)
         try:
-            given = check(value)
+            checked = check(value)
         except Refusal:
             raise
         except RequestError as e:
             raise Refusal(400, str(e), code="invalid_value", param=name) from e
-        return value if given is None else given
+        return value if checked is None else checked
 
     def need(self, name: str, check: Callable[[Any], Any]) -> Any:
         if name not in self.left:
@@ -190,15 +190,15 @@ def _part(part: Any, hosts: Collection[str]) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if kind not in ("image_url", "video_url"):
         raise RequestError(f"a part of a message must be of type text, image_url or video_url; got {part!r:.80}")
-    given = part.get(kind)
-    url = given.get("url") if isinstance(given, dict) else given
+    source = part.get(kind)
+    url = source.get("url") if isinstance(source, dict) else source
     if kind == "video_url":
         if not isinstance(url, str) or url[:5].lower() != "data:":
             raise RequestError(
                 f"a video must be a data URL, data:video/mp4;base64,...; got {url!r:.80}. This server fetches no "
                 "videos and opens no files"
             )
-        frames = given.get("frames") if isinstance(given, dict) else None
+        frames = source.get("frames") if isinstance(source, dict) else None
         return {"type": "video_url", "video_url": {"url": url, "frames": frames}}
     if hosts and isinstance(url, str) and url[:5].lower() != "data:":
         return {"type": "image", "image": remote_image(url, hosts)}

@@ -94,12 +94,12 @@ def systemd(environ: Mapping[str, str] = os.environ) -> tuple[Notify, float]:
     if address[0] not in "/@" or not hasattr(socket, "AF_UNIX"):
         raise RequestError(f"NOTIFY_SOCKET is {address!r:.80}; only Unix sockets, /PATH or @NAME, are supported")
     target = "\0" + address[1:] if address[0] == "@" else address
-    mine = environ.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
+    for_us = environ.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
 
     def notify(state: str) -> None:
-        if state == "WATCHDOG=1" and not (limit and mine):
+        if state == "WATCHDOG=1" and not (limit and for_us):
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as at:
-            at.sendto(state.encode(), target)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(state.encode(), target)
 
-    return notify, int(limit) / 2e6 if limit and mine else LOOK_SECONDS
+    return notify, int(limit) / 2e6 if limit and for_us else LOOK_SECONDS

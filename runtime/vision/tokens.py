@@ -109,13 +109,13 @@ class ImageTokens:
         hidden: HiddenStates = features.reshape(-1, features.shape[-1])
         patches = cls.one_per_patch(hidden).patches
         indices, merged = outputs.get(names.PATCH_INDEX, patches.indices), outputs.get(names.MERGED, patches.merged)
-        there = np.flatnonzero(merged != names.GONE)
+        present = np.flatnonzero(merged != names.GONE)
         signals = {name: x for name, x in outputs.items() if name in names.VISION_SIGNALS}
         signals |= {name: x for name, x in outputs.items() if name.startswith(names.TOKEN_INPUT)}
         patches = Patches(indices, merged == names.WINDOW, signals)
-        if len(there) == len(hidden):
+        if len(present) == len(hidden):
             return cls(hidden, patches)
-        return cls(hidden[there], patches.take(there), len(hidden) - len(there))
+        return cls(hidden[present], patches.take(present), len(hidden) - len(present))
 
     @classmethod
     def one_per_patch(cls, hidden: HiddenStates) -> ImageTokens:
@@ -175,11 +175,11 @@ def joined(views: Sequence[ImageTokens]) -> ImageTokens:
         indices.append(np.where(own >= 0, own + sum(map(len, indices)), own))
         numbers.append(np.where(own == NEWLINE, -1, number))
         for name in widths:
-            silent = np.zeros((len(own), *widths[name]), np.float32)
-            signals.setdefault(name, []).append(view.patches.signals.get(name, silent))
+            zeros = np.zeros((len(own), *widths[name]), np.float32)
+            signals.setdefault(name, []).append(view.patches.signals.get(name, zeros))
     merged = np.concatenate([view.patches.merged for view in views])
-    said = {name: np.concatenate(parts) for name, parts in signals.items()}
-    patches = Patches(np.concatenate(indices), merged, said, np.concatenate(numbers))
+    outputs = {name: np.concatenate(parts) for name, parts in signals.items()}
+    patches = Patches(np.concatenate(indices), merged, outputs, np.concatenate(numbers))
     return ImageTokens(np.concatenate([view.hidden for view in views]), patches, sum(view.idle for view in views))
 
 

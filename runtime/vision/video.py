@@ -128,18 +128,18 @@ def load_frames(
         if kind is None:
             raise ImageError(f"{name} is not a video of a known format; vtx reads {READABLE}, whatever the name says")
         broken = ImageError(f"{name} makes its decoder answer nonsense; it is hostile, get it from somebody you trust")
-        found = dict[int, T]()
+        prepared = dict[int, T]()
 
         def receive(frame: dict[str, Any], pixels: bytearray) -> None:
             values: tuple[Any, ...] = tuple(frame.get(key) for key in ("number", "width", "height", "turns"))
             number, width, height, turns = values
             whole = all(type(value) is int for value in values)
-            if not whole or min(width, height) < 1 or 3 * width * height != len(pixels) or len(found) > 2 * wanted:
+            if not whole or min(width, height) < 1 or 3 * width * height != len(pixels) or len(prepared) > 2 * wanted:
                 raise broken
             image = np.rot90(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), turns)
-            if padded and -1 not in found:
-                found[-1] = prepare(Image.new("RGB", (image.shape[1], image.shape[0])))
-            found[number] = prepare(Image.fromarray(np.ascontiguousarray(image)))
+            if padded and -1 not in prepared:
+                prepared[-1] = prepare(Image.new("RGB", (image.shape[1], image.shape[0])))
+            prepared[number] = prepare(Image.fromarray(np.ascontiguousarray(image)))
 
         request = {
             "name": name, "container": kind, "wanted": wanted, "padded": padded, "codecs": CODECS,
@@ -158,9 +158,9 @@ def load_frames(
     order = result.get("frames") if isinstance(result, dict) else None
     if not isinstance(order, list) or len(order) != wanted or not all(type(number) is int for number in order):
         raise broken
-    if not found.keys() >= {*order}:
+    if not prepared.keys() >= {*order}:
         raise broken
-    return [found[number] for number in order]
+    return [prepared[number] for number in order]
 
 
 @contextmanager

@@ -111,15 +111,15 @@ def _write(model: Model, folder: Path, progress: Progress) -> Traces:
         prepared = [model.loaded.prepare(picture) for picture in pictures]
         sets = {q.images: model.loaded.prepare_all([pictures[n] for n in q.images]) for q in questions(model.manifest)}
     write_images(folder, pictures, [golden_pixels(image.views) for image in prepared])
-    every, traced = list(cases(model.manifest)), list[TracedCase]()
-    for number, case in enumerate(every):
-        progress("cases", number, len(every))
+    all_cases, traced = list(cases(model.manifest)), list[TracedCase]()
+    for number, case in enumerate(all_cases):
+        progress("cases", number, len(all_cases))
         file = f"case-{number:02d}.safetensors"
         recorder = _Recorder(model, case)
         tensors, asked = dict[str, NDArray[Any]](), list[TracedQuestion]()
         for index, question in enumerate(questions(model.manifest)):
-            result, seen = recorder.ask(question, sets[question.images])
-            tensors |= {f"{index}.{name}": np.ascontiguousarray(array) for name, array in seen.items()}
+            result, recorded = recorder.ask(question, sets[question.images])
+            tensors |= {f"{index}.{name}": np.ascontiguousarray(array) for name, array in recorded.items()}
             cuts = tuple(TracedCut(cut.layer, cut.by) for cut in result.cuts)
             messages = tuple(dict(message) for message in question.messages)
             asked.append(
@@ -127,7 +127,7 @@ def _write(model: Model, folder: Path, progress: Progress) -> Traces:
             )  # fmt: skip
         write_safetensors(folder / file, tensors, None)
         traced.append(TracedCase(case.k, case.reduce, file, tuple(asked)))
-    progress("cases", len(every), len(every))
+    progress("cases", len(all_cases), len(all_cases))
     traces = Traces(
         format=FORMAT,
         runtime=f"vtx {model.manifest.vtx}",
@@ -171,15 +171,15 @@ class _Recorder:
         prompt = make_prompt(ids, token, encoders, policy, partial(model.loaded.text.prompt, messages))
         result = self._session.prefill(prompt, policy, after=after)
         self._selection = result.selection
-        seen: dict[str, NDArray[Any]] = {"ids": prompt.ids, "is_vision": prompt.is_vision.astype(np.uint8)}
-        seen |= {f"kept.{number}": cut.kept.astype(np.uint8) for number, cut in enumerate(result.cuts)}
-        seen |= {f"positions.{layer}": positions for layer, positions in self._by_layer().items()}
+        recorded: dict[str, NDArray[Any]] = {"ids": prompt.ids, "is_vision": prompt.is_vision.astype(np.uint8)}
+        recorded |= {f"kept.{number}": cut.kept.astype(np.uint8) for number, cut in enumerate(result.cuts)}
+        recorded |= {f"positions.{layer}": positions for layer, positions in self._by_layer().items()}
         logits = [result.logits.copy()]
         for _ in range(STEPS):
             logits.append(self._session.decode(int(logits[-1].argmax())).copy())
-        seen |= {f"decoded.{layer}": positions[-STEPS:] for layer, positions in self._by_layer().items()}
-        seen |= {"tokens": np.array([int(row.argmax()) for row in logits], np.int64), "logits": np.stack(logits)}
-        return result, seen
+        recorded |= {f"decoded.{layer}": positions[-STEPS:] for layer, positions in self._by_layer().items()}
+        recorded |= {"tokens": np.array([int(row.argmax()) for row in logits], np.int64), "logits": np.stack(logits)}
+        return result, recorded
 
     def _by_layer(self) -> dict[int, Ids]:
         """The positions of the filled slots of every layer."""

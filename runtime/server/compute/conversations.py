@@ -28,16 +28,16 @@ class ConversationPool:
         self.hits = self.misses = self.kept_bytes = 0
 
     def lease(self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, reuse: bool = True) -> Conversation:
-        """The kept conversation about these images that has most of the prompt `ids`, or a new one.
+        """The kept conversation about these images that shares most of the prompt `ids`, or a new one.
 
         Without `reuse` it is new, and finds no image encoded.
         """
-        conversation, most, keys = None, 0, [image.key for image in images]
+        conversation, best, keys = None, 0, [image.key for image in images]
         for kept in self._kept if reuse else ():
             agreed, held = kept.agreement(ids)
             # One that agrees in less than half of what it holds is left for the request that continues it.
-            if [image.key for image in kept.images] == keys and agreed > most and 2 * agreed >= held:
-                conversation, most = kept, agreed
+            if [image.key for image in kept.images] == keys and agreed > best and 2 * agreed >= held:
+                conversation, best = kept, agreed
         if not reuse:
             conversation = Conversation(self._loaded, tuple(images), shares_images=False)
         elif conversation is None:

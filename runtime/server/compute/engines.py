@@ -216,9 +216,9 @@ def named(specs: tuple[str, ...]) -> dict[str, Path]:
     """Bundles by name from NAME=DIR or DIR; the name of the latter is the directory's."""
     bundles: dict[str, Path] = {}
     for spec in specs:
-        name, given, folder = spec.partition("=")
-        path = Path(folder if given else spec)
-        name = name if given else path.resolve().name
+        name, separator, folder = spec.partition("=")
+        path = Path(folder if separator else spec)
+        name = name if separator else path.resolve().name
         if not name or name in bundles:
             raise RequestError(f"two bundles are called {name!r}, or one has no name; name them: --bundle NAME=DIR")
         bundles[name] = path

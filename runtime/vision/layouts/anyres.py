@@ -138,10 +138,10 @@ class Anyres(Layout):
             raise RequestError(
                 "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out"
             )
-        every = joined([*views, ImageTokens.newlines(newline)])
+        candidates = joined([*views, ImageTokens.newlines(newline)])
         whole = np.arange(self.one_tile)
         if len(views) == 1:
-            return every.take(np.append(whole, len(every) - 1))
+            return candidates.take(np.append(whole, len(candidates) - 1))
         columns, rows = (side // self.tile for side in self._resolution(width, height))
         left, top, right, bottom = self._unpadded(width, height)
         # the index of each token of the grid: the tiles' tokens follow the squeezed image in raster order
@@ -150,10 +150,10 @@ class Anyres(Layout):
         across, down = self.shrunk(right - left, bottom - top)
         shrinks = (down, across) != grid.shape
         if shrinks:  # a token of four has the patch index of the nearest
-            shrunk = bilinear.resized(every.hidden[grid], down, across)
+            shrunk = bilinear.resized(candidates.hidden[grid], down, across)
             grid = grid[bilinear.nearest(grid.shape[0], down)[:, None], bilinear.nearest(grid.shape[1], across)]
-        ends = np.full((down, 1), len(every) - 1)  # the one newline serves all rows
-        tokens = every.take(np.concatenate([whole, np.concatenate([grid, ends], 1).ravel()]))
+        ends = np.full((down, 1), len(candidates) - 1)  # the one newline serves all rows
+        tokens = candidates.take(np.concatenate([whole, np.concatenate([grid, ends], 1).ravel()]))
         if shrinks:
             tokens.hidden[self.one_tile :].reshape(down, across + 1, -1)[:, :-1] = shrunk
         return tokens
