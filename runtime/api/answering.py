@@ -19,8 +19,8 @@ from vtx.runtime.api.turns import Ended, Request
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.make import decisions
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.prompt.tokenizer import Detokenizer
 from vtx.runtime.prompt.messages import Message
+from vtx.runtime.prompt.tokenizer import Detokenizer
 from vtx.runtime.session.encoded_images import EncodedImages, make_prompt, selecting_text
 from vtx.runtime.session.generate import generate
 from vtx.runtime.session.sampling import Likely, Sampler, log_probability, most_likely
