@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SAMPLES = 8  # questions measured; at 7B each takes a minute or more on two cores
 FACTORS = ".factors.safetensors"
 NORM = "layernorm.weight"
-STRICT = Strict(ExportError, "remove the staging directory beside the output and export again")
+STRICT = Strict(ExportError, "remove the staging directory next to the output and export again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class FactorsRecord:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Channel factors by the weight that takes their inverse, and how they were measured, for the bundle's record."""
+    """Channel factors by the weight that their inverse scales, and a record of their measurement."""
 
     by_source: Mapping[str, Floats]
     record: FactorsRecord
@@ -181,7 +181,7 @@ def shares(is_vision: Sequence[NDArray[np.bool_]]) -> list[Tensor]:
 
 
 def drawn(is_vision: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.int64]]:
-    """The tokens of each sample to compute products of: `TOKENS` in all, half of them text where there is enough."""
+    """The tokens of each sample to compute products of: `TOKENS` in total, half of them text if there is enough."""
     whole, rng = np.concatenate(is_vision), np.random.default_rng(0)
     text = rng.permutation(np.flatnonzero(~whole))[: TOKENS // 2]
     kept = np.sort(np.concatenate([text, rng.permutation(np.flatnonzero(whole))[: TOKENS - len(text)]]))

@@ -27,7 +27,7 @@ class ActivationAware:
     data: Data
 
     def check(self, precision: str) -> None:
-        """Raise RequestError where no matrix of the decoder is quantised."""
+        """Raise RequestError if no matrix of the decoder is quantised."""
         if PRECISIONS[precision].bits is None:
             raise RequestError(
                 f"--activation-aware lowers the error of integer weights, and {precision} weights are not rounded; "
@@ -41,16 +41,16 @@ class ActivationAware:
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
+    """The settings of an export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
 
     `dialects` are the operator sets to write the graphs in.
-    "auto" stands for every depth that has a gate in the file `gates`, and the gates decide by default.
-    `calibration` records how K was chosen where it was measured; it must keep 90% of the answers, unless
+    "auto" means every depth that has a gate in the file `gates`, and the gates decide by default.
+    `calibration` records how K was chosen if it was measured; it must keep 90% of the answers, unless
     `allow_changed_answers` is set. `reductions` are the specs of methods that drop image
     tokens, the first one the default; `retain` is the number of tokens that its thresholds are to keep. `aware` holds
     the questions by whose activations the channels of quantised matrices are scaled. `text_tower` is the CLIP whose
     text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and
-    `allow_pickle` has weights read that are pickles. `int4_block`: the most weights that share a scale in int4.
+    `allow_pickle` allows weights that are pickles. `int4_block`: the most weights that share a scale in int4.
     """
 
     model: str = DEMO

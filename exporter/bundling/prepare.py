@@ -158,7 +158,7 @@ def plan_export(options: ExportOptions) -> Plan:
     chat_template = options.template
     if chat_template is None and original is not None:
         chat_template = original.template
-    elif family.template is not None:  # what the family's processor in transformers adds to a prompt
+    elif family.template is not None:  # adds the text that the family's processor in transformers adds
         chat_template = family.template(read_template(checkpoint.folder) if chat_template is None else chat_template)
     tokenizer, template, text = read_text(
         original.text_folder if original else checkpoint.folder,
@@ -206,7 +206,7 @@ def _gates_and_ks(
 
 
 def _image_settings(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> ImageSettings:
-    """The checkpoint's image settings, which must give the size of image that its tower takes."""
+    """The checkpoint's image settings, which must give images of the tower's size."""
     processor = checkpoint.original.processor if checkpoint.original else read_image_processor(checkpoint.folder)
     image = image_settings(processor, family.processors)
     _check_side(image, config, "image")
@@ -219,7 +219,7 @@ def _check_side(settings: ImageSettings, config: ModelConfig, kind: str) -> None
         return
     if (settings.height, settings.width) != (side, side):
         raise UnsupportedModelError(
-            f"the {kind} processor gives {settings.height} x {settings.width} pixels, the tower takes {side} x {side}; "
+            f"the {kind} processor gives {settings.height} x {settings.width} pixels, the tower needs {side} x {side}; "
             "correct preprocessor_config.json"
         )
 

@@ -47,7 +47,7 @@ def set_back_after_killed(out: Path) -> None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other exports from making or moving directories in `folder`, where the file system has locks."""
+    """Keep other exports from making or moving directories in `folder`, if the file system has locks."""
     descriptor = open_directory(folder)
     try:
         with suppress(OSError):

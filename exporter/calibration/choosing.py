@@ -15,7 +15,7 @@ ETA = 0.003
 
 @dataclass(frozen=True, slots=True)
 class Choosing:
-    """How K is chosen: by `min_kept` percent of unchanged answers, or accuracy within `max_drop` points of K = none.
+    """The rule that chooses K: `min_kept` percent of unchanged answers, or accuracy within `max_drop` points of none.
 
     Mean KL below `eta` nats is a second opinion; it decides only if no answers were compared.
     """

@@ -1,4 +1,4 @@
-"""What a calibration measures of each item, in memory and as a line of samples.jsonl."""
+"""A calibration's figures for each item, in memory and as a line of samples.jsonl."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DAMAGED = "samples.jsonl is damaged, remove it"
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
-    """One item. `kl` and `kl_reverse` [K's] are nats of the next token, `top1` [K's] whether it stays the same.
+    """One item. `kl` and `kl_reverse` [K's] are nats of the next token, `top1` [K's] is true if it stays the same.
 
-    `agree` and `right` [1 + K's], no withdrawal first: whether greedy decoding gives the model's own answer and the
-    right one; None where there is none. `answer` is the model's own.
+    `agree` and `right` [1 + K's], no withdrawal first: true if greedy decoding gives the model's own answer and the
+    right one; None if there is none. `answer` is the model's own.
     """
 
     answer: str | None
@@ -39,13 +39,13 @@ class Measurement:
 
 
 def written(result: ItemResult) -> dict[str, Any]:
-    """As its line holds it."""
+    """The result as its line holds it."""
     values: dict[str, Any] = json_value(result)
     return values
 
 
 def read_result(line: dict[str, Any], ks: int) -> ItemResult:
-    """The result that a line holds. RequestError where it does not have a figure for each of `ks` K's."""
+    """The result that a line holds. RequestError if it does not have a figure for each of `ks` K's."""
     result = Strict(RequestError, DAMAGED).read(ItemResult, line, "an item")
     lengths = {"kl": ks, "kl_reverse": ks, "top1": ks, "agree": 1 + ks, "right": 1 + ks}
     for name, length in lengths.items():

@@ -1,4 +1,4 @@
-"""From measurements to a K: curves with their intervals, what the rules choose, and the report on disk."""
+"""From measurements to a K: curves with their intervals, the choices of the rules, and the report on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_REPORT = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class CalibratedModel:
-    """What was measured. `fingerprint` is its checkpoint's."""
+    """The measured model. `fingerprint` identifies its checkpoint."""
 
     name: str
     fingerprint: str
@@ -75,12 +75,12 @@ class CalibrationReport:
     samples: tuple[ItemResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As report.json holds it; attention only where it was measured."""
+        """The content of report.json; attention only if it was measured."""
         return {"format": FORMAT, **json_value(self)}
 
     @property
     def warning(self) -> str | None:
-        """That the chosen K changes too many answers, or that nobody knows; None where all is well or none fits."""
+        """A warning if the chosen K changes too many answers or an unknown number, else None."""
         kept = [point.agree for point in self.curve if point.k == self.k]
         return None if self.k is None else changed_answers(self.k, kept[0])
 
@@ -121,7 +121,7 @@ def make_curve(measured: Measurement) -> tuple[Point, ...]:
 
 
 def mean_attention(results: Sequence[ItemResult]) -> MeanAttention | None:
-    """The mean over the items; None where attention was not measured."""
+    """The mean over the items; None if attention was not measured."""
     samples = [result.attention for result in results if result.attention is not None]
     if not samples:
         return None
@@ -181,7 +181,7 @@ def find_report(path: Path) -> Path | None:
 
 
 def chosen(report: CalibrationReport) -> RecordedChoice:
-    """The choice of a report as an export records it. RequestError where no K fits."""
+    """The choice of a report as an export records it. RequestError if no K fits."""
     at = [point for point in report.curve if point.k == report.k]
     return _recorded(report.k, report.choices[-1], report.data, at)
 

@@ -1,4 +1,4 @@
-"""Fitting the gates to what was measured: every gate sees every item; one gate is in memory at a time.
+"""Fitting the gates to the measurements: every gate sees every item; one gate is in memory at a time.
 
 DyVTE draws one exit layer a step, since it runs the model in each. Here the model has run already.
 """
@@ -34,7 +34,7 @@ GateWeights = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """How gates are fitted. `alpha` bounds the cross-entropy after the exit by that of the full model (DyVTE Eq. 6).
+    """Settings of the fit. `alpha` bounds the cross-entropy after the exit by that of the full model (DyVTE Eq. 6).
 
     An infinite `alpha` bounds nothing: the answer alone decides (DyVTE Eq. 5).
     `epochs` None: enough for about 8,000 items in total, at least one.
@@ -61,7 +61,7 @@ class FitOptions:
 
 
 def labels(agreement: NDArray[np.float32], losses: NDArray[np.float32], alpha: float) -> NDArray[np.int64]:
-    """DyVTE Eq. 6 [items, K]: 1 where the image tokens may leave before layer K.
+    """DyVTE Eq. 6 [items, K]: 1 if the image tokens may leave before layer K.
 
     Of `agreement` and cross-entropy [items, K and none] the last column is the full model's.
     """
@@ -141,7 +141,7 @@ def _initial(rows: int, columns: int, random: torch.Generator) -> Tensor:
 def write_gates(
     path: Path, gates: dict[int, GateWeights], model_fingerprint: str, options: FitOptions, record: dict[str, object]
 ) -> None:
-    """Write a gate file as `vtx-export --gates` takes it, with a record of its training."""
+    """Write a gate file for `vtx-export --gates`, with a record of its training."""
     tensors = {name: w for k, gate in sorted(gates.items()) for name, w in zip(gate_tensors(k), gate, strict=True)}
     alpha = options.alpha if math.isfinite(options.alpha) else None
     training = {

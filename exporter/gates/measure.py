@@ -188,7 +188,7 @@ class Measurer:
 
 
 def gate_input(hidden: Tensor, prefix: int) -> NDArray[np.float32]:
-    """Of hidden states [n, hidden] after the prefix: the mean without the last (zeros if alone), then the last."""
+    """Of the hidden states [n, hidden] after the prefix the mean without the last (zeros if alone), then the last."""
     suffix = hidden[prefix:]
     mean = suffix[:-1].mean(0) if len(suffix) > 1 else torch.zeros_like(suffix[0])
     features: NDArray[np.float32] = torch.cat((mean, suffix[-1])).float().numpy()

@@ -25,7 +25,7 @@ Bools = NDArray[np.bool_]
 class HeldOut:
     """Held-out items: the odds of each gate [items, K], and per K (last: none) the effect of withdrawal.
 
-    `same` [items, K and none]: the answer is the full model's; `right` likewise, 2 where the data has no answer;
+    `same` [items, K and none]: the answer is the full model's; `right` likewise, 2 if the data have no answer;
     `tokens` [items, 2]: text and vision tokens of the prompt.
     """
 
@@ -142,7 +142,7 @@ class GatesReport:
     plot: str | None = optional(None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As its file holds it."""
+        """The content of its file."""
         values: dict[str, Any] = json_value(self)
         judgement: dict[str, Any] = values.pop("judgement")
         return values | judgement

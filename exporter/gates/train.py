@@ -79,7 +79,7 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
         work_folder,
         disk_bytes(source, work.missing()),
         purpose="measuring",
-        fix="name another --work, or take fewer --items",
+        fix="name another --work, or use fewer --items",
     )
     count = counter(report, "items", sum(len(shard.items) for shard in work.missing()))
     if options.ray_address is None:

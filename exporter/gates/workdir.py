@@ -31,7 +31,7 @@ Tensors = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
-    """How items are measured. `answers` are the model's own greedy ones, or the data's.
+    """Settings of the measurement. `answers` are the model's own greedy ones, or the data's.
 
     `batch` items are measured together and make one shard; own answers need their KV cache in memory.
     """
@@ -74,7 +74,7 @@ def make_shards(items: Sequence[Item], batch: int, *, held_out: bool, first: int
 
 @dataclass(frozen=True, slots=True)
 class WorkIdentity:
-    """Digests of what was measured and how."""
+    """Digests of the model, the data and the options of a measurement."""
 
     model: str
     data: str
@@ -84,7 +84,7 @@ class WorkIdentity:
 class WorkDirectory:
     """A directory of measurements, guarded by a fingerprint of model, data and options.
 
-    Raises `RequestError` where the directory holds another measurement.
+    Raises `RequestError` if the directory holds another measurement.
     """
 
     def __init__(self, folder: Path, source: Source, options: MeasureOptions, shards: Sequence[Shard]) -> None:

@@ -20,10 +20,10 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
     d, w, learning = options.depths, options.weights, options.learning
     drawn = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")
     layers = "all layers" if learning.layers is None else f"layers {learning.layers[0]} to {learning.layers[1]}"
-    learnt = f"the weights of {layers}" if learning.full else f"adapters of rank {learning.rank} on {layers}, merged"
+    trained = f"the weights of {layers}" if learning.full else f"adapters of rank {learning.rank} on {layers}, merged"
     facts = [
         ("base model", base),
-        ("trained weights", learnt),
+        ("trained weights", trained),
         ("K in training", f"{drawn}; {options.full_share:.0%} of the images without withdrawal"),
         ("loss", f"{w.kl:g} KL to the base model + {w.ce:g} cross-entropy + {w.hidden:g} hidden states"),
         ("data", f"{record['items']} questions about {record['rows']} rows of images, {record['data']}"),

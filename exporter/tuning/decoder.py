@@ -39,7 +39,7 @@ def module_name(canonical: str) -> str:
 
 
 def load_text_model(source: Source, dtype: torch.dtype, device: torch.device, learning: Learning) -> Any:
-    """The text model of a checkpoint as transformers has it, without towers; layers that learn whole are float32.
+    """The text model of a checkpoint as transformers has it, without towers; layers trained in full are float32.
 
     Raises UnsupportedModelError for a text family that is not tuned.
     """
@@ -74,7 +74,7 @@ def load_text_model(source: Source, dtype: torch.dtype, device: torch.device, le
 
 
 class WithdrawingDecoder(nn.Module):
-    """A decoder over packed questions. Of its parameters only those that learn require gradients."""
+    """A decoder over packed questions. Only its trained parameters require gradients."""
 
     def __init__(self, text: TextConfig, model: Any, learning: Learning, *, seed: int, checkpointing: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class WithdrawingDecoder(nn.Module):
         return device
 
     def learning_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer changes, by name, in a fixed order."""
+        """The parameters that the optimizer changes, by name, in a fixed order."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def forward(self, row: dict[str, Tensor], features: Tensor, k: int | None) -> Tensor:
@@ -228,6 +228,6 @@ def adapter_layers(model: Any) -> Iterator[Any]:
 
 
 def tensors_of(row: Row, device: torch.device) -> dict[str, Tensor]:
-    """A row's tensors on a device, as `forward` takes them."""
+    """A row's tensors on a device, the argument of `forward`."""
     names = ("ids", "blocks", "positions", "image", "at", "targets", "given")
     return {name: getattr(row, name).to(device) for name in names}

@@ -18,7 +18,7 @@ KEPT_BYTES = 1 << 30  # of encoded images
 
 
 class ResidentWeights(CheckpointWeights):
-    """`WeightSource` that keeps what was read whole on a device, in float32."""
+    """`WeightSource` that keeps weights that were read in full on a device, in float32."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
         super().__init__(source.checkpoint)

@@ -20,10 +20,10 @@ MAX_DROP = 1.0  # percentage points
 def judge(
     before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Progress
 ) -> dict[str, Any]:
-    """Curves of both over K, the earliest K within a point of full depth, and what full depth lost.
+    """Curves of both over K, the earliest K within a point of full depth, and the accuracy lost at full depth.
 
     An answer that the data do not give is the untuned model's own at full depth; so the accuracy of both models is the
-    share of right answers where the data have them, and else of answers equal to that model's.
+    share of right answers if the data have them, else of answers equal to that model's.
     """
     options = CalibrationOptions(k_from=2, max_new_tokens=max_new_tokens)
     answered = Data("items held out", tuple(items))

@@ -1,4 +1,4 @@
-"""What to tune and how: the K that training draws, the terms of the loss, which weights learn."""
+"""The settings of a tuning: the K that training draws, the terms of the loss, the weights to train."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Depths:
 
     @classmethod
     def parse(cls, text: str) -> Depths:
-        """Of `8` (6 to 10, 8 the most often) or `4-12` (each alike). Raises RequestError."""
+        """Read `8` (6 to 10, 8 the most often) or `4-12` (each alike). Raises RequestError."""
         if not (match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())):
             raise RequestError(f"--k is {text!r}; give a layer such as 8, or a range such as 4-12")
         low, high = int(match[1]), int(match[2] or match[1])
@@ -37,7 +37,7 @@ class Depths:
         return cls(low, high) if match[2] else cls(max(2, low - AROUND), low + AROUND, low)
 
     def within(self, layers: int) -> Depths:
-        """The same for a model of `layers` layers. Raises RequestError where a K is beyond it."""
+        """The same for a model of `layers` layers. Raises RequestError if a K is beyond it."""
         limit = self.high if self.target is None else self.target
         if limit > layers:
             raise RequestError(f"K = {limit} is beyond the model's {layers} layers; it must be 2 to {layers}")
@@ -68,7 +68,7 @@ class LossWeights:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """Which weights learn: adapters of `rank` on every matrix of `layers` (all where None), or with `full` these
+    """The weights to train: adapters of `rank` on every matrix of `layers` (None: all), or with `full` these
     layers' weights themselves.
     """
 
@@ -100,7 +100,7 @@ class Learning:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast: `batch` rows a step over all processes; AdamW at `lr`. `steps` goes before `epochs`."""
+    """Length and speed: `batch` rows a step over all processes; AdamW at `lr`. `steps` overrides `epochs`."""
 
     lr: float = 2e-4
     epochs: float = 1.0
@@ -125,7 +125,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How questions about one image share a row: at most `questions` of them and `max_tokens` tokens."""
+    """The questions about one image that share a row: at most `questions` of them and `max_tokens` tokens."""
 
     questions: int = 8
     max_tokens: int = 2048
@@ -168,7 +168,7 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
     """Raise UnsupportedModelError for a model that is not tuned; `original`: in its authors' layout."""
     if original:
         raise UnsupportedModelError(
-            f"{name} is in its authors' layout, and vtx-tune writes Hugging Face's; take one in that layout"
+            f"{name} is in its authors' layout, and vtx-tune writes Hugging Face's; use a checkpoint in that layout"
         )
     if config.text.rope.sections:
         raise UnsupportedModelError(

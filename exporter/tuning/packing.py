@@ -23,7 +23,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TuningQuestion:
-    """An item's prompt, cut after its last image token: `prefix` [p] and `suffix` [s]; `answer` [a] where given."""
+    """An item's prompt, cut after its last image token: `prefix` [p] and `suffix` [s]; `answer` [a] if given."""
 
     item: Item
     prefix: Ids
@@ -105,7 +105,7 @@ def pack(
 
 
 def image_key(image: ImageSource) -> object:
-    """What equal images have in common while their items are in memory."""
+    """A key that equal images share while their items are in memory."""
     return id(image) if isinstance(image, Image.Image) else image
 
 
@@ -132,6 +132,6 @@ def _row(asked: Sequence[tuple[TuningQuestion, Ids | None]], image_token: int) -
 
 
 def visible(blocks: Tensor) -> Tensor:
-    """[n, n] bool: whether row i sees row j. Causal; a question sees the prefix and itself."""
+    """[n, n] bool: true if token i sees token j. Causal; a question sees the prefix and itself."""
     causal = torch.ones(len(blocks), len(blocks), dtype=torch.bool, device=blocks.device).tril()
     return causal & ((blocks[None] == 0) | (blocks[None] == blocks[:, None]))

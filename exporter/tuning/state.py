@@ -1,4 +1,4 @@
-"""What a tuning resumes from: weights that learn, optimizer, step, in one safetensors file; and the log beside it."""
+"""The saved state of a tuning: trained weights, optimizer and step in one safetensors file; and the log next to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StateFile:
         return self.folder / STATE
 
     def step(self) -> int:
-        """The step of the saved state, 0 where nothing is saved. Raises RequestError as `load`."""
+        """The step of the saved state, 0 if nothing is saved. Raises RequestError as `load` does."""
         return int(self._checked().metadata["step"]) if self.path.exists() else 0
 
     def _checked(self) -> Header:
@@ -57,7 +57,7 @@ class StateFile:
         write_safetensors(self.path, tensors, {"tuning": self.identity, "step": str(step)})
 
     def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-        """Set the weights and the optimizer to the saved state and return its step, 0 where nothing is saved.
+        """Set the weights and the optimizer to the saved state and return its step, 0 if nothing is saved.
 
         Raises:
             RequestError: the file is damaged, or belongs to another tuning.

@@ -43,7 +43,7 @@ class Losses:
 def losses(
     decoder: WithdrawingDecoder, student: Tensor, teacher: Tensor, row: dict[str, Tensor], weights: LossWeights
 ) -> Losses:
-    """Of the hidden states [m, hidden] before the last norm, the student's and the teacher's."""
+    """The losses from hidden states [m, hidden] before the last norm, the student's and the teacher's."""
     logits = decoder.head(student)
     with torch.no_grad():
         expected = decoder.head(teacher).log_softmax(-1)

@@ -39,7 +39,7 @@ from vtx.tools.estimate.sizes import ModelSize
 
 MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"
 BASE = 1 << 30  # bytes: Python, PyTorch, transformers and peft, before any weight
-ADAM_BYTES = 16  # of a weight that learns: itself, its gradient and two moments in float32
+ADAM_BYTES = 16  # of a trained weight: itself, its gradient and two moments in float32
 KEPT = 8  # hidden-sized and a few FFN-sized tensors that one layer keeps for its backward pass
 LOGITS = 4  # float32 tensors of the vocabulary's width in the loss, each with a gradient
 Say = Callable[[str], None]
@@ -61,8 +61,8 @@ class Workspace:
 def tune(options: TuneOptions, out: Path, report: Progress, say: Say) -> dict[str, Any]:
     """Tune a checkpoint into the directory `out` and return the report, which is also written there.
 
-    `out` gets `merged` (a checkpoint), `adapter` (unless whole layers learn), `log.csv`, `report.json`, and what an
-    interrupted run resumes from. `report` gets (phase, done, total), `say` a line at a time; on the main process only.
+    `out` gets `merged` (a checkpoint), `adapter` (unless whole layers are trained), `log.csv`, `report.json`, and the
+    state that an interrupted run resumes from. `report` gets (phase, done, total), `say` a line at a time; on the main process only.
 
     Raises:
         RequestError: the data or an option cannot be used, the training diverged, or `out` holds another tuning.
@@ -75,7 +75,7 @@ def tune(options: TuneOptions, out: Path, report: Progress, say: Say) -> dict[st
 
 
 def run(work: Workspace, options: TuneOptions, out: Path, report: Progress, say: Say) -> dict[str, Any]:
-    """As `tune`, of a workspace that has been opened."""
+    """Tune an opened workspace; otherwise as `tune`."""
     decoder = WithdrawingDecoder(
         work.source.config.text,
         load_text_model(work.source, work.dtype, work.accelerator.device, options.learning),
@@ -94,11 +94,11 @@ def run(work: Workspace, options: TuneOptions, out: Path, report: Progress, say:
             f"{work.source.name}: {len(work.questions)} questions in {len(rows)} rows of "
             f"{sum(map(len, rows)) // len(rows)} tokens, {trainer.order.steps} steps on "
             f"{work.accelerator.num_processes} x {work.accelerator.device.type}; {learning_weights(model, options):,} "
-            f"weights learn; predicted, roughly: at least {size(memory)} of memory a process"
+            f"weights to train; predicted, roughly: at least {size(memory)} of memory a process"
         )
     state = StateFile(out, _identity(work, rows, options))
     if state.step() < trainer.order.steps and work.accelerator.is_main_process:
-        try:  # what it measured of the untuned model stays
+        try:  # measurements of the untuned model stay
             for folder in (out / MERGED, out / ADAPTER, out / JUDGED / "after"):
                 if folder.exists():
                     shutil.rmtree(folder)
@@ -114,7 +114,7 @@ def run(work: Workspace, options: TuneOptions, out: Path, report: Progress, say:
 
 
 def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
-    """Refuse whatever can be refused before weights are read; raises as `tune`."""
+    """Check all that can be checked before weights are read; raises as `tune` does."""
     try:
         import peft  # noqa: F401 - fails before anything costs time
         from accelerate import Accelerator, InitProcessGroupKwargs
@@ -192,7 +192,7 @@ def _teacher_answers(
 
 
 def _identity(work: Workspace, rows: Sequence[Row], options: TuneOptions) -> str:
-    """Changes with whatever the trained weights depend on but the learning rate, which may be lowered on the way."""
+    """A digest of all that the trained weights depend on, except the learning rate, which a resumed run may lower."""
     schedule = {key: value for key, value in asdict(options.schedule).items() if key not in ("lr", "save_every")}
     contents = hashlib.sha256()
     for row in rows:
@@ -218,7 +218,7 @@ def predict_memory(model: ModelSize, rows: Sequence[Row], options: TuneOptions, 
 
 
 def learning_weights(model: ModelSize, options: TuneOptions) -> int:
-    """The number of weights that learn."""
+    """The number of trained weights."""
     d, layers = model.decoder, len(options.learning.chosen(model.decoder.layers))
     if options.learning.full:
         return layers * (d.layer_macs + d.small_parameters // d.layers)
@@ -238,7 +238,7 @@ def _finish(
     record: dict[str, Any] = {
         "items": len(work.questions), "rows": len(rows), "data": work.data, "steps": steps,
     }  # fmt: skip
-    if not (out / MERGED).exists():  # a run that was interrupted while it was judged keeps it, and what was measured
+    if not (out / MERGED).exists():  # an interrupted judgement keeps it and its measurements
         write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
     judged = None
     if work.held_out:

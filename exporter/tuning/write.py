@@ -54,7 +54,7 @@ class Changed:
 
     @torch.no_grad()
     def new(self, name: str) -> Tensor:
-        """The weight as it is now, float32 on the CPU; adapters added to what the checkpoint holds, unrounded."""
+        """The trained weight, float32 on the CPU; adapters are added to the checkpoint's weight, unrounded."""
         module = self.decoder.model.get_submodule(self.names[name].rpartition(".")[0])
         if self.decoder.full:
             weight: Tensor = getattr(module, name.rpartition(".")[2])
