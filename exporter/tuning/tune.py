@@ -62,7 +62,8 @@ def tune(options: TuneOptions, out: Path, report: Progress, say: Say) -> dict[st
     """Tune a checkpoint into the directory `out` and return the report, which is also written there.
 
     `out` gets `merged` (a checkpoint), `adapter` (unless whole layers are trained), `log.csv`, `report.json`, and the
-    state that an interrupted run resumes from. `report` gets (phase, done, total), `say` a line at a time; on the main process only.
+    state that an interrupted run resumes from. `report` gets (phase, done, total), `say` a line at a time; both on the
+    main process only.
 
     Raises:
         RequestError: the data or an option cannot be used, the training diverged, or `out` holds another tuning.
