@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 from vtx.runtime.server.limits import Limits
@@ -73,7 +73,7 @@ class Reply:
         self._send, self._seconds = send, limits.write_seconds
         self.status = 0
 
-    async def json(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+    async def json(self, status: int, value: Mapping[str, Any], headers: dict[str, str] | None = None) -> None:
         """All of it at once."""
         body = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
         await self._begin(status, {"content-type": "application/json", "content-length": str(len(body))}, headers)
@@ -84,7 +84,7 @@ class Reply:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         await self._begin(200, headers, {"x-accel-buffering": "no"})
 
-    async def event(self, value: Any) -> None:
+    async def event(self, value: Mapping[str, Any] | str) -> None:
         """One event, an object as JSON, or a string unchanged."""
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         body = f"data: {text}\n\n".encode("utf-8", "replace")

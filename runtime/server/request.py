@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from vtx.runtime.api.messages import split_images
 from vtx.runtime.api.options import DEFAULT, K, Options
@@ -19,6 +19,7 @@ from vtx.runtime.server.remote import RemoteImage, remote_image
 from vtx.runtime.session.sampling import Sampling
 from vtx.runtime.vision.video import Video
 
+T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_TOKENS = Options().max_new_tokens
 # Fields of OpenAI's API without a meaning here, whatever their value.
@@ -62,7 +63,7 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
                 param=name,
             )  # fmt: skip
     fields = _Fields({name: value for name, value in present.items() if name not in IGNORED})
-    model = fields.need("model", partial(check_text, "model"))
+    model: str = fields.need("model", partial(check_text, "model"))
     images, messages = fields.need("messages", lambda value: _messages(value, limits, hosts))
     tokens = fields.take("max_tokens", DEFAULT_TOKENS, lambda value: _tokens(value, limits))
     tokens = fields.take("max_completion_tokens", tokens, lambda value: _tokens(value, limits))
@@ -93,7 +94,9 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
         timeout=limits.seconds,
     )
     stream = fields.take("stream", False, lambda value: _flag("stream", value))
-    stream_options = fields.take("stream_options", {}, lambda value: _stream_options(value, stream=stream))
+    stream_options: dict[str, bool] = fields.take(
+        "stream_options", {}, lambda value: _stream_options(value, stream=stream)
+    )
     k, reduce = fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, partial(check_text, "reduce"))
     reuse = fields.take("reuse", True, lambda value: _flag("reuse", value))
     if fields.left:
@@ -111,10 +114,11 @@ class _Fields:
     def __init__(self, fields: dict[str, Any]) -> None:
         self.left = fields
 
-    def take(self, name: str, default: Any, check: Callable[[Any], Any]) -> Any:
+    def take(self, name: str, default: T, check: Callable[[Any], T | None]) -> T:
+        """The value of a field, or what `check` makes of it; `default` if it is not given."""
         if name not in self.left:
             return default
-        value = self.left.pop(name)
+        value: T = self.left.pop(name)
         try:
             checked = check(value)
         except Refusal:
@@ -123,10 +127,11 @@ class _Fields:
             raise Refusal(400, str(e), code="invalid_value", param=name) from e
         return value if checked is None else checked
 
-    def need(self, name: str, check: Callable[[Any], Any]) -> Any:
+    def need(self, name: str, check: Callable[[Any], T | None]) -> T:
         if name not in self.left:
             raise Refusal(400, f"the request has no {name}; add it", code="missing_required_parameter", param=name)
-        return self.take(name, None, check)
+        default: T = self.left[name]
+        return self.take(name, default, check)
 
 
 def _tokens(value: Any, limits: Limits) -> None:
