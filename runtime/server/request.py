@@ -175,8 +175,6 @@ def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[
             content = ""
         if isinstance(content, list):
             content = [_part(part, hosts) for part in content]
-        elif not isinstance(content, str):
-            raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
         cleaned.append({"role": message["role"], "content": content})
     if cleaned[-1]["role"] != "user":
         raise RequestError("the last message must be the user's question: role 'user'")
