@@ -25,6 +25,7 @@ from vtx.exporter.calibration.source import open_source
 from vtx.exporter.tuning.judge import MAX_DROP, compared
 from vtx.exporter.tuning.options import Depths, LossWeights, Packing, Schedule, TuneOptions
 from vtx.exporter.tuning.tune import tune
+from vtx.runtime.strict import json_value
 from vtx.tools.common.files import write_json
 from vtx.tools.data.items import read_data
 
@@ -60,7 +61,8 @@ def judge_all(model: Path, data: Path, out: Path, names: list[str]) -> Iterator[
     """Each run's merged checkpoint beside the model, on all questions of `data`."""
     before = _curve(model, data, out / "judged" / "model")
     for name in names:
-        yield name, compared(before, _curve(out / name / "merged", data, out / "judged" / name))
+        curve = _curve(out / name / "merged", data, out / "judged" / name)
+        yield name, json_value(compared(before, curve))
 
 
 def _curve(model: Path, data: Path, out: Path) -> CalibrationReport:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
 
+from vtx.exporter.tuning.judge import Accuracy, Comparison
 from vtx.exporter.tuning.options import TuneOptions
 
 RECORDED = ("vtx-edge", "torch", "transformers", "peft", "accelerate")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRecord:
+    """The data and the length of a training."""
+
+    items: int
+    rows: int
+    data: str
+    steps: int
 
 
 def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in RECORDED}
 
 
-def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judged: Mapping[str, Any] | None) -> str:
+def model_card(base: str, options: TuneOptions, record: TrainingRecord, judged: Comparison | None) -> str:
     """Markdown, with the header that model hubs read."""
     d, w, learning = options.depths, options.weights, options.learning
     drawn = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")
@@ -26,8 +36,8 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
         ("trained weights", trained),
         ("K in training", f"{drawn}; {options.full_share:.0%} of the images without withdrawal"),
         ("loss", f"{w.kl:g} KL to the base model + {w.ce:g} cross-entropy + {w.hidden:g} hidden states"),
-        ("data", f"{record['items']} questions about {record['rows']} rows of images, {record['data']}"),
-        ("steps", f"{record['steps']} of {options.schedule.batch} images, learning rate {options.schedule.lr:g}"),
+        ("data", f"{record.items} questions about {record.rows} rows of images, {record.data}"),
+        ("steps", f"{record.steps} of {options.schedule.batch} images, learning rate {options.schedule.lr:g}"),
         ("seed", str(options.schedule.seed)),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
     ]
@@ -41,22 +51,21 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
     ]  # fmt: skip
     if judged is None:
         return "\n".join([*lines, "Not judged on held-out data."]) + "\n"
-    k = {name: value or "none" for name, value in judged["earliest_k"].items()}
+    k = {name: value or "none" for name, value in judged.earliest_k.items()}
     lines += [
-        f"On {judged['items']} questions held out, the earliest K within {judged['max_drop_points']:g} point of the "
+        f"On {judged.items} questions held out, the earliest K within {judged.max_drop_points:g} point of the "
         f"base model's accuracy at full depth: {k['before']} before, {k['after']} after.",
         "",
         "| K | right before (95%) | right after (95%) | KL before | KL after |",
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {point['k'] or 'none'} | {_share(point['before'])} | {_share(point['after'])} "
-        f"| {point['before']['kl']['mean']:.2g} | {point['after']['kl']['mean']:.2g} |"
-        for point in judged["curve"]
+        f"| {p.k or 'none'} | {_share(p.before)} | {_share(p.after)} | {p.before.kl.mean:.2g} | {p.after.kl.mean:.2g} |"
+        for p in judged.curve
     ]
     return "\n".join(lines) + "\n"
 
 
-def _share(point: Mapping[str, Any]) -> str:
-    share = point["right"]
-    return "-" if share is None else f"{share['share']:.1%} ({share['low']:.1%}..{share['high']:.1%})"
+def _share(point: Accuracy) -> str:
+    share = point.right
+    return "-" if share is None else f"{share.share:.1%} ({share.low:.1%}..{share.high:.1%})"

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
-from vtx.exporter.calibration.choosing import Choosing, Point, choose_by_accuracy
+from vtx.exporter.calibration.choosing import Choice, Choosing, choose_by_accuracy
 from vtx.exporter.calibration.report import CalibrationReport, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.runtime.units import Progress
+from vtx.tools.data.intervals import MeanInterval, ShareInterval
 from vtx.tools.data.items import Data, Item
 
 MAX_DROP = 1.0  # percentage points
 
 
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """A model at one K: the share of right answers, None if unknown, and the mean KL in nats."""
+
+    right: ShareInterval | None
+    kl: MeanInterval
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPoint:
+    """One K of both models' curves, None for no withdrawal."""
+
+    k: int | None
+    full_layers: int | None
+    before: Accuracy
+    after: Accuracy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A model before and after its tuning.
+
+    `earliest_k`: the first K within `max_drop_points` of the untuned model's accuracy at full depth, chosen by `rules`.
+    """
+
+    items: int
+    max_drop_points: float
+    earliest_k: Mapping[str, int | None]
+    earliest_k_by_own_full_depth: Mapping[str, int | None]
+    rules: Mapping[str, Choice]
+    full_depth_lost_points: float | None
+    curve: tuple[ComparedPoint, ...]
+
+
 def judge(
     before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Progress
-) -> dict[str, Any]:
+) -> Comparison:
     """Curves of both over K, the earliest K within a point of full depth, and the accuracy lost at full depth.
 
     An answer that the data do not give is the untuned model's own at full depth; so the accuracy of both models is the
@@ -45,7 +79,7 @@ def _phase(report: Progress, name: str) -> Progress:
     return lambda phase, done, total: report(name if phase == "measuring" else phase, done, total)
 
 
-def compared(before: CalibrationReport, after: CalibrationReport) -> dict[str, Any]:
+def compared(before: CalibrationReport, after: CalibrationReport) -> Comparison:
     """The two curves side by side, and for each the earliest K within a point of the untuned model's full depth."""
     full = before.curve[0]
     # By vtx-calibrate's rule, from the accuracy of the untuned model at full depth.
@@ -54,19 +88,15 @@ def compared(before: CalibrationReport, after: CalibrationReport) -> dict[str, A
     lost = None
     if full.right and after.curve[0].right:
         lost = 100 * (full.right.share - after.curve[0].right.share)
-    return {
-        "items": before.data.items,
-        "max_drop_points": MAX_DROP,
-        "earliest_k": {name: choice.k for name, choice in earliest.items()},
-        "earliest_k_by_own_full_depth": {"before": before.k, "after": after.k},
-        "rules": {name: asdict(choice) for name, choice in earliest.items()},
-        "full_depth_lost_points": lost,
-        "curve": [
-            {"k": b.k, "full_layers": b.full_layers, "before": _point(b), "after": _point(a)}
+    return Comparison(
+        items=before.data.items,
+        max_drop_points=MAX_DROP,
+        earliest_k={name: choice.k for name, choice in earliest.items()},
+        earliest_k_by_own_full_depth={"before": before.k, "after": after.k},
+        rules=earliest,
+        full_depth_lost_points=lost,
+        curve=tuple(
+            ComparedPoint(b.k, b.full_layers, Accuracy(b.right, b.kl), Accuracy(a.right, a.kl))
             for b, a in zip(before.curve, after.curve, strict=True)
-        ],
-    }
-
-
-def _point(point: Point) -> dict[str, Any]:
-    return {"right": asdict(point.right) if point.right else None, "kl": asdict(point.kl)}
+        ),
+    )

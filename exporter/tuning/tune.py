@@ -19,7 +19,7 @@ from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.sizes import model_size
-from vtx.exporter.tuning.card import model_card, versions
+from vtx.exporter.tuning.card import TrainingRecord, model_card, versions
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
 from vtx.exporter.tuning.encoder import ImageEncoder
 from vtx.exporter.tuning.judge import judge
@@ -29,6 +29,7 @@ from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import Trainer
 from vtx.exporter.tuning.write import CARD, Changed, changes, checkpoint_bytes, write_adapters, write_merged
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
+from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import replacing, write_json
 from vtx.tools.common.memory import peak
@@ -42,7 +43,6 @@ BASE = 1 << 30  # bytes: Python, PyTorch, transformers and peft, before any weig
 ADAM_BYTES = 16  # of a trained weight: itself, its gradient and two moments in float32
 KEPT = 8  # hidden-sized and a few FFN-sized tensors that one layer keeps for its backward pass
 LOGITS = 4  # float32 tensors of the vocabulary's width in the loss, each with a gradient
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Workspace:
     dtype: torch.dtype
 
 
-def tune(options: TuneOptions, out: Path, report: Progress, say: Say) -> dict[str, Any]:
+def tune(options: TuneOptions, out: Path, report: Progress, say: Callable[[str], None]) -> dict[str, Any]:
     """Tune a checkpoint into the directory `out` and return the report, which is also written there.
 
     `out` gets `merged` (a checkpoint), `adapter` (unless whole layers are trained), `log.csv`, `report.json`, and the
@@ -75,7 +75,9 @@ def tune(options: TuneOptions, out: Path, report: Progress, say: Say) -> dict[st
     return run(open_workspace(options, out, say), options, out, report, say)
 
 
-def run(work: Workspace, options: TuneOptions, out: Path, report: Progress, say: Say) -> dict[str, Any]:
+def run(
+    work: Workspace, options: TuneOptions, out: Path, report: Progress, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Tune an opened workspace; otherwise as `tune`."""
     decoder = WithdrawingDecoder(
         work.source.config.text,
@@ -114,7 +116,7 @@ def run(work: Workspace, options: TuneOptions, out: Path, report: Progress, say:
     return _finish(options, work, decoder, rows, trainer.order.steps, out, report)
 
 
-def open_workspace(options: TuneOptions, out: Path, say: Say) -> Workspace:
+def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) -> Workspace:
     """Check all that can be checked before weights are read; raises as `tune` does."""
     try:
         import peft  # noqa: F401 - fails before anything costs time
@@ -236,9 +238,7 @@ def _finish(
     changed = Changed.of(decoder, work.source)
     if not options.learning.full:
         write_adapters(work.source, decoder, options.learning, out / ADAPTER)
-    record: dict[str, Any] = {
-        "items": len(work.questions), "rows": len(rows), "data": work.data, "steps": steps,
-    }  # fmt: skip
+    record = TrainingRecord(len(work.questions), len(rows), work.data, steps)
     if not (out / MERGED).exists():  # an interrupted judgement keeps it and its measurements
         write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
     judged = None
@@ -255,7 +255,7 @@ def _finish(
     made = {
         "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
         "options": json.loads(json.dumps(asdict(options), default=str)),
-        "training": record,
+        "training": asdict(record),
         "cost": {
             "steps": steps,
             "seconds": seconds_of_steps(out),
@@ -265,7 +265,7 @@ def _finish(
         "changed_layers": {str(layer): share for layer, share in changes(changed).items()},
         "skipped": list(work.skipped),
         "versions": versions(),
-        "judged": judged,
+        "judged": json_value(judged),
     }
     write_json(out / REPORT, made)
     return made

@@ -1,4 +1,4 @@
-"""What the tests of whole exports share: plans, runs, and whether a bundle is whole."""
+"""Shared by the tests of whole exports: plans, runs, and checks that a bundle is whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(plan_: Plan, out: Path, *, force: bool = False, report: Any = bundles.IG
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the bundle is as exported and computes what its checkpoint says."""
+    """Return True if the bundle is as exported and matches its checkpoint."""
     fine = all(problem is None for _, problem in Bundle.open(folder).verify())
     return fine and all(check.passed for check in check_golden(vtx.load(folder, threads=1)))
 

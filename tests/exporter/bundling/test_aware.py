@@ -250,7 +250,7 @@ def test_text_and_image_count_half_each_and_no_row_is_drawn_twice() -> None:
 
 
 def error_of_logits(plan: Plan, folder: Path) -> float:
-    """What rounding the weights of a bundle does to the logits of questions that were not measured, as a share."""
+    """The error of a bundle's logits from rounded weights, on questions that were not measured, as a share."""
     text = vtx.load(folder, threads=THREADS).loaded.text
     whole = Reference(plan.checkpoint, plan.config)
     rounded = Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored))
@@ -452,7 +452,7 @@ def test_the_command_needs_data_for_a_model_of_the_user_s(tiny_checkpoint: Make,
     assert "--calibration" in done.stderr
 
 
-def test_the_forecast_of_memory_counts_a_layer_and_the_rows(tiny_checkpoint: Make) -> None:
+def test_the_predicted_memory_counts_a_layer_and_the_tokens(tiny_checkpoint: Make) -> None:
     aware = options(tiny_checkpoint(Tiny(hidden=256, ffn=4096)))
     measured, plain = (plan_export(each).prediction for each in (aware, replace(aware, aware=None)))
     layer = 4 * 256 * (3 * 4096 + 2 * 256)

@@ -1,4 +1,4 @@
-"""An export does what was asked of it, and touches nothing else that stands at --out."""
+"""An export writes the bundle that its options describe, and changes nothing else at --out."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def test_the_record_says_how_the_bundle_was_made(tiny_checkpoint: Make, tmp_path
 
 
 def test_an_export_that_needs_more_memory_than_allowed_is_refused_with_both_figures(tiny_checkpoint: Make) -> None:
-    forecast = plan(tiny_checkpoint()).prediction
-    check_memory(forecast, forecast.export_memory)
-    check_memory(forecast, None)
+    prediction = plan(tiny_checkpoint()).prediction
+    check_memory(prediction, prediction.export_memory)
+    check_memory(prediction, None)
     with pytest.raises(ExportError, match=r"needs about \d+ MB of memory, --max-memory allows 100 MB"):
-        check_memory(forecast, 100_000_000)
+        check_memory(prediction, 100_000_000)
 
 
 def test_a_pytorch_that_is_built_for_gpus_counts_with_its_libraries(
@@ -129,7 +129,7 @@ def test_progress_never_runs_back_and_ends_at_its_total(tiny_checkpoint: Make, t
         assert steps[-1][0] == steps[-1][1]
 
 
-# ---- what stands at --out --------------------------------------------------------------------------------------------
+# ---- existing files at --out ----------------------------------------------------------------------------------------
 
 
 def test_what_exists_is_not_replaced_without_force(tiny_checkpoint: Make, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def plan(tiny_checkpoint: Make) -> Plan:
 
 @pytest.fixture(scope="module")
 def counts(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """How many operations of each kind a whole export takes."""
+    """The number of operations of each kind in a whole export."""
     folder = tmp_path_factory.mktemp("counted")
     with failing(Disk(str(folder))) as disk:
         run_export(plan, folder / "out", force=False, report=bundles.IGNORE, sign=KEY)

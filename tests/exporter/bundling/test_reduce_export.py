@@ -1,4 +1,4 @@
-"""Exporting for reductions: where the decoder is cut, which graphs there are, and what is refused first."""
+"""Exporting for reductions: the cuts of the decoder, the graphs, and the refusals."""
 
 from __future__ import annotations
 

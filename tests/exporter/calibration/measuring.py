@@ -1,4 +1,4 @@
-"""What the tests of calibration share: questions about random images, and how they are measured."""
+"""Shared by the tests of calibration: questions about random images, and their measurement."""
 
 from __future__ import annotations
 

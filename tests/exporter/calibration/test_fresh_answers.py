@@ -1,4 +1,4 @@
-"""What vtx-calibrate measures in plain PyTorch is what fresh answers of the runtime give at every K."""
+"""vtx-calibrate's measurements in plain PyTorch equal fresh answers of the runtime at every K."""
 
 from __future__ import annotations
 
