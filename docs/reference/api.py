@@ -90,7 +90,7 @@ def _signature(name: str, call: Callable[..., Any]) -> str:
         )
         names += ["*"] if first_keyword else []
         text = re.sub(r": '([^']*)'", r": \1", str(parameter))  # annotations are kept as text
-        names.append(re.sub(r"<[^>]*>", "...", text).replace("'", '"'))
+        names.append(re.sub(r"<(?:[^<>]|<[^<>]*>)*>", "...", text).replace("'", '"'))
     line = f"{name}({', '.join(names)})"
     if len(line) > 80:
         line = f"{name}(\n    " + ",\n    ".join(names) + ",\n)"

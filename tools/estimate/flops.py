@@ -56,12 +56,6 @@ def make_schedule(kept: Sequence[int], *, text: int) -> tuple[int, ...]:
     return tuple(text + count for count in kept)
 
 
-def fastv_schedule(layers: int, *, text: int, vision: int, after: int = 2, drop: float = 0.5) -> tuple[int, ...]:
-    """FastV: the first `after` layers see all, the others the best (1 - `drop`) of the vision tokens."""
-    kept = vision - int(vision * drop)
-    return make_schedule([vision] * after + [kept] * (layers - after), text=text)
-
-
 # --- arithmetic -----------------------------------------------------------------------------------
 
 

@@ -60,11 +60,6 @@ class DecoderSize:
         return self.vocab * self.hidden
 
     @property
-    def layer_outputs(self) -> int:
-        """Rows of all matrices of one layer, each with a scale if weights are int8."""
-        return self.head_dim * (self.heads + 2 * self.kv_heads) + 2 * self.hidden + 2 * self.ffn
-
-    @property
     def slot_elements(self) -> int:
         """Elements of K and V in one KV slot of one layer."""
         return 2 * self.kv_heads * self.head_dim
@@ -136,11 +131,6 @@ class VisionSize:
     @property
     def patch_macs(self) -> int:
         return self.patches * self.hidden * 3 * self.patch * self.patch
-
-    @property
-    def projector_macs(self) -> int:
-        """The matrices of the projector for one view."""
-        return self.view_tokens * self.projector_token_macs
 
     @property
     def projector_token_macs(self) -> int:

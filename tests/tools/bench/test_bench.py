@@ -259,13 +259,14 @@ def test_a_token_reads_integers_as_they_are_stored_and_floats_as_they_are_comput
     made = export(tiny_checkpoint(Tiny(tied=tied)), tmp_path / "bundle", precision=precision)
     size = bundle_size(made).decoder
     matrices, head = size.layers * size.layer_macs, size.head_macs
+    outputs = size.head_dim * (size.heads + 2 * size.kv_heads) + 2 * size.hidden + 2 * size.ffn  # rows of a layer
     narrow, wide = weights_read(made, 2), weights_read(made, 4)
     if integers is None:
         everything = matrices + head + size.small_parameters
         assert (narrow, wide) == (2 * everything, 4 * everything)
     else:
         assert narrow > integers * matrices + 2 * size.small_parameters + head
-        assert narrow < matrices * (integers + 0.25) + 2 * (head + size.small_parameters) + 8 * size.layer_outputs
+        assert narrow < matrices * (integers + 0.25) + 2 * (head + size.small_parameters) + 8 * outputs
         assert 2 * size.small_parameters <= wide - narrow <= 2 * (head + size.small_parameters)
 
 

@@ -28,7 +28,6 @@ from vtx.tools.estimate.flops import (
     calflops,
     decode_flops,
     encode_flops,
-    fastv_schedule,
     full_schedule,
     kv_bytes,
     make_schedule,
@@ -40,6 +39,12 @@ from vtx.tools.estimate.sizes import KNOWN, DecoderSize
 
 SEVEN, THIRTEEN, NEXT = (KNOWN[name] for name in ("llava-1.5-7b", "llava-1.5-13b", "llava-next-7b"))
 TERA = 1e12
+
+
+def fastv_schedule(layers: int, *, text: int, vision: int) -> tuple[int, ...]:
+    """FastV: the first two layers see all, the others the better half of the vision tokens."""
+    return make_schedule([vision] * 2 + [vision - vision // 2] * (layers - 2), text=text)
+
 
 # --- the papers -----------------------------------------------------------------------------------
 
@@ -142,7 +147,7 @@ def test_dyvte_fastv_totals_are_reproduced(sequence: int, expected: float, rel: 
 def test_clip_l_336_and_the_7b_projector_take_what_dyvte_counts() -> None:
     vision = SEVEN.vision
     assert vision is not None
-    whole, projector = encode_flops(vision, 1, whole=True), 2 * vision.projector_macs
+    whole, projector = encode_flops(vision, 1, whole=True), 2 * vision.view_tokens * vision.projector_token_macs
     assert (whole - projector) / TERA == pytest.approx(0.382, abs=0.0005)
     assert projector / TERA == pytest.approx(0.024, abs=0.0005)
     used = encode_flops(vision, 1)
@@ -370,7 +375,7 @@ def test_merged_windows_save_all_layers_behind_the_first_and_the_projector() -> 
     assert vision is not None
     rows, merged = vision.tower_tokens - 8 * 40, 8 * 40
     saved = (vision.used - 1) * (vision.layer_macs - vision.layer_macs_on(rows))
-    saved += vision.projector_macs * merged // vision.view_tokens
+    saved += vision.projector_token_macs * merged
     assert encode_flops(vision, 2) - encode_flops(vision, 2, merged=merged) == 2 * 2 * saved
     h, ffn = vision.hidden, vision.ffn
     assert vision.layer_macs_on(rows) == rows * (4 * h * h + 2 * h * ffn) + 2 * rows * rows * h

@@ -23,9 +23,9 @@ from vtx.tools.tensorrt.build import EnginePlan, build_engines, check_memory, pl
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.tools.tensorrt.graph import load_graph
 from vtx.tools.tensorrt.profiles import input_shapes
-from vtx.tools.tensorrt.progress import BuildProgress
 from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release
 from vtx.tools.tensorrt.targets import TARGETS, find_target, load_tensorrt
+from vtx.tools.tensorrt.worker import BuildProgress
 
 ADA = TARGETS["sm89"]
 ORIN = Gpu("Orin", (8, 7), 8 << 30, (12, 6))
