@@ -15,13 +15,11 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec
-from vtx.runtime.prompt.messages import Part
 from vtx.runtime.units import Progress
 from vtx.tools.bench.measure import K
-from vtx.tools.bench.stopwatch import split, timed
+from vtx.tools.bench.stopwatch import timed
 from vtx.tools.bench.work import WorkCounter
 from vtx.tools.data.items import Data, Item, plain
-from vtx.tools.estimate.flops import make_schedule, prefill_flops
 
 NONE = "none"
 SECOND = "What else is in the picture?", "Describe it."  # about the same images; the one that was not asked yet
@@ -145,10 +143,6 @@ class Trial:
 
     def _ask_all(self, item: Item, number: int) -> dict[Method, MethodAnswer]:
         images = self.model.loaded.prepare_all(item.images)
-        parts: list[Part] = [{"type": "image"} for _ in images]
-        content: list[Part] = [*parts, {"type": "text", "text": item.question}]
-        ids = self.model.loaded.prompt_ids([{"role": "user", "content": content}], images)
-        text = len(ids) - sum(image.tokens for image in images)
         first = number % len(self.methods)
         order = (*self.methods[first:], *self.methods[:first])
         answers = dict[Method, tuple[Answer, Answer, int]]()
@@ -156,9 +150,7 @@ class Trial:
             self._calls.clear()
             with Conversation(self.model.loaded, images) as conversation:
                 answer = conversation.ask(item.question, method.k, self._options, reduce=method.reduce)
-                schedule = make_schedule(answer.stats.vision_tokens_kept, text=text)
-                flops = self._counter.count_vision(split(self._calls)[0])
-                flops += prefill_flops(self._counter.decoder, schedule)
+                flops = self._counter.first_token(answer.stats, self._calls)
                 other = next(question for question in SECOND if question != item.question)
                 second = conversation.ask(other, method.k, self._one_token, reduce=method.reduce)
             answers[method] = answer, second, flops

@@ -7,13 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vtx.runtime.api.answer import Stats
 from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.precision import ARITHMETIC, PRECISIONS
 from vtx.tools.bench.ceilings.ceilings import MeasuredCeilings
 from vtx.tools.bench.series import Series
-from vtx.tools.bench.stopwatch import Call
-from vtx.tools.estimate.flops import append_flops, encode_flops, text_tower_flops
+from vtx.tools.bench.stopwatch import Call, split
+from vtx.tools.estimate.flops import append_flops, encode_flops, make_schedule, prefill_flops, text_tower_flops
 from vtx.tools.estimate.sizes import ModelSize, NativeSize, bundle_size
 
 FLOATING = ("F32", "F16", "BF16")
@@ -62,6 +63,12 @@ class WorkCounter:
             prefill_flops=2 * self.decoder.head_macs + sum(flops),
             decode_bytes=self._weights + round(self._slot_bytes * slots / tokens),
         )
+
+    def first_token(self, stats: Stats, calls: Sequence[Call]) -> int:
+        """FLOPs of the towers and of the prompt in one chunk, from a question's calls."""
+        text = stats.prompt_tokens - stats.vision_tokens
+        prompt = prefill_flops(self.decoder, make_schedule(stats.vision_tokens_kept, text=text))
+        return self.count_vision(split(calls)[0]) + prompt
 
     def count_vision(self, prefill: Sequence[Call]) -> int:
         """FLOPs of the towers; merged windows do not count in the later layers of the vision tower.

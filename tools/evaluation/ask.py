@@ -18,10 +18,9 @@ from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.video import video
 from vtx.tools.bench.methods import NONE, Method
-from vtx.tools.bench.stopwatch import split, timed
+from vtx.tools.bench.stopwatch import timed
 from vtx.tools.bench.work import WorkCounter
 from vtx.tools.data.journal import ResultJournal
-from vtx.tools.estimate.flops import make_schedule, prefill_flops
 from vtx.tools.evaluation.questions import QuestionSet, TaskQuestion, check_skipped
 
 BAD = (ImageError, RequestError, TemplateError)  # a question's own fault; anything else ends the evaluation
@@ -128,13 +127,12 @@ class Asker:
             with Conversation(self._model.loaded, images) as conversation:
                 answer = conversation.ask(question.text, method.k, self._options, reduce=method.reduce)
             stats = answer.stats
-            kept, text = stats.vision_tokens_kept, stats.prompt_tokens - stats.vision_tokens
-            prompt = prefill_flops(self._counter.decoder, make_schedule(kept, text=text))
+            kept = stats.vision_tokens_kept
             replies[method] = CostedAnswer(
                 text=answer.text,
                 first_token_ms=stats.timings_ms["first_token"],
                 kv_bytes=stats.kv_bytes,
-                flops=self._counter.count_vision(split(self._calls)[0]) + prompt,
+                flops=self._counter.first_token(stats, self._calls),
                 vision_tokens=fmean((*kept[1:], kept[-1])),
                 full_layers=sum(tokens > 0 for tokens in kept),
                 new_tokens=len(answer.token_ids),
