@@ -107,7 +107,7 @@ def plan(
     if plot is not None:
         from vtx.tools.estimate.plot import plot_plan
 
-        plot_plan(costs.to_dict(), plot)
+        plot_plan(costs, plot)
     if as_json:
         say_json({**costs.to_dict(), "image_size": seen, "engines": [engine.to_dict() for engine in engines]})
         return

@@ -28,7 +28,7 @@ from vtx.tools.bench.report import BenchedModel, BenchReport, BenchWorkload, Dep
 from vtx.tools.bench.series import Series
 from vtx.tools.common.plots import draw, lines
 from vtx.tools.data.intervals import MeanInterval, ShareInterval
-from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.plan import CostPlan, Workload, make_plan
 from vtx.tools.estimate.plot import plot_plan
 from vtx.tools.estimate.sizes import KNOWN
 
@@ -97,9 +97,9 @@ def gates_report() -> Judgement:
     return Judgement(5, 8, gates, fixed, "")
 
 
-def plan_report(profile: str | None) -> dict[str, Any]:
+def plan_report(profile: str | None) -> CostPlan:
     device = load_profile(profile) if profile else None
-    return make_plan(KNOWN["llava-1.5-7b"], Workload(64, 576, 256), profile=device).to_dict()
+    return make_plan(KNOWN["llava-1.5-7b"], Workload(64, 576, 256), profile=device)
 
 
 DRAWINGS: Mapping[str, Callable[[Path], Any]] = {
