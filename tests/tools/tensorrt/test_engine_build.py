@@ -379,7 +379,7 @@ def test_the_command_names_the_faults_of_the_wrong_dialect(bundle: Bundle) -> No
     result = CliRunner().invoke(command, asked)
     assert result.exit_code == 1
     assert "GroupQueryAttention" in result.output
-    assert "findings, see above; build from the dialect that is named there" in result.output
+    assert "findings, see above; build from the dialect named there" in result.output
 
 
 def test_rtx_takes_no_timing_cache(bundle: Bundle) -> None:
