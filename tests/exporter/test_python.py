@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import vtx
-from tests.exporter.bundling.exporting import Make
+from tests.support.exporting import Make
 from vtx.runtime.errors import RequestError
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from tests.fuzz.targets import cases, damaged, fuzz, one_line
+from tests.support.fuzzing import cases, damaged, fuzz, one_line
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.image import load_image
 from vtx.runtime.vision.limits import KNOWN_FORMATS, MAX_DECODE_SECONDS, MAX_PIXELS, MAX_SIDE

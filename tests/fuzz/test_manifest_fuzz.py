@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz.targets import cases, damaged, fuzz, one_line
 from tests.support import bundles
+from tests.support.fuzzing import cases, damaged, fuzz, one_line
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import write_sealed
 from vtx.runtime.errors import VtxError

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz.targets import cases, damaged, fuzz, one_line
+from tests.support.fuzzing import cases, damaged, fuzz, one_line
 from vtx.exporter.checkpoint.original import opcodes
 from vtx.exporter.checkpoint.original.opcodes import read_value
 from vtx.exporter.checkpoint.original.pickled import tensors_of

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.exporter.checkpoint.test_forms import CHATS, CONVERSATIONS
-from tests.fuzz.targets import fuzz, one_line
+from tests.support.fuzzing import fuzz, one_line
+from tests.support.templates import CHATS, CONVERSATIONS
 from tests.support.text import BY_TEMPLATE, ROWS, SPECIALS, TEXTS, ask
 from vtx.runtime.errors import VtxError
 from vtx.runtime.prompt.text import Text

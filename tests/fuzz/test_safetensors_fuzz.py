@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz.targets import cases, damaged, fuzz, one_line
+from tests.support.fuzzing import cases, damaged, fuzz, one_line
 from vtx.runtime.bundle.safetensors import DTYPES, layout, read_bits, read_header, unpack
 from vtx.runtime.errors import BundleError, VtxError
 

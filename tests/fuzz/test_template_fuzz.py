@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.exporter.checkpoint.test_forms import CHATS, IRREGULAR, REGULAR
-from tests.fuzz.targets import cases, damaged, fuzz
-from tests.runtime.prompt.test_template import EXPRESSIONS
+from tests.support.fuzzing import cases, damaged, fuzz
+from tests.support.templates import CHATS, EXPRESSIONS, IRREGULAR, REGULAR
 from tests.support.text import make_settings, make_tokenizer
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.host.confined import ChildLimits, confine

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.targets import cases, damaged, fuzz
 from tests.support.confined import write_tokenizers
+from tests.support.fuzzing import cases, damaged, fuzz
 from tests.support.text import SPECIALS, VICUNA, make_tokenizer
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.host.confined import ChildLimits, confine

@@ -1,7 +1,8 @@
-"""The suite itself: a test that hangs ends, a counter-example is shown, and examples are the same each time."""
+"""The suite itself: test files stand alone, one that hangs ends, counter-examples are shown, examples do not vary."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,35 @@ HANGS = {
     "in a library that holds the interpreter": "import ctypes; ctypes.PyDLL(None).sleep(600)",
     "in a lock": "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()",
 }
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports anywhere in it; names taken from a package may be modules of it, too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import():
+                found |= {alias.name for alias in node.names}
+            case ast.ImportFrom():
+                package = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+                module = ".".join((*package, *filter(None, [node.module])))
+                found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def shared(module: str) -> bool:
+    return module in ("tests", "tests.support") or module.startswith("tests.support.")
+
+
+def test_what_test_files_share_stands_in_support() -> None:
+    """No file under tests imports another test file, or anything of tests but tests.support."""
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for module in imported(path)
+        if module.partition(".")[0] == "tests" and not shared(module)
+    }
+    assert not wrong, "move what they share to tests/support: " + "; ".join(sorted(wrong))
 
 
 def run_tests(folder: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.plugins.local_sets import LocalQuestion, answers_of, figures, local_sets
 from tests.support.bundles import export
 from tests.support.gated import WAIT
+from tests.support.local_sets import LocalQuestion, answers_of, figures, local_sets
 from vtx.exporter.bundling.options import DEMO
 from vtx.runtime.api.load import load
 from vtx.tools.evaluation.metrics import judge_choice, judge_mme

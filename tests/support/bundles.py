@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ORT = ("ort",)
 IGNORE: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
+EXPORT_ONLY = ("torch", "transformers", "onnx", "onnx_ir", "safetensors", "huggingface_hub")
 
 
 def export(

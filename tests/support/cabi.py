@@ -9,6 +9,8 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.support.cpp import BUILD, onnxruntime, openvino
 
 OK, REQUEST, CONTEXT, BUSY, IMAGE, BUNDLE = 0, 1, 2, 3, 5, 6
@@ -125,3 +127,21 @@ class Loaded:
     def close(self) -> None:
         self.library.vtx_model_free(self.handle)
         self.handle = c.c_void_p()
+
+
+def opened(library: c.CDLL, model: c.c_void_p, array: np.ndarray[Any, Any], format: int = RGB8) -> c.c_void_p:
+    image, handle = VtxImage(), c.c_void_p()
+    library.vtx_image_init(c.byref(image), c.sizeof(image))
+    image.data, image.height, image.width = array.ctypes.data, array.shape[0], array.shape[1]
+    image.stride, image.format = array.strides[0], format
+    assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == OK, library.vtx_last_error()
+    return handle
+
+
+def options_of(library: c.CDLL, **fields: Any) -> AskOptions:
+    options = AskOptions()
+    library.vtx_ask_options_init(c.byref(options), c.sizeof(options))
+    options.max_new_tokens = 8
+    for name, value in fields.items():
+        setattr(options, name, value)
+    return options

@@ -8,13 +8,19 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from tests.support.families.internvl import INTERNVL
+from tests.support.families.llava_next import LLAVA_NEXT
+from tests.support.families.llava_onevision import ONEVISION
+from tests.support.families.videos import VIDEO_LLAVA
 from tests.support.tiny import random_image
+from vtx.runtime.api.model import Model
 
 BUILD = Path(os.environ.get("VTX_CPP_BUILD", Path(__file__).parents[2] / "build/cpp"))
+TILED = LLAVA_NEXT, INTERNVL, ONEVISION, VIDEO_LLAVA  # what test_layouts holds to Python
 
 
 def _obstacle() -> str:
@@ -84,3 +90,26 @@ def write_pictures(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[Path]
     for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         random_image(number, size).save(path)
     return paths
+
+
+def expected(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what differs between two runs."""
+    facts: dict[str, Any] = json.loads(json.dumps(answer))
+    for key in ("timings_ms", "question", "image", "bundle", "stopped"):
+        facts.pop(key, None)
+    for decision in facts.get("gate", []):
+        decision.pop("ms")
+    return facts
+
+
+def assert_answers_equal(
+    model: Model, pictures: list[Path], questions: Sequence[str], ks: tuple[Literal["none"] | int, ...]
+) -> None:
+    """vtx-cpp-run answers as Python does about the second picture, the third, and both, each at its K of `ks`."""
+    for k, shown in zip(ks, (pictures[1:2], pictures[2:3], pictures[1:3]), strict=True):
+        more = [word for path in shown[1:] for word in ("--image", path)]
+        found = ask(model.bundle.folder, shown[0], *questions, *more, "--k", str(k), "--max-new-tokens", "6")
+        with model.open(shown) as conversation:
+            for question, answer in zip(questions, found, strict=True):
+                want = conversation.ask(question, k, max_new_tokens=6)
+                assert expected(answer) == expected(want.to_dict()), (k, question)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ THREADS = 1  # tests run side by side
 KS = (2, 3, 5, 8)
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
 Checkpoints = Callable[..., Path]
+DEVICES = [name for name, module in (("cpu", "onnxruntime"), ("openvino", "openvino")) if find_spec(module)]
 
 
 class Models:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+import pytest
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from tests.support.reference import Inputs
+from tests.support.reference import Inputs, Reference
 from tests.support.statement import Method, Outcome, Statement
-from tests.support.tiny import Message
+from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.policies.base import PromptText, Reduction
@@ -21,7 +25,20 @@ from vtx.runtime.session.encoded_images import PreparedImage, enter, vision_extr
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 from vtx.runtime.vision.tokens import ImageTokens
 
+STEPS = 8
+TOLERANCE = 1e-4
+KS = (4, 9, 12)
+QUESTIONS = ("What is the colour of the square in the picture?", "how many red shapes are there?", "left?")
 CLEAR = 1e-4  # least relative distance of a score from its threshold; float32 and the order of sums stay far below
+MODELS = {
+    "16-layers-gqa": Tiny(layers=16, image=126, context=768),
+    "32-layers-mha": Tiny(layers=32, kv_heads=4, image=126, context=768),
+}
+# The deeper one, whose heads are not shared, repeats what the first shows: make test-all asks it too.
+PARAMETERS = [
+    pytest.param(MODELS["16-layers-gqa"], id="16-layers-gqa"),
+    pytest.param(MODELS["32-layers-mha"], id="32-layers-mha", marks=pytest.mark.slow),
+]
 
 
 def word(method: Method) -> str:
@@ -149,3 +166,73 @@ def clear(outcome: Outcome, method: Method) -> bool:
         if min(d.min() for d in distances) < CLEAR:
             return False
     return True
+
+
+def window_cosines(judge: Reference, pixels: torch.Tensor) -> list[float]:
+    """Mean pairwise cosine of each window of one image, by brute force over transformers' first block."""
+    tower = judge.model.model.vision_tower
+    with torch.inference_mode():
+        x = tower.embeddings(pixels[None])
+        clip = hasattr(tower, "pre_layrnorm")
+        x = tower.encoder.layers[0](tower.pre_layrnorm(x) if clip else x, None)[0][int(clip) :]
+    side = int(len(x) ** 0.5)
+    grid = torch.nn.functional.normalize(x, dim=-1).view(side, side, -1)
+    found = []
+    for top in range(0, side - 2, 3):
+        for left in range(0, side - 2, 3):
+            window = grid[top : top + 3, left : left + 3].reshape(9, -1)
+            found.append(float(((window @ window.T).sum() - 9) / 72))
+    return found
+
+
+class Case(NamedTuple):
+    """One checkpoint: its bundle, and its statement over transformers' modules."""
+
+    model: Model
+    reference: Reference
+    statement: Statement
+
+
+def inputs(case: Case, messages: list[Message], seeds: tuple[int, ...] = (4,)) -> Inputs:
+    return case.reference.inputs(messages, [random_image(seed) for seed in seeds])
+
+
+def some_merged(case: Case, seed: int = 4) -> float:
+    """A threshold that about half of the windows reach."""
+    pixels = inputs(case, prompt_messages("red?"), (seed,))["pixel_values"][0]
+    order = sorted(window_cosines(case.reference, pixels))
+    low, high = max(pairwise(order[2:-1]), key=lambda pair: pair[1] - pair[0])
+    assert high - low > 1e-3
+    return (low + high) / 2
+
+
+def assert_equal(found: Found, wanted: Outcome) -> None:
+    assert wanted.margin > 2 * TOLERANCE, "two tokens are too close to prove anything"
+    assert found.ids == wanted.ids
+    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert list(found.done.slots) == wanted.slots
+    assert [image.indices.tolist() for image in found.done.images] == [image.places for image in wanted.images]
+    assert [image.merged.tolist() for image in found.done.images] == [image.merged for image in wanted.images]
+    entered = sum(len(image.places) for image in wanted.images)
+    last = list(range(entered))
+    for layer, kept in sorted({**wanted.kept}.items()):
+        assert found.kept.get(layer, last) == kept
+        last = kept
+    assert set(found.kept) <= {*wanted.kept, *(k - 1 for k in KS)}
+
+
+def ask_both(
+    case: Case, method: Method, seeds: tuple[int, ...] = (4,), *, share: float | None = None
+) -> tuple[Found, Outcome]:
+    """A fresh session's answer and the statement's, to the first question where no two tokens are too close.
+
+    `share`: with thresholds that drop about so many of the rows at the first prune.
+    """
+    for words in QUESTIONS:
+        messages, images = prompt_messages(words, len(seeds)), [random_image(seed) for seed in seeds]
+        given = inputs(case, messages, seeds)
+        tried = method if share is None else dividing(case.statement, given, method, share)
+        wanted = case.statement.answer(given, tried, STEPS, words)
+        if wanted.margin > 2 * TOLERANCE:
+            return Talk(case.model).ask(messages, images, tried, STEPS), wanted
+    raise AssertionError("two tokens are too close in every answer")

@@ -187,13 +187,14 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
     """Write the checkpoint into `folder`, made if need be, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     if tiny.family in ("llava_llama", "llava_mistral", "vila", "lisa"):
-        from tests.support.original import make_original, make_vila
+        from tests.support.families.original import make_original
+        from tests.support.families.vila import make_vila
 
         return (make_vila if tiny.family == "vila" else make_original)(folder, tiny, seed)
     if tiny.family.startswith("qwen"):
         return _make_qwen(folder, tiny, seed)
     if tiny.family == "internvl_chat":
-        from tests.support.internvl_chat import make_internvl_chat
+        from tests.support.families.internvl_chat import make_internvl_chat
 
         return make_internvl_chat(folder, tiny, seed)
     image_token = write_tokenizer(folder, tiny)
@@ -210,7 +211,7 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
 def _make_qwen(folder: Path, tiny: Tiny, seed: int) -> Path:
     from transformers import AutoConfig
 
-    from tests.support import qwen
+    from tests.support.families import qwen
 
     image_token, text = write_tokenizer(folder, tiny), _text_fields(tiny) | {"bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(tiny.family, **qwen.settings(tiny, text, image_token))

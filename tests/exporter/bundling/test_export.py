@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import vtx
-from tests.exporter.bundling.exporting import Make, interrupted, is_whole, names, plan, run
 from tests.support import bundles
+from tests.support.exporting import Make, interrupted, is_whole, names, plan, run
 from tests.support.tiny import random_image
 from vtx.exporter.bundling import build, predict
 from vtx.exporter.bundling.export import check_memory, plan_export, run_export

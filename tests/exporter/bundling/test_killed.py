@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.exporter.bundling.exporting import Make, is_whole, names, opens, plan, run
+from tests.support.exporting import Make, is_whole, names, opens, plan, run
 from tests.support.gated import WAIT
 from tests.support.tiny import Tiny
 from vtx.runtime.bundle.bundle import Bundle

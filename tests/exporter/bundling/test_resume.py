@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.exporter.bundling.exporting import Make, interrupted, is_whole, names, opens, plan, run
 from tests.support import bundles
+from tests.support.exporting import Make, interrupted, is_whole, names, opens, plan, run
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import export as export_module
 from vtx.exporter.bundling import staging as place_module

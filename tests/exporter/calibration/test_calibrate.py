@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.exporter.calibration.measuring import ALL, GQA, KS, Checkpoints, measure, questions
 from tests.support.bundles import export
+from tests.support.calibrating import ALL, GQA, KS, Checkpoints, measure, questions
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate, predict_memory

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.exporter.calibration.measuring import GQA, KS, QUESTIONS, Checkpoints
+from tests.support.calibrating import GQA, KS, QUESTIONS, Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bundling.build import fill

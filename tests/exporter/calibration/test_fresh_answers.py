@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.exporter.calibration.measuring import ALL, GQA, KS, QUESTIONS, Checkpoints, measure
 from tests.support.bundles import ORT, export
+from tests.support.calibrating import ALL, GQA, KS, QUESTIONS, Checkpoints, measure
 from tests.support.exported import THREADS
 from tests.support.sequences import NotedSampling, noted
 from tests.support.tiny import random_image

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError as JinjaError
 
-from tests.exporter.checkpoint.test_forms import DEFAULT_SYSTEM, resolved
-from tests.support import qwen
+from tests.support.families import qwen
+from tests.support.templates import DEFAULT_SYSTEM, resolved
 from tests.support.text import CHATML, MISTRAL, VICUNA, make_tokenizer
 from vtx.exporter.checkpoint.original.templates import TEMPLATES as ORIGINAL
 from vtx.exporter.checkpoint.template_syntax import check_provable

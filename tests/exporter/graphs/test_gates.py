@@ -16,10 +16,11 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from tests.support.exported import THREADS, Checkpoints
+from tests.support.gates import HIDDEN, KS, LAYERS, WIDTH, Pair, certain_gate, plan_with_gates, random_gate, write_gates
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
-from vtx.exporter.bundling.export import Plan, plan_export, run_export
+from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
@@ -34,40 +35,11 @@ from vtx.runtime.policies import Boundary
 from vtx.runtime.policies.methods.gate import Gate
 
 TINY = Tiny()
-HIDDEN, LAYERS, WIDTH = 64, 8, 24
-KS = (2, 3, 5, 8)
 STEPS = 8
 OPTIONS = Options(max_new_tokens=STEPS, ignore_eos=True)
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square?", "which is left")
 IMAGE = random_image(1)
-Pair = tuple[NDArray[np.float32], NDArray[np.float32]]
 References = Callable[..., Reference]
-
-
-def gate(seed: int) -> Pair:
-    """Random weights; which questions it fires for is as good as a coin."""
-    rng = np.random.default_rng(seed)
-    first = rng.standard_normal((WIDTH, 2 * HIDDEN)) / (2 * HIDDEN) ** 0.5
-    return first.astype(np.float32), rng.standard_normal((2, WIDTH)).astype(np.float32)
-
-
-def certain(fires: bool) -> Pair:
-    """gelu(z) + gelu(-z) is never negative, so one side always wins."""
-    half = gate(0)[0][: WIDTH // 2]
-    second = np.zeros((2, WIDTH), np.float32)
-    second[int(fires)] = 0.1
-    return np.concatenate([half, -half]), second
-
-
-def write(path: Path, pairs: Mapping[int, Pair], metadata: Mapping[str, str] | None = None) -> Path:
-    """A gate file; `pairs` by the K that they decide for."""
-    names = {f"gate.{k - 2}.fc{n + 1}.weight": w for k, pair in pairs.items() for n, w in enumerate(pair)}
-    write_safetensors(path, names, metadata)
-    return path
-
-
-def plan(checkpoint: Path, gates: Path, ks: Any = KS) -> Plan:
-    return plan_export(ExportOptions(str(checkpoint), ks, "fp32", gates=gates))
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +48,13 @@ def gated(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints
 
     def make(pairs: Mapping[int, Pair], ks: Any = KS) -> Model:
         folder = tmp_path_factory.mktemp("gated")
-        planned = plan(tiny_checkpoint(TINY), write(folder / "g.safetensors", pairs), ks)
+        planned = plan_with_gates(tiny_checkpoint(TINY), write_gates(folder / "g.safetensors", pairs), ks)
         return load(run_export(planned, folder / "bundle", force=False, report=lambda *_: None).folder, threads=THREADS)
 
     return make
 
 
-RANDOM = {k: gate(20 + k) for k in KS}
+RANDOM = {k: random_gate(20 + k) for k in KS}
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +135,7 @@ def test_the_graph_uses_the_exact_gelu(gated: Callable[..., Model]) -> None:
 def test_the_first_gate_that_fires_decides_wherever_it_stands(
     gated: Callable[..., Model], reference: References, first: int | None
 ) -> None:
-    pairs = {k: certain(first is not None and k >= first) for k in KS}
+    pairs = {k: certain_gate(first is not None and k >= first) for k in KS}
     model, judge = gated(pairs), reference(TINY)
     for question in QUESTIONS[:2]:
         wanted = stated(judge, judge.inputs(prompt_messages(question), [IMAGE]), pairs)
@@ -180,7 +152,7 @@ def test_the_first_gate_that_fires_decides_wherever_it_stands(
 def test_random_gates_decide_and_answer_as_plain_pytorch(
     gated: Callable[..., Model], reference: References, seed: int
 ) -> None:
-    pairs = {k: gate(100 * seed + k) for k in KS}
+    pairs = {k: random_gate(100 * seed + k) for k in KS}
     model, judge = gated(pairs), reference(TINY)
     for question, images in itertools.product(QUESTIONS, ([IMAGE], [IMAGE, random_image(2)])):
         wanted = stated(judge, judge.inputs(prompt_messages(question, len(images)), images), pairs)
@@ -192,7 +164,7 @@ def test_random_gates_decide_and_answer_as_plain_pytorch(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [*KS, None])
 def test_auto_gives_the_tokens_of_the_fixed_k_that_it_chose(gated: Callable[..., Model], k: int | None) -> None:
-    model = gated({other: certain(k is not None and other >= k) for other in KS})
+    model = gated({other: certain_gate(k is not None and other >= k) for other in KS})
     with model.open(IMAGE) as first, model.open(IMAGE) as second:
         auto, fixed = first.ask(QUESTIONS[1], "auto", OPTIONS), second.ask(QUESTIONS[1], k, OPTIONS)
     assert auto.stats.k == fixed.stats.k == k
@@ -204,7 +176,7 @@ def test_auto_gives_the_tokens_of_the_fixed_k_that_it_chose(gated: Callable[...,
 
 
 def test_a_text_question_asks_no_gate(gated: Callable[..., Model]) -> None:
-    model = gated({k: certain(True) for k in KS})
+    model = gated({k: certain_gate(True) for k in KS})
     answer = model.ask("describe the shape", "auto", OPTIONS)
     assert (answer.stats.k, answer.stats.gate) == (None, ())
     assert answer.token_ids == model.ask("describe the shape", None, OPTIONS).token_ids
@@ -274,14 +246,14 @@ def test_a_chat_keeps_the_depth_that_its_first_turn_chose(coins: Model) -> None:
 
 
 def test_auto_takes_every_layer_that_has_a_gate_and_lets_them_decide(gated: Callable[..., Model]) -> None:
-    model = gated({3: certain(False), 6: certain(True), LAYERS + 1: certain(True)}, "auto")
+    model = gated({3: certain_gate(False), 6: certain_gate(True), LAYERS + 1: certain_gate(True)}, "auto")
     assert (model.manifest.variants, model.manifest.default_k) == ((3, 6), "auto")
     with model.open(IMAGE) as image:
         assert image.ask("red?", options=OPTIONS).stats.k == 6
 
 
 def test_named_depths_take_the_gates_they_have(gated: Callable[..., Model]) -> None:
-    model = gated({5: certain(True), 7: certain(True)}, (3, 5))
+    model = gated({5: certain_gate(True), 7: certain_gate(True)}, (3, 5))
     assert (model.manifest.variants, model.manifest.default_k) == ((3, 5), 3)
     with model.open(IMAGE) as image:
         fixed, auto = image.ask("red?", options=OPTIONS), image.ask("red?", "auto", OPTIONS)
@@ -290,9 +262,9 @@ def test_named_depths_take_the_gates_they_have(gated: Callable[..., Model]) -> N
 
 
 def test_no_gate_at_any_named_depth_is_refused(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
-    gates = write(tmp_path / "g.safetensors", {5: gate(0)})
+    gates = write_gates(tmp_path / "g.safetensors", {5: random_gate(0)})
     with pytest.raises(RequestError, match=r"no gate for K = \[3\]; the file has gates for K = \[5\]"):
-        plan(tiny_checkpoint(TINY), gates, (3,))
+        plan_with_gates(tiny_checkpoint(TINY), gates, (3,))
 
 
 def test_a_bundle_without_gates_says_how_to_get_them(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
@@ -322,8 +294,10 @@ def test_json_tells_of_gates_only_where_they_were_asked_for(coins: Model, tmp_pa
 
 
 def test_the_manifest_records_how_the_gates_were_trained(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
-    gates = write(tmp_path / "g.safetensors", {3: gate(0)}, {"training": '{"items": 7}'})
-    bundle = run_export(plan(tiny_checkpoint(TINY), gates, (3,)), tmp_path / "b", force=False, report=lambda *_: None)
+    gates = write_gates(tmp_path / "g.safetensors", {3: random_gate(0)}, {"training": '{"items": 7}'})
+    bundle = run_export(
+        plan_with_gates(tiny_checkpoint(TINY), gates, (3,)), tmp_path / "b", force=False, report=lambda *_: None
+    )
     assert bundle.manifest.record["gates"] == {"features": FEATURES, "training": '{"items": 7}'}
 
 
@@ -341,9 +315,9 @@ Read = Callable[[Path], Gates]
 
 
 def test_a_file_without_metadata_is_read_with_a_warning(tmp_path: Path, read: Read) -> None:
-    found = read(write(tmp_path / "g.safetensors", {3: gate(3), 5: gate(5)}))
+    found = read(write_gates(tmp_path / "g.safetensors", {3: random_gate(3), 5: random_gate(5)}))
     assert list(found.by_k) == [3, 5]
-    assert np.array_equal(found.by_k[5][0], gate(5)[0])
+    assert np.array_equal(found.by_k[5][0], random_gate(5)[0])
     (warning,) = found.warnings
     assert "does not name the model" in warning
 
@@ -351,13 +325,15 @@ def test_a_file_without_metadata_is_read_with_a_warning(tmp_path: Path, read: Re
 def test_a_file_of_this_model_is_read_without_a_word(tmp_path: Path, read: Read, tiny_checkpoint: Checkpoints) -> None:
     fingerprint = open_checkpoint(str(tiny_checkpoint(TINY))).fingerprint()
     metadata = {"model_fingerprint": fingerprint, "features": FEATURES}
-    assert read(write(tmp_path / "g.safetensors", {3: gate(3)}, metadata)).warnings == ()
+    assert read(write_gates(tmp_path / "g.safetensors", {3: random_gate(3)}, metadata)).warnings == ()
 
 
 def test_a_gate_on_the_last_layer_means_no_withdrawal(tmp_path: Path, read: Read) -> None:
-    assert list(read(write(tmp_path / "g.safetensors", {4: gate(4), LAYERS + 1: gate(9)})).by_k) == [4]
+    assert list(
+        read(write_gates(tmp_path / "g.safetensors", {4: random_gate(4), LAYERS + 1: random_gate(9)})).by_k
+    ) == [4]
     with pytest.raises(CheckpointError, match="no gate on a layer before the last"):
-        read(write(tmp_path / "h.safetensors", {LAYERS + 1: gate(9)}))
+        read(write_gates(tmp_path / "h.safetensors", {LAYERS + 1: random_gate(9)}))
 
 
 def test_gates_of_another_model_or_of_other_inputs_are_refused(tmp_path: Path, read: Read) -> None:
@@ -367,10 +343,10 @@ def test_gates_of_another_model_or_of_other_inputs_are_refused(tmp_path: Path, r
         ({"note": "x" * (MAX_METADATA + 1)}, "characters of metadata"),
     ):
         with pytest.raises(CheckpointError, match=match):
-            read(write(tmp_path / "g.safetensors", {3: gate(3)}, metadata))
+            read(write_gates(tmp_path / "g.safetensors", {3: random_gate(3)}, metadata))
 
 
-FIRST, SECOND = gate(3)
+FIRST, SECOND = random_gate(3)
 NAN = SECOND.copy()
 NAN[0, 3] = np.nan
 BAD: dict[str, tuple[dict[str, NDArray[Any]], str]] = {
@@ -409,11 +385,11 @@ def test_a_name_that_is_no_gates_is_refused(tmp_path: Path, read: Read, name: st
 
 def test_a_gate_beyond_the_model_is_refused(tmp_path: Path, read: Read) -> None:
     with pytest.raises(CheckpointError, match="gate 8 is beyond the 8 layers"):
-        read(write(tmp_path / "g.safetensors", {LAYERS + 2: gate(0)}))
+        read(write_gates(tmp_path / "g.safetensors", {LAYERS + 2: random_gate(0)}))
 
 
 def test_an_empty_file_and_no_file_are_refused(tmp_path: Path, read: Read) -> None:
     with pytest.raises(CheckpointError, match="no gate on a layer"):
-        read(write(tmp_path / "g.safetensors", {}))
+        read(write_gates(tmp_path / "g.safetensors", {}))
     with pytest.raises(CheckpointError):
         read(tmp_path / "absent.safetensors")

@@ -14,6 +14,7 @@ import torch
 from tests.support.bundles import export
 from tests.support.exported import Checkpoints
 from tests.support.graphs import session
+from tests.support.reduced import window_cosines
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -64,23 +65,6 @@ def encode(vision: Any, pixels: np.ndarray, tau: float) -> tuple[dict[str, np.nd
     return found, ImageTokens.of(found)
 
 
-def cosines(judge: Reference, pixels: torch.Tensor) -> list[float]:
-    """Mean pairwise cosine of each window of one image, by brute force over transformers' first block."""
-    tower = judge.model.model.vision_tower
-    with torch.inference_mode():
-        x = tower.embeddings(pixels[None])
-        clip = hasattr(tower, "pre_layrnorm")
-        x = tower.encoder.layers[0](tower.pre_layrnorm(x) if clip else x, None)[0][int(clip) :]
-    side = int(len(x) ** 0.5)
-    grid = torch.nn.functional.normalize(x, dim=-1).view(side, side, -1)
-    found = []
-    for top in range(0, side - 2, 3):
-        for left in range(0, side - 2, 3):
-            window = grid[top : top + 3, left : left + 3].reshape(9, -1)
-            found.append(float(((window @ window.T).sum() - 9) / 72))
-    return found
-
-
 def thresholds(values: list[float]) -> list[float]:
     """One below all, one above all, and one in each gap wide enough for float32 to agree on."""
     order = sorted(values)
@@ -97,7 +81,7 @@ def test_merged_rows_equal_the_statement(
     vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True, attention=clip)
     pixels = judge.inputs(prompt_messages("red?"), [random_image(4)])["pixel_values"]
     counts = set()
-    for tau in thresholds(cosines(judge, pixels[0])):
+    for tau in thresholds(window_cosines(judge, pixels[0])):
         with torch.inference_mode():
             wanted = Statement(judge).image(pixels[0], Method(tau=tau))
         given, found = encode(vision, pixels.numpy(), tau)
@@ -181,7 +165,7 @@ def test_half_precision_merges_the_same_windows(
     judge = reference(tiny)
     vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, "fp16", merges=True, attention=True)
     pixels = judge.inputs(prompt_messages("red?"), [random_image(4)])["pixel_values"]
-    low, high = max(pairwise(sorted(cosines(judge, pixels[0]))), key=lambda pair: pair[1] - pair[0])
+    low, high = max(pairwise(sorted(window_cosines(judge, pixels[0]))), key=lambda pair: pair[1] - pair[0])
     assert high - low > 1e-2
     with torch.inference_mode():
         wanted = Statement(judge).image(pixels[0], Method(tau=(low + high) / 2))

@@ -11,9 +11,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from tests.support.graphs import session
-from vtx.exporter.checkpoint.config import TextConfig
-from vtx.exporter.checkpoint.fields import Rope
+from tests.support.graphs import TEXT, session
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.score import build_score
@@ -22,11 +20,6 @@ from vtx.tools.tensorrt.graph import load_graph
 from vtx.tools.tensorrt.lint import lint
 from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release
 
-TEXT = TextConfig(
-    family="llama", layers=1, hidden=48, ffn=64, heads=6, kv_heads=2, head_dim=8, vocab=32, eps=1e-5,
-    activation="silu", qkv_bias=False, o_bias=False, mlp_bias=False, tied=False,
-    rope=Rope("default", 1e4, (1.0,) * 4), max_positions=64,
-)  # fmt: skip
 CAPACITY = 40
 KV = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 

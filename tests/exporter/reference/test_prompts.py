@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.runtime.session.test_tiles import ONEVISION
 from tests.support.exported import Checkpoints
+from tests.support.families.llava_onevision import ONEVISION
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.export import ExportOptions, plan_export
 from vtx.exporter.bundling.options import ActivationAware

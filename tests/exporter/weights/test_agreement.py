@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.exporter.bundling.exporting import Make, plan, run
 from tests.support.exported import prompt
+from tests.support.exporting import Make, plan, run
 from tests.support.parity import assert_parity
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image

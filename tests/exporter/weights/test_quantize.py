@@ -201,7 +201,7 @@ def test_stored_integers_stand_for_the_checkpoint_s_weights(tiny_checkpoint: Mak
 def test_nan_and_infinity_are_refused_before_they_are_quantised(
     tiny_checkpoint: Make, tmp_path: Path, value: float
 ) -> None:
-    from tests.exporter.weights.test_weights import alter
+    from tests.support.checkpoints import alter
 
     name = "text.layers.4.mlp.up_proj.weight"
     folder = alter(tiny_checkpoint(), tmp_path / "ck", name, value)

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 import vtx
 from tests.support import bundles
+from tests.support.checkpoints import alter
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling import predict
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.loader import canonical_name
 from vtx.exporter.weights import whole, writing
 from vtx.exporter.weights.journal import ExportJournal
@@ -31,7 +31,6 @@ from vtx.runtime.bundle.safetensors import TensorInfo, read_header, read_tensor
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 
 Make = Callable[..., Path]
-NUMBERS = {"F32": np.float32, "F16": np.float16}
 
 
 def plan(folder: Path, precision: str, ks: tuple[int, ...] = ()) -> WeightPlan:
@@ -48,18 +47,6 @@ def written(folder: Path, target: Path, precision: str) -> dict[str, np.ndarray]
         info = TensorInfo(name, stored.dtype, tuple(stored.shape), target / stored.file, stored.offset, stored.nbytes)
         found[name] = read_tensor(info)
     return found
-
-
-def alter(folder: Path, target: Path, name: str, value: float) -> Path:
-    """A copy of a float32 checkpoint with one value of the tensor of that canonical name replaced."""
-    copy = Path(shutil.copytree(folder, target))
-    info = open_checkpoint(str(copy)).tensors[name]
-    content = bytearray(info.file.read_bytes())
-    kind = NUMBERS[info.dtype]
-    values = np.frombuffer(content, kind, info.nbytes // np.dtype(kind).itemsize, info.offset)
-    values[len(values) // 2] = value  # type: ignore[index]
-    info.file.write_bytes(content)
-    return copy
 
 
 # ---- conversions -----------------------------------------------------------------------------------------------------

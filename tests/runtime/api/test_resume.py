@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.session.test_qwen import QWEN25
-from tests.runtime.session.test_tiles import ONEVISION, SMOLVLM
 from tests.support.exported import Models
+from tests.support.families.llava_onevision import ONEVISION
+from tests.support.families.qwen import QWEN25
+from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.backends.test_failures import DEVICES
 from tests.support.bundles import copy, cut_output
-from tests.support.exported import THREADS
+from tests.support.exported import DEVICES, THREADS
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model

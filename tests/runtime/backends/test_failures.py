@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import export
-from tests.support.exported import THREADS
+from tests.support.exported import DEVICES, THREADS
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.openvino.graph import run_row
@@ -21,7 +20,6 @@ from vtx.runtime.backends.ort import library
 from vtx.runtime.errors import DeviceError, ModelClosedError
 from vtx.runtime.vision.tokens import TokenStates
 
-DEVICES = [name for name, module in (("cpu", "onnxruntime"), ("openvino", "openvino")) if find_spec(module)]
 OUT_OF_MEMORY = """
 import resource
 import sys

@@ -15,11 +15,10 @@ import pytest
 import torch
 from onnx_ir import DataType
 
-from tests.exporter.graphs.test_score import TEXT
 from tests.support import bundles
 from tests.support.dialects import DialectBackend
 from tests.support.exported import KS, THREADS, Checkpoints, greedy, policy, prompt
-from tests.support.graphs import session
+from tests.support.graphs import TEXT, session
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import plan_export

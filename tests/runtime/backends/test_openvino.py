@@ -15,10 +15,10 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from tests.exporter.graphs.test_gates import gate, plan, write
 from tests.support import bundles
 from tests.support.exported import KS, QUESTIONS, THREADS, Checkpoints, Models, answer, greedy, policy, prompt
 from tests.support.fuse import check_interrupts
+from tests.support.gates import plan_with_gates, random_gate, write_gates
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import plan_export, run_export
@@ -149,9 +149,9 @@ def test_the_token_ids_are_those_of_onnxruntime(bundle_models: Models, model: Mo
 
 def test_gates_give_the_odds_of_onnxruntime(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    file = write(tmp_path / "gates.safetensors", {3: gate(3), 5: gate(5)})
+    file = write_gates(tmp_path / "gates.safetensors", {3: random_gate(3), 5: random_gate(5)})
     folder = run_export(
-        plan(tiny_checkpoint(), file, (3, 5)), tmp_path / "b", force=False, report=bundles.IGNORE
+        plan_with_gates(tiny_checkpoint(), file, (3, 5)), tmp_path / "b", force=False, report=bundles.IGNORE
     ).folder
     one, other = (load(folder, device=device, threads=THREADS).backend for device in ("openvino", "cpu"))
     for k, rows in itertools.product((3, 5), (1, 2, 17)):

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.runtime.backends.test_failures import DEVICES
 from tests.support.bundles import export
-from tests.support.exported import THREADS, policy
+from tests.support.exported import DEVICES, THREADS, policy
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model

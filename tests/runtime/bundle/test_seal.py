@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
 import vtx
 from tests.support import bundles
+from tests.support.keys import PEM, PKCS8, write_keys
 from tests.support.tiny import random_image
 from vtx import cli
 from vtx.exporter.bundling.export import ExportOptions, run_export
@@ -26,17 +27,6 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet, read_engines
 from vtx.runtime.bundle.seal import PublicKey, SigningKey
 from vtx.runtime.errors import BundleError, DeviceError, RequestError
-
-PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-
-
-def write_keys(folder: Path, name: str, key: Any) -> tuple[Path, Path]:
-    """A private and a public key as PEM files."""
-    folder.mkdir(exist_ok=True)
-    private, public = folder / f"{name}.pem", folder / f"{name}.pub.pem"
-    private.write_bytes(key.private_bytes(PEM, PKCS8, serialization.NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
-    return private, public
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,11 @@ from tests.support.cabi import (
     ON_TOKEN,
     REQUEST,
     RGB8,
-    AskOptions,
     LoadOptions,
     VtxImage,
     load_library,
+    opened,
+    options_of,
 )  # fmt: skip
 from tests.support.cpp import BUILD, needs_cpp, onnxruntime
 from tests.support.tiny import Tiny, random_image
@@ -69,24 +70,6 @@ def model(library: c.CDLL, python: Model) -> Iterator[c.c_void_p]:
     handle = loaded(library, python)
     yield handle
     library.vtx_model_free(handle)
-
-
-def opened(library: c.CDLL, model: c.c_void_p, array: np.ndarray[Any, Any], format: int = RGB8) -> c.c_void_p:
-    image, handle = VtxImage(), c.c_void_p()
-    library.vtx_image_init(c.byref(image), c.sizeof(image))
-    image.data, image.height, image.width = array.ctypes.data, array.shape[0], array.shape[1]
-    image.stride, image.format = array.strides[0], format
-    assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == OK, library.vtx_last_error()
-    return handle
-
-
-def options_of(library: c.CDLL, **fields: Any) -> AskOptions:
-    options = AskOptions()
-    library.vtx_ask_options_init(c.byref(options), c.sizeof(options))
-    options.max_new_tokens = 8
-    for name, value in fields.items():
-        setattr(options, name, value)
-    return options
 
 
 def asked(library: c.CDLL, conversation: c.c_void_p, question: str, **fields: Any) -> dict[str, Any]:

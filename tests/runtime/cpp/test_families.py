@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cpp.test_layouts import COMPARED as TILED
-from tests.runtime.cpp.test_marked import IDEFICS, SMOLVLM
-from tests.runtime.cpp.test_run import assert_answers_equal
-from tests.runtime.session.test_internvl_chat import INTERNLM
-from tests.runtime.session.test_internvl_chat_1 import TINY as INTERNVL_CHAT
-from tests.runtime.session.test_internvl_chat_1 import with_internvit
-from tests.runtime.session.test_lisa import GROUPED as LISA
-from tests.runtime.session.test_original import ANYRES, PAD
-from tests.runtime.session.test_videos import NEXT_VIDEO
-from tests.runtime.session.test_vila import VILA
 from tests.support.bundles import ORT, export
-from tests.support.cpp import needs_cpp, output, write_pictures
+from tests.support.cpp import TILED, assert_answers_equal, needs_cpp, output, write_pictures
+from tests.support.families.internvl_chat import INTERNLM
+from tests.support.families.internvl_chat_1 import INTERNVL_CHAT_1, with_internvit
+from tests.support.families.lisa import LISA
+from tests.support.families.original import ANYRES, PAD
+from tests.support.families.smolvlm import IDEFICS, SMOLVLM
+from tests.support.families.videos import NEXT_VIDEO
+from tests.support.families.vila import VILA
 from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.families.registry import FAMILIES as REGISTERED
 from vtx.runtime.api.load import load
@@ -36,7 +33,7 @@ FAMILIES = {
     "llava_mistral, anyres": ANYRES,
     "qwen3": Tiny(text="qwen3", attention_bias=True, head_dim=24),
     "vipllava": Tiny(family="vipllava", feature_layer=(-1, -2)),
-    "internvl-chat 1.0": INTERNVL_CHAT,
+    "internvl-chat 1.0": INTERNVL_CHAT_1,
     "internvl-chat": INTERNLM,
     "llava_next_video": NEXT_VIDEO,
 }
@@ -54,7 +51,7 @@ def made(
     """The bundle of a family at K = 3."""
 
     def make(tiny: Tiny) -> Model:
-        if tiny is not INTERNVL_CHAT:
+        if tiny is not INTERNVL_CHAT_1:
             return models(tiny, (3,))
         folder = tmp_path_factory.mktemp("internvl-chat")
         checkpoint = Path(shutil.copytree(tiny_checkpoint(tiny), folder / "checkpoint"))

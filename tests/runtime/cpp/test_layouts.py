@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cpp.test_run import assert_answers_equal, expected
-from tests.runtime.session.test_tiles import INTERNVL, ONEVISION, TINY, onevision_of_another_scale
-from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.bundles import ORT, export
-from tests.support.cpp import ask, needs_cpp, output, run, write_pictures
+from tests.support.cpp import TILED, ask, assert_answers_equal, expected, needs_cpp, output, run, write_pictures
+from tests.support.families.internvl import INTERNVL
+from tests.support.families.llava_next import LLAVA_NEXT
+from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
+from tests.support.families.videos import VIDEO_LLAVA
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny
 from vtx.runtime.api.load import load
@@ -24,8 +25,7 @@ from vtx.runtime.errors import ContextError, RequestError
 
 pytestmark = needs_cpp
 
-COMPARED = [TINY, INTERNVL, ONEVISION, VIDEO_LLAVA]
-FAMILIES = pytest.mark.parametrize("tiny", COMPARED, ids=lambda tiny: tiny.family)
+FAMILIES = pytest.mark.parametrize("tiny", TILED, ids=lambda tiny: tiny.family)
 SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1), (5, 400), (223, 225), (448, 112))
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 
@@ -47,7 +47,7 @@ def test_views_and_tokens_are_those_of_python(models: Callable[..., Model], pict
 
 @pytest.mark.parametrize(
     "tiny",
-    [TINY, *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (INTERNVL, ONEVISION))],
+    [LLAVA_NEXT, *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (INTERNVL, ONEVISION))],
     ids=lambda tiny: tiny.family,
 )
 def test_answers_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
@@ -82,7 +82,7 @@ def test_bars_without_a_colour_are_refused_as_in_python(
 @pytest.mark.slow
 def test_reductions_of_tiles_are_those_of_python(models: Callable[..., Model], pictures: list[Path]) -> None:
     specs = ("cls:keep=0.5", "mustdrop:tau=off,key=0.2,layers=2/4,gamma=0.015,alpha=0.01", "cdpruner:keep=20")
-    model = models(TINY, (), "fp32", specs)
+    model = models(LLAVA_NEXT, (), "fp32", specs)
     for spec in specs:
         found = ask(model.bundle.folder, pictures[1], *QUESTIONS, "--reduce", spec, "--max-new-tokens", "6")
         with model.open(pictures[1]) as conversation:
@@ -91,7 +91,7 @@ def test_reductions_of_tiles_are_those_of_python(models: Callable[..., Model], p
 
 
 def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:
-    model = models(TINY, (3, 5))
+    model = models(LLAVA_NEXT, (3, 5))
     [found] = ask(model.bundle.folder, pictures[1], "red?", "--max-tiles", "1", "--max-new-tokens", "4")
     assert found["vision_tokens"] == model.loaded.layout.limited(1).count(150, 60)
     many = [word for _ in range(9) for word in ("--image", pictures[3])]

@@ -5,27 +5,33 @@ from __future__ import annotations
 import ctypes as c
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.runtime.cpp.test_abi import opened, options_of
-from tests.runtime.cpp.test_run import assert_answers_equal, expected
-from tests.runtime.cpp.test_traces import meets
-from tests.runtime.session.test_tiles import SMOLVLM
-from tests.support.cabi import OK, Loaded
-from tests.support.cpp import BUILD, ask, needs_cpp, needs_openvino, output, run, write_pictures
+from tests.support.cabi import OK, Loaded, opened, options_of
+from tests.support.cpp import (
+    BUILD,
+    ask,
+    assert_answers_equal,
+    expected,
+    needs_cpp,
+    needs_openvino,
+    output,
+    run,
+    write_pictures,
+)
+from tests.support.families.smolvlm import IDEFICS, SMOLVLM
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, random_image
+from tests.support.traces import meets
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ContextError, RequestError
 
 pytestmark = needs_cpp
 
-IDEFICS = replace(SMOLVLM, family="idefics3", kv_heads=4, tied=True, names="hub", shards=2)
 SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1), (5, 400), (223, 225), (448, 112))
 SIZES += ((56, 56), (90, 91))
 QUESTIONS = ("red?", "What is <global-img> <row_1_col_1> really,\nin the picture?", "red?")

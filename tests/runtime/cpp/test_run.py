@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.support.bundles import IGNORE, copy, cut_output, export, write_gate
-from tests.support.cpp import ask, needs_cpp, needs_openvino, run
+from tests.support.cpp import ask, expected, needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS, Models
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.export import plan_export, run_export
@@ -57,29 +56,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         image.save(path)
     images[1].save(folder / "1.jpg", quality=88)
     return [*paths, folder / "1.jpg"]
-
-
-def expected(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what differs between two runs."""
-    facts: dict[str, Any] = json.loads(json.dumps(answer))
-    for key in ("timings_ms", "question", "image", "bundle", "stopped"):
-        facts.pop(key, None)
-    for decision in facts.get("gate", []):
-        decision.pop("ms")
-    return facts
-
-
-def assert_answers_equal(
-    model: Model, pictures: list[Path], questions: Sequence[str], ks: tuple[Literal["none"] | int, ...]
-) -> None:
-    """vtx-cpp-run answers as Python does about the second picture, the third, and both, each at its K of `ks`."""
-    for k, shown in zip(ks, (pictures[1:2], pictures[2:3], pictures[1:3]), strict=True):
-        more = [word for path in shown[1:] for word in ("--image", path)]
-        found = ask(model.bundle.folder, shown[0], *questions, *more, "--k", str(k), "--max-new-tokens", "6")
-        with model.open(shown) as conversation:
-            for question, answer in zip(questions, found, strict=True):
-                want = conversation.ask(question, k, max_new_tokens=6)
-                assert expected(answer) == expected(want.to_dict()), (k, question)
 
 
 @pytest.mark.sampled(2)

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.cpp.test_run import expected
-from tests.runtime.session.test_lisa import GROUPED, QUESTION
 from tests.support.cabi import OK, AskOptions, LoadOptions, VtxImage, load_library
-from tests.support.cpp import BUILD, ask, needs_cpp, onnxruntime, output, run, write_pictures
+from tests.support.cpp import BUILD, ask, expected, needs_cpp, onnxruntime, output, run, write_pictures
+from tests.support.families.lisa import LISA, QUESTION
 from tests.support.parity import STEPS, TOLERANCE
 from vtx.runtime.api.model import Model
 
@@ -26,7 +25,7 @@ SIZES = ((150, 60), (40, 90))
 
 @pytest.fixture(scope="module")
 def model(models: Callable[..., Model]) -> Model:
-    return models(GROUPED, (3, 5))
+    return models(LISA, (3, 5))
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
 import vtx
-from tests.runtime.bundle.test_seal import write_keys
 from tests.support import bundles
 from tests.support.cpp import BUILD, ask, needs_cpp, run
+from tests.support.keys import write_keys
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.cpp.test_run import expected
 from tests.support.bundles import IGNORE, copy, forge, manifest
 from tests.support.clip import make_clip
-from tests.support.cpp import ask, needs_cpp, output, run
+from tests.support.cpp import ask, expected, needs_cpp, output, run
 from tests.support.exported import THREADS
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, random_image

@@ -9,29 +9,18 @@ import pytest
 
 from tests.support.bundles import IGNORE, write_gate
 from tests.support.cabi import Loaded
-from tests.support.cpp import needs_cpp, needs_openvino, output, write_pictures
+from tests.support.cpp import needs_cpp, needs_openvino, write_pictures
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny
+from tests.support.traces import REDUCTIONS, meets
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
-from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.files import read_index
 from vtx.runtime.report.traces.record import write_traces
 
 pytestmark = needs_cpp
-
-REDUCTIONS = (
-    "lsm+fastv:k=2,ratio=0.5",
-    "mustdrop:gamma=0.05,alpha=1,tau=off,key=0.1,layers=2/4/6",
-    "mustdrop:gamma=0.05,alpha=1,tau=0.5,key=0.1,layers=2/4/6,positions=renumber,order=merged-first,keys=last-block",
-    "cls:keep=0.5+dart:keep=0.5,k=3,pivots=2,text_pivots=1",
-    "dart:keep=0.6,k=4,pivots=2,text_pivots=2,order=code",
-    "cdpruner:keep=0.4,text=none+fastv:k=4,ratio=0.3",
-    "cdpruner:keep=9",
-    "dart:keep=10,k=0,pivots=3,text_pivots=2",
-)
 
 
 SAME = 1e-4  # of logits, as a share of their largest magnitude, where both runtimes compute alike
@@ -42,27 +31,6 @@ FEW = REDUCTIONS[0], REDUCTIONS[2]  # where another engine or precision is in qu
 def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gate before layer 3 that fires for some of the questions and not for others."""
     return write_gate(tmp_path_factory.mktemp("gates"), 168)
-
-
-def meets(
-    checkpoint: Path, folder: Path, precision: str, *, kv: str | None = None, ks: tuple[int, ...] = (3, 5),
-    device: str = "cpu", reductions: tuple[str, ...] = REDUCTIONS, gates: Path | None = None, compute: str = "f32",
-    limit: float | None = None,
-) -> int:  # fmt: skip
-    """The number of questions compared; fails with what differs. `limit`: of logits, by default `logits_limit`'s."""
-    dialect = "plain" if device == "openvino" else "ort"
-    options = ExportOptions(
-        str(checkpoint), ks, precision, dialects=tuple({"ort", dialect}), reductions=reductions, kv_precision=kv,
-        gates=gates,
-    )  # fmt: skip
-    bundle = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
-    model = load(bundle.folder, device=device, compute=compute, threads=THREADS)
-    write_traces(model, folder / "python")
-    output("traces", bundle.folder, folder / "python", folder / "cpp", device)
-    assert read_index(folder / "cpp").compute == compute
-    checks = list(compare_traces(folder / "python", folder / "cpp", limit or logits_limit(model.manifest, compute)))
-    assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
-    return len(checks) - 1
 
 
 def test_every_policy_meets_its_traces(tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path) -> None:

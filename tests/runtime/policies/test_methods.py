@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.policies.boundaries import attention, boundary
+from tests.support.boundaries import attention, boundary
 from vtx.runtime.policies import Boundary, PromptText
 from vtx.runtime.policies.methods.cdpruner import COSINES, CDPruner, cosines_of, greedy, scaled
 from vtx.runtime.policies.methods.cls import Cls

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.runtime.policies.boundaries import ROOT, boundary
+from tests.support.boundaries import ROOT, boundary
 from tests.support.exported import THREADS, Checkpoints
 from tests.support.tiny import random_image
 from vtx import cli

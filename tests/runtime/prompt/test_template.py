@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.support.templates import EXPRESSIONS
 from vtx.runtime.errors import TemplateError, VtxError
 from vtx.runtime.host.confined import ChildLimits, confine
 from vtx.runtime.prompt.template import MAX_SOURCE, ChatTemplate
@@ -240,24 +240,6 @@ def test_a_megabyte_of_text_is_rendered() -> None:
         "{% for m in messages %}{{ '<' + m.role + '>' + show(m.content) ~ '\n' }}{% endfor %}"
     )
     assert render(source, [{"role": "user", "content": text}]) == f"<user>{text.strip()}\n"
-
-
-EXPRESSIONS = st.recursive(
-    st.sampled_from(
-        ["messages", "'ab'", "3", "10**9", "range(9)", "none", "x", "namespace(a=1)", "raise_exception", "{}"]
-    ),
-    lambda e: st.one_of(
-        st.tuples(e, st.sampled_from(["+", "*", "~", "%", "**", "==", "in", "and"]), e)
-        .map(" ".join)
-        .map("({})".format),
-        st.tuples(e, st.sampled_from(["join", "list", "tojson", "length", "replace('a', 'bb')", "sort"])).map("|".join),
-        st.tuples(e, st.sampled_from(["format('a')", "__class__", "items()", "upper()", "a", "pop()"])).map(".".join),
-        st.tuples(e, e).map("[{0[0]}, {0[1]}]".format),
-        st.tuples(e, e).map("{0[0]}[{0[1]}:]".format),
-        e.map("({})".format),
-    ),
-    max_leaves=12,
-)
 
 
 @given(EXPRESSIONS)

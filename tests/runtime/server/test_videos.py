@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.session.test_videos import VIDEO_LLAVA
-from tests.runtime.vision.test_video import write
 from tests.support.bundles import export
+from tests.support.families.videos import VIDEO_LLAVA
 from tests.support.serving import WAIT, Served, asking, data_url, serving, until, user
 from tests.support.tiny import random_image
+from tests.support.video_files import write_video
 from vtx.runtime.api.load import load
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.vision import video as reading
@@ -38,7 +38,7 @@ def served(bundles: dict[str, Path]) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("video") / "clip.mp4")
+    return write_video(tmp_path_factory.mktemp("video") / "clip.mp4")
 
 
 def part(content: bytes, kind: str = "video/mp4", **more: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_a_model_without_videos_refuses_them(tiny_bundle: Path, clip: Path) -> N
 
 
 def test_a_title_that_is_not_utf8_is_answered(served: Served, clip: Path) -> None:
-    content = write(clip.with_name("titled.mp4"), frames=9, title="M__ller").read_bytes()
+    content = write_video(clip.with_name("titled.mp4"), frames=9, title="M__ller").read_bytes()
     assert b"M__ller" in content
     video = part(content.replace(b"M__ller", "Müllers".encode("latin-1")), frames=3)
     assert served.chat(asking({"role": "user", "content": [video, QUESTION]})).status == 200

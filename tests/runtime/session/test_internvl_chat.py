@@ -16,8 +16,8 @@ from PIL import Image
 
 from tests.support.bundles import ORT, export
 from tests.support.exported import Models, prompt
-from tests.support.internvl_chat import ADDED, counterpart
-from tests.support.original import write_json
+from tests.support.families.internvl_chat import ADDED, INTERNLM, counterpart
+from tests.support.families.original import write_json
 from tests.support.parity import assert_later_equal_fresh, assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -33,7 +33,6 @@ sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra 
 
 WIDE, HIGH = (300, 110), (90, 200)
 QUESTION = "What is red?"
-INTERNLM = Tiny(family="internvl_chat", vision="internvl", feature_layer=-1, image=112, context=1024)
 QWEN = Tiny(
     family="internvl_chat", vision="internvl", feature_layer=-1, image=112, context=1024, text="qwen2", kv_heads=4,
     attention_bias=True, tokenizer="bytes",

@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from tests.support.exported import Models, prompt
-from tests.support.original import AROUND, OFTEN, counterpart, lisa_projector
+from tests.support.families.lisa import ADDED, LISA, OFTEN, QUESTION, make_projector
+from tests.support.families.original import counterpart
 from tests.support.parity import STEPS, TOLERANCE, assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -24,14 +25,12 @@ from vtx.runtime.errors import CheckpointError
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
 
-SEG = AROUND[0]
+SEG = ADDED[0]
 SHAPES = [((150, 60),), ((40, 90), (150, 60))]
-QUESTION = "What is red?"
 PROMPT = (
     "A chat between a curious human and an artificial intelligence assistant. The assistant gives helpful, detailed, "
     "and polite answers to the human's questions. USER: {}" + QUESTION + " ASSISTANT:"
 )
-GROUPED = Tiny(family="lisa", context=512)
 MULTI_HEAD = Tiny(family="lisa", context=512, kv_heads=4, pickled=True, shards=2)
 
 
@@ -43,7 +42,7 @@ class Judge(Reference):
         self.added: dict[str, int] = json.loads((ours / "added_tokens.json").read_text())
         self.cut = sentencepiece.SentencePieceProcessor(model_file=str(ours / "tokenizer.model"))
         projector = torch.nn.Linear(tiny.vision_hidden, tiny.hidden)
-        projector.load_state_dict({name.rpartition(".")[2]: w for name, w in lisa_projector(tiny).items()})
+        projector.load_state_dict({name.rpartition(".")[2]: w for name, w in make_projector(tiny).items()})
         self.model.model.multi_modal_projector = projector
         with torch.no_grad():
             self.model.lm_head.weight[self.added[SEG]] *= OFTEN
@@ -73,7 +72,7 @@ def judge(tiny_checkpoint: Callable[..., Path]) -> Callable[[Tiny], Judge]:
     return lambda tiny: Judge(tiny_checkpoint(counterpart(tiny)), tiny_checkpoint(tiny), tiny)
 
 
-@pytest.mark.parametrize("tiny", [GROUPED, pytest.param(MULTI_HEAD, marks=pytest.mark.slow)], ids=["grouped", "multi"])
+@pytest.mark.parametrize("tiny", [LISA, pytest.param(MULTI_HEAD, marks=pytest.mark.slow)], ids=["grouped", "multi"])
 def test_ids_logits_and_the_states_of_segments_equal_transformers(
     models: Models, judge: Callable[[Tiny], Judge], tiny: Tiny
 ) -> None:
@@ -101,7 +100,7 @@ def test_ids_logits_and_the_states_of_segments_equal_transformers(
 
 
 def test_later_questions_equal_fresh_runs(models: Models) -> None:
-    model, options = models(GROUPED, (3, 5)), Options(STEPS, ignore_eos=True)
+    model, options = models(LISA, (3, 5)), Options(STEPS, ignore_eos=True)
     image, questions = random_image(0, (150, 60)), ("red?", QUESTION, "red?")
     with model.open(image) as conversation:
         later = [conversation.ask(question, 5, options) for question in questions]

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tests.support.exported import Models, prompt
-from tests.support.original import counterpart
+from tests.support.families.original import ANYRES, PAD, QUESTION, VICUNA, counterpart
 from tests.support.parity import assert_later_equal_fresh, assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
@@ -20,15 +20,8 @@ from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID
 sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
 
 WIDE, HIGH = (150, 60), (40, 90)
-VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
-    "and polite answers to the user's questions. USER: {}{} ASSISTANT:"
-)
-PAD = Tiny(family="llava_llama", aspect="pad", pickled=True, shards=2, context=1024)
-ANYRES = Tiny(family="llava_mistral", text="mistral", aspect="anyres", kv_heads=4, context=1024)
 PROMPTS = {PAD: VICUNA, ANYRES: "[INST] {}{} [/INST]"}
 IDS = ["pad, pickled, grouped", "anyres, multi-head"]
-QUESTION = "What is  the picture?"
 
 
 def judged(judge: Reference, tiny: Tiny, messages: list[Message], images: list[Image.Image]) -> Inputs:

@@ -12,6 +12,7 @@ import pytest
 from tests.support.bundles import export
 from tests.support.dialects import DialectBackend
 from tests.support.exported import Models, greedy, prompt
+from tests.support.families.qwen import QWEN2, QWEN25
 from tests.support.parity import STEPS, TOLERANCE, assert_answers_as_reference, assert_later_equal_fresh
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
@@ -28,8 +29,6 @@ from vtx.tools.tensorrt.lint import dialect_graphs
 pytestmark = pytest.mark.dialects(*DIALECTS)
 
 WIDE, HIGH = (150, 60), (40, 90)  # 5 x 2 tokens and 1 x 3
-QWEN2 = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")
-QWEN25 = replace(QWEN2, family="qwen2_5_vl")
 VARIANTS = {
     "qwen2": QWEN2,
     "qwen2.5": QWEN25,

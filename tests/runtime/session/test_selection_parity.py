@@ -9,19 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.session.test_reduce_parity import (
-    PARAMETERS,
-    QUESTIONS,
-    STEPS,
-    Case,
-    ask,
-    equal,
-    inputs,
-    some_merged,
-)
 from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS, Checkpoints
-from tests.support.reduced import Talk
+from tests.support.reduced import PARAMETERS, QUESTIONS, STEPS, Case, Talk, ask_both, assert_equal, inputs, some_merged
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -72,15 +62,15 @@ def make(
 
 
 def entered(case: Case, way: dict[str, Any], seeds: tuple[int, ...] = (4,)) -> list[list[int]]:
-    found, wanted = ask(case, Method(**way), seeds)
-    equal(found, wanted)
+    found, wanted = ask_both(case, Method(**way), seeds)
+    assert_equal(found, wanted)
     return [image.places for image in wanted.images]
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_each_method_equals_its_statement(case: Case, way: dict[str, Any]) -> None:
-    found, wanted = ask(case, Method(**way))
-    equal(found, wanted)
+    found, wanted = ask_both(case, Method(**way))
+    assert_equal(found, wanted)
     assert min(wanted.vision) < 81
 
 
@@ -99,7 +89,7 @@ def test_a_smaller_budget_of_cdpruner_lies_within_a_larger_one(case: Case) -> No
 
 def test_the_order_of_pivots_matters(case: Case) -> None:
     by_size, released = (
-        ask(case, Method(dart=AFTER_2, dart_order=order))[0].kept[2]  # type: ignore[arg-type]
+        ask_both(case, Method(dart=AFTER_2, dart_order=order))[0].kept[2]  # type: ignore[arg-type]
         for order in ("size", "code")
     )
     assert by_size != released
@@ -108,8 +98,8 @@ def test_the_order_of_pivots_matters(case: Case) -> None:
 
 @pytest.mark.parametrize("most", [8, 40, 64])
 def test_dart_keeps_its_image_pivots_beside_the_number_named(case: Case, most: int) -> None:
-    found, wanted = ask(case, Method(dart=(most, 2, 4, 4)))
-    equal(found, wanted)
+    found, wanted = ask_both(case, Method(dart=(most, 2, 4, 4)))
+    assert_equal(found, wanted)
     assert len(wanted.kept[2]) == most + 4
 
 
@@ -132,8 +122,8 @@ def test_two_images(case: Case, way: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_withdrawal_behind_it(case: Case, way: dict[str, Any]) -> None:
-    found, wanted = ask(case, Method(**way, k=9), (4, 7))
-    equal(found, wanted)
+    found, wanted = ask_both(case, Method(**way, k=9), (4, 7))
+    assert_equal(found, wanted)
     assert found.done.k == 9
 
 
@@ -142,27 +132,27 @@ def test_a_gate_behind_it(case: Case, way: str) -> None:
     gate = Gate(lambda layer, _: np.array([0.1, 0.9] if layer == 9 else [0.9, 0.1]), KS)
     messages = prompt_messages(QUESTIONS[0])
     wanted = case.statement.answer(inputs(case, messages), Method(**WAYS[way], k=9), STEPS)
-    equal(Talk(case.model).ask(messages, [random_image(4)], Method(**WAYS[way]), STEPS, exits=gate), wanted)
+    assert_equal(Talk(case.model).ask(messages, [random_image(4)], Method(**WAYS[way]), STEPS, exits=gate), wanted)
 
 
 @pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
 def test_merging_before_it(case: Case, way: str) -> None:
-    found, wanted = ask(case, Method(tau=some_merged(case), **WAYS[way]))
-    equal(found, wanted)
-    unmerged = ask(case, Method(**WAYS[way]))[1]
+    found, wanted = ask_both(case, Method(tau=some_merged(case), **WAYS[way]))
+    assert_equal(found, wanted)
+    unmerged = ask_both(case, Method(**WAYS[way]))[1]
     assert wanted.images[0].places != unmerged.images[0].places
 
 
 @pytest.mark.parametrize("way", ["cdpruner", "dart-before-layer-1", "dart-after-layer-7"])
 def test_fastv_before_or_behind_it(case: Case, way: str) -> None:
-    equal(*ask(case, Method(**WAYS[way], fastv=(2, 0.5))))
+    assert_equal(*ask_both(case, Method(**WAYS[way], fastv=(2, 0.5))))
 
 
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
 @pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
 def test_mustdrop_behind_it(case: Case, way: str, positions: str) -> None:
     method = Method(**WAYS[way], key=0.08, layers=(3, 7), positions=positions)  # type: ignore[arg-type]
-    equal(*ask(case, method, share=0.3))
+    assert_equal(*ask_both(case, method, share=0.3))
 
 
 @pytest.mark.sampled(3)
@@ -174,7 +164,7 @@ def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str,
         for method in (Method(**way), Method(), Method(**way, k=9)):
             wanted = case.statement.answer(inputs(case, messages), method, STEPS)
             if wanted.margin > 2e-4:
-                equal(talk.ask(messages, [random_image(4)], method, STEPS), wanted)
+                assert_equal(talk.ask(messages, [random_image(4)], method, STEPS), wanted)
         kept.append(wanted.images[0].places)
     assert kept[0] == kept[-1]
 
@@ -184,15 +174,15 @@ def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str,
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_every_dialect(case: Case, way: dict[str, Any], dialect: str) -> None:
     other = case._replace(model=Model(case.model.bundle, DialectBackend(case.model.bundle, dialect), 0))
-    equal(*ask(other, Method(**way)))
-    equal(*ask(other, Method(**way, k=9), (4, 7)))
+    assert_equal(*ask_both(other, Method(**way)))
+    assert_equal(*ask_both(other, Method(**way, k=9), (4, 7)))
 
 
 def test_openvino(case: Case) -> None:
     pytest.importorskip("openvino")
     other = case._replace(model=load(case.model.bundle.folder, device="openvino", threads=THREADS))
     for way in WAYS.values():
-        equal(*ask(other, Method(**way)))
+        assert_equal(*ask_both(other, Method(**way)))
 
 
 # ---- what is reused --------------------------------------------------------------------------------------------------

@@ -20,10 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.session.test_qwen import QWEN25
-from tests.runtime.session.test_tiles import INTERNVL, SMOLVLM
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS
+from tests.support.families.internvl import INTERNVL
+from tests.support.families.qwen import QWEN25
+from tests.support.families.smolvlm import SMOLVLM
 from tests.support.pool_sequences import PoolSequences, requests
 from tests.support.sequences import OPTIONS, QUESTIONS, End, Sequences, Setting, Step, steps
 from tests.support.tiny import Tiny, random_image

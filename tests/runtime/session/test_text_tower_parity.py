@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runtime.session.test_reduce_parity import QUESTIONS, STEPS, Case, ask, equal, inputs, some_merged
 from tests.support.bundles import IGNORE
 from tests.support.clip import SEGMENT, Clip, make_clip
 from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS, Checkpoints
-from tests.support.reduced import Talk
+from tests.support.reduced import QUESTIONS, STEPS, Case, Talk, ask_both, assert_equal, inputs, some_merged
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -106,14 +105,14 @@ def test_a_segment_without_an_end_is_pooled_where_transformers_pools_it(made: Cl
 
 @pytest.mark.parametrize("keep", [2, 20, 45])
 def test_ids_tokens_kept_and_logits_at_every_budget(case: Case, keep: int) -> None:
-    found, wanted = ask(case, Method(cdpruner=(keep, "tower")))
-    equal(found, wanted)
+    found, wanted = ask_both(case, Method(cdpruner=(keep, "tower")))
+    assert_equal(found, wanted)
     assert len(wanted.images[0].places) == keep
 
 
 def test_relevance_changes_the_choice(case: Case) -> None:
     places = {
-        kind: tuple(ask(case, Method(cdpruner=(20, kind)))[1].images[0].places)  # type: ignore[arg-type]
+        kind: tuple(ask_both(case, Method(cdpruner=(20, kind)))[1].images[0].places)  # type: ignore[arg-type]
         for kind in ("tower", "embedding", "none")
     }
     assert len(set(places.values())) == 3
@@ -122,13 +121,13 @@ def test_relevance_changes_the_choice(case: Case) -> None:
 def test_a_long_question_counts_by_all_its_segments(case: Case) -> None:
     messages = prompt_messages(LONG)
     wanted = case.statement.answer(inputs(case, messages), TOWER, STEPS, LONG)
-    equal(Talk(case.model).ask(messages, [random_image(4)], TOWER, STEPS), wanted)
+    assert_equal(Talk(case.model).ask(messages, [random_image(4)], TOWER, STEPS), wanted)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [TOWER, Method(cdpruner=(20, "tower"), k=K)], ids=["alone", "withdrawal-behind"])
 def test_two_images(case: Case, way: Method) -> None:
-    equal(*ask(case, way, (4, 7)))
+    assert_equal(*ask_both(case, way, (4, 7)))
 
 
 @pytest.mark.sampled(2)
@@ -136,22 +135,22 @@ def test_a_gate_behind_it(case: Case) -> None:
     gate = Gate(lambda _, __: np.array([0.1, 0.9]), (K,))
     messages = prompt_messages(QUESTIONS[0])
     wanted = case.statement.answer(inputs(case, messages), Method(cdpruner=(20, "tower"), k=K), STEPS, QUESTIONS[0])
-    equal(Talk(case.model).ask(messages, [random_image(4)], TOWER, STEPS, exits=gate), wanted)
+    assert_equal(Talk(case.model).ask(messages, [random_image(4)], TOWER, STEPS, exits=gate), wanted)
 
 
 @pytest.mark.sampled(2)
 def test_merging_before_it(case: Case) -> None:
-    equal(*ask(case, Method(tau=some_merged(case), cdpruner=(20, "tower"))))
+    assert_equal(*ask_both(case, Method(tau=some_merged(case), cdpruner=(20, "tower"))))
 
 
 @pytest.mark.sampled(2)
 def test_fastv_behind_it(case: Case) -> None:
-    equal(*ask(case, Method(cdpruner=(20, "tower"), fastv=(2, 0.5))))
+    assert_equal(*ask_both(case, Method(cdpruner=(20, "tower"), fastv=(2, 0.5))))
 
 
 @pytest.mark.sampled(2)
 def test_mustdrop_behind_it(case: Case) -> None:
-    equal(*ask(case, Method(cdpruner=(20, "tower"), key=0.08, layers=(3,)), share=0.3))
+    assert_equal(*ask_both(case, Method(cdpruner=(20, "tower"), key=0.08, layers=(3,)), share=0.3))
 
 
 @pytest.mark.sampled(2)
@@ -162,21 +161,23 @@ def test_questions_on_the_same_image_equal_fresh_runs(case: Case) -> None:
         for method in (TOWER, Method(), Method(cdpruner=(20, "tower"), k=K)):
             wanted = case.statement.answer(inputs(case, messages), method, STEPS, words)
             if wanted.margin > 2e-4:
-                equal(talk.ask(messages, [random_image(4)], method, STEPS), wanted)
+                assert_equal(talk.ask(messages, [random_image(4)], method, STEPS), wanted)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
 def test_every_dialect(case: Case, dialect: str) -> None:
     other = case._replace(model=backends(case)[dialect])
-    equal(*ask(other, TOWER))
-    equal(*ask(other, Method(cdpruner=(20, "tower"), k=K), (4, 7)))
+    assert_equal(*ask_both(other, TOWER))
+    assert_equal(*ask_both(other, Method(cdpruner=(20, "tower"), k=K), (4, 7)))
 
 
 @pytest.mark.sampled(2)
 def test_openvino(case: Case) -> None:
     pytest.importorskip("openvino")
-    equal(*ask(case._replace(model=load(case.model.bundle.folder, device="openvino", threads=THREADS)), TOWER))
+    assert_equal(
+        *ask_both(case._replace(model=load(case.model.bundle.folder, device="openvino", threads=THREADS)), TOWER)
+    )
 
 
 @pytest.mark.sampled(2)

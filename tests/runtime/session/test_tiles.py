@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,10 @@ import pytest
 from tests.support.bundles import ORT, export
 from tests.support.dialects import DialectBackend
 from tests.support.exported import Models, greedy, prompt
+from tests.support.families.internvl import INTERNVL
+from tests.support.families.llava_next import LLAVA_NEXT
+from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
+from tests.support.families.smolvlm import SMOLVLM
 from tests.support.parity import STEPS, TOLERANCE, assert_answers_as_reference, assert_later_equal_fresh
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
@@ -28,29 +30,19 @@ from vtx.runtime.report.golden import check_golden
 pytestmark = pytest.mark.dialects("ort", "plain", "trt")
 
 WIDE, HIGH = (150, 60), (40, 90)
-TINY = Tiny(family="llava_next", context=512)
 VARIANTS = {
-    "grouped": TINY,
+    "grouped": LLAVA_NEXT,
     "multi-head, names as saved": Tiny(family="llava_next", context=512, kv_heads=4, names="saved", text="mistral"),
     "state-dict names, sharded": Tiny(family="llava_next", context=512, names="new", shards=3),
 }
-INTERNVL = Tiny(
-    family="internvl", vision="internvl", text="qwen2", tokenizer="bytes", names="saved", feature_layer=-1, context=512,
-    image=112,
-)  # fmt: skip
 VARIANTS |= {
     "internvl, grouped": INTERNVL,
     "internvl, multi-head, biases": replace(INTERNVL, kv_heads=4, attention_bias=True, text="llama", shards=2),
 }
-ONEVISION = Tiny(
-    family="llava_onevision", vision="siglip", text="qwen2", tokenizer="bytes", feature_layer=-1, select="full",
-    vision_head=False, context=512,
-)  # fmt: skip
 VARIANTS |= {
     "onevision, grouped": ONEVISION,
     "onevision, multi-head, names as saved": replace(ONEVISION, kv_heads=4, names="saved", tied=True),
 }
-SMOLVLM = Tiny(family="smolvlm", vision="siglip", tokenizer="bytes", names="saved", context=512)
 VARIANTS |= {
     "smolvlm, grouped": SMOLVLM,
     "idefics3, multi-head, tied": replace(SMOLVLM, family="idefics3", kv_heads=4, tied=True, names="hub", shards=2),
@@ -68,15 +60,6 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     assert_answers_as_reference(models(tiny, (3, 5)), reference(tiny), prompt_messages(QUESTION, len(images)), images)
 
 
-def onevision_of_another_scale(source: Path, target: Path) -> Path:
-    """A copy of the checkpoint whose pixel values go from -1 to 1 by another road: value / 127.5 - 1."""
-    shutil.copytree(source, target)
-    file = target / "preprocessor_config.json"
-    changed = {"rescale_factor": 1 / 127.5, "image_mean": [1.0, 0.9, 0.8], "image_std": [1.0, 1.0, 1.0]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | changed), encoding="utf-8")
-    return target
-
-
 def test_several_images_of_onevision_answer_as_transformers_at_another_scale_of_pixel_values(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -87,7 +70,7 @@ def test_several_images_of_onevision_answer_as_transformers_at_another_scale_of_
         assert_answers_as_reference(model, Reference(checkpoint), prompt_messages(QUESTION, 2), images)
 
 
-@pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [LLAVA_NEXT, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
 @pytest.mark.parametrize("k", [None, 5])
 def test_later_questions_equal_fresh_runs(models: Models, k: int | None, tiny: Tiny) -> None:
     assert_later_equal_fresh(models(tiny, (3, 5)), [random_image(0, WIDE), random_image(1, HIGH)], k)
@@ -103,7 +86,7 @@ METHODS = {
 }
 
 
-CASES = [(TINY, name) for name in METHODS]
+CASES = [(LLAVA_NEXT, name) for name in METHODS]
 CASES += [(ONEVISION, name) for name in ("fastv", "dart")]
 CASES += [(INTERNVL, name) for name in ("fastv", "cdpruner", "dart", "dart before layer 1")]
 
@@ -183,13 +166,13 @@ def test_what_looks_at_single_patches_is_refused_where_a_token_has_four(
 
 def test_merging_is_refused_at_export(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="tiles that form one grid; leave merging out"):
-        export(tiny_checkpoint(TINY), tmp_path / "bundle", reductions=("lsm",))
+        export(tiny_checkpoint(LLAVA_NEXT), tmp_path / "bundle", reductions=("lsm",))
 
 
 def test_a_prompt_that_does_not_fit_says_which_number_of_tiles_would(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = export(tiny_checkpoint(TINY), tmp_path / "bundle", (), max_context=120).folder
+    folder = export(tiny_checkpoint(LLAVA_NEXT), tmp_path / "bundle", (), max_context=120).folder
     images = [random_image(0, (112, 112))] * 2
     refused = pytest.raises(ContextError, match=r"176 of them for images, and 119 fit .* --max-tiles 4 .*fits")
     with load(folder, device="cpu", threads=1) as model, model.open(images) as conversation, refused:
@@ -205,17 +188,17 @@ def test_tiles_are_refused_where_images_have_none(models: Models) -> None:
 
 def test_a_fit_is_refused_where_images_come_in_tiles(models: Models) -> None:
     with pytest.raises(RequestError, match="in tiles"):
-        models(TINY, (3, 5)).open(random_image(0), fit="pad")
+        models(LLAVA_NEXT, (3, 5)).open(random_image(0), fit="pad")
 
 
-@pytest.mark.parametrize("tiny", [TINY, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [LLAVA_NEXT, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
 def test_the_golden_vectors_hold(models: Models, tiny: Tiny) -> None:
     checks = list(check_golden(models(tiny, (3, 5))))
     assert len(checks) == 6
     assert all(check.passed for check in checks), checks
 
 
-@pytest.mark.parametrize("tiny", [TINY, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [LLAVA_NEXT, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
 def test_openvino_gives_the_same_answers(models: Models, tiny: Tiny) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
     model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True)

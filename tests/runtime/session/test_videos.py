@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.exported import Models, prompt
+from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
@@ -22,8 +23,6 @@ from vtx.runtime.vision.video import Video, load_frames, sampled, video
 pytestmark = pytest.mark.dialects("ort", "plain")
 
 QUESTION = "What is the colour of the square in the picture?"
-VIDEO_LLAVA = Tiny(family="video_llava", context=768)
-NEXT_VIDEO = Tiny(family="llava_next_video", context=512)
 ONEVISION = Tiny(
     family="llava_onevision", vision="siglip", text="qwen2", tokenizer="bytes", feature_layer=-1, select="full",
     vision_head=False, context=512, image=70,

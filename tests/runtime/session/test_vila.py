@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.runtime.session.test_original import QUESTION, VICUNA
 from tests.support.bundles import export
 from tests.support.exported import Models, greedy, prompt
-from tests.support.original import counterpart
+from tests.support.families.original import QUESTION, VICUNA, counterpart
+from tests.support.families.vila import VILA
 from tests.support.parity import assert_later_equal_fresh
 from tests.support.reference import Reference
-from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
+from tests.support.tiny import prompt_messages, random_image, random_video
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
@@ -27,8 +27,6 @@ from vtx.runtime.vision.video import Video
 sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
 
 STEPS, TOLERANCE = 6, 2e-5
-# 5 x 5 patches: as 27 x 27, one row and column short of squares.
-VILA = Tiny(family="vila", vision="siglip", select="full", image=70, context=1024, kv_heads=4)
 WIDE, HIGH = (150, 60), (40, 90)
 
 

@@ -16,9 +16,10 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.exported import Models
+from tests.support.families.videos import VIDEO_LLAVA
 from tests.support.tiny import random_image
+from tests.support.video_files import FRAMES, RATE, write_video
 from vtx import cli
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.vision import video as reading
@@ -26,36 +27,6 @@ from vtx.runtime.vision.limits import MAX_VIDEO_MEMORY
 from vtx.runtime.vision.video import Video, as_video, load_frames, sampled
 
 av: Any = pytest.importorskip("av", reason="the [video] extra is not installed")
-FRAMES, RATE = 90, 30  # three seconds
-
-
-def write(
-    path: Path,
-    *,
-    codec: str = "mpeg4",
-    frames: int = FRAMES,
-    sound: bool = False,
-    options: Any = None,
-    top: int = 0,
-    title: str = "",
-) -> Path:
-    """A video whose frame n has the brightness 2n, its upper half `top` more; with `sound` a sound track alone."""
-    with av.open(str(path), "w", options=options or {}) as file:
-        file.metadata["title"] = title
-        stream = file.add_stream("aac", rate=8000) if sound else file.add_stream(codec, rate=RATE)
-        if sound:
-            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-            frame.sample_rate = 8000
-            file.mux(stream.encode(frame))
-        else:
-            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-            file.start_encoding()
-            for number in range(frames):
-                picture = np.full((48, 64, 3), 2 * number, np.uint8)
-                picture[:24] += top
-                file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        file.mux(stream.encode())
-    return path
 
 
 def levels(source: Any, wanted: int = 8) -> list[float]:
@@ -64,33 +35,33 @@ def levels(source: Any, wanted: int = 8) -> list[float]:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("video") / "clip.mp4")
+    return write_video(tmp_path_factory.mktemp("video") / "clip.mp4")
 
 
 def test_a_short_file_begins_with_black_frames_where_the_layout_says_so(tmp_path: Path) -> None:
-    path = write(tmp_path / "short.mp4", frames=5, top=100)
+    path = write_video(tmp_path / "short.mp4", frames=5, top=100)
     seen = load_frames(Video(path), 8, lambda frame: (frame.size, float(np.asarray(frame).mean())), padded=True)
     assert [size for size, _ in seen] == [(64, 48)] * 8
     assert [level for _, level in seen] == pytest.approx([0, 0, 0, 50, 52, 54, 56, 58], abs=4)
-    long = load_frames(Video(write(tmp_path / "long.mp4")), 8, lambda f: float(np.asarray(f).mean()), padded=True)
+    long = load_frames(Video(write_video(tmp_path / "long.mp4")), 8, lambda f: float(np.asarray(f).mean()), padded=True)
     assert long == pytest.approx([2 * place for place in sampled(FRAMES, 8, padded=True)], abs=4)
 
 
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi"])
 def test_the_sampled_frames_are_read(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / name)
+    path = write_video(tmp_path / name)
     assert levels(path) == pytest.approx([2 * place for place in sampled(FRAMES, 8)], abs=4)
     assert levels(path.read_bytes(), 3) == pytest.approx([0, 88, 178], abs=4)
 
 
 @pytest.mark.parametrize("codec", ["libx264", "libvpx-vp9"])
 def test_usual_codecs_are_read(tmp_path: Path, codec: str) -> None:
-    path = write(tmp_path / "clip.mp4", codec=codec, frames=12)
+    path = write_video(tmp_path / "clip.mp4", codec=codec, frames=12)
     assert levels(path, 3) == pytest.approx([0, 10, 22], abs=4)
 
 
 def test_a_frame_is_turned_upright(tmp_path: Path) -> None:
-    content = bytearray(write(tmp_path / "clip.mp4", frames=3, top=100).read_bytes())
+    content = bytearray(write_video(tmp_path / "clip.mp4", frames=3, top=100).read_bytes())
     at = content.index(b"tkhd") + 4 + 40  # a track's matrix, here of a quarter turn with the clock
     matrix = (0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
     content[at : at + 36] = b"".join(number.to_bytes(4, "big", signed=True) for number in matrix)
@@ -119,12 +90,12 @@ def test_a_playlist_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_file_without_a_video_stream_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="has no video stream"):
-        levels(write(tmp_path / "sound.mp4", sound=True))
+        levels(write_video(tmp_path / "sound.mp4", sound=True))
 
 
 def test_a_file_without_frames_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"has no frames|cut off"):
-        levels(write(tmp_path / "empty.mkv", frames=0))
+        levels(write_video(tmp_path / "empty.mkv", frames=0))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
@@ -132,7 +103,7 @@ def test_a_file_without_frames_is_refused(tmp_path: Path) -> None:
 def test_a_truncated_file_is_refused(tmp_path: Path, share: float, place: str) -> None:
     """With the index at the end nothing can be read, with the index at the start some frames are missing."""
     options = {"movflags": "faststart"} if place == "start" else None
-    content = write(tmp_path / "clip.mp4", options=options).read_bytes()
+    content = write_video(tmp_path / "clip.mp4", options=options).read_bytes()
     with pytest.raises(ImageError, match=r"damaged|cut off"):
         levels(content[: int(len(content) * share)])
 
@@ -194,7 +165,7 @@ def test_limits_hold(
 @pytest.mark.parametrize(("suffix", "title"), [("avi", b"INAM"), ("mp4", b"\xa9nam")])
 def test_metadata_that_is_not_utf8_does_not_matter(tmp_path: Path, suffix: str, title: bytes) -> None:
     """A title of "Müller" in Latin-1, as old cameras and editors write it."""
-    content = write(tmp_path / f"clip.{suffix}", frames=3, title="M__ller").read_bytes()
+    content = write_video(tmp_path / f"clip.{suffix}", frames=3, title="M__ller").read_bytes()
     assert title in content
     assert content.count(b"M__ller") == 1
     assert levels(content.replace(b"M__ller", "Müllers".encode("latin-1")), 3) == pytest.approx([0, 2, 4], abs=4)

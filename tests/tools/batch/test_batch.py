@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from tests.runtime.session.test_videos import VIDEO_LLAVA
 from tests.support.exported import Models
+from tests.support.families.videos import VIDEO_LLAVA
 from tests.support.tiny import random_image
+from tests.support.video_files import write_video
 
 from vtx.cli import batch
 from vtx.runtime.api.load import load
@@ -78,8 +79,6 @@ def test_answers_stand_in_the_order_of_the_questions_with_the_ids_of_fresh_runs(
 def test_a_line_may_name_videos_beside_images(models: Models, folder: Path) -> None:
     """The template prints images first, so a video that is named before them stands behind them."""
     pytest.importorskip("av", reason="the [video] extra is not installed")
-    from tests.runtime.vision.test_video import write as write_video
-
     model = models(VIDEO_LLAVA, (3, 5))
     clip = write_video(folder / "clip.mp4", frames=12)
     lines = [{"image": "one.png", "video": "clip.mp4"}, {"image": ["clip.mp4", "one.png"]}, {"video": "one.png"}]

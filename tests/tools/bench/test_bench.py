@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from tests.runtime.session.test_videos import NEXT_VIDEO
-from tests.support.bundles import export
+from tests.support.bundles import EXPORT_ONLY, export
 from tests.support.exported import THREADS
+from tests.support.families.videos import NEXT_VIDEO
 from tests.support.tiny import Tiny, random_image
+from tests.support.video_files import write_video
 
 import vtx
 from vtx import cli
@@ -38,7 +39,6 @@ from vtx.tools.estimate.flops import attention_macs, encode_flops
 from vtx.tools.estimate.sizes import VisionSize, bundle_size
 
 NEW, REPEATS = 4, 3
-FORBIDDEN = ("torch", "transformers", "onnx", "onnx_ir", "safetensors", "huggingface_hub")
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,8 @@ def test_a_video_is_measured_and_the_work_of_its_frames_counted(
 ) -> None:
     """LLaVA-NeXT-Video averages a frame's 16 patches to 4 before the projector."""
     pytest.importorskip("av", reason="the [video] extra is not installed")
-    from tests.runtime.vision.test_video import write
-
     folder = export(tiny_checkpoint(NEXT_VIDEO), tmp_path / "bundle").folder
-    clip = write(tmp_path / "clip.mp4", frames=9)
+    clip = write_video(tmp_path / "clip.mp4", frames=9)
     done = vtx_bench(folder, "--video", str(clip), "--frames", "6", "--k", "none", "--repeats", "1", "--json")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
@@ -499,7 +497,7 @@ def test_a_missing_plot_library_is_named_before_anything_is_measured(
 def test_measuring_needs_no_exporting_library(bundle: Path, tmp_path: Path) -> None:
     words = ["--bundle", str(bundle), "--repeats", "1", "--new-tokens", "2", "--out", str(tmp_path / "out.json")]
     script = (
-        f"import sys; sys.modules.update(dict.fromkeys({FORBIDDEN}))\n"
+        f"import sys; sys.modules.update(dict.fromkeys({EXPORT_ONLY}))\n"
         f"from vtx.cli import bench; bench({words}, standalone_mode=False)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from tests.exporter.graphs.test_gates import certain, write
-from tests.support.bundles import IGNORE, export
+from tests.support.bundles import EXPORT_ONLY, IGNORE, export
 from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS
+from tests.support.gates import certain_gate, write_gates
 from tests.support.tiny import Tiny, random_image
-from tests.tools.bench.test_bench import FORBIDDEN
 
 from vtx import cli
 from vtx.commands import bench as commands
@@ -196,7 +195,7 @@ def gated(
 ) -> tuple[bool, Path]:
     """Whether the gate before layer 3 fires for every question, and the bundle."""
     folder = tmp_path_factory.mktemp("gated")
-    gates = write(folder / "gates.safetensors", {3: certain(request.param)})
+    gates = write_gates(folder / "gates.safetensors", {3: certain_gate(request.param)})
     options = ExportOptions(str(tiny_checkpoint()), (3,), "fp32", gates=gates, dialects=("ort",))
     made = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
     return request.param, made.folder
@@ -467,7 +466,7 @@ def test_a_plot_is_written(bundle: Path, data: Path, tmp_path: Path) -> None:
 def test_comparing_needs_no_exporting_library(bundle: Path, data: Path) -> None:
     words = ["--methods", "--bundle", str(bundle), "--data", str(data), "--samples", "1", "--new-tokens", "2"]
     script = (
-        f"import sys; sys.modules.update(dict.fromkeys({FORBIDDEN}))\n"
+        f"import sys; sys.modules.update(dict.fromkeys({EXPORT_ONLY}))\n"
         f"from vtx.cli import bench; bench({words}, standalone_mode=False)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

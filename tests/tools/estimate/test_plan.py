@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from tests.runtime.session.test_qwen import QWEN25
-from tests.runtime.session.test_tiles import SMOLVLM
-from tests.runtime.session.test_vila import VILA
 from tests.support.bundles import export, export_with
+from tests.support.families.qwen import QWEN25
+from tests.support.families.smolvlm import SMOLVLM
+from tests.support.families.vila import VILA
 from tests.support.tiny import Tiny
 
 from vtx import cli

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.runtime.session.test_tiles import ONEVISION
 from tests.support.exported import Models
+from tests.support.families.llava_onevision import ONEVISION
 from tests.support.tiny import random_image
 
 from vtx.cli import evaluate

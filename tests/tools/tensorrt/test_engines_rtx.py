@@ -12,9 +12,9 @@ import onnx
 import pytest
 from onnx import TensorProto
 from onnx.helper import make_tensor_value_info
-from tests.runtime.session.test_tiles import SMOLVLM
 from tests.support.bundles import IGNORE, export
 from tests.support.engine_graphs import Graph
+from tests.support.families.smolvlm import SMOLVLM
 
 from vtx.exporter.bundling.prepare import demo_checkpoint
 from vtx.runtime.bundle import fingerprint

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.qwen import image_settings as processor_settings
+from tests.support.families.qwen import image_settings as processor_settings
 from tests.support.tiny import Tiny, make
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import adjust

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
-from tests.runtime.session.test_qwen import QWEN25
-from tests.runtime.session.test_tiles import SMOLVLM
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS, Models
+from tests.support.families.qwen import QWEN25
+from tests.support.families.smolvlm import SMOLVLM
 from tests.support.serving import asking, serving, user
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vtx.runtime.policies import Boundary
 from vtx.runtime.vision.tokens import Patches
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 Floats = NDArray[np.float32]
 
 

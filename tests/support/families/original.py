@@ -6,17 +6,22 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.support.tiny import Tiny
+from tests.support.families import lisa
+from tests.support.tiny import Tiny, make
 
 TOWER = "clip-tower"
-OFTEN = -2  # what the logits of LISA's [SEG] are multiplied by, so that answers hold it
 PIECES = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *"etaoinshrdlucmfwypvbgkqjxzUSERAITN:?"]
 WORDS = ("▁the", "▁what", "▁is", "▁picture", "▁red")
 DECODERS = {"llava_llama": "llama", "llava_mistral": "mistral", "vila": "llama", "lisa": "llama"}
-AROUND = ("[SEG]", "<im_start>", "<im_end>")  # of LISA, behind the pieces of its tokenizer.model
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions. USER: {}{} ASSISTANT:"
+)
+PAD = Tiny(family="llava_llama", aspect="pad", pickled=True, shards=2, context=1024)
+ANYRES = Tiny(family="llava_mistral", text="mistral", aspect="anyres", kv_heads=4, context=1024)
+QUESTION = "What is  the picture?"
 
 
 def counterpart(tiny: Tiny) -> Tiny:
@@ -28,8 +33,6 @@ def counterpart(tiny: Tiny) -> Tiny:
 def make_original(folder: Path, tiny: Tiny, seed: int) -> Path:
     """Write the checkpoint into `folder`, its tower in a folder inside."""
     from safetensors.torch import load_file
-
-    from tests.support.tiny import make
 
     with TemporaryDirectory() as other:
         theirs = make(Path(other) / "hf", counterpart(tiny), seed)
@@ -45,60 +48,13 @@ def make_original(folder: Path, tiny: Tiny, seed: int) -> Path:
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": True})
     write_json(folder / "generation_config.json", {"eos_token_id": 2})
     if tiny.family == "lisa":
-        write_json(folder / "added_tokens.json", {token: pieces + n for n, token in enumerate(AROUND)})
+        write_json(folder / "added_tokens.json", {token: pieces + n for n, token in enumerate(lisa.ADDED)})
         weights = {name: weight for name, weight in weights.items() if "projector" not in name}
-        weights |= lisa_projector(tiny, seed)
-        weights["lm_head.weight"][pieces] *= OFTEN
+        weights |= lisa.make_projector(tiny, seed)
+        weights["lm_head.weight"][pieces] *= lisa.OFTEN
         weights["model.visual_model.mask_decoder.weight"] = weights["lm_head.weight"][:2].clone()
-    tensors = {_rename(name): tensor for name, tensor in weights.items() if not _of_tower(name)}
+    tensors = {hub_name(name): tensor for name, tensor in weights.items() if not _of_tower(name)}
     _write_weights(folder, tensors, tiny)
-    return folder
-
-
-def lisa_projector(tiny: Tiny, seed: int = 0) -> dict[str, Any]:
-    """The one matrix of LISA's projector and its bias."""
-    import torch
-
-    from tests.support.tiny import random_tensor
-
-    shapes = {"weight": (tiny.hidden, tiny.vision_hidden), "bias": (tiny.hidden,)}
-    return {
-        f"model.mm_projector.{kind}": torch.from_numpy(random_tensor(kind, of, seed)) for kind, of in shapes.items()
-    }
-
-
-def make_vila(folder: Path, tiny: Tiny, seed: int) -> Path:
-    """VILA 1.5: the decoder with the tokenizer, the tower and a projector of its own, each in a folder."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from tests.support.tiny import make, random_tensor
-
-    with TemporaryDirectory() as other:
-        theirs = make(Path(other) / "hf", counterpart(tiny), seed)
-        weights = load_file(theirs / "model.safetensors")
-        config, processor = (
-            json.loads((theirs / name).read_text(encoding="utf-8")) for name in ("config.json", "processor_config.json")
-        )
-    write_tower(folder / "vision_tower", config["vision_config"], processor["image_processor"], weights)
-    for part in ("llm", "mm_projector"):
-        (folder / part).mkdir()
-    write_json(folder / "llm" / "config.json", config["text_config"] | {"architectures": ["LlamaForCausalLM"]})
-    write_tokenizer_model(folder / "llm" / "tokenizer.model", tiny.vocab)
-    write_json(folder / "llm" / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": False})
-    text = {_rename(name): tensor for name, tensor in weights.items() if "vision" not in name and "modal" not in name}
-    save_file(text, folder / "llm" / "model.safetensors", metadata={"format": "pt"})
-    wide, hidden = 4 * tiny.vision_hidden, tiny.hidden
-    shapes = {"1.norm": (wide,), "2.linear": (hidden, wide), "4.linear": (hidden, hidden)}
-    projector = {}
-    for name, shape in shapes.items():
-        for kind, of in (("weight", shape), ("bias", shape[:1])):
-            projector[f"layers.{name[0]}.{kind}"] = torch.from_numpy(random_tensor(f"{name}.{kind}", of, seed))
-    save_file(projector, folder / "mm_projector" / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "mm_projector" / "config.json", {"mm_projector_type": "mlp_downsample"})
-    top = {"mm_vision_select_layer": tiny.feature_layer, "mm_vision_select_feature": "cls_patch", "s2": False}
-    top |= {"architectures": ["LlavaLlamaModel"], "model_type": "llava_llama", "image_aspect_ratio": "resize"}
-    write_json(folder / "config.json", top | {f"{part}_cfg": {} for part in ("llm", "vision_tower", "mm_projector")})
     return folder
 
 
@@ -174,7 +130,8 @@ def _after(name: str, part: str) -> str:
     return name.partition(part)[2].removeprefix("vision_model.")
 
 
-def _rename(name: str) -> str:
+def hub_name(name: str) -> str:
+    """A tensor's name in the original layout."""
     if name.startswith("model.multi_modal_projector."):
         layer, _, kind = _after(name, "multi_modal_projector.").partition(".")
         return f"model.mm_projector.{2 * (int(layer.removeprefix('linear_')) - 1)}.{kind}"

@@ -9,12 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tests.support.original import write_json, write_tokenizer_model
+from tests.support.families.original import write_json, write_tokenizer_model
+from tests.support.tiny import Tiny, make, write_tokenizer
 
 if TYPE_CHECKING:
     import torch
-
-    from tests.support.tiny import Tiny
 
 ADDED = ("<|im_start|>", "<img>", "</img>", "<|im_end|>", "<IMG_CONTEXT>")
 DECODERS = {"llama": "InternLM2ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -38,6 +37,7 @@ _TEXT = {
     ".mlp.down_proj.": ".feed_forward.w2.",
 }
 _PROJECTOR = {"layer_norm.": "mlp1.0.", "linear_1.": "mlp1.1.", "linear_2.": "mlp1.3."}
+INTERNLM = Tiny(family="internvl_chat", vision="internvl", feature_layer=-1, image=112, context=1024)
 
 
 def counterpart(tiny: Tiny) -> Tiny:
@@ -48,8 +48,6 @@ def counterpart(tiny: Tiny) -> Tiny:
 def make_internvl_chat(folder: Path, tiny: Tiny, seed: int) -> Path:
     """Write the checkpoint into `folder`: with an InternLM2 for a llama, pixel shuffle v2; with a Qwen2 v1."""
     from safetensors.torch import load_file, save_file
-
-    from tests.support.tiny import make, write_tokenizer
 
     with TemporaryDirectory() as other:
         theirs = make(Path(other) / "hf", counterpart(tiny), seed)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vtx.runtime.errors import VtxError
 
-CASES = Path(__file__).parent / "cases"
+CASES = Path(__file__).parents[1] / "fuzz" / "cases"
 EXAMPLES = os.environ.get("VTX_FUZZ_EXAMPLES")
 
 # Bounded and the same each time in the tests; `make fuzz` runs more, and others each time.

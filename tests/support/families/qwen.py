@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.support.tiny import Tiny
+from tests.support.tiny import Tiny
 
 MOST = 40  # tokens of an image
 # With what the published templates need: a counter, texts that are no lists, a system prompt of its own.
@@ -19,6 +19,8 @@ TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WINDOW = 56  # pixels: 2 x 2 tokens, so that small images have several, and some that stick out
+QWEN2 = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")
+QWEN25 = replace(QWEN2, family="qwen2_5_vl")
 
 
 def vision_fields(tiny: Tiny) -> dict[str, Any]:

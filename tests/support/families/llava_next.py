@@ -1,0 +1,7 @@
+"""LLaVA-NeXT in Hugging Face's layout, whose images are tiles."""
+
+from __future__ import annotations
+
+from tests.support.tiny import Tiny
+
+LLAVA_NEXT = Tiny(family="llava_next", context=512)
