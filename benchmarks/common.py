@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vtx.runtime.strict import plain
+from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import describe
 from vtx.tools.common.files import write_json
 
@@ -54,7 +54,7 @@ def report(figures: dict[str, Any], rows: Sequence[Sequence[str]], target: Path 
     about = describe()
     print(f"{about.in_words()}\n\n{markdown(rows)}")
     if target:
-        write_json(target, plain({"machine": about, **figures}))
+        write_json(target, json_value({"machine": about, **figures}))
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
