@@ -29,7 +29,7 @@ def export(
     reduce: Sequence[str] | str | None = None,
     max_context: int | None = None,
     force: bool = False,
-    progress: Progress = lambda *_: None,
+    progress: Progress | None = None,
 ) -> Bundle:
     """Export a checkpoint to the bundle directory `out`, as `vtx-export` does.
 
@@ -63,7 +63,9 @@ def export(
         if isinstance(depth, bool) or not isinstance(depth, numbers.Integral):
             raise RequestError(f"k is {depth!r:.40}; give a whole number from 2, or a list of them")
     options = ExportOptions(os.fsdecode(model), tuple(map(int, ks)), precision, max_context, reductions=reductions)
-    return run_export(plan_export(options), Path(os.fsdecode(out)), force=force, report=progress, say=log.info)
+    return run_export(
+        plan_export(options), Path(os.fsdecode(out)), force=force, report=progress or (lambda *_: None), say=log.info
+    )
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -49,7 +49,7 @@ class FactorsRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class ChannelFactors:
     """Channel factors by the weight that their inverse scales, and a record of their measurement."""
 
     by_source: Mapping[str, Floats]
@@ -60,14 +60,14 @@ class Factors:
         write_safetensors(path, tensors, {"record": json.dumps(json_value(self.record))})
 
     @classmethod
-    def read(cls, path: Path) -> Factors:
+    def read(cls, path: Path) -> ChannelFactors:
         header = read_header(path)
         factors = {name: read_bits(info) for name, info in header.tensors.items()}
         record = parse_json(header.metadata.get("record", "").encode(), path.name, error=ExportError)
         return cls(factors, STRICT.read(FactorsRecord, record, path.name))
 
 
-def measure_factors(plan: Plan, aware: ActivationAware, report: Progress) -> Factors:
+def measure_factors(plan: Plan, aware: ActivationAware, report: Progress) -> ChannelFactors:
     """Run the reference over the items of `aware` and find every layer's factors. `report` gets (phase, done, total).
 
     Raises:
@@ -110,7 +110,7 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Progress) -> Fac
         rows=sum(len(sample.ids) for sample in samples),
         alpha={kind: round(float(np.mean(alphas)), 3) for kind, alphas in search.alphas.items()},
     )
-    return Factors(search.factors, record)
+    return ChannelFactors(search.factors, record)
 
 
 class _FactorSearch:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx import __version__
-from vtx.exporter.bundling.activation_aware import FACTORS, Factors, measure_factors
+from vtx.exporter.bundling.activation_aware import FACTORS, ChannelFactors, measure_factors
 from vtx.exporter.bundling.materials import DISTRIBUTION, packages
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.spec import model_spec
@@ -89,7 +89,7 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
             measure_factors(plan, plan.options.aware, report).write(folder / FACTORS)
             sync_file(folder / FACTORS)
             journal.add_factors()
-        factors = Factors.read(folder / FACTORS)
+        factors = ChannelFactors.read(folder / FACTORS)
     scaled = scalings(plan.config.text, factors.by_source) if factors else {}
     records = write_weights(plan.weights, folder, journal, counter(report, "weights", plan.prediction.work), scaled)
     if plan.reductions.needs.final_norm or plan.text.seg_token_id is not None:
@@ -164,7 +164,7 @@ def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:
 
 
 def _manifest(
-    folder: Path, plan: Plan, weights: Mapping[str, FileRecord], factors: Factors | None, started: float,
+    folder: Path, plan: Plan, weights: Mapping[str, FileRecord], factors: ChannelFactors | None, started: float,
     report: Progress,
 ) -> Manifest:  # fmt: skip
     """The manifest, with the checksums of all files and a record of what is needed to make the bundle again."""

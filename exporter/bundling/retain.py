@@ -72,7 +72,7 @@ def _with_thresholds(parts: Sequence[Reduction]) -> Reduction | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _Attempt:
     """The image tokens that a spec keeps whose thresholds are the given ones times `factor`."""
 
     spec: str
@@ -91,7 +91,7 @@ class _ThresholdSearch:
         self._part = part
         self._starts: dict[str, float] = {name: getattr(part, name) for name in part.thresholds}
 
-    def find(self) -> _Trial:
+    def find(self) -> _Attempt:
         """The trial nearest to the wanted number of tokens."""
         target = self._retain.tokens
         most, least = (self._mean(self._spec(dict.fromkeys(self._starts, limit))) for limit in (OPEN, SHUT))
@@ -116,9 +116,9 @@ class _ThresholdSearch:
         self._report("thresholds", 1, 1)
         return best
 
-    def _try(self, factor: float) -> _Trial:
+    def _try(self, factor: float) -> _Attempt:
         spec = self._spec({name: float(f"{start * factor:.{DIGITS}g}") for name, start in self._starts.items()})
-        return _Trial(spec, self._mean(spec), factor)
+        return _Attempt(spec, self._mean(spec), factor)
 
     def _spec(self, thresholds: Mapping[str, float]) -> str:
         """The spec with these thresholds."""

@@ -100,7 +100,7 @@ def calibrate(
         missing = [digest for digest in items if digest not in journal.results]
         answers = missing and options.max_new_tokens
         model = stack.enter_context(answering(source, out / ".answering", report)) if answers else None
-        measurer = _Measurer(source, model, ks, options)
+        measurer = _BatchMeasurer(source, model, ks, options)
         batches = [missing[i : i + options.batch] for i in range(0, len(missing), options.batch)]
         layer = counter(report, "measuring", len(batches) * source.config.text.layers)
         for batch in batches:
@@ -110,7 +110,7 @@ def calibrate(
         return Measurement(ks, results, tuple(skipped))
 
 
-class _Measurer:
+class _BatchMeasurer:
     """Measures batches; an item's result does not depend on its batch."""
 
     def __init__(self, source: Source, model: Model | None, ks: tuple[int, ...], options: CalibrationOptions) -> None:
