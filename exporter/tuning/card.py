@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import metadata
 
-from vtx.exporter.tuning.judge import Accuracy, Comparison
+from vtx.exporter.tuning.judge import Accuracy, TuningComparison
 from vtx.exporter.tuning.options import TuneOptions
 
 RECORDED = ("vtx-edge", "torch", "transformers", "peft", "accelerate")
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in RECORDED}
 
 
-def model_card(base: str, options: TuneOptions, record: TrainingRecord, judged: Comparison | None) -> str:
+def model_card(base: str, options: TuneOptions, record: TrainingRecord, judged: TuningComparison | None) -> str:
     """Markdown, with the header that model hubs read."""
     d, w, learning = options.depths, options.weights, options.learning
     drawn = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")

@@ -36,7 +36,7 @@ class ComparedPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class TuningComparison:
     """A model before and after its tuning.
 
     `earliest_k`: the first K within `max_drop_points` of the untuned model's accuracy at full depth, chosen by `rules`.
@@ -53,7 +53,7 @@ class Comparison:
 
 def judge(
     before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Progress
-) -> Comparison:
+) -> TuningComparison:
     """Curves of both over K, the earliest K within a point of full depth, and the accuracy lost at full depth.
 
     An answer that the data do not give is the untuned model's own at full depth; so the accuracy of both models is the
@@ -79,7 +79,7 @@ def _phase(report: Progress, name: str) -> Progress:
     return lambda phase, done, total: report(name if phase == "measuring" else phase, done, total)
 
 
-def compared(before: CalibrationReport, after: CalibrationReport) -> Comparison:
+def compared(before: CalibrationReport, after: CalibrationReport) -> TuningComparison:
     """The two curves side by side, and for each the earliest K within a point of the untuned model's full depth."""
     full = before.curve[0]
     # By vtx-calibrate's rule, from the accuracy of the untuned model at full depth.
@@ -88,7 +88,7 @@ def compared(before: CalibrationReport, after: CalibrationReport) -> Comparison:
     lost = None
     if full.right and after.curve[0].right:
         lost = 100 * (full.right.share - after.curve[0].right.share)
-    return Comparison(
+    return TuningComparison(
         items=before.data.items,
         max_drop_points=MAX_DROP,
         earliest_k={name: choice.k for name, choice in earliest.items()},
