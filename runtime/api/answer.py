@@ -1,18 +1,20 @@
-"""An answer: its text, its tokens and what it cost."""
+"""An answer: its text, its tokens and its cost."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vtx.runtime.policies.methods.gate import Decision
-from vtx.runtime.session.reduction_report import ReductionReport
 from vtx.runtime.session.sampling import Likely
+
+if TYPE_CHECKING:
+    from vtx.runtime.policies.methods.gate import Decision
+    from vtx.runtime.session.reduction_report import ReductionReport
 
 
 class Progress(NamedTuple):
-    """Tokens of an answer that is being made, with their log probabilities and the most likely ones where asked for."""
+    """Tokens of an answer that is being made, with their log probabilities and the most likely ones if asked for."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
@@ -21,20 +23,20 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What an answer cost. Per-layer lists start with layer 1; times are milliseconds.
+    """The cost of an answer. Per-layer lists start with layer 1; times are milliseconds.
 
-    `k` is the first layer without image tokens and None where they stayed; `exit_layer` is the last layer
+    `k` is the first layer without image tokens and None if they stayed; `exit_layer` is the last layer
     with them, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the prompt.
     `reused_layers`: in layers 1 to this one no image token was run, since an earlier question's caches hold them.
     `reused_tokens`: of the prompt that they served; system text and images count where no image token was run.
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
     `device` computes in `compute` (f32, bf16, int8 or f16), with weights stored in `precision`.
-    `gate` holds the decisions of the gates, in the order they were asked, where K was "auto"; else None.
+    `gate` holds the decisions of the gates, in the order they were asked, if K was "auto"; else None.
     `drafted` tokens were looked up in the prompt and the answer, `accepted` of them were right; None without lookup.
-    `seg_states` holds, for each segmentation token of the answer, the hidden state [hidden] behind the decoder's last
-    norm that chose it, which a mask decoder reads; None where the model has no such token.
-    `reduce` is the canonical spec of the reductions, and `reduced` what they did; "none" and None where there are none.
-    Where the prompt was stopped before its first token, per-layer lists are empty and counts 0.
+    `seg_states` holds, for each segmentation token of the answer, the hidden state [hidden] after the decoder's final
+    norm that chose it, which a mask decoder reads; None if the model has no such token.
+    `reduce` is the canonical spec of the reductions, and `reduced` their effect; "none" and None if there are none.
+    If the prompt was stopped before its first token, per-layer lists are empty and counts 0.
     """
 
     k: int | None
@@ -73,10 +75,10 @@ class Answer:
     """An answer's text, its token ids (an end token included), its cost, and why it ended.
 
     `stopped` is "end" (an end token), "stop" (a stop string), "length" (`max_new_tokens`), "context" (no KV slot
-    left), "timeout" or "cancelled"; the last two leave the text as far as it had come. `logprobs` are the natural
+    left), "timeout" or "cancelled"; the last two leave the text so far. `logprobs` are the natural
     logarithms of the tokens' probabilities as the model gives them, before sampling, and `top_logprobs` the most likely
-    tokens in each place with theirs, (id, log probability); None where not asked for.
-    `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` says on one line.
+    tokens at each position with theirs, (id, log probability); None if not asked for.
+    `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` prints on one line.
     """
 
     text: str

@@ -100,7 +100,7 @@ class AnswerInProgress:
         loaded: LoadedBundle,
         question: Question,
         lease: Callable[[Request], AbstractContextManager[Caches]],
-        completed: Callable[[Answer, Selection | None], None],
+        completed: Callable[[Answer, Selection | None], None] | None,
     ) -> None:
         self._loaded, self._question, self._lease, self._completed = loaded, question, lease, completed
         self.request = Request(question.options.timeout)
@@ -121,13 +121,19 @@ class AnswerInProgress:
         """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
         self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
         self.request.start()
-        question, check = self._question, self.request.check
+        question, loaded, check = self._question, self._loaded, self.request.check
+        ids, policy, after, token = question.ids, question.policy, question.after, loaded.manifest.text.image_token_id
         try:
             with self._lease(self.request) as caches:
                 before = caches.images.seconds
                 try:
-                    prompt = self._prompt(caches.images)
-                    result = caches.session.prefill(prompt, question.policy, after=question.after, check=check)
+                    embeddings = partial(loaded.embed_question, question.messages)
+                    text = selecting_text(loaded.backend, ids, token, policy, after, embeddings)
+                    encoders = caches.images.encoders(policy.entries, text, check)
+                    expand = partial(loaded.text.prompt, question.messages)
+                    prompt = make_prompt(ids, token, encoders, policy, expand, check)
+                    self._prompt_tokens = len(prompt.ids)
+                    result = caches.session.prefill(prompt, policy, after=after, check=check)
                 finally:
                     self._vision_seconds = caches.images.seconds - before
                 self._result, self._prefilled = result, perf_counter()
@@ -135,8 +141,8 @@ class AnswerInProgress:
                 yield ""
                 stopped = yield from self._generate(caches.session, result, prompt)
                 self.end(stopped)
-                assert self.answer is not None
-                self._completed(self.answer, result.selection)
+                if self._completed is not None and self.answer is not None:
+                    self._completed(self.answer, result.selection)
         except Ended as e:
             self.end(e.stopped)
         except GeneratorExit:
@@ -151,23 +157,51 @@ class AnswerInProgress:
 
     def end(self, stopped: str) -> None:
         """Complete the answer with what there is so far."""
-        if self.answer is None:
-            options = self._question.options
-            logprobs = tuple(self._logprobs) if options.logprobs else None
-            likely = tuple(self._likely) if options.top_logprobs else None
-            self.answer = Answer(self._output.text, tuple(self._ids), self._stats(), stopped, logprobs, likely)
+        if self.answer is not None:
+            return
+        options = self._question.options
+        logprobs = tuple(self._logprobs) if options.logprobs else None
+        likely = tuple(self._likely) if options.top_logprobs else None
+        manifest, backend, policy = self._loaded.manifest, self._loaded.backend, self._question.policy
+        result, gate, report = self._result, decisions(policy), None
+        k = result.k if result else None
+        slots = result.slots if result else ()
+        decoding = self._last_token - self._first_token
+        seconds = {
+            "vision": self._vision_seconds,
+            "prefill": max(0.0, self._prefilled - self._start - self._vision_seconds),
+            "first_token": self._first_token - self._start,
+            "decode_per_token": decoding / (len(self._ids) - 1) if len(self._ids) > 1 else 0.0,
+        }
+        timings = {name: round(1000 * value, 3) for name, value in seconds.items()}
+        if result and policy.reductions:
+            from vtx.runtime.session.reduction_report import reduced
 
-    def _prompt(self, images: EncodedImages) -> Prompt:
-        question, loaded, check = self._question, self._loaded, self.request.check
-        token, policy = loaded.manifest.text.image_token_id, question.policy
-        embeddings = partial(loaded.embed_question, question.messages)
-        text = selecting_text(loaded.backend, question.ids, token, policy, question.after, embeddings)
-        encoders = images.encoders(policy.entries, text, check)
-        prompt = make_prompt(
-            question.ids, token, encoders, policy, partial(loaded.text.prompt, question.messages), check
+            report = reduced(policy, result)
+        stats = Stats(
+            k=k,
+            full_layers=k - 1 if k else manifest.model.layers,
+            exit_layer=k - 1 if k else None,
+            prompt_tokens=self._prompt_tokens,
+            vision_tokens=result.vision_tokens if result else 0,
+            vision_tokens_kept=result.vision_kept if result else (),
+            kv_slots=slots,
+            kv_bytes=sum(slots) * backend.kv_slot_bytes,
+            reused_image=result.reused_image if result else False,
+            reused_layers=result.reused_layers if result else 0,
+            reused_tokens=result.reused_tokens if result else 0,
+            device=backend.device,
+            compute=backend.compute,
+            precision=manifest.precision,
+            timings_ms={"load": round(self._loaded.load_ms, 3), **timings},
+            gate=None if gate is None else tuple(gate),
+            reduce=to_spec(policy.reductions),
+            reduced=report,
+            drafted=self._lookup.drafted if self._lookup else None,
+            accepted=self._lookup.accepted if self._lookup else None,
+            seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
         )
-        self._prompt_tokens = len(prompt.ids)
-        return prompt
+        self.answer = Answer(self._output.text, tuple(self._ids), stats, stopped, logprobs, likely)
 
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
         """Yield the text of token after token; return why it ended."""
@@ -209,44 +243,3 @@ class AnswerInProgress:
         if output.stopped:
             return "stop"
         return "end" if ids[-1] in end_ids else "length" if len(ids) == limit else "context"
-
-    def _stats(self) -> Stats:
-        manifest, backend, policy = self._loaded.manifest, self._loaded.backend, self._question.policy
-        result, gate, report = self._result, decisions(policy), None
-        k = result.k if result else None
-        slots = result.slots if result else ()
-        decoding = self._last_token - self._first_token
-        seconds = {
-            "vision": self._vision_seconds,
-            "prefill": max(0.0, self._prefilled - self._start - self._vision_seconds),
-            "first_token": self._first_token - self._start,
-            "decode_per_token": decoding / (len(self._ids) - 1) if len(self._ids) > 1 else 0.0,
-        }
-        timings = {name: round(1000 * value, 3) for name, value in seconds.items()}
-        if result and policy.reductions:
-            from vtx.runtime.session.reduction_report import reduced
-
-            report = reduced(policy, result)
-        return Stats(
-            k=k,
-            full_layers=k - 1 if k else manifest.model.layers,
-            exit_layer=k - 1 if k else None,
-            prompt_tokens=self._prompt_tokens,
-            vision_tokens=result.vision_tokens if result else 0,
-            vision_tokens_kept=result.vision_kept if result else (),
-            kv_slots=slots,
-            kv_bytes=sum(slots) * backend.kv_slot_bytes,
-            reused_image=result.reused_image if result else False,
-            reused_layers=result.reused_layers if result else 0,
-            reused_tokens=result.reused_tokens if result else 0,
-            device=backend.device,
-            compute=backend.compute,
-            precision=manifest.precision,
-            timings_ms={"load": round(self._loaded.load_ms, 3), **timings},
-            gate=None if gate is None else tuple(gate),
-            reduce=to_spec(policy.reductions),
-            reduced=report,
-            drafted=self._lookup.drafted if self._lookup else None,
-            accepted=self._lookup.accepted if self._lookup else None,
-            seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
-        )

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
-def _nothing(_: Answer, __: Selection | None) -> None:
-    """An independent question leaves nothing to remember."""
-
-
 class Conversation:
     """Questions about the same images. The images' part of the caches is computed once and reused.
 
@@ -137,7 +133,7 @@ class Conversation:
         *,
         resume: bool = False,
         after: Selection | None = None,
-        completed: Callable[[Answer, Selection | None], None] = _nothing,
+        completed: Callable[[Answer, Selection | None], None] | None = None,
     ) -> AnswerStream:
         """The answer to any messages about these images; what cannot be asked is refused here, not when it is read.
 

@@ -31,59 +31,47 @@ def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ImageSourc
     if not isinstance(messages, list | tuple):
         raise RequestError(f"messages is a {type(messages).__name__}; it must be a list of dicts with role and content")
     images: list[ImageSource | Video] = []
-    return images, [_message(message, images) for message in messages]
-
-
-def _message(message: Any, images: list[ImageSource | Video]) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"a message must be a dict with role and content; got {message!r:.80}")
-    content = message.get("content")
-    if not isinstance(content, str | list | tuple):
-        raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
-    role: str = message["role"]
-    role = ROLES.get(role, role)
-    return {"role": role, "content": content if isinstance(content, str) else [_part(p, images) for p in content]}
+    turns: list[Message] = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"a message must be a dict with role and content; got {message!r:.80}")
+        role: str = message["role"]
+        content = message.get("content")
+        if not isinstance(content, str | list | tuple):
+            raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+        parts = content if isinstance(content, str) else [_part(part, images) for part in content]
+        turns.append({"role": ROLES.get(role, role), "content": parts})
+    return images, turns
 
 
 def _part(part: Any, images: list[ImageSource | Video]) -> Part:
+    """A part of a message, whose image or video is appended to `images`."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind in ("video", "video_url") and part.get(kind) is not None:
-        images.append(_video(part[kind]))
+    if kind in ("video", "video_url") and (given := part.get(kind)) is not None:
+        if not isinstance(given, Video):  # OpenAI-like APIs: {"url": data URL or path, "frames": n or nothing}
+            source, frames = (given.get("url"), given.get("frames")) if isinstance(given, Mapping) else (given, None)
+            if source is None:
+                raise RequestError(f"a part of type 'video_url' names no video; write {_FORMS}")
+            given = Video(_local(source) if isinstance(source, str) else source, frames)
+        images.append(given)
         return {"type": "video"}
     if kind not in ("image", "image_url"):
         raise RequestError(f"a part of a message must be {_FORMS}; got {part!r:.80}")
-    images.append(_image(part))
-    return {"type": "image"}
-
-
-def _image(part: Mapping[str, Any]) -> ImageSource:
     if isinstance(part.get("base64"), str):
-        return _decoded(part["base64"])
+        try:
+            images.append(base64.b64decode(part["base64"], validate=True))
+        except (binascii.Error, ValueError) as e:
+            raise RequestError(f"an image's base64 text cannot be decoded ({e}); encode the file's bytes") from e
+        return {"type": "image"}
     value = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
     if isinstance(value, Mapping):
         value = value.get("url")
     if value is None:
         raise RequestError(f"a part of type {part['type']!r} names no image; write {_FORMS}")
-    return _local(value) if isinstance(value, str) else value  # checked when it is read
-
-
-def _video(given: Any) -> Video:
-    """A video, or what OpenAI-like APIs say of one: {"url": data URL or path, "frames": n or nothing}."""
-    if isinstance(given, Video):
-        return given
-    source, frames = (given.get("url"), given.get("frames")) if isinstance(given, Mapping) else (given, None)
-    if source is None:
-        raise RequestError(f"a part of type 'video_url' names no video; write {_FORMS}")
-    return Video(_local(source) if isinstance(source, str) else source, frames)
-
-
-def _decoded(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as e:
-        raise RequestError(f"an image's base64 text cannot be decoded ({e}); encode the file's bytes") from e
+    images.append(_local(value) if isinstance(value, str) else value)  # checked when it is read
+    return {"type": "image"}
 
 
 def _local(url: str) -> str:

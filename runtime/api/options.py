@@ -1,4 +1,4 @@
-"""What an answer may cost and how it is drawn: one object, or its fields as keywords of a question."""
+"""The settings of a question: limits and sampling of its answer, K, reductions; as objects or as keywords."""
 
 from __future__ import annotations
 
@@ -119,8 +119,13 @@ class Settings:
             RequestError: a keyword that names no option, or a wrong value.
 
         """
-        changes = {name: value for name, value in keywords.items() if name != "reduce"}
-        return cls(k, combined(options, changes), keywords.get("reduce", DEFAULT))
+        changes = dict(keywords)
+        reduce = changes.pop("reduce", DEFAULT)
+        return cls(k, combined(options, changes), reduce)
+
+
+_OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
+_SAMPLING = frozenset(field.name for field in dataclasses.fields(Sampling))
 
 
 def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
@@ -133,12 +138,12 @@ def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
     base = Options() if options is None else options
     if not isinstance(base, Options):
         raise RequestError(f"options is {base!r:.40}; it must be a vtx.Options, or write keywords: max_new_tokens=64")
-    own, drawn = ({field.name for field in dataclasses.fields(kind)} for kind in (Options, Sampling))
-    unknown = sorted(set(keywords) - own - drawn)
-    if unknown:
-        raise RequestError(f"there is no option {unknown[0]!r}; the options are {', '.join(sorted(own | drawn))}")
-    changes = {name: value for name, value in keywords.items() if name in own}
-    sampling = {name: value for name, value in keywords.items() if name in drawn}
+    changes, sampling = dict[str, Any](), dict[str, Any]()
+    for name, value in sorted(keywords.items()):
+        if name not in _OPTIONS | _SAMPLING:
+            known = ", ".join(sorted(_OPTIONS | _SAMPLING))
+            raise RequestError(f"there is no option {name!r}; the options are {known}")
+        (changes if name in _OPTIONS else sampling)[name] = value
     if sampling and isinstance(changes.get("sampling", base.sampling), Sampling):
         changes["sampling"] = dataclasses.replace(changes.get("sampling", base.sampling), **sampling)
     return dataclasses.replace(base, **changes) if changes else base

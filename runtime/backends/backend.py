@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.engines import DeviceState
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.host.device import Device
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores, TokenStates
+
+if TYPE_CHECKING:
+    from vtx.runtime.host.device import Device
 
 
 class StageCache(Protocol):

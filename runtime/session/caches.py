@@ -144,7 +144,13 @@ class PrefixCaches:
         else:
             assert pruned is not None
             if pruned.depth <= number:
-                self._make_pruned_cache(number, pruned)
+                # No slot for tokens that never enter it.
+                wanted, held = self.capacity - (prefix.size - pruned.size), self.pruned.get(number)
+                withdrawn = not (pruned.present & prefix.is_vision).any()
+                if held is None or held.capacity < wanted or (withdrawn and held.capacity > wanted):
+                    held = None
+                    self.pruned.pop(number, None)  # freed before the next one is made
+                    self.pruned[number] = self._backend.stage(number, wanted)
                 tokens, positions = prefix.tokens(pruned.hidden, pruned.present), pruned.positions
             cache = self.pruned[number]
         if positions is None:
@@ -182,14 +188,6 @@ class PrefixCaches:
             self._pruned_prefix = pruned
         self.first_pruned = number if first else self.first_pruned
         return pruned
-
-    def _make_pruned_cache(self, number: int, pruned: PrunedPrefix) -> None:
-        """The cache of a stage after tokens have left: no slot for those that never enter it."""
-        wanted, cache = self.capacity - (self.prefix.size - pruned.size), self.pruned.get(number)
-        withdrawn = not (pruned.present & self.prefix.is_vision).any()
-        if cache is None or cache.capacity < wanted or (withdrawn and cache.capacity > wanted):
-            self.pruned.pop(number, None)  # freed before the next one is made
-            self.pruned[number] = self._backend.stage(number, wanted)
 
     def boundary(self, number: int, before: PrefixSlots, hidden: HiddenStates, policy: Policy) -> Boundary:
         """The boundary before stage `number`, for the `hidden` states [n, hidden] of a question that has reached it.

@@ -63,12 +63,12 @@ class PreparedImage:
 
 def vision_extras(entries: Sequence[Entry]) -> Extras:
     """The extra inputs of the vision graph that `entries` ask for, by name, [1] float32 each."""
-    values = {name: value for entry in entries for name, value in entry.vision_inputs().items()}
-    return {name: np.array([value], np.float32) for name, value in values.items()}
+    inputs = (pair for entry in entries for pair in entry.vision_inputs().items())
+    return {name: np.array([value], np.float32) for name, value in inputs}
 
 
 def enter(tokens: ImageTokens, entries: Sequence[Entry], question: PromptText | None) -> ImageTokens:
-    """What of an image's tokens enters the decoder."""
+    """The tokens of an image that enter the decoder."""
     for entry in entries:
         selected = entry.select(tokens, question)
         if selected is not None:
@@ -77,7 +77,10 @@ def enter(tokens: ImageTokens, entries: Sequence[Entry], question: PromptText | 
 
 
 class ImageCache:
-    """Image tokens by the hash of their pixels and the vision graph's extra inputs. Safe for many threads."""
+    """Encoded images that conversations share, by the hash of their pixels and the vision graph's extra inputs.
+
+    Bounded in bytes: the least recently used are dropped. Safe for many threads.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -87,12 +90,12 @@ class ImageCache:
 
     @property
     def bytes(self) -> int:
-        """What all of them take now: a policy may keep what it found out about an image with it."""
+        """The size of all of them now: a policy may keep with an image what it derived from it."""
         with self._lock:
             return self._size()
 
     def get(self, key: Hashable) -> ImageTokens | None:
-        """The tokens of an image, None where they are not kept."""
+        """The tokens of an image; None if they are not kept."""
         with self._lock:
             tokens = self._tokens.get(key)
             if tokens is None:
@@ -120,7 +123,7 @@ class ImageCache:
 
 
 def nbytes(tokens: ImageTokens) -> int:
-    """Bytes of an image's tokens, of what is known of their patches, and of what policies derived from them."""
+    """Bytes of an image's tokens, of of their patches' signals, and of what policies derived from them."""
     patches = tokens.patches
     known = [*patches.signals.values(), *list(tokens.derived.values())]  # a list at once: another thread may add to it
     return tokens.hidden.nbytes + patches.indices.nbytes + sum(array.nbytes for array in known)
@@ -190,10 +193,10 @@ def selecting_text(
     after: Selection | None,
     embeddings: Callable[[], HiddenStates],
 ) -> PromptText | None:
-    """The text by which a policy's entries select image tokens; None where none of them looks at it.
+    """The text by which a policy's entries select image tokens; None if none of them uses it.
 
     `ids` [n] are the prompt's. In a chat it is the text of the first turn, `after`. `embeddings` gives the question's
-    by the bundle's text tower; it is called where the policy needs that.
+    by the bundle's text tower; it is called if the policy needs them.
     """
     is_vision = ids == image_token_id
     if not is_vision.any() or not any(entry.uses_question for entry in policy.entries):

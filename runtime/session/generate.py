@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import BatchBackend
-from vtx.runtime.prompt.lookup import PromptLookup
 from vtx.runtime.session.prefix import Check, no_check
 from vtx.runtime.session.session import Session
+
+if TYPE_CHECKING:
+    from vtx.runtime.prompt.lookup import PromptLookup
 
 Sample = Callable[[NDArray[np.float32]], int]
 

@@ -56,20 +56,16 @@ class Sampler:
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
         """Token id for logits [vocab]."""
-        if self._settings.repetition_penalty == 1:
-            return self._draw(logits)
-        token = self._draw(self._penalised(logits))
-        self._used.add(token)
-        return token
-
-    def _penalised(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits of used tokens divided by the penalty where positive, multiplied where negative."""
-        used = np.array([token for token in self._used if token < len(logits)], np.int64)
         penalty = np.float32(self._settings.repetition_penalty)
+        if penalty == 1:
+            return self._draw(logits)
+        used = np.array([token for token in self._used if token < len(logits)], np.int64)
         scores = logits.copy()
         with np.errstate(over="ignore"):
             scores[used] = np.where(scores[used] < 0, scores[used] * penalty, scores[used] / penalty)
-        return scores
+        token = self._draw(scores)
+        self._used.add(token)
+        return token
 
     def _draw(self, logits: NDArray[np.float32]) -> int:
         s = self._settings
@@ -81,8 +77,11 @@ class Sampler:
             scores[scores < np.partition(scores, -s.top_k)[-s.top_k]] = -np.inf
         odds = np.exp(scores)
         odds /= odds.sum()
-        if s.top_p < 1:
-            odds = _nucleus(odds, s.top_p)
+        if s.top_p < 1:  # the smallest set of most likely tokens that holds this mass
+            order = np.argsort(-odds, kind="stable")
+            before = np.cumsum(odds[order]) - odds[order]
+            odds[order[before >= s.top_p]] = 0
+            odds /= odds.sum()
         return int(self.rng.choice(len(odds), p=odds))
 
 
@@ -97,14 +96,3 @@ def most_likely(logits: NDArray[np.float32], count: int) -> Likely:
     scores = logits.astype(np.float64) - float(logits.max())
     scores -= np.log(np.exp(scores).sum())
     return tuple((int(token), float(scores[token])) for token in np.argsort(-scores, kind="stable")[:count])
-
-
-def _nucleus(odds: NDArray[np.float64], top_p: float) -> NDArray[np.float64]:
-    """The smallest set of most likely tokens that holds `top_p` of the mass, renormalised."""
-    order = np.argsort(-odds, kind="stable")
-    before = np.cumsum(odds[order]) - odds[order]
-    kept = np.zeros_like(odds)
-    chosen = order[before < top_p]
-    kept[chosen] = odds[chosen]
-    normal: NDArray[np.float64] = kept / kept.sum()
-    return normal

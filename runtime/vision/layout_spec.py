@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeVar
 
 import vtx.runtime.vision.layouts as package
 from vtx.runtime.bundle.spec.manifest import LayoutSpec
@@ -12,7 +14,9 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.modules import modules_of
 from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.vision.layout import Layout, registered
-from vtx.runtime.vision.layouts.frames import Frames
+
+if TYPE_CHECKING:
+    from vtx.runtime.vision.layouts.frames import Frames
 
 T = TypeVar("T", bound="Layout | Frames")
 FRAMES = "frames"  # the layout of videos
@@ -30,7 +34,9 @@ def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
 
     Raises BundleError for an unknown layout, wrong parameters, or a maximum that does not follow from them.
     """
-    layout = _read(spec, layouts(), "image layout")
+    if spec.name.isidentifier() and find_spec(f"{package.__name__}.{spec.name}"):
+        import_module(f"{package.__name__}.{spec.name}")  # the other files need not be read
+    layout = _read(spec, registered if spec.name in registered else layouts(), "image layout")
     if spec.min_tokens != layout.min_tokens:
         raise BundleError(f"vtx.json: layout.min_tokens {spec.min_tokens} is not that of {spec.name!r}; export again")
     layout.check(tower)
@@ -39,6 +45,8 @@ def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
 
 def read_frames(spec: LayoutSpec) -> Frames:
     """The layout of videos that a bundle declares. Raises BundleError as `read_layout` does."""
+    from vtx.runtime.vision.layouts.frames import Frames
+
     return _read(spec, {FRAMES: Frames}, "layout of videos")
 
 
@@ -60,6 +68,8 @@ def _read(spec: LayoutSpec, known: Mapping[str, type[T]], noun: str) -> T:
 
 def spec_of(layout: Layout | Frames) -> LayoutSpec:
     """A layout as a bundle declares it."""
+    from vtx.runtime.vision.layouts.frames import Frames
+
     if isinstance(layout, Frames):
         return LayoutSpec(FRAMES, layout.max_tokens, json_value(layout))
     name = next(name for name, kind in layouts().items() if type(layout) is kind)

@@ -20,7 +20,6 @@ from PIL import Image
 
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import ImageError, RequestError
-from vtx.runtime.host.confined import ChildLimits, confine, scratch
 from vtx.runtime.vision.files.source import open_file, read_data_url
 from vtx.runtime.vision.limits import (
     MAX_FRAME_PIXELS,
@@ -31,7 +30,6 @@ from vtx.runtime.vision.limits import (
     MAX_VIDEO_MEMORY,
     MAX_VIDEO_SECONDS,
 )
-from vtx.runtime.vision.video_child import MAX_THREADS, pixels_refused, sampled
 
 T = TypeVar("T")
 HEAD_BYTES = 32
@@ -110,6 +108,9 @@ def load_frames(
     Raises ImageError if it is not a video, damaged, or beyond a limit (`limits.py`); DeviceError if PyAV, which reads
     files, is missing; RequestError if it was stopped.
     """
+    from vtx.runtime.host.confined import ChildLimits, confine
+    from vtx.runtime.vision.video_child import MAX_THREADS, pixels_refused, sampled
+
     if isinstance(given.source, np.ndarray):
         frames = given.source
         if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:
@@ -194,6 +195,8 @@ def _too_large(name: str) -> ImageError:
 
 def _in_memory(content: bytes | bytearray | memoryview) -> BinaryIO:
     """A file with these bytes, for a child process."""
+    from vtx.runtime.host.confined import scratch
+
     file = scratch()
     file.write(content)
     file.seek(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -22,9 +22,11 @@ from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import cores, version
 from vtx.runtime.precision import KV_DTYPES
+
+if TYPE_CHECKING:
+    from vtx.runtime.host.device import Device
 
 
 class OrtBackend(HostBackend):

@@ -16,6 +16,7 @@ from tests.support.serving import WAIT, Served, asking, data_url, serving, until
 from tests.support.tiny import random_image
 from tests.support.video_files import write_video
 from vtx.runtime.api.load import load
+from vtx.runtime.host import confined
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.vision import video as reading
 
@@ -114,7 +115,7 @@ def test_a_client_that_leaves_ends_the_decoding_of_its_video(
     """The next video does not wait for it, which it would until the decoder's limit of time."""
     cancelled = served.metrics()["vtx_cancelled_total"]
     asked = asking({"role": "user", "content": [part(clip.read_bytes()), QUESTION]})
-    begun, confine = threading.Event(), reading.confine
+    begun, confine = threading.Event(), confined.confine
 
     def noted(*given: Any, **options: Any) -> Any:
         begun.set()
@@ -122,7 +123,7 @@ def test_a_client_that_leaves_ends_the_decoding_of_its_video(
 
     with monkeypatch.context() as patch:
         patch.setattr(reading, "CHILD", "tests.support.video_faults:hang")
-        patch.setattr(reading, "confine", noted)
+        patch.setattr(confined, "confine", noted)
         with served.open_chat(asked):
             assert begun.wait(WAIT), "the video is being decoded"
         until(lambda: served.metrics()["vtx_cancelled_total"] == cancelled + 1, "the request is cancelled")

@@ -18,7 +18,8 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, ImageError, RequestError
 from vtx.runtime.session.encoded_images import ImageCache
-from vtx.runtime.vision.video import Video, load_frames, sampled, video
+from vtx.runtime.vision.video import Video, load_frames, video
+from vtx.runtime.vision.video_child import sampled
 
 pytestmark = pytest.mark.dialects("ort", "plain")
 

@@ -24,7 +24,8 @@ from vtx import cli
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.vision import video as reading
 from vtx.runtime.vision.limits import MAX_VIDEO_MEMORY
-from vtx.runtime.vision.video import Video, as_video, load_frames, sampled
+from vtx.runtime.vision.video import Video, as_video, load_frames
+from vtx.runtime.vision.video_child import sampled
 
 av: Any = pytest.importorskip("av", reason="the [video] extra is not installed")
 
