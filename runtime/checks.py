@@ -1,4 +1,4 @@
-"""Checks of values that callers give: what is wrong, the limit, in one line."""
+"""Checks of values from callers: one line with the problem and the limit."""
 
 from __future__ import annotations
 
@@ -26,17 +26,13 @@ def check_text(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object, allowed: str, *, least: float = -math.inf, most: float = math.inf) -> None:
-    """Raise RequestError, saying what is `allowed`, unless `value` is a finite number from `least` to `most`."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not _finite(value) or not least <= value <= most:  # type: ignore[operator]
-        raise RequestError(f"{name} is {_short(value)}; it must be {allowed}")
-
-
-def _finite(value: object) -> bool:
+    """Raise RequestError, naming the `allowed` values, unless `value` is a finite number from `least` to `most`."""
     try:
-        return math.isfinite(value)  # type: ignore[arg-type]
+        sound = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
-        return False
+        sound = False
+    if not sound or not least <= value <= most:  # type: ignore[operator]
+        raise RequestError(f"{name} is {_short(value)}; it must be {allowed}")
 
 
 def _short(value: object) -> str:

@@ -1,10 +1,10 @@
-"""Everything vtx raises on purpose: one tree under `VtxError`, each message with quantity, limit and cure."""
+"""The errors that vtx raises on purpose: one tree under `VtxError`; messages name quantity, limit and fix."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey: escape sequences, other control and direction characters, spelt out.
+    """`text` with escape sequences and other control and direction characters spelt out, for terminals.
 
     Line breaks and tabs stay.
     """
@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 class VtxError(Exception):
     """Base of every error vtx raises on purpose; the commands print it as one line and exit with 1.
 
-    Messages quote names from files that nobody vouches for, so their text is always printable.
+    Messages quote names from untrusted files, so their text is always printable.
     """
 
     def __str__(self) -> str:

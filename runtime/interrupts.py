@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a process that is a command: one line and exit code 130, whatever is being done."""
+"""Ctrl-C in a command: one line and exit code 130, at any moment."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ INTERRUPTED = 130
 
 
 def leave_at_interrupt() -> None:
-    """From now on an interrupt ends the process at once: nothing has begun, or all is done, so nothing is undone.
+    """End the process at once at an interrupt from now on: no work is under way that would be undone.
 
-    A process that was started to ignore interrupts goes on ignoring them.
+    A process that was started to ignore interrupts keeps ignoring them.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _leave)
 
 
 def _leave(signum: int = signal.SIGINT, frame: FrameType | None = None) -> None:
-    """Ends without exceptions, which libraries that are half imported would swallow or comment on."""
+    """End without exceptions, which half imported libraries would swallow or log."""
     os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode(errors="replace"))
     os._exit(INTERRUPTED)
 
 
 class Interruptible:
-    """`with` it, in a process that leaves at interrupts, they are KeyboardInterrupts, so that work is undone.
+    """A context in which interrupts are KeyboardInterrupts, so that work is undone; for `leave_at_interrupt`.
 
-    Python drops one that arrives in a callback of the garbage collector; here it ends the process all the same.
+    Python drops one that arrives in a callback of the garbage collector; here it ends the process nevertheless.
     """
 
     def __enter__(self) -> None:

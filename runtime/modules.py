@@ -1,4 +1,4 @@
-"""The modules of a folder whose files are listed nowhere: a policy, an image layout or a family is one file there."""
+"""The modules of a folder without a list of its files: a policy, an image layout or a family is one file there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of weights, of K and V and of arithmetic: one row each, with every fact that depends on it.
+"""Types of weights, of K and V and of arithmetic: one row each, with every fact that depends on the type.
 
 A new precision is a row here, its rounding in `exporter/weights/quantize.py`, and its product in
 `exporter/graphs/builder.py`.
@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How weights are stored.
+    """A type of stored weights.
 
     `stored`: the safetensors dtype of a matrix. `bits` of a quantised weight, None for floats. `arithmetic`: numpy's
     name of the type that graphs compute in if they state one. `tolerance`: the largest difference to the float32
@@ -46,7 +46,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class KVType:
-    """How K and V are stored: numpy's and OpenVINO's names of the type, bytes per number, and `Precision`'s tolerance.
+    """A type of stored K and V: numpy's and OpenVINO's names of it, bytes per number, and `Precision`'s tolerance.
 
     `scaled`: K and V are integers times a scale for each channel.
     """

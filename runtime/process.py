@@ -1,4 +1,4 @@
-"""Whether this process is a command of vtx, so that nobody else uses its engines, or an application's; how it ends."""
+"""Ownership of the process: a command of vtx, which may settle things for all of it, or an application."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _succeeded = threading.Event()
 
 
 def own_process() -> None:
-    """Say that this process is a command's. It is, until it ends."""
+    """Mark this process as a command, until it ends."""
     _owned.set()
 
 
@@ -25,9 +25,9 @@ def owns_process() -> bool:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """No search for garbage meanwhile: imports and a load make many objects that stay, and no circles.
+    """Pause garbage collection: imports and a load make many objects that stay, and no cycles.
 
-    In a process of our own they are not looked through later either.
+    In a process of our own, later collections skip these objects too.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -41,19 +41,19 @@ def without_collections() -> Iterator[None]:
 
 
 def leave_on_success() -> None:
-    """Once the process ends well, after all that is registered later for its end, leave it as it is.
+    """End a successful process at once, after all exit handlers that are registered later.
 
-    The system takes back memory, files and threads in one go, which the interpreter would do object by object.
+    The system takes back memory, files and threads at once; the interpreter would do so object by object.
     """
-    atexit.register(_leave)
+
+    def leave() -> None:
+        if _succeeded.is_set():
+            sys.stdout.flush()
+            os._exit(0)
+
+    atexit.register(leave)
 
 
-def succeed() -> None:
-    """Say that this process, which is ours, ends well."""
+def mark_success() -> None:
+    """Mark this process, which is our own, as successful."""
     _succeeded.set()
-
-
-def _leave() -> None:
-    if _succeeded.is_set():
-        sys.stdout.flush()
-        os._exit(0)

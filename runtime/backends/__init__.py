@@ -1,1 +1,1 @@
-"""What computes a bundle's graphs: one backend an engine, behind one interface, and which of them to take."""
+"""Backends that compute a bundle's graphs: one for each engine, behind one interface, and the choice of one."""

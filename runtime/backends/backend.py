@@ -1,4 +1,4 @@
-"""What a backend must do, and nothing more: run the graphs and hold the caches."""
+"""The interface of backends: they run the graphs and hold the caches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StageCache(Protocol):
         ...
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        """What the tokens last appended with `query` give to each slot in the stage's last layer.
+        """The attention of the tokens last appended with `query` to each slot, in the stage's last layer.
 
         Softmax attention, mean over heads: its sum and maximum over these tokens, or over their last one only, each
         [length] float32. These tokens must still fill the last slots.
@@ -50,7 +50,7 @@ class StageCache(Protocol):
         ...
 
     def keys(self) -> NDArray[np.float32]:
-        """The keys of the stage's last layer as attention sees them, [kv_heads, length, head_dim] float32, rotated."""
+        """The rotated keys of the stage's last layer, [kv_heads, length, head_dim] float32."""
         ...
 
     def keep(self, length: int) -> None:
@@ -58,11 +58,11 @@ class StageCache(Protocol):
         ...
 
     def read(self, slots: Ids) -> Any:
-        """A copy of the K/V of some slots, rising, on the backend's device; only `write` looks into it."""
+        """A copy of the K/V of some slots, rising, on the backend's device; only `write` reads it."""
         ...
 
     def write(self, slots: Ids, kv: Any, *, length: int) -> None:
-        """Put K/V that `read` gave into as many slots; from then on the first `length` slots are filled."""
+        """Put K/V that `read` returned into the same number of slots; then the first `length` slots are filled."""
         ...
 
 
@@ -84,15 +84,15 @@ class Backend(Protocol):
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         """One image [1, 3, height, width] to its tokens.
 
-        `extras` are extra inputs of the vision graph, [1] each; only those that the manifest says it takes. One that
+        `extras` are extra inputs of the vision graph, [1] each; only inputs that the manifest declares. One that
         is not given has the value that changes nothing.
         """
         ...
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
-        """One frame of a video [1, 3, height, width] to its tokens. Only where the manifest declares videos.
+        """One frame of a video [1, 3, height, width] to its tokens. Only if the manifest declares videos.
 
-        Raises DeviceError where this engine has no graph for it.
+        Raises DeviceError if this engine has no graph for it.
         """
         ...
 
@@ -107,7 +107,7 @@ class Backend(Protocol):
     def text_tower(self, ids: Ids) -> NDArray[np.float32]:
         """Ids [n] of a text by the text tower's own tokenizer to the embedding [1, width] of the last.
 
-        Only where the manifest declares a text tower.
+        Only if the manifest declares a text tower.
         """
         ...
 
@@ -116,26 +116,26 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the engine and its weights. Nothing may be called afterwards, and no cache be used."""
+        """Release the engine and its weights. The backend and its caches may not be used afterwards."""
         ...
 
 
 class EngineBackend(Backend, Protocol):
-    """What the class of a row of `ENGINES` says before a bundle is loaded, and how it is loaded."""
+    """The class of a row of `ENGINES`: questions before a bundle is loaded, and the load."""
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
-        """How well it would answer a bundle beside the other engines, and why; None where it is not to be tried."""
+        """A rank for a bundle among the engines, and the reason for it; None if it is not to be tried."""
         ...
 
     @staticmethod
     def obstacle(bundle: Bundle) -> str | None:
-        """Why it cannot answer a bundle here, and the fix; None where it can. Its module is installed."""
+        """The reason why it cannot answer a bundle here, and the fix; None if it can. Its module is installed."""
         ...
 
     @staticmethod
     def state(machine: Device) -> DeviceState:
-        """What vtx-doctor says of it on this machine."""
+        """The report of vtx-doctor on this machine."""
         ...
 
     @classmethod
@@ -149,9 +149,9 @@ class BatchBackend(Backend, Protocol):
     """A backend that runs one token of each of several conversations in one pass through a stage."""
 
     def share_caches(self, conversations: int) -> None:
-        """Have the caches of this many conversations lie together from now on, so that one run reaches all of them.
+        """Put the caches of this number of conversations into one pool from now on, which one run reaches.
 
-        Caches may change places within a run, so all of them are for one thread from then on.
+        Caches may swap lanes within a run, so all of them are for one thread from then on.
 
         Raises:
             DeviceError: this bundle's graphs take one conversation at a time, or there is no address space.
@@ -160,7 +160,7 @@ class BatchBackend(Backend, Protocol):
         ...
 
     def reaches(self, caches: Sequence[StageCache]) -> bool:
-        """Whether these caches lie together, so that `append_each` can run them."""
+        """True if these caches are in the pool, so that `append_each` can run them."""
         ...
 
     def append_each(
@@ -168,7 +168,6 @@ class BatchBackend(Backend, Protocol):
     ) -> HiddenStates:
         """Run stage `index` for several conversations: the n-th of `tokens` [n] goes into the n-th cache.
 
-        Tokens stand at their positions [n]; returns [n, hidden]. What a token becomes is what `append` to its cache
-        gives, but for the order in which sums are taken.
+        Positions are [n]; returns the hidden states [n, hidden], as of `append` but for the order of sums.
         """
         ...

@@ -1,4 +1,4 @@
-"""Where a bundle can be answered: what its graphs are written for, what is installed, and which of it is best."""
+"""The choice of a device for a bundle, by its graphs, the installed packages and measured speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vtx.runtime.precision import PRECISIONS
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """Where a bundle is answered, in which arithmetic, and why there."""
+    """The device and the arithmetic of a bundle, and the reason for it."""
 
     device: str
     compute: str
@@ -62,7 +62,7 @@ def _by_merit(bundle: Bundle) -> list[tuple[str, str]]:
 
 
 def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
-    """Why this device cannot answer, and the cure; None where it can."""
+    """The reason why this device cannot answer, and the fix; None if it can."""
     engine = ENGINES[name]
     if compute is not None and compute not in engine.compute:
         able = [other for other, d in ENGINES.items() if compute in d.compute]
@@ -82,7 +82,7 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
 
 
 def float_bytes(chosen: DeviceChoice) -> Floats:
-    """Bytes that a weight of each type of float takes in memory there."""
+    """Bytes of a weight of each type of float in the device's memory."""
     return ENGINES[chosen.device].compute[chosen.compute]
 
 

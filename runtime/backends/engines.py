@@ -1,6 +1,6 @@
 """The engines that graphs run on, by device: one row each, and beyond it the backend's own class.
 
-An engine is a folder beside this file and a row here. Imports nothing heavy: the help of commands lists them.
+An engine is a folder next to this file and a row here. Imports nothing heavy: the help of commands lists them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 AUTO = "auto"
 Floats = Mapping[str, int]  # bytes in memory of a float of each of safetensors' types
 # onnxruntime's CPU provider computes in float32 and expands narrower floats to it; OpenVINO packs them as they are, and
-# all of them in bfloat16 where that is what it computes in.
+# all of them in bfloat16 if it computes in that.
 EXPANDED: Floats = MappingProxyType({"F32": 4, "F16": 4, "BF16": 4})
 KEPT: Floats = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
 NARROWED: Floats = MappingProxyType({"F32": 2, "F16": 2, "BF16": 2})
-# The same where products are of integers: an int4 weight of a stage takes a byte more, in the form for many tokens.
+# The same for products of integers: an int4 weight of a stage takes a byte more, in the form for many tokens.
 INTEGERS: Floats = MappingProxyType({**KEPT, "I4": 1})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What computes on a device.
+    """An engine that computes on a device.
 
     `title`: its name in messages. `module`: what must be importable, installed by `extra`. `dialect`: of the graphs
     that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float in memory. `backend`:
@@ -72,7 +72,7 @@ COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in en
 
 
 def merit_on_cpu(manifest: Manifest, *, openvino: bool) -> tuple[int, str]:
-    """The merit of OpenVINO, or of onnxruntime, by what was measured (docs/how-to/openvino.md)."""
+    """The merit of OpenVINO, or of onnxruntime, by measurements (docs/how-to/openvino.md)."""
     weights, hidden = manifest.precision, manifest.model.hidden
     if openvino != (hidden >= PRECISIONS[weights].openvino_hidden):
         return 1, "what is possible here"
@@ -81,7 +81,7 @@ def merit_on_cpu(manifest: Manifest, *, openvino: bool) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """One value of `--device`: whether its library is installed and whether it can answer here."""
+    """One value of `--device`: `installed` if its library is, `usable` if it can answer here."""
 
     device: str
     installed: bool
@@ -90,7 +90,7 @@ class DeviceState:
 
     @classmethod
     def on_gpu(cls, device: str, libraries: str, machine: Device) -> DeviceState:
-        """Of an engine that needs a GPU, whose libraries are installed."""
+        """The state of an engine that needs a GPU, whose libraries are installed."""
         if not machine.gpus:
             return cls(device, True, False, f"{libraries}; no NVIDIA GPU was detected, so it cannot answer here")
         return cls(device, True, True, f"{libraries} on {machine.gpus[0].name} ({machine.gpus[0].sm})")

@@ -11,7 +11,7 @@ MAX_REASON = 300  # characters of an engine's own message
 
 
 def load_failure(engine: str, graph: str, error: Exception) -> VtxError:
-    """The error to raise where an engine cannot load a graph."""
+    """The error of an engine that cannot load a graph."""
     if _lacks_memory(error):
         return DeviceError(
             f"not enough memory to load {graph}; end other programs, use a smaller precision or a machine with more"
@@ -21,7 +21,7 @@ def load_failure(engine: str, graph: str, error: Exception) -> VtxError:
 
 @contextmanager
 def run_failures(engine: str, graph: str) -> Iterator[None]:
-    """Raise what an engine raises while it binds to or runs a graph as an error of vtx."""
+    """Turn exceptions of an engine that binds to or runs a graph into errors of vtx."""
     try:
         yield
     except VtxError:
@@ -40,7 +40,7 @@ def _run_failure(engine: str, graph: str, error: Exception) -> VtxError:
 
 
 def cache_failure(capacity: int) -> VtxError:
-    """The error to raise where there is no memory for a stage's cache of `capacity` slots."""
+    """The error of a stage's cache of `capacity` slots for which there is no memory."""
     return DeviceError(
         f"not enough memory for a KV cache of {capacity} slots; end other programs, or export with a smaller "
         "--max-context"
@@ -48,14 +48,14 @@ def cache_failure(capacity: int) -> VtxError:
 
 
 def closed_failure(graph: str) -> VtxError:
-    """The error to raise where a graph is run after its backend was closed."""
+    """The error of a graph that is run after its backend was closed."""
     return ModelClosedError(f"{graph} cannot run: the model is closed; load it again with vtx.load")
 
 
 def _lacks_memory(error: Exception) -> bool:
     """Engines report memory by text, each in its own words: bad_alloc, "Failed to allocate", "could not allocate".
 
-    onnxruntime speaks of allocated outputs where their size is wrong, too, which is an INVALID_ARGUMENT to it.
+    onnxruntime also reports outputs of a wrong size by their allocation, as INVALID_ARGUMENT.
     """
     text = str(error).lower()
     spoken = ("alloc" in text or "out of memory" in text) and "invalid_argument" not in text
@@ -63,6 +63,6 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """One line; OpenVINO's messages begin with places in its source and end with the reason."""
+    """One line; OpenVINO's messages begin with source locations and end with the reason."""
     text = " ".join(str(error).split())
     return text if len(text) <= MAX_REASON else f"...{text[-MAX_REASON:]}"

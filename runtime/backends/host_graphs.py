@@ -1,4 +1,4 @@
-"""What onnxruntime's and OpenVINO's backends share: graphs that run on host arrays, and batches of their caches."""
+"""The base of onnxruntime's and OpenVINO's backends: graphs that run on host arrays, and batches of their caches."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ CACHES_OF_ONE = 2  # that a conversation has of a stage: full and pruned
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """The place of one conversation's K and V in a stage's pool."""
+    """The part of a stage's pool for one conversation's K and V."""
 
     number: int
 
@@ -24,7 +24,7 @@ class Lane:
 class LanePool:
     """Room for the caches of `lanes` conversations in one stage, `kv` [layers, 2, lanes, *shape].
 
-    It is address space until a lane is written to, and a lane that is given back returns its memory. Safe for threads.
+    It is only address space until a lane is written to, and `give_back` returns a lane's memory. Safe for threads.
 
     Raises:
         MemoryError: the address space or the system's limit is exhausted.
@@ -37,7 +37,7 @@ class LanePool:
         self._lock = threading.RLock()  # a cache that is collected meanwhile may give its lane back within it
 
     def take(self) -> Lane | None:
-        """The first free lane, None where there is none."""
+        """The first free lane, None if there is none."""
         with self._lock:
             if not self._free:
                 return None
@@ -51,7 +51,7 @@ class LanePool:
             self._vacate(lane.number)
 
     def move(self, lane: Lane, number: int) -> None:
-        """Give a lane a number that is free. What it held is gone: its owner has a copy."""
+        """Give a lane a free number. Its content is lost; the owner has a copy."""
         with self._lock:
             self._free.remove(number)
             left, lane.number = lane.number, number

@@ -1,4 +1,4 @@
-"""Graphs of a bundle that are loaded side by side: an engine folds and packs weights on one thread a graph."""
+"""Graphs of a bundle that are loaded in parallel: an engine folds and packs weights on one thread a graph."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.host.machine import available_memory
 
 T = TypeVar("T")
-SMALL_BYTES = 64 << 20  # of all weights: these fit side by side anywhere
+SMALL_BYTES = 64 << 20  # of all weights: these fit in parallel anywhere
 SPARE = 2  # times what a bundle needs must be free, since each graph holds weights twice while they are packed
 
 
 def is_roomy(bundle: Bundle, floats: Mapping[str, int]) -> bool:
-    """Whether a load may take memory to be quicker: graphs side by side, and what one freed kept for the next.
+    """True if a load may use memory to be quicker: graphs in parallel, and freed memory kept for the next.
 
     `floats` as in `needed_memory`.
     """
@@ -28,10 +28,10 @@ def is_roomy(bundle: Bundle, floats: Mapping[str, int]) -> bool:
 
 
 def load_each(loads: Sequence[Callable[[], T]], threads: int, sizes: Sequence[int]) -> list[T]:
-    """What the calls return, in their order, `threads` of them at a time, the largest of `sizes` first.
+    """The results of the calls, in their order; `threads` run at a time, the largest of `sizes` first.
 
-    So the last of them is a short one, beside which few threads wait. The first of the errors is raised once all that
-    began have ended; what has not begun is left out.
+    So the last of them is a short one, for which few threads wait. The first error is raised once all calls that began
+    have ended; the others do not begin.
     """
     if threads == 1 or len(loads) < 2:
         return [load() for load in loads]

@@ -89,7 +89,7 @@ class Folder:
 
 
 def open_named(path: Path, *, error: type[VtxError], limit: int | None = None) -> BinaryIO:
-    """Open a regular file that the user named, wherever it lies; links are followed. Raises `error`."""
+    """Open a regular file that the user named, in any folder; links are followed. Raises `error`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _NO_WAIT | _FLAGS)
     except (OSError, ValueError) as cause:

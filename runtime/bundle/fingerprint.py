@@ -95,7 +95,7 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
     They are built after a bundle was signed, so their record has a signature of its own, by the same key.
 
     Raises:
-        BundleError: there are none, the record is damaged, or not signed where the bundle's signature is required.
+        BundleError: there are none, the record is damaged, or not signed although the bundle must be.
 
     """
     where, cure = f"{FOLDER}/{target}/{RECORD}", build_command(bundle, target)
@@ -136,7 +136,7 @@ def check_machine(bundle: Bundle, engines: EngineSet, flavour: str, version: str
 
 
 def check_sources(bundle: Bundle, engines: EngineSet, graph: str) -> EngineRecord:
-    """The record of a graph's engine, or BundleError where there is none or the bundle changed since it was built."""
+    """The record of a graph's engine, or BundleError if there is none or the bundle changed since it was built."""
     cure = build_command(bundle, engines.target)
     record = engines.engines.get(graph)
     if record is None:
@@ -149,7 +149,7 @@ def check_sources(bundle: Bundle, engines: EngineSet, graph: str) -> EngineRecor
 
 
 def open_engine(bundle: Bundle, engines: EngineSet, record: EngineRecord, *, whole: bool = False) -> BinaryIO:
-    """The engine's file, open; its size and, up to 64 MB or with `whole`, its checksum are those of the record.
+    """The engine's file, open; its size and, up to 64 MB or with `whole`, its checksum are as recorded.
 
     Raises:
         BundleError: the file is missing, of another size, altered, or no regular file of the bundle.

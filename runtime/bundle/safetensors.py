@@ -90,7 +90,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself: its tensors in the order of their bytes, and its free-form metadata."""
+    """The header of a file: its tensors in the order of their bytes, and its free-form metadata."""
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
@@ -108,7 +108,7 @@ def read_header(path: Path, *, error: type[VtxError] = CheckpointError) -> Heade
 
 
 def header_of(file: BinaryIO, path: Path, *, error: type[VtxError] = CheckpointError) -> Header:
-    """As `read_header`, of a file that is open at its start and was found at `path`."""
+    """Like `read_header`, for the file at `path`, which is open at its start."""
     status = os.fstat(file.fileno())
     try:
         raw = _header_bytes(file, status.st_size, path.name, error)
@@ -348,13 +348,13 @@ def _tensor_info(
 
 
 def is_sizes(value: object) -> TypeGuard[list[int]]:
-    """Whether a value of a file is a list of sizes: whole numbers from 0 on that 63 bits hold."""
+    """True if a value of a file is a list of sizes: whole numbers from 0 on that fit 63 bits."""
     # `type`, not `isinstance`: True is an int to Python, and no size.
     return isinstance(value, list) and all(type(size) is int and 0 <= size <= _MAX_BYTES for size in value)
 
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a tensor. Raises `ValueError` where no file holds so many, or they are not whole."""
+    """The bytes of a tensor. Raises `ValueError` if no file holds that many, or they are not whole."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     bits = DTYPES[dtype][0]

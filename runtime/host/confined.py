@@ -2,17 +2,16 @@
 
     value = confine("package.module:function", request, subject="the tokenizer of llava", limits=ChildLimits())
 
-`function` gets `request` and returns its result; both are what JSON can hold. A generator also yields items, a header
-that JSON can hold and the parts of a payload of bytes; `receive` gets each as soon as it is there. A `VtxError` that
-the function raises is raised here again. Whatever else happens to the child (it runs out of memory or time, aborts,
-crashes, or answers nonsense) becomes one line of `error` that names the subject and the limit. The child never loads
-torch and other heavy libraries, which parsers do not need, except those named in `libraries`; it starts in 0.05 s,
-beside what `function`'s module imports.
+`function` gets `request` and returns its result, both values of JSON. A generator also yields items, each a header of
+JSON and the parts of a payload of bytes; `receive` gets each at once. A `VtxError` of the function is raised here
+again. Any other failure of the child (it runs out of memory or time, aborts, crashes, or writes nonsense) becomes one
+line of `error` that names the subject and the limit. The child never loads torch and other heavy libraries, which
+parsers do not need, except those named in `libraries`; it starts in 0.05 s, plus the imports of `function`'s module.
 
 On Linux and macOS the limits are RLIMIT_AS, RLIMIT_CPU and RLIMIT_FSIZE, set by the child before it reads anything, and
-never above those of this process (ulimit); where Python has no `resource` module (Windows) only the deadline holds.
-On Linux the child also enters a `sandbox`, where it reads what `reads` names beside Python's own folders. Of the
-environment it sees what `KEPT` names.
+never above those of this process (ulimit); if Python has no `resource` module (Windows) only the deadline holds.
+On Linux the child also enters a `sandbox`, in which it may read Python's own folders and `reads`. Its environment holds
+the variables in `KEPT` only.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_POLL_SECONDS = 0.1  # how soon a child is ended that nobody waits for any more
+_POLL_SECONDS = 0.1  # between two calls of `stopped`
 
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """What a child may take: bytes of memory, seconds of processor and wall-clock time, bytes of a file or record."""
+    """Limits of a child: bytes of memory, seconds of processor and wall-clock time, bytes of a file or record."""
 
     memory: int = 4 << 30
     cpu_seconds: int = 60
@@ -69,7 +68,7 @@ class ChildLimits:
     file: int = 256 << 20
 
     def allowed(self) -> ChildLimits:
-        """These limits, lowered to what this process may have itself, which no child of it can exceed."""
+        """These limits, lowered to those of this process, which no child of it can exceed."""
         if resource is None:
             return self
         memory, cpu, file = (
@@ -85,7 +84,7 @@ class ChildLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChildTask:
-    """What a child is told."""
+    """The task of a child."""
 
     target: str
     request: Any
@@ -113,10 +112,10 @@ def confine(
     error: type[VtxError] = CheckpointError,
     cure: str = "it is damaged or hostile; get it again from somebody you trust",
 ) -> Any:
-    """What the function `target` returns for `request`. Raises what it raises on purpose, and `error`, with `cure`.
+    """The result of the function `target` for `request`. Raises its VtxErrors, and `error`, with `cure`.
 
-    `data` is an open file that the function finds on stdin. Once `stopped` says so, the child is ended, which raises
-    RequestError.
+    `data` is an open file that the function finds on stdin. Once `stopped` returns True, the child is ended, which
+    raises RequestError.
     """
     if limits != (limits := limits.allowed()):
         cure = f"raise the limits of this shell (see ulimit -a), or {cure}"
@@ -125,7 +124,8 @@ def confine(
     task = ChildTask(target, request, limits, libraries, tuple(os.path.abspath(path) for path in reads))
     with scratch() as log:
         code, result, ended = _run(task, data, log, receive, stopped)
-        text = _text(log)
+        log.seek(0)
+        text = log.read(1 << 20).decode("utf-8", "replace")
     if ended == "stopped":
         raise RequestError(f"{subject} is no longer wanted; ask again")
     if ended == "late":
@@ -143,13 +143,13 @@ def confine(
 
 
 def confinement() -> tuple[str, ...]:
-    """Which of "limits", "seccomp" and "landlock" a child of this process is held to."""
+    """The restrictions of a child of this process, out of "limits", "seccomp" and "landlock"."""
     held = confine(f"{confined_child.__name__}:confinement", None, subject="a child process", error=DeviceError)
     return tuple(str(name) for name in held)
 
 
 def scratch() -> BinaryIO:
-    """A file without a name, in memory where the system has such files."""
+    """A file without a name, in memory if the system has such files."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("vtx"), "w+b")
     return tempfile.TemporaryFile()
@@ -181,7 +181,7 @@ def _run(
     receive: Callable[[dict[str, Any], bytearray], None] | None,
     stopped: Callable[[], bool] | None,
 ) -> tuple[int, dict[str, Any] | None, str]:
-    """The child's exit status, its result, where it gave one, and why it was ended: "", "late" or "stopped"."""
+    """The child's exit status, its result if it gave one, and why it was ended: "", "late" or "stopped"."""
     reading, writing = os.pipe()
     with open(reading, "rb") as answers:
         try:
@@ -203,7 +203,7 @@ def _run(
         watcher.start()
         try:
             result = _result(answers, task.limits.file, receive)
-            code = child.wait() if result is None or "value" in result else 0  # else it is of no interest any more
+            code = child.wait() if result is None or "value" in result else 0  # else it does not matter
         finally:
             child.kill()
             child.wait()
@@ -255,8 +255,3 @@ def _limit(kind: str, limits: ChildLimits) -> str:
         "cpu": f"takes more than {limits.cpu_seconds} s of processor time to read, the limit",
         "file": f"makes a file of more than {size(limits.file)}, the limit",
     }[kind]
-
-
-def _text(file: BinaryIO) -> str:
-    file.seek(0)
-    return file.read(1 << 20).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""The child of `confined`: limits first, then the one function that was asked for, and what it gives, as records.
+"""The child of `confined`: it sets its limits, runs one function, and writes the results as records.
 
 A record is the length of its header and of its payload, the header as JSON, and the payload. Of the last one the
 header is the result.
@@ -12,7 +12,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from types import GeneratorType, ModuleType
 from typing import IO, Any
@@ -46,13 +46,21 @@ class _Hiding:
 
 
 def main(task: dict[str, Any] | None) -> None:
-    """Run the `target` of a task, `module:function`, on its `request`, and write what became of it to stdout.
+    """Run the `target` of a task, `module:function`, on its `request`, and write the result to stdout.
 
-    None: the task is on stdin. Of the heavy libraries it finds those named in `libraries`.
+    None: the task is on stdin. It finds only those heavy libraries that `libraries` names.
     """
     if task is None:
         task = json.load(sys.stdin)
-    _set_limits(task["limits"])
+    limits = task["limits"]
+    if resource is not None:
+        seconds = limits["cpu_seconds"]
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        last = seconds + 1 if most == resource.RLIM_INFINITY else min(most, seconds + 1)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, last))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limits["file"], limits["file"]))
+        resource.setrlimit(resource.RLIMIT_AS, (limits["memory"], limits["memory"]))
     hide(task["libraries"])
     for library in task["libraries"]:  # trusted, and some write files while they are imported
         with suppress(ImportError):
@@ -62,7 +70,7 @@ def main(task: dict[str, Any] | None) -> None:
     os.dup2(2, 1)  # what a library prints is not an answer
     with open(answer, "wb", buffering=0) as file:
         text = json.dumps(_result(task["target"], task["request"], file)).encode()
-        _send(file, text if len(text) <= task["limits"]["file"] else b'{"limit": "file"}', b"")
+        _send(file, text if len(text) <= limits["file"] else b'{"limit": "file"}', b"")
 
 
 def confinement(_: Any) -> list[str]:
@@ -70,7 +78,7 @@ def confinement(_: Any) -> list[str]:
 
 
 def hide(libraries: Collection[str] = ()) -> None:
-    """Of the heavy libraries let this process find those named."""
+    """Hide the heavy libraries from this process, except those named."""
     hidden = HIDDEN.difference(libraries)
     sys.meta_path[:] = [_Hiding(finder, hidden) for finder in sys.meta_path]
 
@@ -79,7 +87,14 @@ def _result(target: str, request: Any, file: IO[bytes]) -> dict[str, Any]:
     module, _, name = target.partition(":")
     try:
         value = getattr(importlib.import_module(module), name)(request)
-        return {"value": _sent(file, value) if isinstance(value, GeneratorType) else value}
+        while isinstance(value, GeneratorType):  # each item is a record: (header, parts of the payload)
+            try:
+                header, payload = next(value)
+            except StopIteration as end:
+                value = end.value
+            else:
+                _send(file, json.dumps({"item": header}).encode(), *payload)
+        return {"value": value}
     except VtxError as error:
         if isinstance(error.__cause__, MemoryError):
             return {"limit": "memory"}
@@ -99,31 +114,9 @@ def _crash(error: Exception) -> dict[str, Any]:
     return {"crash": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
 
 
-def _sent(file: IO[bytes], items: Generator[tuple[dict[str, Any], Iterable[Any]], None, Any]) -> Any:
-    """Each item of a generator is a record of its own, (header, parts of the payload); its result is the result."""
-    while True:
-        try:
-            header, payload = next(items)
-        except StopIteration as end:
-            return end.value
-        _send(file, json.dumps({"item": header}).encode(), *payload)
-
-
 def _send(file: IO[bytes], header: bytes, *payload: Any) -> None:
     parts = [memoryview(part).cast("B") for part in payload]
     file.write(LENGTHS.pack(len(header), sum(part.nbytes for part in parts)) + header)
     for part in parts:
         while part.nbytes:
             part = part[file.write(part) :]
-
-
-def _set_limits(limits: dict[str, int]) -> None:
-    if resource is None:
-        return
-    seconds = limits["cpu_seconds"]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    last = seconds + 1 if most == resource.RLIM_INFINITY else min(most, seconds + 1)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, last))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limits["file"], limits["file"]))
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory"], limits["memory"]))

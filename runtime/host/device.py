@@ -1,4 +1,4 @@
-"""Which device this is: a Jetson by its device tree, GPUs by their driver, and the profile that fits."""
+"""Recognition of the device: a Jetson by its device tree, GPUs by their driver, and the profile that fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vtx.runtime.host.gpu import Gpu, find_gpus
 from vtx.runtime.host.profiles import load_profile, profile_names
 
 MAX_FILE = 16 << 20  # of a system file; the list of Debian packages is the largest
-# The major release of Linux for Tegra that each JetPack stands on (NVIDIA's JetPack archive).
+# JetPack by the major release of Linux for Tegra that it contains (NVIDIA's JetPack archive).
 JETPACK_OF_L4T = {35: "5", 36: "6", 38: "7", 39: "7"}
 
 
@@ -28,7 +28,7 @@ class Jetson:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A machine: `profile` names one of `vtx.profiles`, None where none fits."""
+    """A machine: `profile` names one of `vtx.profiles`, None if none fits."""
 
     jetson: Jetson | None
     gpus: tuple[Gpu, ...]
@@ -36,13 +36,17 @@ class Device:
 
 
 def recognise(root: Path = Path("/"), library: Any = None) -> Device:
-    """The machine, by the system files under `root` and its GPUs' driver; `library` stands in for it in tests."""
+    """The machine, by the system files under `root` and its GPUs' driver; `library` replaces it in tests."""
     jetson, gpus = _jetson(root), find_gpus(library)
-    return Device(jetson, gpus, _profile(jetson, gpus))
+    profiles = [load_profile(name) for name in profile_names()]
+    names = [gpu.name for gpu in gpus]
+    fits = (jetson.module in each.modules if jetson else each.name in names for each in profiles)
+    fitting = (name for name, fit in zip(profile_names(), fits, strict=True) if fit)
+    return Device(jetson, gpus, next(fitting, None))
 
 
 def swap(root: Path = Path("/")) -> int | None:
-    """Bytes of swap that this machine has; None where the system does not say."""
+    """Bytes of swap that this machine has; None if the system does not report it."""
     total = re.search(r"^SwapTotal:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     return int(total[1]) << 10 if total else None
 
@@ -56,7 +60,9 @@ def _jetson(root: Path) -> Jetson | None:
     known = {module for name in profile_names() for module in load_profile(name).modules}
     modules = [match[0] for match in matches if match]
     module = next((number for number in modules if number in known), modules[-1] if modules else None)
-    l4t = _l4t(_read(root / "etc/nv_tegra_release"))
+    # e.g. "# R36 (release), REVISION: 4.3, ..." for 36.4.3
+    release = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", _read(root / "etc/nv_tegra_release"))
+    l4t = f"{release[1]}.{release[2]}" if release else None
     packages = _read(root / "var/lib/dpkg/status")
     return Jetson(
         model=_read(tree / "model").strip("\0 \n") or "unknown Jetson",
@@ -65,12 +71,6 @@ def _jetson(root: Path) -> Jetson | None:
         jetpack=_package(packages, "nvidia-jetpack") or (JETPACK_OF_L4T.get(int(l4t.split(".")[0])) if l4t else None),
         tensorrt=_package(packages, r"libnvinfer\d+"),
     )
-
-
-def _l4t(text: str) -> str | None:
-    """36.4.3 from "# R36 (release), REVISION: 4.3, ..."."""
-    release = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", text)
-    return f"{release[1]}.{release[2]}" if release else None
 
 
 def _package(status: str, name: str) -> str | None:
@@ -82,18 +82,8 @@ def _package(status: str, name: str) -> str | None:
     return None
 
 
-def _profile(jetson: Jetson | None, gpus: tuple[Gpu, ...]) -> str | None:
-    for name in profile_names():
-        profile = load_profile(name)
-        if jetson and jetson.module in profile.modules:
-            return name
-        if not jetson and any(gpu.name == profile.name for gpu in gpus):
-            return name
-    return None
-
-
 def _read(path: Path) -> str:
-    """The text of a system file; empty where there is none."""
+    """The text of a system file; empty if there is none."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_FILE).decode("utf-8", "replace")

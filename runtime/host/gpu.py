@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _DRIVERS = {"win32": "nvcuda.dll"}
-_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Gpu:
 
 
 def find_gpu(library: Any = None) -> Gpu | None:
-    """The first GPU, or None where there is no driver or no GPU. `library` stands in for the driver in tests."""
+    """The first GPU, or None if there is no driver or no GPU. `library` replaces the driver in tests."""
     return next(iter(find_gpus(library)), None)
 
 
@@ -40,24 +40,18 @@ def find_gpus(library: Any = None) -> tuple[Gpu, ...]:
     count = ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return ()
-    return tuple(gpu for number in range(count.value) if (gpu := _gpu(cuda, number)))
-
-
-def _gpu(cuda: Any, number: int) -> Gpu | None:
-    device = ctypes.c_int()
-    if cuda.cuDeviceGet(ctypes.byref(device), number):
-        return None
-    name, memory = ctypes.create_string_buffer(100), ctypes.c_size_t()
-    cuda.cuDeviceGetName(name, len(name), device)
-    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-    major, minor = (_attribute(cuda, attribute, device) for attribute in _CAPABILITY)
     version = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
     release = (version.value // 1000, version.value % 1000 // 10)
-    return Gpu(name.value.decode(errors="replace"), (major, minor), memory.value, release)
-
-
-def _attribute(cuda: Any, number: int, device: ctypes.c_int) -> int:
-    value = ctypes.c_int()
-    cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
-    return value.value
+    gpus = []
+    for number in range(count.value):
+        device, memory, major, minor = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_int(), ctypes.c_int()
+        if cuda.cuDeviceGet(ctypes.byref(device), number):
+            continue
+        name = ctypes.create_string_buffer(100)
+        cuda.cuDeviceGetName(name, len(name), device)
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+        gpus.append(Gpu(name.value.decode(errors="replace"), (major.value, minor.value), memory.value, release))
+    return tuple(gpus)

@@ -1,4 +1,4 @@
-"""What this process may use: cores and memory, and the versions of installed packages."""
+"""Cores and memory that this process may use, and the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cores() -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that a new program could take, or None where the system does not say."""
+    """Bytes of memory that a new program could take, or None if the system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -21,12 +21,12 @@ FOLDER = "vtx.profiles"
 
 
 class ProfileError(RequestError):
-    """A profile is unknown, or its file is not what a profile must be."""
+    """A profile is unknown, or its file is not a valid profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number and where it comes from: a vendor's document by title, or how it was worked out."""
+    """One number and its source: a vendor's document by title, or its derivation."""
 
     value: float
     source: str
@@ -51,9 +51,9 @@ class JetPack:
 class Profile:
     """One device, in the power mode named.
 
-    `memory_gib` is all memory the processor can address, `system_gib` what is kept for the system, the driver
-    and what the hardware sets aside, both in GiB. `bandwidth` is in GB/s (1e9). `fp32`, `fp16`, `int8` and
-    `int4` are dense peaks in 1e12 operations a second, without sparsity and of the GPU alone (the CPU where
+    `memory_gib` is all memory the processor can address, `system_gib` the part reserved for the system, the driver
+    and the hardware, both in GiB. `bandwidth` is in GB/s (1e9). `fp32`, `fp16`, `int8` and
+    `int4` are dense peaks in 1e12 operations a second, without sparsity and of the GPU alone (the CPU if
     there is none); `fp16` accumulates in fp32. None: no such arithmetic. `unified`: CPU and GPU share the memory.
     `modules` are the numbers by which a Jetson's device tree names it; a desktop card is known by its `name`.
     """
@@ -77,9 +77,9 @@ class Profile:
         if self.system_gib.value >= self.memory_gib.value:
             raise ValueError("the system leaves no memory")
         if bool(self.jetpack) != (self.kind == "jetson"):
-            raise ValueError("a JetPack is named for a Jetson, and for nothing else")
+            raise ValueError("jetpack is required for Jetson profiles and forbidden elsewhere")
         if bool(self.modules) != (self.kind == "jetson"):
-            raise ValueError("a Jetson has the numbers of its modules, and nothing else has")
+            raise ValueError("modules are required for Jetson profiles and forbidden elsewhere")
 
     @property
     def usable_bytes(self) -> int:

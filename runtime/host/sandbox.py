@@ -1,12 +1,12 @@
-"""What this process gives up for good: network, other programs, new and changed files, files of no concern to it.
+"""Rights that this process gives up for good: network, other programs, writing files, reading other files.
 
-    enter(["/data/weights"])  # reading of these, beside the folders that Python imports from
+    enter(["/data/weights"])  # it may read these, and the folders that Python imports from
 
 On Linux. Seccomp refuses the system calls (x86-64 and aarch64, kernels that have it): sockets, execve, new processes,
 signals and memory of other processes, opening a file for writing, renaming, removing, mounting, io_uring, and every
-call that is newer than this list. Landlock (Linux 5.13) refuses to read what was not named, and to write anything.
-A call that is refused fails with EPERM or EACCES; nothing is ended. Threads are allowed, and so is reading and writing
-what is open already. Elsewhere nothing is given up.
+call that is newer than this list. Landlock (Linux 5.13) refuses to read files that were not named, and to write any.
+A refused call fails with EPERM or EACCES; the process goes on. Threads are allowed, and so is reading and writing files
+that are open already. On other systems nothing is given up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import struct
 import sys
 from collections.abc import Sequence
 
-# System calls by number: (x86-64, aarch64); None where the machine has no such call.
+# System calls by number: (x86-64, aarch64); None if the machine has no such call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198), "connect": (42, 203), "accept": (43, 202), "bind": (49, 200), "listen": (50, 201),
     "socketpair": (53, 199), "accept4": (288, 242), "sendto": (44, 206), "sendmsg": (46, 211),
@@ -58,7 +58,7 @@ _SYSTEM = (
 
 
 def enter(reads: Sequence[str] = ()) -> tuple[str, ...]:
-    """Give up all but computing and reading; which of "seccomp" and "landlock" this kernel holds the process to."""
+    """Give up all but computing and reading; returns which of "seccomp" and "landlock" this kernel enforces."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _MACHINES or sys.maxsize < 1 << 32:
         return ()
@@ -67,8 +67,12 @@ def enter(reads: Sequence[str] = ()) -> tuple[str, ...]:
     libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return ()
-    held = ["landlock"] if _restrict_files(libc, [*_imported_from(), *_SYSTEM, *reads]) else []
-    return (*held, "seccomp") if _filter_calls(libc, machine) else tuple(held)
+    held = ("landlock",) if _restrict_files(libc, [*_imported_from(), *_SYSTEM, *reads]) else ()
+    program = _program(*_MACHINES[machine], os.getpid())
+    code = ctypes.create_string_buffer(program, len(program))
+    pointer = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    filtered = libc.syscall(_SECCOMP[machine], 1, 1, pointer) == 0  # set a filter, on all threads
+    return (*held, "seccomp") if filtered else held
 
 
 def _imported_from() -> list[str]:
@@ -84,7 +88,7 @@ def _imported_from() -> list[str]:
 
 
 def _restrict_files(libc: ctypes.CDLL, paths: Sequence[str]) -> bool:
-    """Landlock: of files `paths` may be read, and nothing else is done with any; no TCP, no signals to others."""
+    """Landlock: `paths` may be read, and no file written; no TCP, no signals to others."""
     abi = libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         return False
@@ -99,7 +103,7 @@ def _restrict_files(libc: ctypes.CDLL, paths: Sequence[str]) -> bool:
             try:
                 beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
             except OSError:
-                continue  # what is not there need not be read
+                continue  # it does not exist
             try:
                 rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
                 libc.syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, beneath), 0)
@@ -108,14 +112,6 @@ def _restrict_files(libc: ctypes.CDLL, paths: Sequence[str]) -> bool:
         return bool(libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0) == 0)
     finally:
         os.close(ruleset)
-
-
-def _filter_calls(libc: ctypes.CDLL, machine: str) -> bool:
-    """Seccomp, for every thread of this process."""
-    program = _program(*_MACHINES[machine], os.getpid())
-    code = ctypes.create_string_buffer(program, len(program))
-    pointer = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
-    return bool(libc.syscall(_SECCOMP[machine], 1, 1, pointer) == 0)  # set a filter, on all threads
 
 
 def _program(column: int, architecture: int, process: int) -> bytes:
@@ -127,7 +123,7 @@ def _program(column: int, architecture: int, process: int) -> bytes:
     ]  # fmt: skip
 
     def unless(number: int | None, argument: int, test: int, value: int, *, refused: bool) -> None:
-        """Of the call `number` judge an argument's lower half; `refused`: refuse it where the test holds, or fails."""
+        """Test the lower half of an argument of the call `number`; `refused`: refuse the call if the test holds."""
         if number is not None:
             outcome = (0, 1) if refused else (1, 0)
             made.extend([

@@ -1,4 +1,4 @@
-"""What a method must say: what it needs of a bundle, and at each of its cuts which image tokens go on."""
+"""The interface of a method: its needs of a bundle, and the image tokens that go on at each of its cuts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patc
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a method asks of a bundle.
+    """The parts of a bundle that a method requires.
 
-    `cuts`: layers before which tokens may leave, so a stage begins there. `queries`: layers whose attention it asks
-    for. `shrinks`: after the prompt, caches from this layer on keep only what its last cut kept. `merging`,
-    `attention`, `last_attention`: the vision graph merges windows, tells what the class token looks at in the tower's
-    last block in use, in its very last block. `final_norm`: the weight of the decoder's last norm
-    stands in a file of its own. `text_tower`: the bundle holds CLIP's, and the patches in its space.
+    `cuts`: layers before which tokens may leave, so a stage begins there. `queries`: layers whose attention it reads.
+    `shrinks`: after the prompt, caches from this layer on keep only the tokens that its last cut kept. `merging`: the
+    vision graph merges windows; `attention`, `last_attention`: it gives the class token's attention in the tower's last
+    block in use, in its very last block. `final_norm`: the weight of the decoder's last norm is a file of its own.
+    `text_tower`: the bundle holds CLIP's text tower, and the patches in its space.
     """
 
     cuts: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Needs:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Layers at which a stage must begin, beside layer 1."""
+        """Layers at which a stage must begin, in addition to layer 1."""
         return tuple(sorted({*self.cuts, self.shrinks or 1} - {1}))
 
     def __or__(self, other: Needs) -> Needs:
@@ -54,29 +54,17 @@ class Needs:
         )
 
 
-def _no_scores(_: bool) -> Scores:
-    raise AssertionError("this boundary has no attention to ask for: the policy's needs name no query")
-
-
-def _no_hidden() -> HiddenStates:
-    raise AssertionError("this boundary holds no hidden states of the image tokens")
-
-
-def _no_positions() -> tuple[Ids, Ids]:
-    raise AssertionError("this boundary has no positions to ask for")
-
-
-def _no_keys() -> tuple[HiddenStates, HiddenStates]:
-    raise AssertionError("this boundary has no keys to ask for")
+def _absent(*_: object) -> Any:
+    raise AssertionError("this boundary has no hidden states, keys, positions or attention of the image tokens")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptText:
     """The text of a prompt, as known before its images enter the decoder.
 
-    `ids` [n] and their input embeddings `hidden` [n, hidden], in order; `after` [n] says which stand after the last
-    image, where the question is. In a chat it is the first turn's, whose choice the later turns keep. `embeddings`
-    [segments, width] are CLIP's of the question alone, where a policy needs the text tower.
+    `ids` [n] and their input embeddings `hidden` [n, hidden], in order; `after` [n] marks the text after the last
+    image, the question. In a chat it is the text of the first turn, whose selection later turns keep. `embeddings`
+    [segments, width] are CLIP's, of the question alone, if a policy needs the text tower.
     """
 
     ids: Ids
@@ -93,33 +81,32 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
-    """What is known between two stages, for one question.
+    """The state between two stages, for one question.
 
-    `layer` is the first layer to come (1-based, so it is a K). `question_hidden` [n, hidden] are the hidden states of
-    the text after the last image. `images` are the image tokens that entered the decoder, `present` [all of them] says
-    which are still there. `image_hidden()` gives the hidden states [count, hidden] of these; `keys()` the rotated keys
-    of the layer just run, all heads side by side, of these [count, kv_heads * head_dim] and of the question's tokens;
-    `final_norm` is the weight [hidden] of the decoder's last norm, where the policy's needs name it; `positions()` are
-    those of the image tokens still there and of the question's tokens.
+    `layer` is the next layer (1-based, so it is a K). `question_hidden` [n, hidden] are the hidden states of the text
+    after the last image. `images` are the image tokens that entered the decoder, `present` [all of them] marks the
+    remaining ones. Of these and of the question's tokens, `keys()` gives the keys [tokens, kv_heads * head_dim] of the
+    layer just run, rotated, and `positions()` the positions; `image_hidden()` gives the hidden states [count, hidden]
+    of the remaining image tokens. `final_norm` is the weight [hidden] of the decoder's last norm, if a method needs it.
     """
 
     layer: int
     question_hidden: NDArray[Any]
     images: Sequence[Patches] = ()
     present: Mask = field(default_factory=lambda: np.zeros(0, bool))
-    scores: Callable[[bool], Scores] = _no_scores
-    image_hidden: Callable[[], HiddenStates] = _no_hidden
-    keys: Callable[[], tuple[HiddenStates, HiddenStates]] = _no_keys
+    scores: Callable[[bool], Scores] = _absent
+    image_hidden: Callable[[], HiddenStates] = _absent
+    keys: Callable[[], tuple[HiddenStates, HiddenStates]] = _absent
     final_norm: NDArray[np.float32] | None = None
-    positions: Callable[[], tuple[Ids, Ids]] = _no_positions
+    positions: Callable[[], tuple[Ids, Ids]] = _absent
 
     @property
     def count(self) -> int:
-        """Image tokens still there."""
+        """The number of remaining image tokens."""
         return int(self.present.sum())
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        """What each image token still there gets in the layer just run: (sum, maximum) [count] float32.
+        """The attention that each remaining image token gets in the layer just run: (sum, maximum) [count] float32.
 
         Mean over heads, then over the question's tokens, or `last_only` its last one.
 
@@ -141,18 +128,18 @@ class Entry:
 
     @property
     def uses_question(self) -> bool:
-        """Whether `select` looks at the question; an image is then not reused for another question."""
+        """True if `select` reads the question; an image is then not reused for another question."""
         return False
 
     @property
     def keeps_positions(self) -> bool:
-        """Whether those that enter keep the positions they had among all, gaps between them."""
+        """True if the tokens that enter keep the positions they had among all, with gaps between them."""
         return False
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
         """Indices of the image tokens that enter the decoder, in their order there; None: all as they are.
 
-        `question` is given where the entry uses it.
+        `question` is given if the entry uses it.
         """
         return None
 
@@ -203,20 +190,20 @@ class Reduction:
         return Needs(**needs)
 
     def entry(self) -> Entry | None:
-        """What it does to an image before the decoder."""
+        """The step before the decoder, if there is one."""
         return None
 
     def marks(self, images: Sequence[Patches]) -> Mask | None:
-        """Which tokens of the images it never drops, over all of them; None: there are no such tokens."""
+        """A mask over the tokens of all images: the tokens it never drops; None if there are none."""
         return None
 
     def number_kept(self, count: int, layer: int) -> int | None:
-        """Of `count` image tokens, how many go on at its cut before `layer`, or enter the decoder where that is 1.
+        """The number of `count` image tokens that go on at its cut before `layer`, or enter the decoder if that is 1.
 
         None: that depends on the picture or the question. A plan asks it before there is an answer.
         """
         return None
 
     def keep_mask(self, boundary: Boundary) -> Mask | None:
-        """Which of the image tokens still there go on, [boundary.count]; None: all. Asked at its cuts only."""
+        """A mask [boundary.count] of the remaining image tokens that go on; None: all. Called at its cuts only."""
         return None

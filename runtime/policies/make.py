@@ -1,4 +1,4 @@
-"""From `--k` and `--reduce` to a policy, checked against the bundle. Only here policies that withdraw are named."""
+"""From `--k` and `--reduce` to a policy, checked against the bundle. No other module names methods that withdraw."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.spec.manifest import FINAL_NORM, Manifest
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Reduction
-from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.methods.gate import Decision, Gate, Odds
-from vtx.runtime.policies.methods.withdraw import Withdraw
+from vtx.runtime.policies.methods.withdraw import Full, Withdraw
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.vision.layout import Layout
@@ -37,7 +36,7 @@ def make_policy(
 
     `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `reduce` is a spec of reductions,
     "none" or None; `dialect` that of the graphs that will run. `final_norm` reads the weight of
-    the decoder's last norm; it is called where a reduction needs it.
+    the decoder's last norm; it is called if a reduction needs it.
 
     Raises:
         RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; reductions that are
@@ -46,7 +45,31 @@ def make_policy(
     """
     reductions = parse(reduce) if reduce is not None else ()
     check_provided(reductions, manifest, dialect)
-    policy = Policy((_exit(k, manifest, odds, threshold), *reductions))
+    exits: Full | Withdraw | Gate
+    if k is None or k == "none":
+        exits = Full()
+    elif k == "auto":
+        if not manifest.gates:
+            raise RequestError(
+                "--k auto needs gates and this bundle has none; use --k none or a prebuilt K, "
+                "or train gates with vtx-train-gate and export with --gates"
+            )
+        if not 0 <= threshold <= 1:
+            raise RequestError(f"the gate threshold is {threshold}; give a probability from 0 to 1")
+        exits = Gate(odds, manifest.gates, threshold)
+    else:
+        layers = manifest.model.layers
+        if isinstance(k, bool) or not isinstance(k, numbers.Integral):
+            raise RequestError(f"K is {k!r}; give a number from 2 to {layers}, or none")
+        if not 2 <= k <= layers:
+            raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
+        if k not in manifest.variants:
+            built = ", ".join(map(str, manifest.variants)) or "none at all"
+            raise RequestError(
+                f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}"
+            )
+        exits = Withdraw(int(k))  # it may be numpy's
+    policy = Policy((exits, *reductions))
     if not policy.needs().final_norm:
         return policy
     assert final_norm is not None
@@ -54,7 +77,7 @@ def make_policy(
 
 
 def decisions(policy: Policy) -> list[Decision] | None:
-    """What the gates of a policy have said so far, or None where it asks none."""
+    """The decisions of a policy's gates so far, or None if it has no gates."""
     return next((part.asked for part in policy.parts if isinstance(part, Gate)), None)
 
 
@@ -70,7 +93,7 @@ def check_depth(reductions: Sequence[Reduction], layers: int) -> None:
 
 
 def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect: str = "ort") -> None:
-    """Raise RequestError where the bundle lacks what reductions need, with the option that exports it."""
+    """Raise RequestError if the bundle lacks a need of the reductions, with the option that exports it."""
     check_depth(reductions, manifest.model.layers)
     for part in reductions:
         if part.renumbers and manifest.model.rope.sections:
@@ -85,7 +108,7 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
 
 
 def check_layout(reductions: Sequence[Reduction], layout: Layout) -> None:
-    """Raise RequestError for reductions that leave out tokens before the decoder where text stands among them."""
+    """Raise RequestError for reductions that leave out tokens before the decoder if the layout puts text among them."""
     for part in reductions:
         if layout.has_text and part.entry() is not None:
             raise RequestError(
@@ -95,7 +118,7 @@ def check_layout(reductions: Sequence[Reduction], layout: Layout) -> None:
 
 
 def check_patches(part: Reduction, side: int, *, class_token: bool) -> None:
-    """Raise UnsupportedModelError for what a tower lacks whose tokens are of `side` x `side` patches each."""
+    """Raise UnsupportedModelError if a tower, whose tokens are of `side` x `side` patches each, lacks a need."""
     needs = part.needs()
     if (needs.attention or needs.last_attention or needs.merging) and side > 1:
         raise UnsupportedModelError(
@@ -110,7 +133,7 @@ def check_patches(part: Reduction, side: int, *, class_token: bool) -> None:
 
 
 def check_video_policy(policy: Policy) -> None:
-    """Raise RequestError for reductions that need of a vision graph what that of a video's frames does not give."""
+    """Raise RequestError for reductions that need outputs which the graph of a video's frames lacks."""
     for part in policy.reductions:
         needs = part.needs()
         if needs.merging or needs.attention or needs.last_attention or needs.text_tower:
@@ -121,7 +144,7 @@ def check_video_policy(policy: Policy) -> None:
 
 
 def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
-    """What of `needs` the graphs do not have, in words; empty where they have all."""
+    """The first of `needs` that the graphs lack, in words; empty if they have all."""
     graphs = manifest.dialects[dialect]
     firsts = {stage.first for stage in manifest.stages}
     asked = {stage.last for stage in manifest.stages if stage.query}
@@ -139,35 +162,3 @@ def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
     if needs.last_attention and not graphs.vision_last_attention:
         return "the class token's attention in the tower's last block"
     return "the class token's attention" if needs.attention and not graphs.vision_attention else ""
-
-
-def _exit(k: int | str | None, manifest: Manifest, odds: Odds, threshold: float) -> Full | Withdraw | Gate:
-    """The policy that decides where the whole image leaves."""
-    if k is None or k == "none":
-        return Full()
-    if k == "auto":
-        return _gates(manifest, odds, threshold)
-    layers = manifest.model.layers
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
-        raise RequestError(f"K is {k!r}; give a number from 2 to {layers}, or none")
-    k = int(k)  # numpy's, too
-    if not 2 <= k <= layers:
-        raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
-    if k not in manifest.variants:
-        built = ", ".join(map(str, manifest.variants)) or "none at all"
-        raise RequestError(
-            f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}"
-        )
-    return Withdraw(k)
-
-
-def _gates(manifest: Manifest, odds: Odds, threshold: float) -> Gate:
-    ks = manifest.gates
-    if not ks:
-        raise RequestError(
-            "--k auto needs gates and this bundle has none; use --k none or a prebuilt K, "
-            "or train gates with vtx-train-gate and export with --gates"
-        )
-    if not 0 <= threshold <= 1:
-        raise RequestError(f"the gate threshold is {threshold}; give a probability from 0 to 1")
-    return Gate(odds, ks, threshold)

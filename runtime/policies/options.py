@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from vtx.runtime.errors import RequestError
+from vtx.runtime.vision.tokens import share
 
 OFF = "off"
 
@@ -60,7 +61,7 @@ def option(
     above: bool = False,
     or_count: bool = False,
 ) -> Any:
-    """An option of a method, a field of its dataclass; `fix` and the rest are those of `OptionLimits`."""
+    """An option of a method, a field of its dataclass; `fix` and the rest as in `OptionLimits`."""
     return dataclasses.field(default=default, metadata={"limits": OptionLimits(fix, least, most, above, or_count)})
 
 
@@ -68,6 +69,11 @@ def share_or_number(default: float) -> Any:
     """The option `keep`: a share of the tokens, or a number of them."""
     fix = "give the share to keep, above 0 and up to 1, or a whole number of at least 2"
     return option(default, fix, least=0, most=1, above=True, or_count=True)
+
+
+def number_to_keep(keep: float, count: int) -> int:
+    """The number of `count` tokens that the option `keep` means: shares are rounded up."""
+    return share(keep, count) if keep <= 1 else int(keep)
 
 
 def cosine(default: float) -> Any:
@@ -98,7 +104,7 @@ def options_of(kind: type) -> tuple[Option, ...]:
 
 
 def check_limits(part: Any, name: str) -> None:
-    """Raise RequestError where a value of the dataclass `part` is outside its option's limits."""
+    """Raise RequestError if a value of the dataclass `part` is outside its option's limits."""
     for field in dataclasses.fields(part):
         limits, value = field.metadata.get("limits"), getattr(part, field.name)
         if limits is not None and value is not None and not limits.allow(value):

@@ -1,4 +1,4 @@
-"""What one question is asked with: methods put together, asked in turn at each boundary."""
+"""The methods of one question, asked in turn at each boundary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Removal:
 class Policy:
     """Methods in the order in which they are asked: first the one that removes whole images.
 
-    `final_norm` is the weight [hidden] of the decoder's last norm, where a method needs it.
+    `final_norm` is the weight [hidden] of the decoder's last norm, if a method needs it.
     """
 
     parts: tuple[Reduction, ...] = ()
@@ -43,7 +43,7 @@ class Policy:
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
-        """Those that leave out some tokens, not the whole image."""
+        """The methods that leave out some tokens, not the whole image."""
         return tuple(part for part in self.parts if not part.whole)
 
     @property
@@ -53,7 +53,7 @@ class Policy:
 
     @property
     def exit(self) -> int | None:
-        """The layer before which the whole image leaves whatever is asked; None where a question decides, or never."""
+        """The layer before which the whole image leaves whatever is asked; None if a question decides, or never."""
         cuts = (cut for part in self.parts if part.whole and part.fixed for cut in part.needs().cuts)
         return next(cuts, None)
 
@@ -63,16 +63,16 @@ class Policy:
 
     @property
     def fixed(self) -> bool:
-        """Whether the same tokens leave whatever is asked."""
+        """True if the same tokens leave whatever is asked."""
         return all(part.fixed for part in self.parts)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """What happens to an image before the decoder, in order."""
+        """The steps before the decoder, in order."""
         return tuple(entry for part in self.parts if (entry := part.entry()) is not None)
 
     def ask(self, boundary: Boundary) -> Removal | None:
-        """Which tokens go on from here; None: all. Tokens that one part leaves out, no later one brings back."""
+        """The removal of tokens here; None: all go on. Tokens that one part leaves out stay out."""
         kept, dropping = np.ones(boundary.count, bool), list[Reduction]()
         for part in self.parts:
             mask = part.keep_mask(boundary) if kept.any() and boundary.layer in part.needs().cuts else None

@@ -12,7 +12,7 @@ from typing import Any, cast
 from vtx.runtime.errors import RequestError
 from vtx.runtime.modules import modules_of
 from vtx.runtime.policies.base import Reduction
-from vtx.runtime.policies.options import OFF, Option, option_text, options_of
+from vtx.runtime.policies.options import OFF, option_text, options_of
 from vtx.runtime.policies.registry import registered
 
 MAX_SPEC = 1000
@@ -21,7 +21,7 @@ ENTRY_POINTS = "vtx.policies"
 
 
 def kinds() -> dict[str, type[Reduction]]:
-    """Every registered method by its name; the files of this package are read for it, then those of others.
+    """Every registered method by its name; imports the files of this package, then the ones of other packages.
 
     Raises:
         RequestError: an installed package announces a policy that cannot be loaded.
@@ -37,7 +37,7 @@ def kinds() -> dict[str, type[Reduction]]:
 
 @cache
 def _load_entry_points() -> None:
-    """Import what installed packages announce under `vtx.policies`; being imported, it registers itself."""
+    """Import the policies that installed packages announce under `vtx.policies`; each registers itself."""
     from importlib.metadata import entry_points  # a sixth of what `import vtx.runtime.api.load` takes
 
     for entry in entry_points(group=ENTRY_POINTS):
@@ -65,22 +65,27 @@ def parse(text: str) -> tuple[Reduction, ...]:
     """
     if len(text) > MAX_SPEC:
         raise RequestError(f"the reduction spec has {len(text):,} characters, the limit is {MAX_SPEC:,}; shorten it")
-    parts = () if text.strip() == "none" else tuple(_one(part) for part in text.split("+"))
+    parts = () if text.strip() == "none" else tuple(map(_parse_part, text.split("+")))
     check_together(parts)
-    return tuple(sorted(parts, key=_first_cut))
+    return tuple(sorted(parts, key=lambda part: min(part.needs().cuts, default=0)))
 
 
 def to_spec(parts: Sequence[Reduction]) -> str:
     """The canonical spec: every option spelled out. Parsing it gives the same methods again."""
-    return "+".join(map(_one_spec, parts)) or "none"
+    specs = []
+    for part in parts:
+        options = options_of(cast(Any, type(part)))  # mypy does not take a class for hashable
+        values = ",".join(f"{option.name}={option_text(getattr(part, option.name))}" for option in options)
+        specs.append(f"{part.name}:{values}" if values else part.name)
+    return "+".join(specs) or "none"
 
 
 def check_together(parts: Sequence[Reduction]) -> None:
-    """Raise RequestError where methods do not go together."""
+    """Raise RequestError if methods do not go together."""
     names = [part.name for part in parts]
     for name in names:
         if names.count(name) > 1:
-            raise RequestError(f"{name} stands twice in --reduce {'+'.join(names)}; name it once")
+            raise RequestError(f"{name} is named twice in --reduce {'+'.join(names)}; name it once")
     setting: dict[str, str] = {}  # which method gives an extra input of the vision graph
     for part in parts:
         for name in entry.vision_inputs() if (entry := part.entry()) else ():
@@ -95,11 +100,7 @@ def check_together(parts: Sequence[Reduction]) -> None:
             )
 
 
-def _first_cut(part: Reduction) -> int:
-    return min(part.needs().cuts, default=0)
-
-
-def _one(text: str) -> Reduction:
+def _parse_part(text: str) -> Reduction:
     name, _, rest = (part.strip() for part in text.partition(":"))
     known = kinds()
     if name not in known:
@@ -110,27 +111,19 @@ def _one(text: str) -> Reduction:
     for number, item in enumerate(rest.split(",") if rest else ()):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals and not number:
-            options.update(_preset(kind, key))
+            if key not in kind.presets:
+                there = f"it has {', '.join(kind.presets)}" if kind.presets else "it has none; write key=value"
+                raise RequestError(f"{name} has no preset {key[:40]!r}; {there}")
+            options.update(kind.presets[key])
             continue
         if key not in fields or not equals:
             raise RequestError(f"{name} has no option {key[:40]!r}; it has {', '.join(fields) or 'none'}")
         if any(other.partition("=")[0].strip() == key for other in rest.split(",")[:number]):
             raise RequestError(f"{name}: {key} is given twice; give it once")
-        options[key] = _option_value(fields[key], value, f"{name}: {key}")
+        off = f" ({OFF} turns it off)" if fields[key].optional else ""
+        unset = value == OFF and fields[key].optional
+        options[key] = None if unset else _value(fields[key].type, value, f"{name}: {key}{off}")
     return kind(**options)
-
-
-def _preset(kind: type[Reduction], name: str) -> dict[str, Any]:
-    if name not in kind.presets:
-        there = f"it has {', '.join(kind.presets)}" if kind.presets else "it has none; write key=value"
-        raise RequestError(f"{kind.name} has no preset {name[:40]!r}; {there}")
-    return kind.presets[name]
-
-
-def _option_value(option: Option, text: str, where: str) -> Any:
-    if not option.optional:
-        return _value(option.type, text, where)
-    return None if text == OFF else _value(option.type, text, f"{where} ({OFF} turns it off)")
 
 
 def _value(hint: Any, text: str, where: str) -> Any:
@@ -153,9 +146,3 @@ def _value(hint: Any, text: str, where: str) -> Any:
 
 
 _NUMBERS = {int: f"a whole number up to {MAX_NUMBER:,}", float: "a number"}
-
-
-def _one_spec(part: Reduction) -> str:
-    options = options_of(cast(Any, type(part)))  # mypy does not take a class for hashable
-    values = ",".join(f"{option.name}={option_text(getattr(part, option.name))}" for option in options)
-    return f"{part.name}:{values}" if values else part.name

@@ -18,7 +18,7 @@ import click
 
 from vtx.runtime.errors import VtxError, printable
 from vtx.runtime.interrupts import INTERRUPTED, Interruptible
-from vtx.runtime.process import leave_on_success, own_process, succeed
+from vtx.runtime.process import leave_on_success, mark_success, own_process
 from vtx.runtime.units import Progress, size
 
 COLUMN_GAP = 3  # of blanks
@@ -40,7 +40,7 @@ class Program(click.Command):
             return super().__call__(*args, **kwargs)
         except SystemExit as end:
             if end.code in (None, 0):
-                succeed()
+                mark_success()
             raise
 
 

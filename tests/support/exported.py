@@ -15,8 +15,7 @@ from tests.support.bundles import export
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model, Picture
-from vtx.runtime.policies.methods.full import Full
-from vtx.runtime.policies.methods.withdraw import Withdraw
+from vtx.runtime.policies.methods.withdraw import Full, Withdraw
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 

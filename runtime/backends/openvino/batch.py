@@ -20,7 +20,7 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 
 class OpenvinoStageBatch:
-    """The pool that caches of one stage take their lanes from, and an infer request that reaches all of it."""
+    """The pool of lanes for the caches of one stage, and an infer request over all of it."""
 
     def __init__(
         self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, lanes: int, capacity: int
@@ -65,7 +65,7 @@ class OpenvinoStageBatch:
 
     def _blocks_of(self, cache: OpenvinoStageCache) -> NDArray[np.int32]:
         """The numbers in the pool of the blocks that hold a cache's slots and the next one."""
-        assert cache.lane is not None, "it lies alone"
+        assert cache.lane is not None, "it is in no pool"
         assert cache.length < cache.capacity, "it is full"
         first = cache.lane.number * self._blocks
         return np.arange(first, first + cache.length // BLOCK + 1, dtype=np.int32)

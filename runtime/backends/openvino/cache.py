@@ -23,15 +23,15 @@ from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.bundle.tensors import rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
-# Of what K and V are arrays: bfloat16's bits; in u8 a row of a head is its scale, its zero point, and its numbers.
+# Element types of K and V: bfloat16 by its bits; in u8 a slot of a head is its scale, zero point, and numbers.
 KV_ARRAYS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "u8": np.uint8}
-FEW = 8  # tokens at most that run over the narrow weights where there is a form for many
-ROW_SCALE_BYTES = 8  # both in float32, found when the row is written
+FEW = 8  # tokens at most that run over the narrow weights if there is a form for many
+ROW_SCALE_BYTES = 8  # both in float32, computed when the slot is written
 
 
 @dataclass(frozen=True, slots=True)
 class OpenvinoCacheContext:
-    """What the caches of a bundle share. `kv` is the type of K and V, one of `KV_ARRAYS`; `key`: of the score graph.
+    """Shared by the caches of a bundle. `kv` is the type of K and V, one of `KV_ARRAYS`; `key`: of the score graph.
 
     `most_rows`: the most hidden states of one run, None for any number.
     """
@@ -56,7 +56,7 @@ class OpenvinoCacheContext:
         return 2 * self.model.kv_heads * self.slot_width * np.dtype(KV_ARRAYS[self.kv]).itemsize
 
     def shape(self, blocks: int) -> tuple[int, ...]:
-        """Of an array of K or V."""
+        """The shape of an array of K or V."""
         return blocks, self.model.kv_heads, BLOCK, self.slot_width
 
     def shared(self, array: NDArray[Any]) -> Any:
@@ -73,8 +73,8 @@ class OpenvinoCacheContext:
 class OpenvinoStageCache(SlotCounter):
     """`StageCache` whose K and V are arrays of blocks, which an infer request over the stage's graph reads and fills.
 
-    `kv` is [cached layers, 2, blocks, kv_heads, slots of a block, slot width], in the `lane` of a pool where one is
-    given that has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
+    `kv` is [cached layers, 2, blocks, kv_heads, slots of a block, slot width], in the `lane` of a pool if one is given
+    that has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
     """
 
     selects_outputs = True
@@ -159,7 +159,7 @@ class OpenvinoStageCache(SlotCounter):
             tensors = self._tensors(tokens, positions[None].copy(), outputs, out)
         with run_failures(ENGINE, self._stage.name), self._rotating_by(rope):
             self._bind(tensors)
-            self._place(count)
+            self._set_slots(count)
             self._ran = self._for_many if self._for_many is not None and count > FEW else self._request
             if count == 1:
                 run_row(self._ran, out)
@@ -194,8 +194,8 @@ class OpenvinoStageCache(SlotCounter):
         self.kv[:, :, slots // BLOCK, :, slots % BLOCK] = kv
         self.length = length
 
-    def _place(self, count: int) -> None:
-        """Tell the attention where `count` tokens go. Its buffers fit the blocks in use: more would overflow them."""
+    def _set_slots(self, count: int) -> None:
+        """Set the attention's inputs for `count` tokens. Its buffers fit the blocks in use: more overflow them."""
         filled = self.length + count
         self._past[0], self._begins[1], self._filled[...] = self.length, count, filled
         blocks = -(-filled // BLOCK)
@@ -206,7 +206,7 @@ class OpenvinoStageCache(SlotCounter):
 
     @contextlib.contextmanager
     def _rotating_by(self, rope: Mapping[str, NDArray[np.float32]]) -> Iterator[None]:
-        """Rotary tables for one run, where they are not the bundle's."""
+        """Set rotary tables for one run, if they are not the bundle's."""
         if rope is self._context.rope:
             yield
             return
@@ -226,7 +226,7 @@ class OpenvinoStageCache(SlotCounter):
     def _tensors(
         self, tokens: TokenStates, positions: NDArray[np.int64], outputs: NDArray[np.int32], out: HiddenStates
     ) -> tuple[tuple[str, Any], ...]:
-        """Tensors over the arrays' own memory, which must live as long as they are bound: they hold it."""
+        """Tensors over the arrays' own memory; they hold it, and must live as long as they are bound."""
         arrays: list[tuple[str, NDArray[Any]]] = [(names.HIDDEN, tokens.hidden), (names.POSITIONS, positions)]
         arrays += [(OUTPUTS, outputs), (names.HIDDEN_OUT, out)]
         arrays += [(names.token_input(name), tokens.inputs[name]) for name in self._reads]

@@ -67,7 +67,7 @@ class OpenvinoGraph:
             return {name: self._request.get_tensor(name).data.copy() for name in self._outputs}
 
     def close(self) -> None:
-        """Let go of the compiled graph, and with it of its weights and threads."""
+        """Release the compiled graph with its weights and threads."""
         with self._lock:
             self._request = None
 
@@ -75,19 +75,19 @@ class OpenvinoGraph:
 def run_request(request: Any, inputs: Mapping[str, NDArray[Any]] | None = None) -> None:
     """Run an infer request over host arrays, or over what is set, and wait for it.
 
-    Not by `infer`: where memory runs out, OpenVINO 2026.4 returns from it without an error, and the outputs are those
-    of the run before. `wait` raises.
+    Not by `infer`: if memory runs out, OpenVINO 2026.4 returns from it without an error and with the outputs of the
+    previous run. `wait` raises.
     """
     try:
         request.start_async(None if inputs is None else dict(inputs), share_inputs=True)
-    finally:  # also where a signal comes between the two
+    finally:  # also if a signal comes between the two
         request.wait()
 
 
 def run_row(request: Any, out: HiddenStates) -> None:
     """Run an infer request over what is set, whose hidden states go to `out` [1, hidden], on this very thread.
 
-    To wake another one and wait for it takes a good part of a small model's token. Where memory runs out, `infer`
+    To wake another one and wait for it takes a good part of a small model's token. If memory runs out, `infer`
     leaves `out` as it is: then it runs again, so that the failure is raised.
     """
     out[0, 0] = np.nan
@@ -100,7 +100,7 @@ def run_row(request: Any, out: HiddenStates) -> None:
 class StageGraph:
     """A stage's compiled graph; each cache makes its own infer request over it. `compiled` is None once closed.
 
-    `for_many`: the same stage with its weights in a form that is quicker for many tokens, where it has one, and
+    `for_many`: the same stage with its weights in a form that is quicker for many tokens, if it has one, and
     `held` the memory that these weights came from.
     """
 
@@ -116,12 +116,12 @@ class StageGraph:
         return compiled.create_infer_request()
 
     def request_for_many(self) -> Any:
-        """An infer request over the form for many tokens; None where there is none."""
+        """An infer request over the form for many tokens; None if there is none."""
         compiled = self.for_many
         return None if compiled is None else compiled.create_infer_request()
 
     def check_open(self) -> None:
-        """Raise ModelClosedError where the model was closed."""
+        """Raise ModelClosedError if the model was closed."""
         if self.compiled is None:
             raise closed_failure(self.name)
 

@@ -1,6 +1,6 @@
 """Products of integers on OpenVINO: hidden states rounded to 8 bits, with a scale a token, by matrices of int8.
 
-OpenVINO's CPU plugin multiplies integers where both sides are quantised by constants. So a token's hidden state is
+OpenVINO's CPU plugin multiplies integers if both sides are quantised by constants. So a token's hidden state is
 divided by its own scale first, which gives values from -127 to 127, and these are rounded by one constant range; the
 product is multiplied by the scale. This is the dynamic quantisation by token of LLM.int8() (arXiv 2208.07339,
 section 2.1, "row-wise") without its outliers' part, and of SmoothQuant's O1 (arXiv 2211.10438, table 2).

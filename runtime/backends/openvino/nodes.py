@@ -23,7 +23,7 @@ def replace(old: Any, new: Any) -> None:
 
 
 def product_like(product: Any, left: Any, right: Any) -> Any:
-    """A product of matrices that are transposed as those of another one are."""
+    """A product of matrices with the transpositions of another product."""
     from openvino import opset13 as ops
 
     attributes = product.get_attributes()

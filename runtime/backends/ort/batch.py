@@ -34,7 +34,7 @@ class Run:
 
 
 class OrtStageBatch:
-    """The pool that caches of one stage take their lanes from.
+    """The pool of lanes for the caches of one stage.
 
     onnxruntime takes a batch of K and V as one array, so conversations that decode together need neighbouring lanes.
     If they have others, caches swap lanes: K and V of at most two are copied whenever one joins or leaves.
@@ -48,7 +48,7 @@ class OrtStageBatch:
         self._runs: dict[tuple[int, int], Run] = {}
 
     def stage(self, capacity: int) -> OrtStageCache:
-        """An empty cache, in a lane where one is free."""
+        """An empty cache, in a lane if one is free."""
         cache = OrtStageCache(self._context, self._stage, self._spec, capacity, self.pool)
         if cache.lane is not None:
             self._caches[cache.lane.number] = cache

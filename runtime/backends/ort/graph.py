@@ -78,7 +78,7 @@ class OrtGraph:
             session.run_with_iobinding(binding)
 
     def close(self) -> None:
-        """Let go of the session, and with it of its weights and threads."""
+        """Release the session with its weights and threads."""
         self._session = None
 
     def _open_session(self) -> Any:

@@ -1,4 +1,4 @@
-"""The onnxruntime module, and options of sessions that leave the process as it was for other users of it."""
+"""The onnxruntime module, and session options that do not affect its other users in the process."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Buffer:
 
 
 class Cuda:
-    """One GPU and one stream on it, through `cuda.bindings.runtime` or what stands in for it."""
+    """One GPU and one stream on it, through `cuda.bindings.runtime` or a test's replacement."""
 
     def __init__(self, runtime: Any) -> None:
         self._rt = runtime
@@ -54,7 +54,7 @@ class Cuda:
         return values[0] if len(values) == 1 else tuple(values)
 
     def malloc(self, nbytes: int, purpose: str) -> int:
-        """The address of `nbytes` bytes; DeviceError, which says how many are free, where there are not enough."""
+        """The address of `nbytes` bytes; a DeviceError with the number of free ones if there are not enough."""
         error, address = self._rt.cudaMalloc(nbytes)
         if int(error) == _OUT_OF_MEMORY:
             free, total = self.memory()
@@ -94,12 +94,12 @@ class Cuda:
         self._copy(array.ctypes.data, address, array.nbytes, self._kinds.cudaMemcpyDeviceToHost)
 
     def copy_rows(self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Queue `height` rows of `width` bytes from one place on the device to another, `pitch` bytes apart."""
+        """Queue a copy of `height` rows of `width` bytes on the device, `pitch` bytes apart."""
         kind = self._kinds.cudaMemcpyDeviceToDevice
         self.call("cudaMemcpy2DAsync", to, to_pitch, source, pitch, width, height, kind, self.stream)
 
     def wait(self) -> None:
-        """Until all that was queued is done."""
+        """Wait until all queued work is done."""
         self.call("cudaStreamSynchronize", self.stream)
 
     @contextmanager

@@ -42,7 +42,7 @@ class GraphEngine:
 
 
 class Context:
-    """One engine with one profile; shapes and addresses are set where they change."""
+    """One engine with one profile; shapes and addresses are set when they change."""
 
     def __init__(self, engine: GraphEngine, context: Any, cuda: Cuda) -> None:
         self.engine, self.execution, self._cuda = engine, context, cuda

@@ -20,7 +20,7 @@ class Queries:
         self._count = 0
 
     def room(self, count: int) -> int:
-        """The address where the queries of `count` tokens are to be written."""
+        """The address for the queries of `count` tokens."""
         nbytes = 4 * count * self._width
         if self._buffer is None or self._buffer.nbytes < nbytes:
             self._buffer = Buffer(self._context.cuda, nbytes, "the tokens' queries")
@@ -28,7 +28,7 @@ class Queries:
         return self._buffer.address
 
     def attention(self, key: int, slots: int, length: int, *, last_only: bool) -> Scores:
-        """What these tokens give to the first `length` of the `slots` slots whose keys lie at address `key`."""
+        """The attention of these tokens to the first `length` of the `slots` slots whose keys are at address `key`."""
         assert self._buffer is not None
         assert self._score is not None
         longest = self._context.engines.longest(self._score)

@@ -1,1 +1,1 @@
-"""What a manifest declares: sizes, settings, and the inputs and outputs of every graph."""
+"""The declarations of a manifest: sizes, settings, and the inputs and outputs of every graph."""

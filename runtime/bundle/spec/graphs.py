@@ -1,7 +1,7 @@
 """The inputs and outputs of each graph of a bundle: names, dtypes and shapes, derived from the manifest.
 
 The manifest file writes this down for other runtimes (`interface.py`); backends compare the graphs they load with it.
-A size that is a string is free. Names with `{layer}` stand once for each layer of a stage, counted from 1.
+A size that is a string is free. Names with `{layer}` are for each layer of a stage, counted from 1.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
 
 
 def video(m: Manifest) -> GraphIO:
-    """The graph of a video's frames, where they have one of their own."""
+    """The graph of a video's frames, if they have one of their own."""
     assert m.video is not None, "only a bundle for videos has their graph"
     image, tokens = m.video.image, m.video.layout.parameters["tokens"]
     inputs = {names.PIXELS: Tensor("float32", (IMAGES, 3, image.height, image.width))}

@@ -12,7 +12,7 @@ RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # 
 
 @dataclass(frozen=True, slots=True)
 class ImageSettings:
-    """How one picture becomes [3, height, width]: pad, resize, crop, then `(value * rescale - mean) / std`.
+    """The preprocessing of a picture to [3, height, width]: pad, resize, crop, `(value * rescale - mean) / std`.
 
     `pad` is the RGB background of a square around the picture, or None; `resize` the shortest edge, or
     (height, width), or None; `crop` the centre's (height, width), or None. With none of the three the image layout

@@ -1,4 +1,4 @@
-"""What a runtime in any language must know to run a bundle's graphs, declared in `vtx.json` and checked on reading.
+"""The interface of a bundle's graphs for runtimes in any language, declared in `vtx.json` and checked on reading.
 
 All of it follows from the rest of the manifest and from `names.py`, so it is written and compared, and never stored.
 """
@@ -12,7 +12,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import json_value
 
-# How K and V of a stage are kept: one buffer that a graph reads and writes, or an output that is the next input.
+# The form of a stage's K and V: one buffer that a graph reads and writes, or an output that is the next input.
 CACHES = {"ort": "in place", "trt": "in place", "plain": "grows"}
 
 

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import ModelSpec, TextTowerSpec
+from vtx.runtime.bundle.spec.model_spec import ModelSpec, TextTowerSpec, require
 from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, kv_type
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError
@@ -18,16 +18,16 @@ from vtx.runtime.strict import optional
 FORMAT = 4
 MAX_BYTES = 4 << 20
 TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "rope.safetensors", "golden.safetensors"
-FINAL_NORM = "final_norm.safetensors"  # where a reduction measures hidden states behind the last norm
-NEWLINE = "image_newline.safetensors"  # where a layout puts a learned newline among the tokens
-KV_SCALES = "kv_scales.safetensors"  # beside int8 K and V
+FINAL_NORM = "final_norm.safetensors"  # for reductions that measure hidden states behind the last norm
+NEWLINE = "image_newline.safetensors"  # for layouts with a learned newline among the tokens
+KV_SCALES = "kv_scales.safetensors"  # of int8 K and V
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutSpec:
-    """How many tokens an image gives: the layout's name and parameters, and the most tokens of any one image.
+    """The layout of an image's tokens: its name and parameters, and the most tokens of any one image.
 
-    `min_tokens`: those of the smallest image, where images keep their own resolution; the largest then need not fit
+    `min_tokens`: the tokens of the smallest image, if images keep their own resolution; the largest then need not fit
     the bundle's context.
     """
 
@@ -37,12 +37,9 @@ class LayoutSpec:
     min_tokens: int | None = optional(None)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_tokens < 1 << 31:
-            raise BundleError(f"vtx.json: layout.max_tokens is {self.max_tokens}, outside 1..2147483647; export again")
-        if self.min_tokens is not None and not 1 <= self.min_tokens <= self.max_tokens:
-            raise BundleError(
-                f"vtx.json: layout.min_tokens is {self.min_tokens}, outside 1..{self.max_tokens}; export again"
-            )
+        most, least = self.max_tokens, self.must_fit
+        require(1 <= most < 1 << 31, f"layout.max_tokens is {most}, outside 1..2147483647")
+        require(1 <= least <= most, f"layout.min_tokens is {least}, outside 1..{most}")
 
     @property
     def must_fit(self) -> int:
@@ -52,9 +49,9 @@ class LayoutSpec:
 
 @dataclass(frozen=True, slots=True)
 class VideoSpec:
-    """How videos become tokens: their layout, and how a frame's pixels are prepared.
+    """The layout of videos, and the preprocessing of a frame.
 
-    `own_graph`: frames have a vision graph of their own, with other weights or other tokens than images' have.
+    `own_graph`: frames have a vision graph of their own, with other weights or tokens than images.
     """
 
     layout: LayoutSpec
@@ -63,16 +60,16 @@ class VideoSpec:
 
     def __post_init__(self) -> None:
         tokens = self.layout.parameters.get("tokens")  # that a frame's graph gives
-        if self.own_graph and (type(tokens) is not int or not 1 <= tokens < 1 << 31):
-            raise BundleError(f"vtx.json: video: tokens is {tokens!r:.40}, outside 1..2147483647; export again")
+        sound = not self.own_graph or (type(tokens) is int and 1 <= tokens < 1 << 31)
+        require(sound, f"video: tokens is {tokens!r:.40}, outside 1..2147483647")
 
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """Layers `first` to `last`, both counted from 1 and included; `query`: it gives the last one's q.
+    """Layers `first` to `last`, both counted from 1 and included; `query`: it gives the queries of the last one.
 
-    `inputs` name what it reads of each token beside the hidden state, among the manifest's `token_inputs`. `caches` is
-    the kind of each layer's cache, one of `CACHE_KINDS`; empty: all layers keep K and V in slots.
+    `inputs` name the `token_inputs` of the manifest that it reads. `caches` is the kind of each layer's cache, one of
+    `CACHE_KINDS`; empty: all layers keep K and V in slots.
     """
 
     first: int
@@ -95,7 +92,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenInput:
-    """What stages read of each token beside its hidden state: `width` numbers, and which graphs give them."""
+    """An input of stages per token, in addition to the hidden state: `width` numbers, and the graphs that give them."""
 
     name: str
     width: int
@@ -103,21 +100,21 @@ class TokenInput:
     of_images: bool
 
     def __post_init__(self) -> None:
-        if not 1 <= self.width < 1 << 24 or not (self.of_text or self.of_images):
-            raise BundleError(
-                f"vtx.json: token_inputs: a width of {self.width} must be in 1..16777215 and come from the embedding, "
-                "the tower or both; export again"
-            )
+        require(
+            1 <= self.width < 1 << 24 and (self.of_text or self.of_images),
+            f"token_inputs: a width of {self.width} must be in 1..16777215 and come from the embedding, the tower or "
+            "both",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Files of the graphs of one dialect, relative to the bundle; of the stages and gates in the manifest's order.
+    """Files of the graphs of one dialect, relative to the bundle; stages and gates in the manifest's order.
 
-    `score` is there where a stage gives its queries. `vision_merges`: the vision graph takes the threshold of window
-    merging, one image at a time; `vision_attention`: it says what the class token looks at in the tower's last block in
-    use; `vision_last_attention`: in its very last block. `text_tower` is there where the manifest declares one,
-    `video` where it declares a graph of frames, but not in `trt`.
+    `score` exists if a stage gives its queries. `vision_merges`: the vision graph takes the threshold of window
+    merging, one image at a time; `vision_attention`: it gives the class token's attention in the tower's last block in
+    use; `vision_last_attention`: in its very last block. `text_tower` exists if the manifest declares one, `video` if
+    it declares a graph of frames, but not in `trt`.
     """
 
     vision: str
@@ -149,14 +146,13 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a runtime must know of a bundle before it opens another file of it.
+    """The facts of a bundle that a runtime needs before it opens another file of it.
 
     `variants` are the prebuilt K in rising order and `default_k` the one used when none is asked for
     (None: no withdrawal; "auto": the gates decide). `reductions` are the specs of the methods that it was
     exported for, the first one used when none is asked for. `stages` cut the decoder, `gates` are the K that have
-    one; both hold for every dialect. `token_inputs` are what stages read of a token beside its hidden state.
-    `text_tower` is CLIP's, `video` says how videos are seen; None where the bundle
-    has no such thing.
+    one; both hold for every dialect. `token_inputs` are inputs of stages per token. `text_tower` is CLIP's, `video`
+    declares videos; None if the bundle has none.
     `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of
     the bundle but the manifest. `record` says how the bundle was made and is not interpreted.
     """
@@ -196,110 +192,86 @@ class Manifest:
                 f"vtx.json: precision {', '.join(parts)} with KV type {self.kv_dtype!r} is unknown to this vtx; "
                 'upgrade it with pip install -U "vtx-edge"'
             )
-        if not 1 <= self.max_context < 1 << 24:
-            raise BundleError(f"vtx.json: max_context {self.max_context} is outside 1..16777215; export again")
-        if self.layout.must_fit >= self.max_context:
-            raise BundleError(
-                f"vtx.json: an image of {self.layout.must_fit} tokens does not fit max_context {self.max_context}; "
-                "export again"
-            )
+        context, image = self.max_context, self.layout.must_fit
+        require(1 <= context < 1 << 24, f"max_context {context} is outside 1..16777215")
+        require(image < context, f"an image of {image} tokens does not fit max_context {context}")
         self._check_stages()
-        self._check_layers()
-        self._check_gates()
         self._check_dialects()
-        self._check_files()
-
-    def _check_stages(self) -> None:
-        spans = [(s.first, s.last) for s in self.stages]
-        starts = [first for first, _ in spans]
-        cuts = [1, *starts[1:], self.model.layers + 1]
-        sound = spans == [(a, b - 1) for a, b in pairwise(cuts)] and cuts == sorted(set(cuts))
-        missing, further = set(self.variants) - set(starts[1:]), set(starts[1:]) - set(self.variants)
-        rising = [*self.variants] == sorted(set(self.variants))
-        if not sound or not rising or missing or (further and not self.reductions) or self.stages[-1].query:
-            raise BundleError(
-                f"vtx.json: stages {spans} do not cut {self.model.layers} layers at K = {list(self.variants)} "
-                f"and for the reductions {list(self.reductions)}; export again"
-            )
-
-    def _check_layers(self) -> None:
-        declared = [each.name for each in self.token_inputs]
-        if len(set(declared)) != len(declared):
-            raise BundleError(f"vtx.json: token_inputs {declared} hold a name twice; export again")
-        for stage in self.stages:
-            unknown = [name for name in stage.inputs if name not in declared]
-            kinds = [kind for kind in stage.caches if kind not in CACHE_KINDS]
-            if unknown or len(set(stage.inputs)) != len(stage.inputs):
-                raise BundleError(
-                    f"vtx.json: stage {stage.first}..{stage.last} reads token inputs {list(stage.inputs)}, the bundle "
-                    f"declares {declared}; export again"
-                )
-            if kinds:
-                raise BundleError(
-                    f"vtx.json: layers with a cache of the kind {kinds[0]!r} are unknown to this vtx, which has "
-                    f'{", ".join(CACHE_KINDS)}; upgrade it with pip install -U "vtx-edge"'
-                )
-            if (
-                len(stage.caches) not in (0, stage.layers)
-                or not stage.cached
-                or (stage.query and stage.cached[-1] != stage.last)
-            ):
-                raise BundleError(
-                    f"vtx.json: stage {stage.first}..{stage.last} declares caches {list(stage.caches)}; it needs one "
-                    "kind a layer, and slots in at least one, the last one where it gives queries; export again"
-                )
-
-    def _check_gates(self) -> None:
-        known = {None, *self.variants, *(["auto"] if self.gates else [])}
-        rising = [*self.gates] == sorted(set(self.gates))
-        if self.default_k not in known or not rising or not set(self.gates) <= set(self.variants):
-            raise BundleError(
-                f"vtx.json: default_k {self.default_k!r} and gates at {list(self.gates)} do not fit the variants "
-                f"{list(self.variants)}; export again"
-            )
-
-    def _check_dialects(self) -> None:
-        if "ort" not in self.dialects:
-            raise BundleError("vtx.json: the bundle holds no graphs of the 'ort' dialect; export again")
-        for name, graphs in self.dialects.items():
-            if name not in DIALECTS:
-                raise BundleError(
-                    f'vtx.json: dialect {name!r} is unknown to this vtx; upgrade it with pip install -U "vtx-edge"'
-                )
-            if (len(graphs.stages), len(graphs.gates)) != (len(self.stages), len(self.gates)):
-                raise BundleError(
-                    f"vtx.json: dialect {name!r} has {len(graphs.stages)} stages and {len(graphs.gates)} gates, "
-                    f"the bundle {len(self.stages)} and {len(self.gates)}; export again"
-                )
-            if (self.text_tower is None) != (graphs.text_tower is None):
-                raise BundleError(f"vtx.json: dialect {name!r}: a text tower and its graph go together; export again")
-            wanted = self.video is not None and self.video.own_graph and name != "trt"
-            if wanted != (graphs.video is not None) or (self.video is None) != (self.text.video_token_id is None):
-                raise BundleError(
-                    f"vtx.json: dialect {name!r}: videos, their token and their graph go together; export again"
-                )
-            if any(stage.query for stage in self.stages) != (graphs.score is not None):
-                raise BundleError(
-                    f"vtx.json: dialect {name!r}: stages that give queries and a score graph go together; export again"
-                )
-
-    def _check_files(self) -> None:
         for name in self.files:
             check_inside(name)
         used = [self.tokenizer, self.chat_template, self.rope, self.golden]
         used += [self.kv_scales] if self.kv_scales is not None else []
         used += [self.text_tower.tokenizer] if self.text_tower is not None else []
-        for graphs in self.dialects.values():
-            used += graphs.all
+        used += [file for graphs in self.dialects.values() for file in graphs.all]
         for name in used:
-            if name not in self.files:
-                raise BundleError(f"vtx.json: {name!r} has no checksum in 'files'; export again")
-        if (self.kv_scales is None) == KV_DTYPES[self.kv_dtype].scaled:
-            raise BundleError("vtx.json: int8 K and V and a file of their scales go together; export again")
+            require(name in self.files, f"{name!r} has no checksum in 'files'")
+        scaled = KV_DTYPES[self.kv_dtype].scaled
+        require((self.kv_scales is not None) == scaled, "int8 K and V and a file of their scales go together")
+
+    def _check_stages(self) -> None:
+        spans, variants = [(s.first, s.last) for s in self.stages], [*self.variants]
+        starts = [first for first, _ in spans]
+        cuts = [1, *starts[1:], self.model.layers + 1]
+        sound = spans == [(a, b - 1) for a, b in pairwise(cuts)] and cuts == sorted(set(cuts))
+        missing, others = set(variants) - set(starts[1:]), set(starts[1:]) - set(variants)
+        rising = variants == sorted(set(variants))
+        require(
+            sound and rising and not missing and (not others or bool(self.reductions)) and not self.stages[-1].query,
+            f"stages {spans} do not cut {self.model.layers} layers at K = {variants} and for the reductions "
+            f"{list(self.reductions)}",
+        )
+        known, gates = {None, *variants, *(["auto"] if self.gates else [])}, [*self.gates]
+        require(
+            self.default_k in known and gates == sorted(set(gates)) and set(gates) <= set(variants),
+            f"default_k {self.default_k!r} and gates at {gates} do not fit the variants {variants}",
+        )
+        declared = [each.name for each in self.token_inputs]
+        require(len(set(declared)) == len(declared), f"token_inputs {declared} hold a name twice")
+        for stage in self.stages:
+            where, reads, kinds = f"stage {stage.first}..{stage.last}", list(stage.inputs), list(stage.caches)
+            require(
+                set(reads) <= set(declared) and len(set(reads)) == len(reads),
+                f"{where} reads token inputs {reads}, the bundle declares {declared}",
+            )
+            unknown = next((kind for kind in kinds if kind not in CACHE_KINDS), None)
+            if unknown is not None:
+                raise BundleError(
+                    f"vtx.json: layers with a cache of the kind {unknown!r} are unknown to this vtx, which has "
+                    f'{", ".join(CACHE_KINDS)}; upgrade it with pip install -U "vtx-edge"'
+                )
+            require(
+                len(kinds) in (0, stage.layers)
+                and bool(cached := stage.cached)
+                and (not stage.query or cached[-1] == stage.last),
+                f"{where} declares caches {kinds}; it needs one kind a layer, and slots in at least one, the last one "
+                "if it gives queries",
+            )
+
+    def _check_dialects(self) -> None:
+        require("ort" in self.dialects, "the bundle holds no graphs of the 'ort' dialect")
+        counts = len(self.stages), len(self.gates)
+        queries = any(stage.query for stage in self.stages)
+        for name, graphs in self.dialects.items():
+            if name not in DIALECTS:
+                raise BundleError(
+                    f'vtx.json: dialect {name!r} is unknown to this vtx; upgrade it with pip install -U "vtx-edge"'
+                )
+            where, found = f"dialect {name!r}", (len(graphs.stages), len(graphs.gates))
+            require(
+                found == counts,
+                f"{where} has {found[0]} stages and {found[1]} gates, the bundle {counts[0]} and {counts[1]}",
+            )
+            tower = (self.text_tower is None) == (graphs.text_tower is None)
+            require(tower, f"{where}: a text tower and its graph go together")
+            wanted = self.video is not None and self.video.own_graph and name != "trt"
+            video = wanted == (graphs.video is not None) and (self.video is None) == (self.text.video_token_id is None)
+            require(video, f"{where}: videos, their token and their graph go together")
+            scored = queries == (graphs.score is not None)
+            require(scored, f"{where}: stages that give queries and a score graph go together")
 
     @property
     def or_more_context(self) -> str:
-        """How a message ends that says what does not fit: with the larger context that an export could have, if any."""
+        """The end of a message about a full context: the larger one that an export could have, if any."""
         if self.max_context < self.model.max_positions:
             return f", or export with a larger --max-context (up to {self.model.max_positions})"
         return "; the model itself has no more positions"
@@ -318,7 +290,7 @@ class Manifest:
 
 
 def check_inside(name: str) -> None:
-    """Raise BundleError unless `name` is a plain relative path that stays inside the bundle."""
+    """Raise BundleError unless `name` is a relative path that stays inside the bundle."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name:
         raise BundleError(f"vtx.json: the path {name!r} leaves the bundle; do not use this bundle")

@@ -19,9 +19,9 @@ PARTS = 3  # of a position: time, row and column
 class RopeSpec:
     """Rotary embedding: the kind, its base, and the frequencies [head_dim / 2] from which the tables were made.
 
-    `sections`: how many of the frequencies, one after the other, turn by a position's time, its row and its column;
-    empty where a position is one number. A text token's three parts are equal. `scale`: what the tables' cos and sin
-    were multiplied by (YaRN's attention factor).
+    `sections`: the numbers of frequencies that rotate by a position's time, its row and its column, in this order;
+    empty if a position is one number. The three parts are equal for text. `scale`: the factor of the tables' cos and
+    sin (YaRN's attention factor).
     """
 
     kind: str
@@ -32,27 +32,24 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         _check_sizes("model.rope", self)
-        if not all(map(math.isfinite, (*self.frequencies, self.scale))):
-            raise BundleError("vtx.json: a frequency of model.rope is not a number; export again")
-        sections = self.sections
-        if sections and (len(sections) != PARTS or min(sections) < 1 or sum(sections) != len(self.frequencies)):
-            raise BundleError(
-                f"vtx.json: model.rope.sections {list(sections)!s:.60} do not part {len(self.frequencies)} frequencies "
-                f"in {PARTS}; export again"
-            )
+        require(all(map(math.isfinite, self.frequencies)), "a frequency of model.rope is not a number")
+        sections, count = self.sections, len(self.frequencies)
+        require(
+            not sections or (len(sections) == PARTS and min(sections) >= 1 and sum(sections) == count),
+            f"model.rope.sections {list(sections)!s:.60} do not divide {count} frequencies in {PARTS}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
     """A vision tower. Hidden states are counted from 0, the embeddings; the last of `feature_layers` is the deepest.
 
-    `layers` are those of the checkpoint; the bundle holds them up to the deepest feature layer, or all
-    where its vision graph gives the last one's attention. `select`: "default"
-    leaves out the first token, whatever it is, "full" keeps what the tower gives. `qkv_bias`: whether q, k and v have
-    biases, `layer_scale`: whether a learned scale stands behind each half of a layer. `shuffle`: patches a side of a
-    square whose states become one token. `window`: patches a side of windows within which layers attend, but for
-    `full_blocks`, counted from 0. `flags` as in `ModelSpec`; with "native" among them images keep their own resolution,
-    and `image` is the side of the largest square one.
+    `layers` are those of the checkpoint; the bundle holds them up to the deepest feature layer, or all if its vision
+    graph gives the attention of the last one. `select`: "default" leaves out the first token, "full" keeps all.
+    `qkv_bias`: q, k and v have biases; `layer_scale`: a learned scale follows each half of a layer. `shuffle`: side, in
+    patches, of a square whose states become one token. `window`: side, in patches, of the windows within which layers
+    attend, but for `full_blocks`, counted from 0. `flags` as in `ModelSpec`; with "native" among them images keep their
+    own resolution, and `image` is the side of the largest square one.
     """
 
     family: str
@@ -77,23 +74,23 @@ class TowerSpec:
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
-        windowed = self.window is not None and self.window % self.shuffle == 0
-        if (self.window is not None and not windowed) or not all(0 <= n < self.layers for n in self.full_blocks):
-            raise BundleError(
-                f"vtx.json: windows of {self.window} patches and full blocks {list(self.full_blocks)!s:.60} do not fit "
-                f"a tower of {self.layers} layers; export again"
-            )
         states, chosen = self.layers + 1, self.feature_layers
-        if self.patch > self.image or self.hidden % self.heads:
-            raise BundleError(
-                f"vtx.json: model.tower: images of {self.image} pixels in patches of {self.patch}, hidden size "
-                f"{self.hidden} with {self.heads} heads: sizes are inconsistent; export again"
-            )
-        if not chosen or not all(0 <= number < states for number in chosen) or self.select not in ("default", "full"):
-            raise BundleError(
-                f"vtx.json: feature layers {list(chosen)} with {self.select!r:.20} are not among the {states} hidden "
-                "states of the tower; export again"
-            )
+        require(
+            (self.window is None or self.window % self.shuffle == 0)
+            and all(0 <= number < self.layers for number in self.full_blocks),
+            f"windows of {self.window} patches and full blocks {list(self.full_blocks)!s:.60} do not fit a tower of "
+            f"{self.layers} layers",
+        )
+        require(
+            self.patch <= self.image and self.hidden % self.heads == 0,
+            f"model.tower: images of {self.image} pixels in patches of {self.patch}, hidden size {self.hidden} with "
+            f"{self.heads} heads: sizes are inconsistent",
+        )
+        require(
+            bool(chosen) and all(0 <= n < states for n in chosen) and self.select in ("default", "full"),
+            f"feature layers {list(chosen)} with {self.select!r:.20} are not among the {states} hidden states of the "
+            "tower",
+        )
 
     @property
     def grid(self) -> int:
@@ -117,7 +114,7 @@ class TowerSpec:
 class ProjectorSpec:
     """Two matrices with an activation between: [intermediate, tower features] and [hidden, intermediate].
 
-    `norm_eps` is that of a norm on the tower's features, None where there is no norm. `layers`: other than two
+    `norm_eps` is the one of a norm on the tower's features, None if there is no norm. `layers`: other than two
     matrices, an activation between each two of them.
     """
 
@@ -161,17 +158,11 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         _check_sizes("model", self)
-        if self.layers > MAX_LAYERS:
-            raise BundleError(f"vtx.json: {self.layers} layers, the limit is {MAX_LAYERS}; export again")
-        if self.heads % self.kv_heads:
-            raise BundleError(
-                f"vtx.json: {self.heads} heads cannot share {self.kv_heads} key/value heads evenly; export again"
-            )
-        if 2 * len(self.rope.frequencies) != self.head_dim:
-            raise BundleError(
-                f"vtx.json: {len(self.rope.frequencies)} rotary frequencies do not fit heads of {self.head_dim}; "
-                "export again"
-            )
+        require(self.layers <= MAX_LAYERS, f"{self.layers} layers, the limit is {MAX_LAYERS}")
+        kv_heads, frequencies = self.kv_heads, len(self.rope.frequencies)
+        require(self.heads % kv_heads == 0, f"{self.heads} heads cannot share {kv_heads} key/value heads evenly")
+        fits = 2 * frequencies == self.head_dim
+        require(fits, f"{frequencies} rotary frequencies do not fit heads of {self.head_dim}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +189,11 @@ class TextTowerSpec:
 
     def __post_init__(self) -> None:
         _check_sizes("text_tower", self)
-        if self.max_tokens > MAX_SEGMENT or self.layers > MAX_LAYERS or self.hidden % self.heads:
-            raise BundleError(
-                f"vtx.json: text_tower: {self.layers} layers, hidden size {self.hidden} with {self.heads} heads, "
-                f"{self.max_tokens} tokens: sizes are inconsistent; export again"
-            )
+        require(
+            self.max_tokens <= MAX_SEGMENT and self.layers <= MAX_LAYERS and self.hidden % self.heads == 0,
+            f"text_tower: {self.layers} layers, hidden size {self.hidden} with {self.heads} heads, {self.max_tokens} "
+            "tokens: sizes are inconsistent",
+        )
 
 
 def _check_sizes(where: str, spec: Any) -> None:
@@ -210,8 +201,14 @@ def _check_sizes(where: str, spec: Any) -> None:
     for field in fields(spec):
         value = getattr(spec, field.name)
         least = 0 if field.name == "end_id" else 1
-        if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= MAX_SIZE:
+        if isinstance(value, int) and not isinstance(value, bool):
             number = str(value) if -(10**30) < value < 10**30 else "a number of over 30 digits"
-            raise BundleError(f"vtx.json: {where}.{field.name} is {number}, outside {least}..{MAX_SIZE}; export again")
-        if isinstance(value, float) and not 0 < value < math.inf:
-            raise BundleError(f"vtx.json: {where}.{field.name} is {value}, not a positive number; export again")
+            require(least <= value <= MAX_SIZE, f"{where}.{field.name} is {number}, outside {least}..{MAX_SIZE}")
+        if isinstance(value, float):
+            require(0 < value < math.inf, f"{where}.{field.name} is {value}, not a positive number")
+
+
+def require(holds: bool, problem: str) -> None:
+    """Raise BundleError for a manifest with this problem unless `holds`."""
+    if not holds:
+        raise BundleError(f"vtx.json: {problem}; export again")

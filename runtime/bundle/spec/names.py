@@ -12,9 +12,9 @@ them. Layers are numbered from 1, as K is.
     head     hidden [tokens, hidden]                         -> logits [tokens, vocab] f32
     gate     hidden [tokens, hidden] of a question           -> odds [2] f32: stay, withdraw
 
-What reductions need stands only in the bundles that were exported for them:
+Inputs and outputs for reductions exist only in bundles that were exported for them:
 
-    stage    that ends where tokens are scored               -> query [tokens, heads * head_dim] f32, the last layer's
+    stage    before a cut that scores tokens                 -> query [tokens, heads * head_dim] f32, the last layer's
                                                                 queries, rotated and not yet scaled
     score    query [tokens, heads * head_dim] f32 of the tokens that fill the last slots,
              key [1, kv_heads, capacity, head_dim],
@@ -38,25 +38,25 @@ What reductions need stands only in the bundles that were exported for them:
     text_tower   ids [tokens] int64 by a tokenizer of its own -> text_embedding [1, width] f32
 
 A stage may read more of each token than its hidden state. The manifest declares such inputs under `token_inputs`; the
-embed graph, the vision graph or both give them, zeros stand for tokens of a graph that does not, and the session passes
-them on with the tokens, whatever they mean:
+embed graph, the vision graph or both give them; tokens of a graph that does not have zeros. The session passes them on
+with the tokens, whatever they mean:
 
     embed, vision            -> token_input.NAME [tokens, width] f32
     stage    token_input.NAME [tokens, width] f32, of the names that the stage lists
 
 Hidden states are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but
-int8 stands in `ort` graphs only, with a scale for each channel, and other dialects have float16 there:
+int8 is for `ort` graphs only, with a scale for each channel; other dialects have float16 instead:
 
     stage    key_scale.N, value_scale.N [1, kv_heads, 1, head_dim] f32: K and V are the integers times these
     score    key_scale, the same of the layer whose keys it gets
 
-What a stage is told of KV slots, and the shape of a cache, differ by dialect:
+A stage's inputs for KV slots, and the shape of a cache, differ by dialect:
 
     ort      last_slot [1] int32, the index of the last filled slot, and total_slots [1] int32, the number of filled
              ones, both with the new tokens; caches [1, kv_heads, capacity, head_dim], past and present the same buffer
     plain    nothing; past [1, kv_heads, past, head_dim], present [1, kv_heads, past + tokens, head_dim]
     trt      total_slots [1] int32, as above; caches [1, kv_heads, max_context, head_dim], past and present the same
-             buffer where the engine wants it so
+             buffer if the engine wants it so
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ COS = "cos"
 SIN = "sin"
 LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
-SLOTS = {"ort": (LAST_SLOT, TOTAL_SLOTS), "plain": (), "trt": (TOTAL_SLOTS,)}  # what a stage is told, by dialect
+SLOTS = {"ort": (LAST_SLOT, TOTAL_SLOTS), "plain": (), "trt": (TOTAL_SLOTS,)}  # inputs of a stage, by dialect
 DIALECTS = tuple(SLOTS)
 LOGITS = "logits"
 ODDS = "odds"
@@ -101,7 +101,7 @@ VISION_SIGNALS = (
 CLASS_TOKEN = -1  # the patch index of the tower's class token
 GONE, PATCH, WINDOW = -1, 0, 1  # what `merged` says of a token: gone into a window, one patch, a window of nine
 ODDS_ORDER = ("stay", "withdraw")
-TOKEN_INPUT = "token_input."  # begins the name of what stages read of a token beside its hidden state
+TOKEN_INPUT = "token_input."  # begins the names of token inputs in graphs
 SLOTTED, UNCACHED = "slots", "none"
 CACHE_KINDS = (SLOTTED, UNCACHED)  # what a layer keeps of the tokens it has seen: K and V in slots, or nothing
 

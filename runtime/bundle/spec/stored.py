@@ -1,4 +1,4 @@
-"""How a bundle stores each tensor of a model: the precision of its part, and the scheme of a quantised matrix."""
+"""The storage of each tensor of a model: the precision of its part, and the scheme of a quantised matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a matrix [out, in] is stored: `bits` a weight, `block` weights of a row to a scale (`in`: the whole row)."""
+    """The storage of a matrix [out, in]: `bits` a weight, `block` weights of a row to a scale (`in`: the whole row)."""
 
     bits: int
     block: int
@@ -31,7 +31,7 @@ class Scheme:
 
 
 def scheme(precision: str, shape: tuple[int, ...], block: int = BLOCK) -> Scheme | None:
-    """The scheme of a matrix [out, in] at a precision, or None where it cannot be quantised.
+    """The scheme of a matrix [out, in] at a precision, or None if it cannot be quantised.
 
     `block`: the most weights that share a scale in int4. A row's width must be a multiple of 16: onnxruntime's kernels
     read whole blocks of a power of two.
@@ -51,7 +51,7 @@ def power_of_two_in(width: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """Of the decoder's layers, of the towers with their projections, of the output matrix, and of K and V.
+    """Precisions of the decoder's layers, of the towers with their projections, of the output matrix, and of K and V.
 
     `block`: the most weights of a row that share a scale in int4.
     """
@@ -100,7 +100,7 @@ class Precisions:
         }.get(part, self.decoder)
 
     def stored(self, name: str, shape: tuple[int, ...], source: str) -> tuple[str, Scheme | None]:
-        """How a tensor that a checkpoint holds as `source` is stored: safetensors dtype, and a scheme if quantised.
+        """The safetensors dtype of a tensor that a checkpoint holds as `source`, and its scheme if it is quantised.
 
         In a quantised part, tensors other than matrices, and the embedding table, which is read a row at a time,
         stay in the checkpoint's half precision.
@@ -114,7 +114,7 @@ class Precisions:
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a weight is multiplied with, row by row: tables and convolutions are not."""
+    """True for weights of products: tables and convolutions are none."""
     return len(shape) == 2 and "embed" not in name
 
 

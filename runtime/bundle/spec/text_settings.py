@@ -16,10 +16,10 @@ MAX_ID = (1 << 24) - 1
 
 @dataclass(frozen=True, slots=True)
 class ContentForm:
-    """How the content of one role's messages becomes text.
+    """The form in which the content of one role's messages becomes text.
 
     A text part becomes `text_before`, the text, `text_after`; an image part becomes `image` (null: this role has no
-    images). With `images_first` all images stand before all texts, else parts keep their order. `strip_text` and
+    images). With `images_first` all images come before all texts, else parts keep their order. `strip_text` and
     `strip_content` name the sides on which white space is cut off each text, and off the content as a whole:
     "none", "left", "right" or "both"; white space is what Python's `str.strip` takes for it. Without `blank` a message
     whose texts are all white space is not covered.
@@ -43,7 +43,7 @@ class PromptForms:
     """The chat template as data: a prompt is joins and contents in turn.
 
     `joins` holds the text between two neighbours, by the key "before>after". Neighbours are the roles in `contents`,
-    and "start" before the first message; after the last one stands "reply" where an answer is to follow, else "end".
+    and "start" before the first message; after the last one comes "reply" if an answer is to follow, else "end".
     A conversation that needs a join or a content which is not here is not covered, and neither is a message without
     a text part; for those there is the template.
     """
@@ -54,7 +54,7 @@ class PromptForms:
 
 @dataclass(frozen=True, slots=True)
 class LengthBound:
-    """No token stands for more than `characters_per_token` characters, counted after the normalizer if `normalized`."""
+    """The most characters of any token, counted after the normalizer if `normalized`."""
 
     characters_per_token: int
     normalized: bool
@@ -65,7 +65,7 @@ class LengthBound:
 
 @dataclass(frozen=True, slots=True)
 class TextSettings:
-    """How text becomes token ids, beside tokenizer.json. Raises `BundleError` on wrong values."""
+    """The way from text to token ids, in addition to tokenizer.json. Raises `BundleError` on wrong values."""
 
     image_token: str
     image_token_id: int
@@ -76,7 +76,7 @@ class TextSettings:
     end_ids: tuple[int, ...]
     """Every id that ends an answer."""
     add_special_tokens: bool
-    """Whether the rendered prompt gets what the tokenizer adds (a BOS), unless the template printed the BOS itself."""
+    """The rendered prompt gets the additions of the tokenizer (a BOS), unless the template printed the BOS itself."""
     ids_before: tuple[int, ...]
     """The ids that the tokenizer adds before a prompt."""
     ids_after: tuple[int, ...]
@@ -84,16 +84,16 @@ class TextSettings:
     control_tokens: Mapping[str, int]
     """The tokens that only the template may write, by their text; in a message they are ordinary text."""
     length_bound: LengthBound | None
-    """How much text a token can stand for; null where nothing bounds it."""
+    """The most text of a token; null if there is no bound."""
     forms: PromptForms | None
-    """The chat template as data; null where it is not regular enough."""
+    """The chat template as data; null if it is not regular enough."""
     no_forms: str | None
-    """Why there are no forms."""
+    """The reason why there are no forms."""
     video_token: str | None = optional(None)
-    """What the template prints for a video, the image token where its frames are images; null where it takes none."""
+    """The template's token for a video, the image token if its frames are images; null if it takes none."""
     video_token_id: int | None = optional(None)
     seg_token_id: int | None = optional(None)
-    """The token that stands for a segment of the image; answers give out the state that chose it. Null: none does."""
+    """The token of a segment of the image; answers include the state that chose it. Null: there is none."""
 
     def __post_init__(self) -> None:
         _require(bool(self.image_token), "image_token", "a string of at least one character")

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.bundle.spec.names import CLIP_PATCHES
 from vtx.runtime.policies.base import Entry, PromptText, Reduction
-from vtx.runtime.policies.count import number_to_keep
-from vtx.runtime.policies.options import share_or_number
+from vtx.runtime.policies.options import number_to_keep, share_or_number
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
@@ -34,7 +33,7 @@ class CDPruner(Reduction, Entry):
     that every question shares one choice. `keep` is a share up to 1, rounded up, or a number of tokens. Tokens enter in
     the order they have, at positions without gaps.
 
-    Hundreds of picks stand on each other, and gains often lie within a millionth: sums of float32, whose last bits
+    Hundreds of picks depend on each other, and gains often lie within a millionth: sums of float32, whose last bits
     depend on the library, would choose among them. So all of it is float64, but for the cosines, which are kept with
     the image and rounded to float32. libvtx computes the same, and both runtimes choose alike.
     """

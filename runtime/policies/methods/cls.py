@@ -17,7 +17,7 @@ from vtx.runtime.vision.tokens import Ids, ImageTokens, share
 @reduction("cls")
 @dataclass(frozen=True, slots=True)
 class Cls(Reduction, Entry):
-    """Of each view the share `keep` of its tokens, rounded up, enters the decoder, in their order; no newline does.
+    """The share `keep` of each view's tokens, rounded up, enters the decoder, in their order; no newline does.
 
     An image is one view, or in a layout of tiles each of them.
     """

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.policies.base import Boundary, Entry, PromptText, Reduction
-from vtx.runtime.policies.count import number_to_keep
-from vtx.runtime.policies.options import Not, option, share_or_number
+from vtx.runtime.policies.options import Not, number_to_keep, option, share_or_number
 from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask
 
@@ -62,8 +61,6 @@ class Dart(Reduction, Entry):
             return min(count, self.pivots + keep // pivots * pivots)
         return keep if count >= FEWEST else count
 
-    # ---- after layer k -----------------------------------------------------------------------------------------------
-
     def keep_mask(self, boundary: Boundary) -> Mask | None:
         if self.number_kept(boundary.count, boundary.layer) == boundary.count:
             return None
@@ -81,15 +78,13 @@ class Dart(Reduction, Entry):
         return kept
 
     def _turns(self, boundary: Boundary, image_pivots: Ids, text_pivots: Ids) -> list[int]:
-        """In which order the pivots, those of the image counted first, take their tokens."""
+        """The order in which pivots, the image's counted first, choose their tokens."""
         turns = list(range(len(image_pivots) + len(text_pivots)))
         if self.order == "size":
             return turns
         image, text = boundary.positions()
         positions = [*image[image_pivots].tolist(), *text[text_pivots].tolist()]
         return [positions.index(position) for position in set_order(positions)]
-
-    # ---- before layer 1 ----------------------------------------------------------------------------------------------
 
     @property
     def uses_question(self) -> bool:
@@ -121,10 +116,10 @@ class Dart(Reduction, Entry):
 
 
 def set_order(numbers: Sequence[int]) -> list[int]:
-    """In which order CPython walks through a set of whole numbers, 0 and up: that of the slots of its hash table.
+    """The order in which CPython iterates over a set of whole numbers from 0 on: the order of its hash table's slots.
 
     The rule, for this runtime and libvtx, whatever Python does: a table has 8 slots. A number goes into slot
-    number mod size; where that is taken, into the first free one of the 9 behind it, if the table has 9 there; else
+    number mod size; if that is taken, into the first free one of the 9 behind it, if the table has 9 there; else
     these are tried again from slot (5 * slot + 1 + rest) mod size on, where rest is the number divided by 32, then by
     32 again. Once 3 in 5 of the slots but one are taken, the numbers move, in their order, to a table of the first
     power of two above 4 times their count, twice from 50,001 numbers on.

@@ -1,4 +1,4 @@
-"""DyVTE: trained gates say per question when the image tokens leave."""
+"""DyVTE: trained gates decide per question when the image tokens leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Odds = Callable[[int, NDArray[Any]], NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one gate said: the probability that the image tokens may leave before layer `k`, and its cost."""
+    """The decision of one gate: the probability that the image tokens may leave before layer `k`, and its cost."""
 
     k: int
     probability: float

@@ -20,7 +20,7 @@ from vtx.runtime.vision.tokens import Ids, ImageTokens
 class Lsm(Reduction, Entry):
     """Non-overlapping 3x3 windows whose mean pairwise cosine is at least `tau` merge into their mean.
 
-    A merged token stands at its window's first patch. With order=merged-first merged tokens stand before all others,
+    A merged token has the index of its window's first patch. With order=merged-first merged tokens precede all others,
     the most similar window first, as in the code that came with the paper; of equal ones the earlier.
     """
 

@@ -1,4 +1,4 @@
-"""VTW: all image tokens leave before a fixed layer."""
+"""VTW: all image tokens leave before a fixed layer; or never."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import numpy as np
 
 from vtx.runtime.policies.base import Boundary, Needs, Reduction
 from vtx.runtime.vision.tokens import Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Reduction):
+    """No withdrawal: every layer sees the image."""
+
+    name = "none"
+    whole = True
+    fixed = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def test_an_unknown_profile_lists_the_known_ones() -> None:
         ("value = 3,", "value = 64,", "leaves no memory"),
         ('tensorrt = "8.5"', 'tensort = "8.5"', "unknown key 'tensort'"),
         ("unified = true", "unified =", "is not TOML"),
-        ('kind = "jetson"', 'kind = "desktop"', "JetPack is named for a Jetson"),
+        ('kind = "jetson"', 'kind = "desktop"', "jetpack is required for Jetson profiles"),
     ],
 )
 def test_a_damaged_profile_is_refused_by_name(old: str, new: str, message: str) -> None:

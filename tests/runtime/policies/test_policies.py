@@ -21,10 +21,9 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.policies import Boundary, parse, registry
 from vtx.runtime.policies import spec as specs
 from vtx.runtime.policies.methods.fastv import FastV
-from vtx.runtime.policies.methods.full import Full
 from vtx.runtime.policies.methods.gate import Gate
 from vtx.runtime.policies.methods.mustdrop import MustDrop
-from vtx.runtime.policies.methods.withdraw import Withdraw
+from vtx.runtime.policies.methods.withdraw import Full, Withdraw
 from vtx.runtime.policies.policy import Policy
 
 # ---- together --------------------------------------------------------------------------------------------------------
