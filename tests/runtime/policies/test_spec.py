@@ -139,7 +139,7 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
         ("mustdrop:layers=0/3", "give rising numbers"),
         ("mustdrop:layers=3//7", "give a whole number"),
         ("mustdrop:positions=drop", "one of keep, renumber"),
-        ("fastv+fastv:k=3", r"fastv stands twice in --reduce fastv\+fastv"),
+        ("fastv+fastv:k=3", r"fastv is named twice in --reduce fastv\+fastv"),
         ("lsm+mustdrop", "lsm and mustdrop both set tau"),
         ("fastv+cls", "cls works before the decoder and fastv within it; write cls first"),
         ("mustdrop:tau=off+lsm", "write lsm first"),

@@ -72,7 +72,7 @@ void check_together(const std::vector<MethodPtr>& parts) {
     if (std::count_if(parts.begin(), parts.end(), [&](const MethodPtr& one) { return one->name() == part->name(); }) > 1) {
       std::string names;
       for (const MethodPtr& one : parts) names += (names.empty() ? "" : "+") + name_of(one);
-      fail(Kind::request, part->name(), " stands twice in --reduce ", names, "; name it once");
+      fail(Kind::request, part->name(), " is named twice in --reduce ", names, "; name it once");
     }
   std::map<std::string, std::string> setting;
   for (const MethodPtr& part : parts) {
