@@ -41,17 +41,11 @@ class Needs:
         return tuple(sorted({*self.cuts, self.shrinks or 1} - {1}))
 
     def __or__(self, other: Needs) -> Needs:
-        shrinks = [n for n in (self.shrinks, other.shrinks) if n is not None]
-        return Needs(
-            tuple(sorted({*self.cuts, *other.cuts})),
-            tuple(sorted({*self.queries, *other.queries})),
-            min(shrinks, default=None),
-            self.merging or other.merging,
-            self.attention or other.attention,
-            self.last_attention or other.last_attention,
-            self.final_norm or other.final_norm,
-            self.text_tower or other.text_tower,
-        )
+        cuts, queries = sorted({*self.cuts, *other.cuts}), sorted({*self.queries, *other.queries})
+        shrinks = min((n for n in (self.shrinks, other.shrinks) if n is not None), default=None)
+        flags = ("merging", "attention", "last_attention", "final_norm", "text_tower")
+        either = (getattr(self, name) or getattr(other, name) for name in flags)
+        return Needs(tuple(cuts), tuple(queries), shrinks, *either)
 
 
 def _absent(*_: object) -> Any:

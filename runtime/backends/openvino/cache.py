@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,10 +144,11 @@ class OpenvinoStageCache(SlotCounter):
         """Run the stage; the hidden states of the tokens `outputs`, at least one."""
         self._stage.check_open()
         count, rope = len(tokens), self._context.rope
+        own_rope: dict[str, NDArray[np.float32]] = {}  # tables of these tokens alone
         if positions.ndim > 1:
-            tables = rope[names.COS], rope[names.SIN]
-            cos, sin = rope_at(tables, self._context.model.rope.sections, positions)
-            rope, positions = {names.COS: cos, names.SIN: sin}, np.arange(count)
+            sections = self._context.model.rope.sections
+            cos, sin = rope_at((rope[names.COS], rope[names.SIN]), sections, positions)
+            own_rope, positions = {names.COS: cos, names.SIN: sin}, np.arange(count)
         if count == 1:
             self._row.hidden[:], self._row_position[:] = tokens.hidden, positions
             for name, row in self._row.inputs.items():
@@ -157,14 +157,24 @@ class OpenvinoStageCache(SlotCounter):
         else:
             out = np.empty((len(outputs), tokens.hidden.shape[1]), np.float32)
             tensors = self._tensors(tokens, positions[None].copy(), outputs, out)
-        with run_failures(ENGINE, self._stage.name), self._rotating_by(rope):
-            self._bind(tensors)
-            self._set_slots(count)
-            self._ran = self._for_many if self._for_many is not None and count > FEW else self._request
-            if count == 1:
-                run_row(self._ran, out)
-            else:
-                run_request(self._ran)
+        self._ran = self._for_many if self._for_many is not None and count > FEW else self._request
+        with run_failures(ENGINE, self._stage.name):
+            try:
+                for name, table in own_rope.items():
+                    self._set(name, self._context.shared(table))
+                if tensors is not self._bound:
+                    self._bound = None  # until all are set
+                    for name, tensor in tensors:
+                        self._set(name, tensor)
+                    self._bound = tensors
+                self._set_slots(count)
+                if count == 1:
+                    run_row(self._ran, out)
+                else:
+                    run_request(self._ran)
+            finally:
+                for name in own_rope:
+                    self._set(name, self._context.shared(rope[name]))
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
@@ -204,20 +214,6 @@ class OpenvinoStageCache(SlotCounter):
             self._set(BLOCKS, self._context.shared(self._block_numbers[:blocks]))
             self._block_begins[1] = blocks
 
-    @contextlib.contextmanager
-    def _rotating_by(self, rope: Mapping[str, NDArray[np.float32]]) -> Iterator[None]:
-        """Set rotary tables for one run, if they are not the bundle's."""
-        if rope is self._context.rope:
-            yield
-            return
-        try:
-            for name, table in rope.items():
-                self._set(name, self._context.shared(table))
-            yield
-        finally:
-            for name, table in self._context.rope.items():
-                self._set(name, self._context.shared(table))
-
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)
         if self._for_many is not None:
@@ -231,14 +227,6 @@ class OpenvinoStageCache(SlotCounter):
         arrays += [(OUTPUTS, outputs), (names.HIDDEN_OUT, out)]
         arrays += [(names.token_input(name), tokens.inputs[name]) for name in self._reads]
         return tuple((name, self._context.shared(np.ascontiguousarray(array))) for name, array in arrays)
-
-    def _bind(self, tensors: tuple[tuple[str, Any], ...]) -> None:
-        if tensors is self._bound:
-            return
-        self._bound = None  # until all are set
-        for name, tensor in tensors:
-            self._set(name, tensor)
-        self._bound = tensors
 
 
 def _wide(kv: NDArray[Any]) -> NDArray[Any]:
