@@ -108,7 +108,7 @@ def look_at_machine(device: Device | None = None) -> MachineReport:
         facts.append(MachineFact("confinement", held))
     except VtxError as error:
         facts.append(MachineFact("confinement", str(error), ok=False))
-    profile = f"profile {device.profile}" if device.profile else "no profile of vtx fits"
+    profile = f"profile {device.profile}" if device.profile else "no matching profile"
     if device.jetson:
         j = device.jetson
         parts = [j.model, f"module {j.module or 'unknown'}", "CPU and GPU share the memory", profile]

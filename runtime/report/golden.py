@@ -86,7 +86,7 @@ def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
         shape = array.shape[array.ndim - len(last) :]
         if not fits or any(want not in (None, got) for want, got in zip(last, shape, strict=True)):
             raise BundleError(
-                f"{m.golden}: {name} is {array.dtype} {list(array.shape)}, this model has none of that kind; "
+                f"{m.golden}: {name} is {array.dtype} {list(array.shape)}, which does not fit this model; "
                 "export the bundle again"
             )
     return stored
@@ -100,7 +100,7 @@ def logits_limit(manifest: Manifest, compute: str) -> float:
 
 
 def choice_limit(manifest: Manifest) -> float:
-    """The largest share of image tokens that two different engines may choose otherwise at a cut."""
+    """The largest share of image tokens that two different engines may choose differently at a cut."""
     return (
         OTHER_CHOICES if any(PRECISIONS[part].bits for part in (manifest.precision, manifest.vision_precision)) else 0.0
     )

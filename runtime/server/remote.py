@@ -53,7 +53,7 @@ def connect_public(host: str, seconds: float) -> socket.socket:
     """
     addresses = socket.getaddrinfo(host, PORT, type=socket.SOCK_STREAM)
     if not addresses or not all(is_public(str(address[0])) for *_, address in addresses):
-        raise Refusal(400, f"{host} has an address that is not public; it is not fetched from", param="messages")
+        raise Refusal(400, f"{host} has an address that is not public; only public ones are used", param="messages")
     family, kind, proto, _, address = addresses[0]
     with socket.socket(family, kind, proto) as raw:
         raw.settimeout(seconds)
@@ -103,7 +103,7 @@ def _fetched(image: RemoteImage, limit: int, at: socket.socket) -> bytes:
     connection.request("GET", image.target, headers=headers)
     with connection.getresponse() as response:
         if response.status != 200:
-            raise _refused(image, f"its host says {response.status}, and redirects are not followed")
+            raise _refused(image, f"its host answered {response.status}; redirects are not followed")
         content = response.read(limit + 1)
         if len(content) > limit:
             raise _refused(image, f"it is over {limit:,} bytes, the limit; send it smaller", 413)

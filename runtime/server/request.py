@@ -59,7 +59,7 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
         value = present.pop(name)
         if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in NEUTRAL[name]):
             raise Refusal(
-                400, f"{name} is {value!r:.40}, which vtx does not do; leave it out", code="unsupported_value",
+                400, f"{name} is {value!r:.40}, which vtx does not support; leave it out", code="unsupported_value",
                 param=name,
             )  # fmt: skip
     fields = _Fields({name: value for name, value in present.items() if name not in IGNORED})
@@ -138,7 +138,7 @@ def _tokens(value: Any, limits: Limits) -> None:
     check_whole("the number of tokens", value, 1)
     if value > limits.new_tokens:
         raise RequestError(
-            f"{value} tokens are asked for, the limit of this server is {limits.new_tokens}; ask for fewer"
+            f"{value} tokens are requested, the limit of this server is {limits.new_tokens}; request fewer"
         )
 
 

@@ -37,4 +37,4 @@ def remember(folder: Path) -> None:
         _file().parent.mkdir(parents=True, exist_ok=True)
         _file().write_bytes(os.fsencode(folder))
     except OSError:
-        note(f"could not note this bundle as the last one; name it with --bundle {folder}")
+        note(f"this bundle could not be recorded as the last one; name it with --bundle {folder}")

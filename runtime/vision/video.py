@@ -128,7 +128,7 @@ def load_frames(
         kind = container(file.read(HEAD_BYTES))
         if kind is None:
             raise ImageError(f"{name} is not a video of a known format; vtx reads {READABLE}, whatever the name says")
-        broken = ImageError(f"{name} makes its decoder answer nonsense; it is hostile, get it from somebody you trust")
+        broken = ImageError(f"{name} makes its decoder return invalid frames; get it from a trusted source")
         prepared = dict[int, T]()
 
         def receive(frame: dict[str, Any], pixels: bytearray) -> None:

@@ -22,7 +22,7 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
     the expected ones' largest magnitude. A greedy token may be another one if the expected logits of the two are
     within twice that; from there on the answers are different texts, and nothing more is compared.
 
-    `choices` holds between two different engines only: the share of the image tokens that may be chosen otherwise at
+    `choices` holds between two different engines only: the share of the image tokens that may be chosen differently at
     the first cut with other choices. Nothing more of such a question is compared.
 
     Raises RequestError if a directory holds no traces, or these are of different bundles.
@@ -83,7 +83,7 @@ def _other_choice(wanted: Tensors, given: Tensors) -> Check | None:
             return None
         others = int((want != got).sum())
         if others:
-            note = f"{name}: {others} of {len(want)} image tokens chosen otherwise"
+            note = f"{name}: {others} of {len(want)} image tokens chosen differently"
             return Check(name, others / len(want), 0.0, note)
     return None
 
@@ -114,6 +114,6 @@ def _logits(name: str, wanted: Tensors, given: Tensors, limit: float) -> Check:
         if ours != theirs:
             if float(want[ours] - want[theirs]) / scale > 2 * limit:
                 return Check(name, WRONG, limit, f"token {step} is {theirs}, expected {ours}")
-            note = f"as likely a token from step {step} on"
+            note = f"equally likely tokens from step {step} on"
             break
     return Check(name, worst, limit, note)

@@ -54,7 +54,7 @@ class Batching:
                 try:
                     decode_ahead(backend, batch)
                 except VtxError as e:
-                    log.warning("%d answers could not be computed together and are in turn: %s", len(batch), e)
+                    log.warning("%d answers could not be decoded together and are decoded in turn: %s", len(batch), e)
                     self._failed += 1
                     if self._failed == FAILURES:
                         self.obstacle = f"{FAILURES} passes in a row failed: {e}"

@@ -220,6 +220,6 @@ def named(specs: tuple[str, ...]) -> dict[str, Path]:
         path = Path(folder if separator else spec)
         name = name if separator else path.resolve().name
         if not name or name in bundles:
-            raise RequestError(f"two bundles are called {name!r}, or one has no name; name them: --bundle NAME=DIR")
+            raise RequestError(f"two bundles are named {name!r}, or one has no name; give names: --bundle NAME=DIR")
         bundles[name] = path
     return bundles

@@ -246,9 +246,9 @@ def test_frames_fewer_than_packets_are_sampled_anew(tmp_path: Path) -> None:
         ("crash", r"crashes the process that reads it \(SIGABRT\)"),
         ("exhaust", "needs more than 1.61 GB of memory to read, the limit"),
         ("hang", "takes more than 2 s to read, the limit"),
-        ("lie", "makes its decoder answer nonsense"),
-        ("miscount", "makes its decoder answer nonsense"),
-        ("endless", "makes its decoder answer nonsense"),
+        ("lie", "makes its decoder return invalid frames"),
+        ("miscount", "makes its decoder return invalid frames"),
+        ("endless", "makes its decoder return invalid frames"),
     ],
 )
 def test_a_decoder_that_goes_wrong_is_one_error_and_costs_nothing_else(

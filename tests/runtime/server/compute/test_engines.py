@@ -94,7 +94,7 @@ def test_bundles_are_named_by_their_directory_or_as_told(tmp_path: Path) -> None
     assert named((str(tmp_path / "demo"), f"big={tmp_path / 'llava'}")) == {
         "demo": tmp_path / "demo", "big": tmp_path / "llava",
     }  # fmt: skip
-    with pytest.raises(RequestError, match="two bundles are called"):
+    with pytest.raises(RequestError, match="two bundles are named"):
         named(("a/demo", "b/demo"))
 
 
