@@ -103,7 +103,7 @@ def _fetched(image: RemoteImage, limit: int, at: socket.socket) -> bytes:
     connection.request("GET", image.target, headers=headers)
     with connection.getresponse() as response:
         if response.status != 200:
-            raise _refused(image, f"its host answered {response.status}; redirects are not followed")
+            raise _refused(image, f"its host says {response.status}, and redirects are not followed")
         content = response.read(limit + 1)
         if len(content) > limit:
             raise _refused(image, f"it is over {limit:,} bytes, the limit; send it smaller", 413)
