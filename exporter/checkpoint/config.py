@@ -179,13 +179,12 @@ def check_values(config: Mapping[str, Any], model: str, known: Mapping[str, tupl
             )
 
 
-def check_layers(part: Mapping[str, Any]) -> None:
+def check_layers(part: Mapping[str, Any], file: str = "config.json") -> None:
     """Refuse absurd counts before transformers makes lists of that length."""
     layers = part.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise CheckpointError(
-            f"config.json: num_hidden_layers is {layers!r:.60}, not a number from 1 to {MAX_LAYERS}; "
-            "correct config.json"
+            f"{file}: num_hidden_layers is {layers!r:.60}, not a number from 1 to {MAX_LAYERS}; correct config.json"
         )
 
 

@@ -18,21 +18,19 @@ SECTIONS = (16, 24, 24)  # default numbers of frequencies by time, row and colum
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
-def size(config: Any, name: str, limit: int = MAX_WIDTH) -> int:
+def size(config: Any, name: str, limit: int = MAX_WIDTH, file: str = "config.json") -> int:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-        raise CheckpointError(
-            f"config.json: {name} is {value!r:.60}, not a number from 1 to {limit}; correct config.json"
-        )
+        raise CheckpointError(f"{file}: {name} is {value!r:.60}, not a number from 1 to {limit}; correct config.json")
     return value
 
 
-def number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def number(parameters: Mapping[str, Any], name: str, default: float | None = None, file: str = "config.json") -> float:
     value = parameters.get(name, default)
     low, high = NUMBERS
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise CheckpointError(
-            f"config.json: {name} is {value!r:.60}, not a number from {low:g} to {high:g}; correct config.json"
+            f"{file}: {name} is {value!r:.60}, not a number from {low:g} to {high:g}; correct config.json"
         )
     return float(value)
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from vtx.exporter.checkpoint.config import ModelConfig, parse
+from vtx.exporter.checkpoint.config import ModelConfig, check_layers, parse
+from vtx.exporter.checkpoint.fields import number, size
 from vtx.exporter.checkpoint.loader import Checkpoint, open_model
 from vtx.exporter.checkpoint.text import read_plain_tokenizer
 from vtx.runtime.bundle.safetensors import read_tensor, shown
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, TextTowerSpec
+from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 
+FILE = "the text tower's config.json"
 TOKENIZER = "text_tower_tokenizer.json"
 OLD_END = 2  # in configurations without the end token: the highest id is used instead
 CLASS_EMBEDDING = "embeddings.class_embedding"
@@ -51,25 +54,25 @@ def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_
         prefix = next((old for old in _PARTS if name.startswith(old)), "")
         return _PARTS.get(prefix, "clip.") + name.removeprefix(prefix)
 
+    whole = partial(size, file=FILE)
+    eps = partial(number, name="layer_norm_eps", file=FILE)
     checkpoint = open_model(path, _check_clip, canonical, allow_pickle=allow_pickle)
-    clip = parse("CLIPConfig", checkpoint.config, "the text tower's config.json")
+    clip = parse("CLIPConfig", checkpoint.config, FILE)
     _check_fits(clip, config)
     text = clip.text_config
-    end, vocab = text.eos_token_id, _whole(text, "vocab_size")
+    end, vocab = text.eos_token_id, whole(text, "vocab_size")
     if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < vocab:
-        raise CheckpointError(
-            f"the text tower's config.json: eos_token_id is {end!r:.60}, not a token of its vocabulary"
-        )
+        raise CheckpointError(f"{FILE}: eos_token_id is {end!r:.60}, not a token of its vocabulary")
     try:
         spec = TextTowerSpec(
-            tokenizer=TOKENIZER, layers=_whole(text, "num_hidden_layers"), hidden=_whole(text, "hidden_size"),
-            intermediate=_whole(text, "intermediate_size"), heads=_whole(text, "num_attention_heads"),
-            vocab=vocab, max_tokens=_whole(text, "max_position_embeddings"),
-            width=_whole(clip, "projection_dim"), activation=str(text.hidden_act), eps=_number(text),
-            vision_eps=_number(clip.vision_config), end_id=None if end == OLD_END else end,
+            tokenizer=TOKENIZER, layers=whole(text, "num_hidden_layers"), hidden=whole(text, "hidden_size"),
+            intermediate=whole(text, "intermediate_size"), heads=whole(text, "num_attention_heads"),
+            vocab=vocab, max_tokens=whole(text, "max_position_embeddings"),
+            width=whole(clip, "projection_dim"), activation=str(text.hidden_act), eps=eps(vars(text)),
+            vision_eps=eps(vars(clip.vision_config)), end_id=None if end == OLD_END else end,
         )  # fmt: skip
     except BundleError as e:
-        raise CheckpointError(f"the text tower's config.json: {e}".replace("vtx.json: ", "")) from e
+        raise CheckpointError(f"{FILE}: {e}".replace("vtx.json: ", "")) from e
     tokenizer = read_plain_tokenizer(checkpoint.folder, "clip", spec.vocab)
     return TextTowerCheckpoint(spec, checkpoint, tokenizer, _warnings(path, checkpoint, model))
 
@@ -84,9 +87,8 @@ def _check_clip(config: Mapping[str, Any]) -> None:
         )
     for part in ("text_config", "vision_config"):
         settings = config.get(part)
-        layers = settings.get("num_hidden_layers") if isinstance(settings, dict) else None
-        if isinstance(layers, int) and layers > MAX_LAYERS:  # before transformers makes lists of that length
-            raise CheckpointError(f"the text tower's {part} has {layers!r:.40} layers, the limit is {MAX_LAYERS}")
+        if isinstance(settings, Mapping):
+            check_layers(settings, f"the text tower's {part}")
 
 
 def _check_fits(clip: Any, config: ModelConfig) -> None:
@@ -112,20 +114,6 @@ def _check_fits(clip: Any, config: ModelConfig) -> None:
             f"--text-tower: its vision tower has hidden size {width!r:.40}, the LLaVA's has {vision.hidden}; name the "
             "CLIP that the LLaVA was made with"
         )
-
-
-def _whole(config: Any, name: str) -> int:
-    value = getattr(config, name, None)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"the text tower's config.json: {name} is {value!r:.60}, not a positive number")
-    return value
-
-
-def _number(config: Any) -> float:
-    value = getattr(config, "layer_norm_eps", None)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"the text tower's config.json: layer_norm_eps is {value!r:.60}, not a number")
-    return float(value)
 
 
 def _warnings(path: str, clip: Checkpoint, model: Checkpoint) -> tuple[str, ...]:

@@ -117,13 +117,17 @@ def plan_weights(
             entries = tuple(WeightEntry(tensor, info, info.dtype, info) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, size))
         else:
-            header, entries = laid_out(name, tensors, forms)
+            header, entries = _laid_out(name, tensors, forms)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
-        stored |= {entry.name: stored_tensor(name, entry) for entry in entries}
+        for entry in entries:
+            target, scales = entry.target, entry.scales
+            parts = StoredTensor(name, scales.offset, scales.nbytes, "F16", scales.shape) if scales else None
+            shape = entry.source.shape
+            stored[entry.name] = StoredTensor(name, target.offset, target.nbytes, entry.dtype, shape, parts)
     return WeightPlan(tuple(files), stored)
 
 
-def laid_out(
+def _laid_out(
     file: str, tensors: list[tuple[str, TensorInfo]], forms: list[tuple[str, Scheme | None]]
 ) -> tuple[bytes, tuple[WeightEntry, ...]]:
     """The header of a rewritten file and its entries; a matrix's scales come right after its integers."""
@@ -142,10 +146,3 @@ def laid_out(
         for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True)
     )
     return header, tuple(entries)
-
-
-def stored_tensor(file: str, entry: WeightEntry) -> StoredTensor:
-    """The location of a tensor in the bundle's `file`."""
-    target, scales = entry.target, entry.scales
-    stored_scales = StoredTensor(file, scales.offset, scales.nbytes, "F16", scales.shape) if scales else None
-    return StoredTensor(file, target.offset, target.nbytes, entry.dtype, entry.source.shape, stored_scales)

@@ -1,14 +1,19 @@
-"""Writing a bundle's weights: each source byte is read, checked, converted and hashed once."""
+"""Writing a bundle's weights: each source byte is read, checked and hashed once.
+
+Files that need no conversion are cloned, linked or copied; others are converted tensor by tensor.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,15 +26,16 @@ from vtx.exporter.weights.journal import ExportJournal, Written
 from vtx.exporter.weights.plan import WeightEntry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import quantise
 from vtx.exporter.weights.scaling import Scaling
-from vtx.exporter.weights.whole import pieces, take_whole
-from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, read_bits, widen_bf16
+from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, read_bits, widen_bf16
 from vtx.runtime.bundle.spec.manifest import FileRecord
-from vtx.runtime.errors import ExportError
+from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.precision import PRECISIONS
 
 CHUNK = 1 << 18  # elements that one thread converts at a time: their float32 copies stay in a core's cache
 THREADS = min(2, os.cpu_count() or 1)
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
+BLOCK = 1 << 23  # bytes that are read at a time
+FICLONE = 0x40049409  # Linux: share another file's blocks, copied on write
 AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
 Converted = tuple[bytes, bytes, int]  # a chunk, its scales, and the source bytes it came from
 NONE: Mapping[str, Scaling] = {}
@@ -61,7 +67,7 @@ def write_weights(
                 continue
             try:
                 digest = (
-                    take_whole(file, folder / file.name, pool, report)
+                    _take_whole(file, folder / file.name, pool, report)
                     if file.whole
                     else _rewrite(file, folder / file.name, pool, journal, report, scalings)
                 )
@@ -73,6 +79,71 @@ def write_weights(
     return {file.name: journal.files[file.name] for file in plan.files}
 
 
+def _take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report: Callable[[int], None]) -> str:
+    """Link the file, or copy it while it is read to be checked. Returns its SHA-256."""
+    digest = hashlib.sha256()
+    target.unlink(missing_ok=True)
+    segments: list[tuple[WeightEntry | None, int]] = []  # the used tensors and the gaps between them (None), in bytes
+    at = 0
+    for entry in sorted(file.entries, key=lambda e: e.source.offset):
+        segments += (None, entry.source.offset - at), (entry, entry.source.nbytes)
+        at = entry.source.offset + entry.source.nbytes
+    segments.append((None, file.size - at))
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(open_data(file.entries[0].source))
+        copy = None if shared(source, file.source, target) else stack.enter_context(target.open("wb"))
+        hashing: Future[None] | None = None
+        for used, size in segments:
+            for count in pieces(size):
+                try:
+                    raw = source.read(count)
+                except OSError as e:
+                    raise CheckpointError(
+                        f"cannot read {file.source} ({e.strerror}); check the disk, or download it again"
+                    ) from e
+                if len(raw) != count:
+                    raise CheckpointError(f"{file.source.name} became shorter while it was read; download it again")
+                if hashing:
+                    hashing.result()
+                hashing = pool.submit(digest.update, raw)
+                if used:
+                    check_finite(np.frombuffer(raw, DTYPES[used.dtype][1]), used.name)
+                if copy:
+                    copy.write(raw)
+                report(count)
+        if hashing:
+            hashing.result()
+    return digest.hexdigest()
+
+
+def shared(source: BinaryIO, path: Path, target: Path) -> bool:
+    """Make `target` share the bytes on the disk: a clone if the file system supports it, else a hard link.
+
+    `source` is `path`, opened; a link to another file that has since replaced it is removed.
+    """
+    try:
+        with target.open("xb") as clone:
+            fcntl.ioctl(clone.fileno(), FICLONE, source.fileno())
+    except OSError:
+        target.unlink(missing_ok=True)
+    else:
+        return True
+    try:
+        os.link(path.resolve(), target)
+    except OSError:
+        return False
+    if os.path.samestat(os.lstat(target), os.fstat(source.fileno())):
+        return True
+    target.unlink()
+    return False
+
+
+def pieces(size: int) -> Iterator[int]:
+    """The sizes of the blocks of `size` bytes."""
+    for start in range(0, size, BLOCK):
+        yield min(BLOCK, size - start)
+
+
 def _rewrite(
     file: WeightFile,
     target: Path,
@@ -81,7 +152,7 @@ def _rewrite(
     report: Callable[[int], None],
     scalings: Mapping[str, Scaling],
 ) -> str:
-    """Write the file's unfinished tensors in their new form. Returns its SHA-256."""
+    """Write the file's unfinished tensors in their new form, converted by chunks in `pool`. Returns its SHA-256."""
     header, finished = file.header or b"", 0
     digest = hashlib.sha256(header)
     # the tensors that an interrupted export finished
@@ -103,47 +174,27 @@ def _rewrite(
         else:
             out.write(header)
         for entry in file.entries[finished:]:
-            crc = write_tensor(entry, out, digest, pool, report, scalings.get(entry.name))
-            journal.add_tensor(Written(file.name, entry.name, entry.end, crc))
-            forget(out)
+            scaling = scalings.get(entry.name)
+            tensor = entry.source if entry.scheme or scaling else entry.source.flat  # rows stay whole if they matter
+            convert = partial(_converted, entry, scaling, tensor)
+            length, step = tensor.shape[0], max(1, CHUNK // max(1, prod(tensor.shape[1:])))
+            spans = (slice(start, min(start + step, length)) for start in range(0, length, step))
+            crc, scales = 0, []
+            for data, chunk_scales, nbytes in in_order(pool, convert, spans):
+                out.write(data)
+                digest.update(data)
+                crc = zlib.crc32(data, crc)
+                scales.append(chunk_scales)
+                report(nbytes)
+            data = b"".join(scales)
+            out.write(data)
+            digest.update(data)
+            out.flush()
+            journal.add_tensor(Written(file.name, entry.name, entry.end, zlib.crc32(data, crc)))
+            with contextlib.suppress(AttributeError, OSError):  # keep the cache for pages still to be read
+                os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         os.fsync(out.fileno())
     return digest.hexdigest()
-
-
-def write_tensor(
-    entry: WeightEntry,
-    out: BinaryIO,
-    digest: hashlib._Hash,
-    pool: ThreadPoolExecutor,
-    report: Callable[[int], None],
-    scaling: Scaling | None = None,
-) -> int:
-    """Append a tensor in its new form to `out`, and its bytes to `digest`. Returns their CRC-32.
-
-    It is converted by chunks in the threads of `pool`.
-    """
-    source = entry.source if entry.scheme or scaling else entry.source.flat  # chunks are whole rows if rows matter
-    length = source.shape[0]
-    step = max(1, CHUNK // max(1, prod(source.shape[1:])))
-    spans = (slice(start, min(start + step, length)) for start in range(0, length, step))
-    crc, parts = 0, []
-    for data, more, nbytes in in_order(pool, lambda span: _converted(entry, scaling, source, span), spans):
-        out.write(data)
-        digest.update(data)
-        crc = zlib.crc32(data, crc)
-        parts.append(more)
-        report(nbytes)
-    scales = b"".join(parts)
-    out.write(scales)
-    digest.update(scales)
-    out.flush()
-    return zlib.crc32(scales, crc)
-
-
-def forget(out: BinaryIO) -> None:
-    """Drop written pages from the cache, which is needed for those still to be read."""
-    with contextlib.suppress(AttributeError, OSError):
-        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def in_order(

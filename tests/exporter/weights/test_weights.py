@@ -23,7 +23,7 @@ from vtx.exporter.bundling import predict
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.checkpoint.loader import canonical_name
-from vtx.exporter.weights import whole, writing
+from vtx.exporter.weights import writing
 from vtx.exporter.weights.journal import ExportJournal
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.writing import write_weights
@@ -274,7 +274,7 @@ def test_a_disk_that_fills_up_while_a_file_is_copied_leaves_nothing(
     tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: Callable[[int], None]
 ) -> None:
     plan_ = plan_export(ExportOptions(str(tiny_checkpoint()), (), "fp32"))
-    monkeypatch.setattr(whole, "shared", lambda *_: False)
+    monkeypatch.setattr(writing, "shared", lambda *_: False)
     full_disk(400_000)
     with pytest.raises(ExportError, match="No space left"):
         run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
