@@ -32,7 +32,7 @@ TABLES = [
          "characters"),
         ("Matrices of an original LLaVA's projector", "exporter.checkpoint.families.llava_llama",
          "MAX_PROJECTOR_LAYERS", "matrices"),
-        ("Width of a layer", "exporter.checkpoint.fields.numbers", "MAX_WIDTH", "numbers"),
+        ("Width of a layer", "exporter.checkpoint.fields", "MAX_WIDTH", "numbers"),
         ("Positions", "exporter.checkpoint.config", "MAX_POSITIONS", "tokens"),
         ("A weight file that is taken whole, by the bytes that are needed of it", "exporter.weights.plan",
          "MOST_UNUSED", "times"),

@@ -158,8 +158,25 @@ def open_model(
         folder = Path(model).resolve()
         config = _config(folder, check)
     else:
+        if os.path.exists(model):
+            raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
+        if not _HUB_ID.fullmatch(model):
+            raise CheckpointError(f"{shown(model)}: no such directory, and not a hub id (org/name)")
         report = progress or (lambda line: None)
-        folder, config = _download(model, check, report, parts, weights=weights, allow_pickle=allow_pickle)
+        report(f"fetching the settings of {model} from the hub")
+        folder = _snapshot(model, None, _SETTINGS_FILES)
+        config = _config(folder, check)
+        folders = [f"{part}/" for part in parts(config)] or [""]
+        nested = folders != [""]
+        if nested:
+            patterns = [part + pattern for part in folders for pattern in _SETTINGS_FILES]
+            folder = _snapshot(model, folder.name, patterns, nested=True)
+        if weights:
+            report(f"fetching the weights of {model}, commit {folder.name[:12]}")
+            folder = _snapshot(model, folder.name, [part + _WEIGHT_FILES for part in folders], nested=nested)
+            pickled = [part + _PICKLED_FILES for part in folders if not any((folder / part).glob(_WEIGHT_FILES))]
+            if pickled and allow_pickle:  # only if there are no others
+                folder = _snapshot(model, folder.name, pickled, nested=nested)
     if not weights:
         return Checkpoint(folder, config, {}, _revision(folder))
     sources, notes = _source_tensors(folder, allow_pickle=allow_pickle) if not parts(config) else ({}, ())
@@ -355,37 +372,6 @@ def _in_cache(folder: Path) -> bool:
 
 def _revision(folder: Path) -> str | None:
     return folder.name if _in_cache(folder) and _COMMIT.fullmatch(folder.name) else None
-
-
-def _download(
-    model: str,
-    check: Callable[[Mapping[str, Any]], None],
-    progress: Callable[[str], None],
-    parts: Callable[[Mapping[str, Any]], Collection[str]],
-    *,
-    weights: bool,
-    allow_pickle: bool,
-) -> tuple[Path, dict[str, Any]]:
-    """Fetch settings, check the config, then fetch the weights of the same commit; pickles if there are no others."""
-    if os.path.exists(model):
-        raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
-    if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{shown(model)}: no such directory, and not a hub id (org/name)")
-    progress(f"fetching the settings of {model} from the hub")
-    folder = _snapshot(model, None, _SETTINGS_FILES)
-    config = _config(folder, check)
-    folders = [f"{part}/" for part in parts(config)] or [""]
-    nested = folders != [""]
-    if nested:
-        patterns = [part + pattern for part in folders for pattern in _SETTINGS_FILES]
-        folder = _snapshot(model, folder.name, patterns, nested=True)
-    if weights:
-        progress(f"fetching the weights of {model}, commit {folder.name[:12]}")
-        folder = _snapshot(model, folder.name, [part + _WEIGHT_FILES for part in folders], nested=nested)
-        pickled = [part + _PICKLED_FILES for part in folders if not any((folder / part).glob(_WEIGHT_FILES))]
-        if pickled and allow_pickle:
-            folder = _snapshot(model, folder.name, pickled, nested=nested)
-    return folder, config
 
 
 def _snapshot(model: str, revision: str | None, patterns: list[str], *, nested: bool = False) -> Path:

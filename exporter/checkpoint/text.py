@@ -24,6 +24,10 @@ from vtx.runtime.strict import Strict
 LIMITS = ChildLimits()
 _FIX = "get the checkpoint from a source you trust, or give another template with vtx-export --chat-template FILE"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_TEMPLATES = (
+    "processor_config.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/default.jinja",
+    "tokenizer_config.json",
+)  # fmt: skip
 _SMALL_FILES = ("special_tokens_map.json", "added_tokens.json")
 # The keys that a tokenizer's ids depend on. Others (auto_map, paths, templates) never reach transformers.
 _TOKENIZER_KEYS = {
@@ -108,37 +112,25 @@ def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: Chil
 
 def read_template(folder: Path) -> str:
     """The checkpoint's chat template, from the files and in the order of transformers. Raises `CheckpointError`."""
-    for read, name in (
-        (_template_in, "processor_config.json"),
-        (_template_in, "chat_template.json"),
-        (_template_file, "chat_template.jinja"),
-        (_template_file, "additional_chat_templates/default.jinja"),
-        (_template_in, "tokenizer_config.json"),
-    ):
-        template = read(folder, name)
-        if template is not None:
-            return template
-    raise CheckpointError(
-        f"{folder} has no chat template in processor_config.json, chat_template.json, chat_template.jinja, "
-        "additional_chat_templates/default.jinja or tokenizer_config.json; give one with --chat-template FILE"
-    )
-
-
-def _template_file(folder: Path, name: str) -> str | None:
     files = checkpoint_files(folder)
-    return utf8(files.read(name, MAX_TEMPLATE_BYTES), name, CheckpointError) if files.exists(name) else None
-
-
-def _template_in(folder: Path, name: str) -> str | None:
-    """The key "chat_template": a string, {name: template}, or [{"name": ..., "template": ...}]."""
-    template = read_settings(folder, name).get("chat_template")
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{name}: chat_template must be text, not {type(template).__name__}")
-    return template
+    for name in _TEMPLATES:
+        template: Any
+        if not name.endswith(".json"):
+            template = utf8(files.read(name, MAX_TEMPLATE_BYTES), name, CheckpointError) if files.exists(name) else None
+        else:  # a string, {name: template}, or [{"name": ..., "template": ...}]
+            template = read_settings(folder, name).get("chat_template")
+            if isinstance(template, list):
+                template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            if isinstance(template, dict):
+                template = template.get("default")
+            if template is not None and not isinstance(template, str):
+                raise CheckpointError(f"{name}: chat_template must be text, not {type(template).__name__}")
+        if template is not None:
+            return str(template)
+    raise CheckpointError(
+        f"{folder} has no chat template in {', '.join(_TEMPLATES[:-1])} or {_TEMPLATES[-1]}; give one with "
+        "--chat-template FILE"
+    )
 
 
 @contextmanager

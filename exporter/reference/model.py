@@ -6,7 +6,7 @@ one pass, since layer K gets its tokens from the pass without withdrawal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask
 
+LayerWeights = Callable[[str], Tensor | None]
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 
 
@@ -302,35 +303,20 @@ class Reference:
     def _tensor(self, name: str) -> Tensor:
         return self._weights.read(name)
 
-    def _layer_weights(self, layer: int, *, keep: bool) -> Mapping[str, Tensor]:
-        """The weights of decoder layer `layer`, from 1, by their names in it: read now if `keep`, else at each use."""
+    def _layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
+        """The weights of decoder layer `layer`, from 1, by name: read now if `keep`, else at each use."""
         prefix = f"text.layers.{layer - 1}."
         names = {n.removeprefix(prefix): n for n, _ in layer_tensors(self.config.text, layer)}
-        weights = _Layer(names, self._tensor)
-        return dict(weights) if keep else weights
-
-
-class _Layer(Mapping[str, Tensor]):
-    """A layer's weights, read at each access and never kept."""
-
-    def __init__(self, names: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
-        self._names, self._read = names, read
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._read(self._names[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        if keep:
+            return {name: self._tensor(full) for name, full in names.items()}.get
+        return lambda name: self._tensor(names[name]) if name in names else None
 
 
 def _decoder_layer(
     c: TextConfig,
     x: Tensor,
     positions: Tensor,
-    weights: Mapping[str, Tensor],
+    weights: LayerWeights,
     see: Callable[[Tensor, Tensor], None] | None = None,
     feed: Callable[[str, Tensor], None] | None = None,
     *,
@@ -344,18 +330,23 @@ def _decoder_layer(
     and values before those of the one new token, which are added to it.
     """
 
+    def weight(name: str) -> Tensor:
+        found = weights(name)
+        assert found is not None, name
+        return found
+
     def linear(y: Tensor, name: str) -> Tensor:
         if feed:
             feed(name, y[0])
-        return F.linear(y, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        return F.linear(y, weight(f"{name}.weight"), weights(f"{name}.bias"))
 
     def heads(y: Tensor) -> Tensor:
         return y.reshape(*y.shape[:2], -1, c.head_dim).transpose(1, 2)
 
-    y = _rms(x, weights["input_layernorm.weight"], c.eps)
+    y = _rms(x, weight("input_layernorm.weight"), c.eps)
     q, k, v = (heads(linear(y, f"self_attn.{part}_proj")) for part in "qkv")
     if c.qk_norm:
-        q, k = (_rms(part, weights[f"self_attn.{name}_norm.weight"], c.eps) for part, name in ((q, "q"), (k, "k")))
+        q, k = (_rms(part, weight(f"self_attn.{name}_norm.weight"), c.eps) for part, name in ((q, "q"), (k, "k")))
     q, k = _rotate(c, q, positions), _rotate(c, k, positions)
     if cache is not None:
         k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))
@@ -366,7 +357,7 @@ def _decoder_layer(
         see(q, k)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
     x = x + linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
-    y = _rms(x, weights["post_attention_layernorm.weight"], c.eps)
+    y = _rms(x, weight("post_attention_layernorm.weight"), c.eps)
     return x + linear(_activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")
 
 

@@ -51,13 +51,13 @@ class _Golden:
 
 
 @dataclass(frozen=True, slots=True)
-class _Factors:
+class _FactorsFound:
     factors: bool
 
 
-Line = _Begun | _Finished | Written | _Golden | _Factors
+Line = _Begun | _Finished | Written | _Golden | _FactorsFound
 LINES: Mapping[str, type[Line]] = {
-    "key": _Begun, "file": _Finished, "of": Written, "golden": _Golden, "factors": _Factors,
+    "key": _Begun, "file": _Finished, "of": Written, "golden": _Golden, "factors": _FactorsFound,
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ class ExportJournal:
                     self.tensors.setdefault(file, []).append(line)
                 case _Golden():
                     self.golden = True
-                case _Factors():
+                case _FactorsFound():
                     self.factors = True
 
     @property
@@ -100,7 +100,7 @@ class ExportJournal:
 
     def add_factors(self) -> None:
         self.factors = True
-        _append(self._path, _Factors(factors=True))
+        _append(self._path, _FactorsFound(factors=True))
 
     def remove(self) -> None:
         """Remove the journal, which does not belong to the bundle."""
