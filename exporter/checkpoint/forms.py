@@ -54,7 +54,7 @@ def derive_forms(render: Callable[[Sequence[Message], bool], str], source: str) 
     try:
         check_provable(source)
     except UnprovenError as reason:
-        raise IrregularError(f"what the template prints cannot be proven for every conversation: {reason}") from reason
+        raise IrregularError(f"its prompts cannot be proven for every conversation: {reason}") from reason
 
     def tried(messages: Sequence[Message], reply: bool) -> str | None:
         try:

@@ -303,7 +303,7 @@ class _Reading:
                 return instead if of.constant is _MISSING else _union(of, instead)
         if node.name in _OF_FIXED and of.is_fixed:
             return self._only_fixed(node.name, *node.args, *(option.value for option in node.kwargs))
-        raise UnprovenError(f"it uses the filter {node.name} on what a conversation says or holds")
+        raise UnprovenError(f"it uses the filter {node.name} on contents of a conversation")
 
     def _test(self, node: nodes.Test) -> _Value:
         of = self._of(node.node)
@@ -316,7 +316,7 @@ class _Reading:
         if node.name in ("odd", "even") and of.kinds <= {"count", "fixed"}:
             return _FIXED
         if node.name not in _TESTS or "state" in of.kinds:
-            raise UnprovenError(f"it uses the test {node.name} on what a conversation says or holds")
+            raise UnprovenError(f"it uses the test {node.name} on contents of a conversation")
         if node.name == "none" and of.constant is not _UNKNOWN:
             return _constant(of.constant is None)
         return _FIXED
@@ -363,7 +363,7 @@ class _Reading:
                             return _union(self._field(of, field), *others) if others else self._field(of, field)
                 if method in _OF_FIXED and value.is_fixed:
                     return self._only_fixed(method, *node.args)
-                raise UnprovenError(f"it uses {method}() on what a conversation says or holds")
+                raise UnprovenError(f"it uses {method}() on contents of a conversation")
         raise UnprovenError("it calls something other than a method or raise_exception")
 
     def _join(self, values: Sequence[_Value]) -> _Value:
@@ -376,7 +376,7 @@ class _Reading:
 
     def _only_fixed(self, name: str, *children: nodes.Node) -> _Value:
         if not all(self._of(child).is_fixed for child in children):
-            raise UnprovenError(f"it uses {name} with what a conversation says or holds")
+            raise UnprovenError(f"it uses {name} with contents of a conversation")
         return _FIXED
 
 

@@ -86,8 +86,8 @@ class Builder:
 
     def stored(self, name: str) -> ir.Value:
         """A weight in its stored type."""
-        where = self._weights[name]
-        return self._external(name, where, ELEMENT_TYPES[where.dtype], where.shape)
+        location = self._weights[name]
+        return self._external(name, location, ELEMENT_TYPES[location.dtype], location.shape)
 
     def location(self, name: str) -> StoredTensor:
         """The location and the form of a weight."""
@@ -99,16 +99,16 @@ class Builder:
 
     def scales(self, name: str, dtype: ir.DataType, *shape: int) -> ir.Value:
         """The scales of a quantised matrix, in `dtype`."""
-        where = self._weights[name].scales
-        assert where is not None, name
-        scales = self._external(f"{name}.scales", where, ir.DataType.FLOAT16, shape)
+        location = self._weights[name].scales
+        assert location is not None, name
+        scales = self._external(f"{name}.scales", location, ir.DataType.FLOAT16, shape)
         return scales if dtype == ir.DataType.FLOAT16 else self.op("Cast", scales, to=dtype.value)
 
-    def _external(self, name: str, where: StoredTensor, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+    def _external(self, name: str, location: StoredTensor, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
         if name in self._initializers:
             return self._initializers[name]
         tensor = ir.ExternalTensor(
-            where.file, where.offset, where.nbytes, dtype,
+            location.file, location.offset, location.nbytes, dtype,
             shape=ir.Shape(shape), name=name, base_dir=os.fspath(self._folder),
         )  # fmt: skip
         return self._initializer(name, tensor)
@@ -138,13 +138,13 @@ class Builder:
 
     def dequantised(self, name: str) -> ir.Value:
         """A quantised matrix [out, in] in the dialect's arithmetic type, by the operator that engines fuse."""
-        where, compute = self._weights[name], self.dialect.compute
-        assert where.scales is not None, name
-        rows, blocks = where.scales.shape
+        location, compute = self._weights[name], self.dialect.compute
+        assert location.scales is not None, name
+        rows, blocks = location.scales.shape
         if blocks == 1:
             return self.op("DequantizeLinear", self.stored(name), self.scales(name, compute, rows), axis=0)
         scales = self.scales(name, compute, rows, blocks)
-        return self.op("DequantizeLinear", self.stored(name), scales, axis=1, block_size=where.shape[1] // blocks)
+        return self.op("DequantizeLinear", self.stored(name), scales, axis=1, block_size=location.shape[1] // blocks)
 
     def from_float32(self, x: ir.Value) -> ir.Value:
         """Float32 values in the dialect's arithmetic type."""

@@ -37,8 +37,8 @@ def build_text_tower(b: Builder, spec: TextTowerSpec) -> None:
     """Ids [tokens] to the embedding [1, width] float32 of the last one, which has seen all of them."""
     ids = b.input(names.IDS, ir.DataType.INT64, ["tokens"])
     tokens = b.op("Cast", b.op("Gather", b.stored(TOKENS), ids), to=b.dialect.compute.value)
-    places = b.op("Slice", b.weight(POSITIONS), b.constant([0]), b.op("Shape", ids), b.constant([0]))
-    x = b.op("Unsqueeze", b.op("Add", tokens, places), b.constant([0]))
+    positions = b.op("Slice", b.weight(POSITIONS), b.constant([0]), b.op("Shape", ids), b.constant([0]))
+    x = b.op("Unsqueeze", b.op("Add", tokens, positions), b.constant([0]))
     for layer in range(spec.layers):
         x, _, _ = build_block(b, _encoder(spec), x, _block(layer), (1, -1, spec.hidden), causal=True)
     last = b.op("Slice", x, b.constant([-1]), b.constant([1 << 30]), b.constant([1]))

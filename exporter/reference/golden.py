@@ -50,6 +50,6 @@ def record_golden(
     with torch.inference_mode():
         features = reference.encode([image], settings)
         logits = reference.logits(decoded_ids(ids, config.image_token_id), features.first(DECODED_TOKENS), ks, report)
-    tensors = {"ids": ids, "pixels": pixels, "features": features.rows[:FEATURE_TOKENS].numpy()}
+    tensors = {"ids": ids, "pixels": pixels, "features": features.hidden[:FEATURE_TOKENS].numpy()}
     tensors |= {key_of(k): values.numpy() for k, values in logits.items()}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

@@ -36,15 +36,15 @@ HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The images of one prompt: `rows` [image tokens, hidden], and `images` if they have positions of their own."""
+    """The images of one prompt: `hidden` [image tokens, hidden], and `images` if they have positions of their own."""
 
-    rows: Tensor
+    hidden: Tensor
     images: tuple[ImageTokens, ...] = ()
 
     def first(self, count: int) -> Encoded:
         """The first tokens of a single image."""
-        kept = np.arange(min(count, len(self.rows)))
-        return Encoded(self.rows[:count], tuple(image.take(kept) for image in self.images))
+        kept = np.arange(min(count, len(self.hidden)))
+        return Encoded(self.hidden[:count], tuple(image.take(kept) for image in self.images))
 
     def positions(self, is_vision: Mask) -> NDArray[np.int64]:
         """Positions of a sequence's tokens [n], or [n, 3]: a text token has the next, an image those of its span."""
@@ -104,8 +104,8 @@ class Reference:
         for source in images:
             image = load_image(source)
             views = layout.views(image, settings)
-            rows = self.features(views).cpu().numpy()
-            encoded = [ImageTokens.one_per_patch(view) for view in np.split(rows, len(views))]
+            hidden_states = self.features(views).cpu().numpy()
+            encoded = [ImageTokens.one_per_patch(view) for view in np.split(hidden_states, len(views))]
             tokens.append(layout.arrange(encoded, *image.size, newline))
         if not tokens:
             return Encoded(torch.zeros(hidden))
@@ -259,7 +259,7 @@ class Reference:
         for sample in samples:
             is_vision = torch.from_numpy(sample.ids == self.config.image_token_id)
             hidden = self._weights.read(EMBEDDING, sample.ids)
-            hidden[is_vision] = sample.features.rows
+            hidden[is_vision] = sample.features.hidden
             withdrawn = hidden.new_zeros(0, int((~is_vision).sum()), hidden.shape[1])
             positions = torch.from_numpy(sample.features.positions(is_vision.numpy()))
             streams.append(_Streams(hidden, withdrawn, is_vision, positions))

@@ -48,7 +48,7 @@ class ImageEncoder:
             self._kept.move_to_end(key)
         else:
             with torch.autocast(self._device.type, enabled=False):
-                tokens = self._reference.encode(images, self._settings).rows
+                tokens = self._reference.encode(images, self._settings).hidden
             self._kept[key] = tokens
             self._bytes += tokens.nbytes
             while self._bytes > KEPT_BYTES and len(self._kept) > 1:

@@ -56,21 +56,21 @@ class BundleWeights:
         return self._stored[name].shape[0]
 
     def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
-        where = self._stored[name]
-        if where.scales is None:
-            return _widened(self._info(where, where.dtype, where.shape), rows)
-        count, width = where.shape
-        scheme = Scheme(4 if where.dtype == "I4" else 8, width // where.scales.shape[1])
-        integers = self._info(where, "U8" if where.dtype == "I4" else "I8", (count, scheme.nbytes(width)))
-        scales = self._info(where.scales, "F16", where.scales.shape)
+        stored = self._stored[name]
+        if stored.scales is None:
+            return _widened(self._info(stored, stored.dtype, stored.shape), rows)
+        count, width = stored.shape
+        scheme = Scheme(4 if stored.dtype == "I4" else 8, width // stored.scales.shape[1])
+        integers = self._info(stored, "U8" if stored.dtype == "I4" else "I8", (count, scheme.nbytes(width)))
+        scales = self._info(stored.scales, "F16", stored.scales.shape)
         parts = (
             dequantise(read_bits(integers, part), read_bits(scales, part), scheme)
             for part in _parts(rows, count, max(1, CHUNK // width))
         )
         return _stacked(parts, (_count(rows, count), width))
 
-    def _info(self, where: StoredTensor, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-        return TensorInfo("", dtype, shape, self._folder / where.file, where.offset, where.nbytes)
+    def _info(self, stored: StoredTensor, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+        return TensorInfo("", dtype, shape, self._folder / stored.file, stored.offset, stored.nbytes)
 
 
 def _widened(info: TensorInfo, rows: RowIndex) -> Tensor:

@@ -42,10 +42,10 @@ class Ort(Dialect):
 
     def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
         """MatMulNBits on the stored bytes. It reads them as unsigned: one bit of each integer is flipped."""
-        where = b.location(weight)
-        assert where.scales is not None
-        (rows, width), bits = where.shape, 8 if where.dtype == "I8" else 4
-        apart = where.scales.shape[1]
+        stored = b.location(weight)
+        assert stored.scales is not None
+        (rows, width), bits = stored.shape, 8 if stored.dtype == "I8" else 4
+        apart = stored.scales.shape[1]
         block = power_of_two_in(width // apart, LARGEST_BLOCK[bits])
         octets = b.octets(weight, rows, width // block, block * bits // 8)
         unsigned = b.op("BitwiseXor", octets, b.constant(np.array(0x80 if bits == 8 else 0x88, np.uint8)))

@@ -108,7 +108,7 @@ class PlainAttention(HeadsApart):
     def _causal(self, q: ir.Value, past: ir.Value) -> ir.Value:
         """The mask added to scores [tokens, slots]: a token sees its own slot, one of the last, and those before.
 
-        Slots are counted at the past, since OpenVINO fuses a cache only where nothing else reads its result.
+        Slots are counted at the past, since OpenVINO fuses a cache only if nothing else reads its result.
         """
         b = self._b
         before, tokens = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (past, q))
