@@ -92,22 +92,15 @@ def _check_clip(config: Mapping[str, Any]) -> None:
 
 
 def _check_fits(clip: Any, config: ModelConfig) -> None:
-    vision = config.vision
+    vision, views, problem = config.vision, config.layout.max_views, ""
     if vision.family != "clip":
-        raise UnsupportedModelError(
-            f"--text-tower: a {vision.family} vision tower has no CLIP text tower; leave the option out, and "
-            "use cdpruner:text=embedding"
-        )
-    if len(config.feature_layers) > 1:
-        raise UnsupportedModelError(
-            f"--text-tower: CDPruner projects the hidden states of one layer, and this model uses "
-            f"{len(config.feature_layers)}; leave the option out, and use cdpruner:text=embedding"
-        )
-    if config.layout.max_views > 1:
-        raise UnsupportedModelError(
-            f"--text-tower: this model cuts images into up to {config.layout.max_views} views, and CDPruner by the "
-            "text tower is built for one; leave the option out, and use cdpruner:text=embedding"
-        )
+        problem = f"a {vision.family} vision tower has no CLIP text tower"
+    elif len(config.feature_layers) > 1:
+        problem = f"CDPruner projects the hidden states of one layer, and this model uses {len(config.feature_layers)}"
+    elif views > 1:
+        problem = f"this model cuts images into up to {views} views, and CDPruner by the text tower supports one"
+    if problem:
+        raise UnsupportedModelError(f"--text-tower: {problem}; leave the option out, and use cdpruner:text=embedding")
     width = getattr(clip.vision_config, "hidden_size", None)
     if width != vision.hidden:
         raise UnsupportedModelError(

@@ -156,7 +156,7 @@ def test_a_bundle_without_it_says_what_to_use_instead(tiny_checkpoint: Callable[
 @pytest.mark.parametrize(
     ("tiny", "message"),
     [
-        (Tiny(vision="siglip"), "a siglip vision tower has no CLIP text tower beside it"),
+        (Tiny(vision="siglip"), "a siglip vision tower has no CLIP text tower"),
         (Tiny(feature_layer=(-3, -2)), "projects the hidden states of one layer, and this model uses 2"),
         (Tiny(vision_hidden=48, vision_heads=4), "its vision tower has hidden size 32, the LLaVA's has 48"),
         (Tiny(family="llava_next"), "cuts images into up to"),
