@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vtx.runtime.host.confined import Child
     from vtx.runtime.session.session import Prompt
 
+# The comparisons that test files share show what differs, as those in test files do.
+pytest.register_assert_rewrite(*(f"tests.support.{name}" for name in ("cabi", "cpp", "parity", "reduced", "traces")))
 # Before transformers is imported anywhere: no test may reach for the network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 # What commands remember, such as the bundle exported last, is the user's: tests write it elsewhere, their children too.
