@@ -48,13 +48,13 @@ def load(
         compute: type of the arithmetic: "f32", or on TensorRT "f16", when left out; on OpenVINO also "bf16" and
             "int8", which multiplies integers (docs/how-to/openvino.md).
         threads: threads to compute with; all cores when left out.
-        force: load also where the memory that is free looks too small for the weights.
+        force: load even if the free memory looks too small for the weights.
         require_signature: a public key (Ed25519, PEM); only a bundle that the private half has signed is loaded. All
-            its files are hashed before it is used, which takes a second for each 0.5 GB or so.
-        fit: what becomes of images of another shape than the model takes: "crop" cuts off the sides, "pad" puts bars
+            its files are hashed before it is used, about a second for each 0.5 GB.
+        fit: the treatment of images of another shape than the model's: "crop" cuts off the sides, "pad" puts bars
             around them, "squash" stretches them; when left out, as the checkpoint's processor says.
-        max_tiles: where the model sees images in tiles, the most of an image, the whole image in one tile counted.
-        max_pixels: where the model sees images at their own resolution, the most of an image; larger ones are shrunk.
+        max_tiles: if the model sees images in tiles, the most of an image, the whole image in one tile counted.
+        max_pixels: if the model sees images at their own resolution, the most of an image; larger ones are shrunk.
         image_formats: formats of image files that are read, of "JPEG", "PNG", "WEBP", "BMP", "GIF" and "PPM"; all but
             the last when left out.
 

@@ -98,7 +98,7 @@ class OptionKeywords(TypedDict, total=False):
 
 
 class QuestionKeywords(OptionKeywords, total=False):
-    """The keywords of a question: those of a turn, and the reductions."""
+    """The keywords of a question: a turn's keywords, and the reductions."""
 
     reduce: str | None
 

@@ -46,7 +46,7 @@ class PrefixCaches:
         return (self.full if number < self.first_pruned else self.pruned)[number]
 
     def prefix_at(self, number: int) -> PrunedPrefix:
-        """What is still there of the prefix before stage `number`, which it has reached."""
+        """The tokens of the prefix that are left before stage `number`, which they have reached."""
         pruned = self._pruned_prefix if self.first_pruned < len(self.stages) else self.prefix.whole(number)
         assert pruned is not None
         return pruned
@@ -131,7 +131,7 @@ class PrefixCaches:
         slots, prefix, pruned = self.layout(number), self.prefix, self._pruned_prefix
         following = slots.position + np.arange(len(suffix))
         positions: Ids | None = None  # of the tokens of the prefix that run now
-        kept: Ids | None = None  # those of them whose hidden states are needed afterwards; None: all
+        kept: Ids | None = None  # the indices of those whose hidden states are needed afterwards; None: all
         if number < self.first_pruned:
             if number not in self.full:
                 self.full[number] = self._backend.stage(number, self.capacity)
@@ -179,7 +179,7 @@ class PrefixCaches:
         return cache.append(suffix, following, query=query)
 
     def remove(self, number: int, removal: Removal) -> PrunedPrefix:
-        """Remove image tokens before stage `number`. What is left runs anew, unless the same ones left before."""
+        """Remove image tokens before stage `number`. The rest runs anew, unless the same ones left before."""
         before, first = self._pruned_prefix, self.first_pruned == len(self.stages)
         here = self.prefix.whole(number) if first or before is None else before
         pruned = here.without(removal, self.prefix.is_vision)
@@ -235,7 +235,7 @@ class PrefixCaches:
     ) -> list[PrefixSlots]:
         """Leave in these stages' caches only the survivors of the prefix, and `suffix` tokens (MustDrop section 3.5).
 
-        `layouts` are what the stages held of the prefix; returned is what they hold now. What a full stage loses is
+        `layouts` are the stages' slots of the prefix; the new ones are returned. K/V that a full stage loses are
         saved for the next question. Until all is done no prefix is known, so that an interrupt costs a computation.
         """
         prefix, self.prefix, self._pruned_prefix = self.prefix, self._empty_prefix(), None

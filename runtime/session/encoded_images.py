@@ -141,7 +141,7 @@ class EncodedImages:
 
     @property
     def bytes(self) -> int:
-        """Bytes of pixels and encoded images. What is shared counts for each that holds it."""
+        """Bytes of pixels and encoded images. Shared ones count for each holder."""
         encoded = sum(nbytes(tokens) for images in self._encoded.values() for tokens in images.values())
         return encoded + sum(image.views.nbytes for image in self.images)
 

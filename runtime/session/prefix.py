@@ -26,7 +26,7 @@ def no_check() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids [n]; those equal to the image token stand for the image tokens of `encoders`, in order.
+    """Token ids [n]; those equal to the image token are replaced by the image tokens of `encoders`, in order.
 
     An encoder is (key, encode): equal keys mean equal image tokens; `encode` gives them and is called only where they
     are not cached. `skipped`: positions between image tokens, and after them, that have no token.
@@ -63,9 +63,9 @@ class Prefix:
     """The prefix with all its image tokens, and how deep into the decoder it has come.
 
     `boundaries` hold its hidden states after 0, 1, 2, ... stages: the first [size, hidden], the last likewise unless
-    the image leaves there, those between where tokens may leave there, else those of the text only. `saved_kv` is what
-    full stages' caches lack. `inputs` [size, width] are what stages read of the tokens beside their hidden states.
-    `positions` [size] are its tokens', `next_position` is the suffix's first; [size, 3] where images have positions of
+    the image leaves there, those between if tokens may leave there, else the text's only. `saved_kv` is missing from
+    the caches of full stages. `inputs` [size, width] are read by stages in addition to hidden states.
+    `positions` [size] are its tokens', `next_position` is the suffix's first; [size, 3] if images have positions of
     three parts.
     """
 
@@ -98,17 +98,17 @@ class Prefix:
         return replace(self, boundaries=(*self.boundaries[:-1], before, hidden))
 
     def held(self, boundary: int) -> bool:
-        """Whether the image tokens' hidden states at a boundary are there, or can still come."""
+        """True if the image tokens' hidden states at a boundary are there, or can still come."""
         return boundary > self.depth or len(self.boundaries[boundary]) == self.size
 
     def rewound(self, boundary: int) -> Prefix:
-        """Back at the last boundary up to this one where all hidden states are there."""
+        """Back at the last boundary, up to this one, with all hidden states."""
         while not self.held(boundary):
             boundary -= 1
         return replace(self, boundaries=self.boundaries[: boundary + 1])
 
     def whole(self, boundary: int) -> PrunedPrefix:
-        """The prefix as it stands at a boundary, before any token has left."""
+        """The prefix at a boundary, before any token has left."""
         present, hidden = np.ones(self.size, bool), self.boundaries[boundary]
         return PrunedPrefix((), present, self.positions, self.next_position, hidden, boundary)
 
@@ -116,9 +116,9 @@ class Prefix:
 def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Ids, int]:
     """Positions [n] of a prefix's tokens, and the next one: an image's tokens keep the gaps between them.
 
-    [n, 3] where images' offsets have three parts, which are equal for text.
+    [n, 3] if images' offsets have three parts, which are equal for text.
     """
-    if all(image.offsets is None for image in images):  # text may stand among an image's tokens
+    if all(image.offsets is None for image in images):  # there may be text among an image's tokens
         return np.arange(len(is_vision), dtype=np.int64), len(is_vision)
     offsets = [np.arange(len(i)) if i.offsets is None else i.offsets for i in images]
     ends = [*(image.positions for image in images)]
@@ -139,8 +139,8 @@ class PrunedPrefix:
     """The prefix on its way after some image tokens have left.
 
     `removals`: at which boundary which tokens stayed, and whether they took new positions. `present` [prefix.size] are
-    the tokens still there, `positions` theirs, `next_position` that of the suffix's first token. `hidden` states stand
-    at the boundary after `depth` stages; they are the text's only where no more were held.
+    the tokens still there, `positions` theirs, `next_position` that of the suffix's first token. `hidden` states are
+    those at the boundary after `depth` stages; they are the text's only if no more were held.
     """
 
     removals: tuple[tuple[int, bytes, bool], ...]
@@ -155,7 +155,7 @@ class PrunedPrefix:
         return int(self.present.sum())
 
     def without(self, removal: Removal, is_vision: Mask) -> PrunedPrefix:
-        """What continues after a removal at this boundary."""
+        """The tokens that continue after a removal at this boundary."""
         stays = np.ones(self.size, bool)
         stays[is_vision[self.present]] = removal.kept
         present = self.present.copy()
@@ -171,9 +171,9 @@ class PrunedPrefix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixSlots:
-    """What a stage's cache holds of the prefix for one question: `present` of its tokens ran there, `slots` are left.
+    """The part of the prefix in a stage's cache, for one question: `present` of its tokens ran there, `slots` are left.
 
-    The suffix's first token stands in the slot after these, at `position`.
+    The suffix's first token is in the slot after these, at `position`.
     """
 
     present: Mask

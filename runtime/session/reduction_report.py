@@ -1,4 +1,4 @@
-"""What reductions did to the images of one answer, for its reader."""
+"""The effect of reductions on the images of one answer, for its reader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class ReductionReport:
-    """What reductions left of the images. A patch index counts in raster order, -1 is the class token.
+    """The image tokens that reductions left. A patch index counts in raster order, -1 is the class token.
 
     `kept`: what entered the decoder, then what was left after each cut. `merged`: first patches of windows that
     became one token. `keys`: what is never dropped. `vision_tokens_mean`: image tokens that leave a layer, those it
@@ -43,7 +43,7 @@ class ReductionReport:
 
 
 def reduced(policy: Policy, done: PrefillResult) -> ReductionReport | None:
-    """The report of a prefill under `policy`; None where it has no reduction."""
+    """The report of a prefill under `policy`; None if it has no reduction."""
     if not policy.reductions:
         return None
     entered = Cut(1, tuple(part.name for part in policy.reductions if part.entry()), np.ones(done.vision_tokens, bool))
@@ -53,12 +53,23 @@ def reduced(policy: Policy, done: PrefillResult) -> ReductionReport | None:
         marks = part.marks(done.images)
         keys = keys if marks is None else keys | marks
     leaving = [*done.vision_kept[1:], done.vision_kept[-1]]
+    notes = list[str]()
+    if not done.vision_tokens:
+        names = " and ".join(part.name for part in policy.reductions)
+        notes.append(f"the prompt has no image: {names} had nothing to leave out")
+    elif (k := done.k) is not None:
+        for part in policy.reductions:
+            by = done.cuts[-1].by
+            idle = [str(cut) for cut in part.needs().cuts if cut > k or (cut == k and part.name not in by)]
+            if idle:
+                layers = ", ".join(idle)
+                notes.append(f"the image left before layer {k}: {part.name} had nothing to leave out before {layers}")
     return ReductionReport(
         kept=tuple(Kept(cut.layer, "+".join(cut.by), _patches(done.images, cut.kept)) for cut in (entered, *done.cuts)),
         merged=_patches(done.images, merged),
         keys=_patches(done.images, keys),
         vision_tokens_mean=round(sum(leaving) / len(leaving), 2),
-        notes=tuple(_notes(policy, done)),
+        notes=tuple(notes),
     )
 
 
@@ -67,18 +78,3 @@ def _patches(images: Sequence[Patches], mask: Mask) -> PatchIndices:
     ends = np.cumsum([len(image) for image in images])
     parts = np.split(mask, ends[:-1]) if len(images) else []
     return tuple(tuple(sorted(image.indices[part].tolist())) for image, part in zip(images, parts, strict=True))
-
-
-def _notes(policy: Policy, done: PrefillResult) -> list[str]:
-    if not done.vision_tokens:
-        names = " and ".join(part.name for part in policy.reductions)
-        return [f"the prompt has no image: {names} had nothing to leave out"]
-    if done.k is None:
-        return []
-    last, notes = done.cuts[-1], []
-    for part in policy.reductions:
-        idle = [cut for cut in part.needs().cuts if cut > done.k or (cut == done.k and part.name not in last.by)]
-        if idle:
-            layers = ", ".join(map(str, idle))
-            notes.append(f"the image left before layer {done.k}: {part.name} had nothing to leave out before {layers}")
-    return notes

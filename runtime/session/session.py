@@ -54,12 +54,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What a prefill did. Per-layer lists start with layer 1; `slots` count right after the prompt.
+    """The outcome of a prefill. Per-layer lists start with layer 1; `slots` count right after the prompt.
 
-    `k` is the first layer without image tokens, None where some stayed. `images` are the image tokens that entered,
+    `k` is the first layer without image tokens, None if some stayed. `images` are the image tokens that entered,
     `reused_layers`: in layers 1 to this one no image token was run, since the caches of an earlier question hold them.
-    `reused_tokens`: of the prompt that they served; the prefix counts where no image token was run.
-    `cuts`: where some left. A chat's next turn continues after `selection`.
+    `reused_tokens`: tokens of the prompt that they served; the prefix counts if no image token was run.
+    `cuts`: the layers before which some left. A chat's next turn continues after `selection`.
     """
 
     logits: NDArray[np.float32]
@@ -149,7 +149,7 @@ class Session:
 
         Raises:
             ContextError: the prompt and one new token do not fit.
-            RequestError: no text stands after the last image.
+            RequestError: there is no text after the last image.
             BundleError: a gate or an attention gives what is not a number.
 
         """
