@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 Picture: TypeAlias = "ImageSource | Video"
 
 
-class ImageSettings(TypedDict, total=False):
+class ImageKeywords(TypedDict, total=False):
     """How images are read, as `load` describes it."""
 
     fit: str | None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.loaded import ImageSettings, LoadedBundle, Picture
+from vtx.runtime.api.loaded import ImageKeywords, LoadedBundle, Picture
 from vtx.runtime.api.options import DEFAULT, K, Options, QuestionKeywords, Settings
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
@@ -47,7 +47,7 @@ class Model:
         backend: Backend,
         load_ms: float,
         why: str = "asked for",
-        **images: Unpack[ImageSettings],
+        **images: Unpack[ImageKeywords],
     ) -> None:
         self.loaded = LoadedBundle(bundle, backend, load_ms, why, **images)
         self.bundle, self.backend, self.manifest = bundle, backend, bundle.manifest
