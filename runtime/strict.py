@@ -16,6 +16,7 @@ from vtx.runtime.errors import BundleError, VtxError
 T = TypeVar("T")
 _OPTIONAL = "optional"
 DAMAGED = "the bundle was altered or made by another vtx, export again"
+UPGRADE = 'upgrade it with pip install -U "vtx-edge"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,13 @@ class Strict:
 
         """
         if not isinstance(data, dict):
-            raise self.error(f"{where} is {type(data).__name__}, not an object; {self.cure}")
+            raise self.error(f"{where} is not an object; {self.cure}")
         hints = _hints(kind)
         unknown, missing = sorted(set(data) - set(hints)), sorted(set(hints) - set(data) - set(_optional(kind)))
-        if unknown or missing:
-            problem = f"unknown key {unknown[0]!r}" if unknown else f"key {missing[0]!r} is missing"
-            raise self.error(f"{where}: {problem}; {self.cure}")
+        if unknown:
+            raise self.error(f"{where}: unknown key {unknown[0]!r}; {self.cure}")
+        if missing:
+            raise self.error(f"{where}: key {missing[0]!r} is missing; {self.cure}")
         given = {name: hint for name, hint in hints.items() if name in data}
         return kind(**{name: self.value(hint, data[name], f"{where}: {name}") for name, hint in given.items()})
 

@@ -120,8 +120,8 @@ class Turns:
                         stream.cancel()
                 elif not holder.returns_by_itself:
                     raise ConversationBusyError(
-                        "another thread reads an answer of this conversation; read it to its end, end it with "
-                        "cancel(), or open the image again for a conversation of your own"
+                        "another thread reads an answer of this conversation; let it end, cancel it, "
+                        "or open the image again for a conversation of your own"
                     )
                 if self._holder is not None:
                     request.wait(self._changed)

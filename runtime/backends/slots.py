@@ -36,7 +36,7 @@ class SlotCounter(ABC):
 
     def keep(self, length: int) -> None:
         """Forget every slot from `length` on."""
-        assert length <= self.length, (length, self.length)
+        assert length <= self.length, f"a cache of {self.length} tokens cannot keep {length}"
         self.length = length
 
     @abstractmethod

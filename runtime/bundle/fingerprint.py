@@ -110,7 +110,7 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
     if engines.format != FORMAT:
         raise BundleError(f"{where} has format {engines.format}, this vtx reads {FORMAT}; {cure}")
     for record in engines.engines.values():
-        check_inside(record.file)
+        check_inside(record.file, where)
     return engines
 
 

@@ -304,7 +304,7 @@ def _parse(raw: bytes, path: Path, size: int, identity: Identity | None, error: 
     """The header `raw` of a file of `size` bytes, checked."""
     parsed = parse_json(raw, f"the header of {path.name}", error=error)
     if not isinstance(parsed, dict):
-        raise error(f"the header of {path.name} is a JSON {type(parsed).__name__}, not an object; download it again")
+        raise error(f"the header of {path.name} is not an object; download it again")
     metadata = parsed.pop("__metadata__", None)
     if metadata is None:
         metadata = {}

@@ -12,7 +12,7 @@ from vtx.runtime.bundle.spec.manifest import LayoutSpec
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.modules import modules_of
-from vtx.runtime.strict import Strict, json_value
+from vtx.runtime.strict import UPGRADE, Strict, json_value
 from vtx.runtime.vision.layout import Layout, registered
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def _read(spec: LayoutSpec, known: Mapping[str, type[T]], noun: str) -> T:
     kind = known.get(spec.name)
     if kind is None:
         raise BundleError(
-            f"vtx.json: the {noun} {spec.name!r} is unknown to this vtx, which has {', '.join(known)}; "
-            'upgrade it with pip install -U "vtx-edge"'
+            f"vtx.json: the {noun} {spec.name!r} is unknown to this vtx, which has {', '.join(known)}; {UPGRADE}"
         )
     layout = Strict().read(kind, spec.parameters, f"vtx.json: layout {spec.name!r}")
     if layout.max_tokens != spec.max_tokens:

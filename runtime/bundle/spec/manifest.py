@@ -13,7 +13,7 @@ from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, kv_typ
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
-from vtx.runtime.strict import optional
+from vtx.runtime.strict import UPGRADE, optional
 
 FORMAT = 4
 MAX_BYTES = 4 << 20
@@ -190,7 +190,7 @@ class Manifest:
         if self.kv_dtype not in KV_DTYPES or not set(parts) <= set(PRECISIONS):
             raise BundleError(
                 f"vtx.json: precision {', '.join(parts)} with KV type {self.kv_dtype!r} is unknown to this vtx; "
-                'upgrade it with pip install -U "vtx-edge"'
+                f"{UPGRADE}"
             )
         context, image = self.max_context, self.layout.must_fit
         require(1 <= context < 1 << 24, f"max_context {context} is outside 1..16777215")
@@ -237,7 +237,7 @@ class Manifest:
             if unknown is not None:
                 raise BundleError(
                     f"vtx.json: layers with a cache of the kind {unknown!r} are unknown to this vtx, which has "
-                    f'{", ".join(CACHE_KINDS)}; upgrade it with pip install -U "vtx-edge"'
+                    f"{', '.join(CACHE_KINDS)}; {UPGRADE}"
                 )
             require(
                 len(kinds) in (0, stage.layers)
@@ -253,9 +253,7 @@ class Manifest:
         queries = any(stage.query for stage in self.stages)
         for name, graphs in self.dialects.items():
             if name not in DIALECTS:
-                raise BundleError(
-                    f'vtx.json: dialect {name!r} is unknown to this vtx; upgrade it with pip install -U "vtx-edge"'
-                )
+                raise BundleError(f"vtx.json: dialect {name!r} is unknown to this vtx; {UPGRADE}")
             where, found = f"dialect {name!r}", (len(graphs.stages), len(graphs.gates))
             require(
                 found == counts,
@@ -289,8 +287,8 @@ class Manifest:
         return dict(zip(self.gates, self.dialects[dialect].gates, strict=True))
 
 
-def check_inside(name: str) -> None:
+def check_inside(name: str, where: str = "vtx.json") -> None:
     """Raise BundleError unless `name` is a relative path that stays inside the bundle."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name:
-        raise BundleError(f"vtx.json: the path {name!r} leaves the bundle; do not use this bundle")
+        raise BundleError(f"{where}: the path {name!r} leaves the bundle; do not use this bundle")

@@ -35,7 +35,7 @@ void ask(vtx::Conversation& conversation, size_t question, const std::vector<Tok
     if (!(early ? begins(expected[question], answer.ids()) : answer.ids() == expected[question])) ++wrong;
   } catch (const vtx::Error& error) {
     error.status() == VTX_BUSY ? ++busy : ++wrong;
-    if (std::string(error.what()).find("computing an answer") == std::string::npos) ++wrong;
+    if (std::string(error.what()).find("another thread reads an answer") == std::string::npos) ++wrong;
   }
 }
 

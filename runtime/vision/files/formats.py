@@ -52,7 +52,9 @@ def read_container(name: str, content: bytes, formats: Sequence[str] = DEFAULT_F
     """
     kind = next((kind for kind, signature in _SIGNATURES if signature.match(content)), "")
     if not kind:
-        raise ImageError(f"{name} is not an image that vtx reads; it reads {', '.join(formats)}")
+        raise ImageError(
+            f"{name} is not an image that vtx reads; it reads {', '.join(formats)}: convert it, or give its pixels"
+        )
     if kind not in KNOWN_FORMATS:
         raise ImageError(
             f"{name} is a {kind} image; vtx reads {', '.join(formats)}; convert it, or open it yourself and give a PIL "

@@ -174,7 +174,7 @@ def test_token_ids_are_asked_about_without_a_tokenizer(library: c.CDLL, model: c
     library.vtx_answer_free(answer)
     array[0] = 10**9
     assert library.vtx_ask_ids(conversation, array, len(ids), None, c.byref(answer)) == REQUEST
-    assert b"is outside the model's" in library.vtx_last_error()
+    assert b"token id is 1000000000; it must be at least 0 and at most" in library.vtx_last_error()
     library.vtx_conversation_free(conversation)
 
 

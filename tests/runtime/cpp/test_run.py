@@ -220,7 +220,7 @@ def test_a_stage_that_gives_fewer_queries_than_tokens_is_refused(
     cut_output(forged, name, 1, QUERY)
     asked = ("--device", "openvino", "--threads", "1", "--k", "none", "--reduce", "fastv:k=4")
     done = run("run", "--bundle", forged, *asked, pictures[0], "red?")
-    assert f"{name} gives queries of another size; export" in done.stderr.decode()
+    assert f"{name} gives 1 outputs for 17 tokens; export" in done.stderr.decode()
 
 
 def test_outputs_of_a_wrong_size_are_not_told_as_a_lack_of_memory(
@@ -247,7 +247,7 @@ def test_a_picture_that_is_damaged_is_refused(model: Model, pictures: list[Path]
         assert done.returncode == 1
         assert b"is damaged and cannot be decoded" in done.stderr
     random_image(1).save(tmp_path / "a.bmp")
-    assert b"it reads JPEG and PNG" in run("run", "--bundle", model.bundle.folder, tmp_path / "a.bmp", "red?").stderr
+    assert b"it reads JPEG, PNG" in run("run", "--bundle", model.bundle.folder, tmp_path / "a.bmp", "red?").stderr
 
 
 def test_a_gate_at_its_threshold_and_just_above_it_decides_as_in_python(

@@ -109,15 +109,14 @@ void check_stop_count(size_t count) {
 void Options::check() const {
   sampling.check();
   check_whole("max_new_tokens", max_new_tokens, 1, names::kMostWhole);
-  if (!(gate_threshold >= 0 && gate_threshold <= 1))
-    fail(Kind::request, "the gate threshold is ", python_repr(gate_threshold), "; it must be a probability from 0 to 1");
+  check_number("the gate threshold", gate_threshold, "a probability from 0 to 1", 0, 1);
   check_stop_count(stop.size());
   for (const std::string& text : stop) {
-    if (text.empty()) fail(Kind::request, "a stop string is empty; leave it out");
-    if (first_invalid_utf8(text) != std::string::npos) fail(Kind::request, "a stop string is not UTF-8; convert it");
+    if (text.empty()) fail(Kind::request, "stop is ''; it must be a string, or a list of strings, none of them empty");
+    if (size_t at = first_invalid_utf8(text); at != std::string::npos)
+      fail(Kind::request, "a stop string is not UTF-8 text (byte ", at, ")");
   }
-  if (!(timeout >= 0 && timeout <= 1e6))
-    fail(Kind::request, "timeout is ", python_repr(timeout), "; it must be a number of seconds up to 1e6, 0 for none");
+  if (timeout != 0) check_number("timeout", timeout, "a number of seconds above 0 and at most 1e6", 1e-9, 1e6);
 }
 
 void describe(Answer& answer, const Model& model, const Policy& policy, bool logprobs) {

@@ -23,7 +23,8 @@ class Conversation::Running {
  public:
   explicit Running(Conversation& conversation) : conversation_(conversation) {
     if (conversation_.busy_.exchange(true))
-      fail(Kind::busy, "this conversation is computing an answer; wait for it, end it with cancel, or open the image again ",
+      fail(Kind::busy,
+           "another thread reads an answer of this conversation; let it end, cancel it, or open the image again ",
            "for a conversation of your own");
     conversation_.cancelled_ = false;
   }
@@ -83,15 +84,13 @@ void Conversation::restart_chat() {
 Answer Conversation::ask_ids(const Ids& ids, const Options& options) {
   Running running(*this);
   const Manifest& m = model_->manifest();
-  if (ids.empty()) fail(Kind::request, "the prompt has no token ids; give at least one");
-  for (int64_t id : ids)
-    if (id < 0 || id >= m.model.vocab)
-      fail(Kind::request, "token id ", id, " is outside the model's ", grouped(m.model.vocab), " tokens, numbered from 0");
+  for (int64_t id : ids) check_whole("token id", id, 0, m.model.vocab - 1);
   if (m.text.video_token_id && std::count(ids.begin(), ids.end(), *m.text.video_token_id) > 0)
-    fail(Kind::request, "the prompt has video tokens, and libvtx takes no videos; give frames of them as images");
+    fail(Kind::request, "libvtx takes no videos; give frames of it as images");
   auto images = std::count(ids.begin(), ids.end(), m.text.image_token_id);
-  if (static_cast<size_t>(images) != images_.size())
-    fail(Kind::request, "the prompt has ", images, " image tokens for ", images_.size(), " images; give one for each");
+  if (ids.empty() || static_cast<size_t>(images) != images_.size())
+    fail(Kind::request, "the prompt has ", ids.size(), " token ids and ", images, " image tokens for ", images_.size(),
+         " images; give at least one id, and one image token for each image");
   return answer({nullptr, ids, nullptr}, options);
 }
 

@@ -6,7 +6,7 @@ namespace vtxcore {
 
 void StageCache::check_room(size_t count) const {
   if (length + static_cast<int64_t>(count) > capacity)
-    fail(Kind::context, length, " + ", count, " tokens do not fit a cache of ", capacity, " slots");
+    fail(Kind::context, length, " + ", count, " tokens in a cache of ", capacity, " slots");
 }
 
 Rows StageCache::append(const Rows& rows, const Ids& positions, bool query) {

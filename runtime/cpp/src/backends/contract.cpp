@@ -7,6 +7,13 @@
 namespace vtxcore {
 namespace {
 
+std::string sizes(const TensorSpec& spec) {
+  std::string out;
+  for (const auto& size : spec.shape)
+    out += (out.empty() ? "" : ", ") + std::visit([](const auto& one) { return piece(one); }, size);
+  return "[" + out + "]";
+}
+
 // Equal in every size that both sides name.
 bool fits(const TensorSpec& declared, const Port& port) {
   bool same = port.dtype == declared.dtype && port.shape.size() == declared.shape.size();
@@ -17,14 +24,19 @@ bool fits(const TensorSpec& declared, const Port& port) {
   return same;
 }
 
+[[noreturn]] void mismatch(const std::string& graph, const std::string& name, const std::string& dtype, const Ids& shape,
+                           const std::string& wanted_dtype, const std::string& wanted) {
+  fail(Kind::bundle, graph, ": ", name, " is ", dtype, " ", shape, ", vtx.json says ", wanted_dtype, " ", wanted,
+       "; export the bundle again");
+}
+
 void check_side(const std::string& graph, const std::vector<Port>& ports, const std::vector<TensorSpec>& declared) {
   bool counted = ports.size() == declared.size();
   for (const Port& port : ports) {
     auto spec = std::find_if(declared.begin(), declared.end(), [&](const TensorSpec& s) { return s.name == port.name; });
     if (!counted || spec == declared.end())
       fail(Kind::bundle, graph, " is not the graph that vtx.json says it is; export the bundle again");
-    if (!fits(*spec, port))
-      fail(Kind::bundle, graph, ": ", port.name, " has not the type and sizes that vtx.json says; export the bundle again");
+    if (!fits(*spec, port)) mismatch(graph, port.name, port.dtype, port.shape, spec->dtype, sizes(*spec));
   }
   if (!counted) fail(Kind::bundle, graph, " is not the graph that vtx.json says it is; export the bundle again");
 }
@@ -39,6 +51,11 @@ void check_ports(const std::string& graph, const std::vector<Port>& inputs, cons
 
 void check_rows(const std::string& graph, size_t rows, size_t count) {
   if (rows != count) fail(Kind::bundle, graph, " gives ", rows, " outputs for ", count, " tokens; export the bundle again");
+}
+
+void check_width(const std::string& graph, const Ids& shape, int64_t width) {
+  if (shape.empty() || shape.back() != width)
+    mismatch(graph, "an output", "float32", shape, "float32", cat("[tokens, ", width, "]"));
 }
 
 }  // namespace vtxcore

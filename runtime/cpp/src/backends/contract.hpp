@@ -23,4 +23,7 @@ void check_ports(const std::string& graph, const std::vector<Port>& inputs, cons
 // there, and sessions write into what they are given.
 void check_rows(const std::string& graph, size_t rows, size_t count);
 
+// Throws Error(bundle) unless the last size of an output is `width`.
+void check_width(const std::string& graph, const Ids& shape, int64_t width);
+
 }  // namespace vtxcore

@@ -49,7 +49,7 @@ const Engine& choose(const Bundle& bundle, const std::string& device, const Back
   for (const Engine& engine : engines())
     if (device == kAuto || device == engine.device) able.push_back(&engine);
   if (able.empty())
-    fail(Kind::device, "device '", device.substr(0, 40), "' is not available in this libvtx; it runs on: ", kAuto, ", ",
+    fail(Kind::device, "device '", device.substr(0, 40), "' is not available in this version; it runs on: ", kAuto, ", ",
          devices());
   std::stable_sort(able.begin(), able.end(),
                    [&](const Engine* a, const Engine* b) { return a->merit(bundle) > b->merit(bundle); });

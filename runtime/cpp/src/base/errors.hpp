@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace vtxcore {
 
@@ -25,6 +27,23 @@ inline std::string piece(const char* text) { return text; }
 template <typename Number, typename = std::enable_if_t<std::is_arithmetic_v<Number>>>
 std::string piece(Number number) {
   return std::to_string(number);
+}
+
+template <typename First, typename Second>
+std::string piece(const std::pair<First, Second>& pair) {
+  return "(" + piece(pair.first) + ", " + piece(pair.second) + ")";
+}
+inline std::string quoted(const std::string& text) { return "'" + text + "'"; }
+template <typename Value>
+std::string quoted(const Value& value) {
+  return piece(value);
+}
+// As Python prints a list.
+template <typename Value>
+std::string piece(const std::vector<Value>& list) {
+  std::string out;
+  for (const Value& value : list) out += (out.empty() ? "" : ", ") + quoted(value);
+  return "[" + out + "]";
 }
 
 // The parts side by side: cat("K = ", 3).

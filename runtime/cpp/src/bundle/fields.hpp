@@ -12,11 +12,14 @@
 
 namespace vtxcore {
 
+inline constexpr char kDamaged[] = "the bundle was altered or made by another vtx, export again";
+inline constexpr char kUpgrade[] = "use a newer libvtx";
+
 class Fields {
  public:
   Fields(const Json& value, std::string where) : object_(value.object()), where_(std::move(where)) {
-    if (object_ == nullptr) fail(Kind::bundle, where_, " is not an object", kCure);
-    if (value.find("") != nullptr) fail(Kind::bundle, where_, ": unknown key ''", kCure);
+    if (object_ == nullptr) fail(Kind::bundle, where_, " is not an object; ", kDamaged);
+    if (value.find("") != nullptr) fail(Kind::bundle, where_, ": unknown key ''; ", kDamaged);
     value_ = &value;
   }
 
@@ -25,7 +28,7 @@ class Fields {
 
   const Json& get(const char* key) {
     const Json* found = value_->find(key);
-    if (found == nullptr) fail(Kind::bundle, where_, ": key '", key, "' is missing", kCure);
+    if (found == nullptr) fail(Kind::bundle, where_, ": key '", key, "' is missing; ", kDamaged);
     asked_.insert(key);
     return *found;
   }
@@ -88,19 +91,19 @@ class Fields {
   // Every key must have been asked for.
   void done() const {
     for (const auto& [key, value] : *object_)
-      if (asked_.count(key) == 0) fail(Kind::bundle, where_, ": unknown key '", key.substr(0, 60), "'", kCure);
+      if (asked_.count(key) == 0) fail(Kind::bundle, where_, ": unknown key '", key.substr(0, 60), "'; ", kDamaged);
   }
 
   template <typename Value>
   [[noreturn]] Value wrong(const char* key, const char* wanted) const {
     const Json* found = value_->find(key);
-    fail(Kind::bundle, where_, ": ", key, " is '", found ? found->dump().substr(0, 60) : "", "', not ", wanted, kCure);
+    fail(Kind::bundle, where_, ": ", key, " is '", found ? found->dump().substr(0, 60) : "", "', not ", wanted, "; ",
+         kDamaged);
   }
 
   const std::string& where() const { return where_; }
 
  private:
-  static constexpr char kCure[] = "; the bundle was altered or made by another vtx, export again";
   const Json::Object* object_;
   const Json* value_;
   std::string where_;

@@ -29,18 +29,6 @@ const Json::Object& object_of(Fields& fields, const char* key) {
   return *found;
 }
 
-// A path that stays in the engines' folder.
-std::string inside(const std::string& name, const std::string& where) {
-  bool leaves = name.empty() || name.front() == '/' || name.find_first_of(std::string("\\:\0", 3)) != std::string::npos;
-  for (size_t start = 0; start <= name.size();) {
-    size_t end = std::min(name.find('/', start), name.size());
-    leaves = leaves || name.substr(start, end - start) == "..";
-    start = end + 1;
-  }
-  if (leaves) fail(Kind::bundle, where, ": the path '", name.substr(0, 60), "' leaves the bundle; do not use it");
-  return name;
-}
-
 std::array<int64_t, 3> read_range(const Json& value, Fields& fields) {
   const Json::Array* found = value.array();
   if (found == nullptr || found->size() != 3) fields.wrong<int>("profiles", "ranges of three sizes");
@@ -56,7 +44,7 @@ std::array<int64_t, 3> read_range(const Json& value, Fields& fields) {
 EngineRecord read_engine(const Json& value, const std::string& where) {
   Fields fields(value, where);
   EngineRecord out{
-      inside(fields.text("file"), where), fields.whole("bytes", 0, int64_t{1} << 50), fields.text("sha256"), {}, {}};
+      check_inside(fields.text("file"), where), fields.whole("bytes", 0, int64_t{1} << 50), fields.text("sha256"), {}, {}};
   for (const auto& [name, sum] : object_of(fields, "sources")) {
     if (sum.string() == nullptr) fields.wrong<int>("sources", "an object of strings");
     out.sources[name] = *sum.string();
@@ -73,7 +61,7 @@ EngineRecord read_engine(const Json& value, const std::string& where) {
 EngineSet read_set(const Json& value, const std::string& where) {
   Fields fields(value, where);
   if (int64_t format = fields.whole("format", 0); format != kFormat)
-    fail(Kind::bundle, where, " has format ", format, ", this libvtx reads ", kFormat);
+    fail(Kind::bundle, where, " has format ", format, ", this vtx reads ", kFormat, "; ", kUpgrade);
   EngineSet out;
   out.target = fields.text("target"), out.flavour = fields.text("flavour"), out.version = fields.text("version");
   Ids capability = fields.wholes("capability", 0, 1000);

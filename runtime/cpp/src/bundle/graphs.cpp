@@ -138,8 +138,8 @@ void check_interface(const Manifest& m, const Json& declared) {
                              {"constants", constants},
                              {"dialects", dialects}};
   if (wanted != declared)
-    fail(Kind::bundle, "vtx.json: the interface is not the one that this libvtx knows; the bundle was altered or made by ",
-         "another vtx, export again");
+    fail(Kind::bundle, "vtx.json: interface is '", declared.dump().substr(0, 60), "', not what this libvtx knows; ",
+         kDamaged);
 }
 
 }  // namespace vtxcore

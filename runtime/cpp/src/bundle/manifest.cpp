@@ -20,11 +20,14 @@ double positive(Fields& fields, const char* key) {
   return value;
 }
 
+void refuse(const Fields& fields, const char* key, const char* feature) {
+  if (fields.has(key))
+    fail(Kind::bundle, fields.where(), ".", key, ": ", feature, " are not built in libvtx; load the bundle with Python");
+}
+
 void read_rope(const Json& value, int64_t head_dim) {
   Fields fields(value, "vtx.json: model.rope");
-  if (fields.has("sections"))
-    fail(Kind::bundle, "vtx.json: model.rope.sections: positions of three parts, as in Qwen2-VL, are not built in libvtx; ",
-         "load the bundle with Python");
+  refuse(fields, "sections", "positions of three parts, as in Qwen2-VL,");
   fields.text("kind");
   positive(fields, "theta");
   if (fields.has("scale")) positive(fields, "scale");  // the tables hold it
@@ -135,8 +138,8 @@ Graphs read_graphs(const Json& value, const std::string& dialect) {
   return g;
 }
 
-[[noreturn]] void bad_image(const char* key, const std::string& wanted) {
-  fail(Kind::bundle, "image setting ", key, " must be ", wanted, "; export the bundle again");
+[[noreturn]] void bad_image(Fields& fields, const char* key, const std::string& wanted) {
+  fail(Kind::bundle, "image setting ", key, " is ", fields.get(key).dump().substr(0, 80), "; it must be ", wanted);
 }
 
 // Numbers of a list; the list must have `count` of them, from `low` to `high`.
@@ -144,14 +147,14 @@ std::vector<double> numbers(Fields& fields, const char* key, size_t count, doubl
   std::vector<double> out;
   for (const Json& item : fields.list(key)) out.push_back(fields.number_of(item, key));
   bool fits = out.size() == count && std::all_of(out.begin(), out.end(), [&](double v) { return v >= low && v <= high; });
-  if (!fits) bad_image(key, cat(count, " numbers from ", python_repr(low), " to ", python_repr(high)));
+  if (!fits) bad_image(fields, key, cat(count, " numbers from ", python_repr(low), " to ", python_repr(high)));
   return out;
 }
 
 std::optional<std::pair<int, int>> read_pair(Fields& fields, const char* key) {
   if (fields.get(key).is_null()) return std::nullopt;
   Ids found = fields.wholes(key, 1, names::kMaxInputSide);
-  if (found.size() != 2) bad_image(key, "[height, width]");
+  if (found.size() != 2) bad_image(fields, key, "[height, width]");
   return std::pair(static_cast<int>(found[0]), static_cast<int>(found[1]));
 }
 
@@ -161,7 +164,7 @@ ImageSettings read_image(const Json& value) {
   ImageSettings s;
   if (!fields.get("pad").is_null()) {
     Ids pad = fields.wholes("pad", 0, 255);
-    if (pad.size() != 3) bad_image("pad", "3 bytes or null");
+    if (pad.size() != 3) bad_image(fields, "pad", "3 bytes or null");
     s.pad = {static_cast<int>(pad[0]), static_cast<int>(pad[1]), static_cast<int>(pad[2])};
   }
   if (fields.get("resize").integer() != nullptr)
@@ -169,15 +172,15 @@ ImageSettings read_image(const Json& value) {
   else
     s.resize = read_pair(fields, "resize");
   s.resample = fields.text("resample");
-  if (kResampling.count(s.resample) == 0) bad_image("resample", "a filter of Pillow");
+  if (kResampling.count(s.resample) == 0) bad_image(fields, "resample", "a filter of Pillow");
   s.crop = read_pair(fields, "crop");
   s.rescale = fields.number("rescale");
-  if (!(s.rescale >= 1e-6 && s.rescale <= 1e6)) bad_image("rescale", "a number from 1e-6 to 1e6");
+  if (!(s.rescale >= 1e-6 && s.rescale <= 1e6)) bad_image(fields, "rescale", "a number from 1e-6 to 1e6");
   std::vector<double> mean = numbers(fields, "mean", 3, -1e6, 1e6), std = numbers(fields, "std", 3, 1e-6, 1e6);
   std::copy(mean.begin(), mean.end(), s.mean.begin());
   std::copy(std.begin(), std.end(), s.std.begin());
   fields.done();
-  if (!s.crop && !s.resize && !(s.pad && s.shortest)) bad_image("crop", "set where resize does not fix the size");
+  if (!s.crop && !s.resize && !(s.pad && s.shortest)) bad_image(fields, "crop", "set where resize does not fix the size");
   return s;
 }
 
@@ -187,8 +190,8 @@ VideoSpec read_video(const Json& value) {
   fields.done();
   const Json* tokens = video.layout.parameters.find("tokens");
   if (video.layout.name != "frames" || tokens == nullptr || tokens->integer() == nullptr)
-    fail(Kind::bundle, "vtx.json: the layout of videos '", video.layout.name.substr(0, 40), "' is unknown to this libvtx, ",
-         "which has frames; use a newer libvtx");
+    fail(Kind::bundle, "vtx.json: the layout of videos '", video.layout.name.substr(0, 40),
+         "' is unknown to this vtx, which ", "has frames; ", kUpgrade);
   video.tokens = *tokens->integer();
   return video;
 }
@@ -204,7 +207,8 @@ ContentForm read_content(const Json& value, const std::string& role) {
   fields.done();
   for (const std::string& side : {form.strip_text, form.strip_content})
     if (side != "none" && side != "left" && side != "right" && side != "both")
-      fail(Kind::bundle, fields.where(), ": strip is '", side.substr(0, 20), "'; export the bundle again");
+      fail(Kind::bundle, "the manifest's text settings: ", fields.where(),
+           " must be one of none, left, right, both; export the bundle again");
   return form;
 }
 
@@ -264,17 +268,22 @@ TextSettings read_text(const Json& value) {
   return t;
 }
 
-void check_inside(const std::string& name) {
+}  // namespace
+
+std::string check_inside(const std::string& name, const std::string& where) {
   bool leaves = name.empty() || name[0] == '/' || name.find_first_of(std::string("\\:\0", 3)) != std::string::npos;
   leaves = leaves || ("/" + name + "/").find("/../") != std::string::npos;
-  if (leaves) fail(Kind::bundle, "vtx.json: the path '", name.substr(0, 80), "' leaves the bundle; do not use this bundle");
+  if (leaves) fail(Kind::bundle, where, ": the path '", name.substr(0, 80), "' leaves the bundle; do not use this bundle");
+  return name;
 }
+
+namespace {
 
 std::map<std::string, FileRecord> read_files(const Json& value) {
   std::map<std::string, FileRecord> files;
-  if (value.object() == nullptr) fail(Kind::bundle, "vtx.json: files is not an object; export again");
+  Fields(value, "vtx.json: files");
   for (const auto& [name, record] : *value.object()) {
-    check_inside(name);
+    check_inside(name, "vtx.json");
     Fields fields(record, "vtx.json: files." + name.substr(0, 80));
     files[name] = {fields.whole("bytes", 0, int64_t{1} << 62), fields.text("sha256")};
     fields.done();
@@ -292,7 +301,9 @@ void check_stages(const Manifest& m) {
   bool sound = !m.stages.empty() && rising(m.variants);
   int64_t next = 1;
   Ids starts;
+  std::vector<std::pair<int64_t, int64_t>> spans;
   for (const StageSpec& stage : m.stages) {
+    spans.emplace_back(stage.first, stage.last);
     sound = sound && stage.first == next && stage.last >= stage.first;
     if (stage.first > 1) starts.push_back(stage.first);
     next = stage.last + 1;
@@ -301,7 +312,8 @@ void check_stages(const Manifest& m) {
   for (int64_t k : m.variants) sound = sound && among(starts, k);
   for (int64_t start : starts) sound = sound && (among(m.variants, start) || !m.reductions.empty());
   if (!sound)
-    fail(Kind::bundle, "vtx.json: the stages do not cut ", m.model.layers, " layers at the variants; export again");
+    fail(Kind::bundle, "vtx.json: stages ", spans, " do not cut ", m.model.layers, " layers at K = ", m.variants,
+         " and for the reductions ", m.reductions, "; export again");
 }
 
 void check_gates(const Manifest& m) {
@@ -312,7 +324,8 @@ void check_gates(const Manifest& m) {
   else if (m.default_k != "none")
     sound = sound && among(m.variants, std::stoll(m.default_k));
   if (!sound)
-    fail(Kind::bundle, "vtx.json: default_k ", m.default_k, " and the gates do not fit the variants; export again");
+    fail(Kind::bundle, "vtx.json: default_k ", m.default_k, " and gates at ", m.gates, " do not fit the variants ",
+         m.variants, "; export again");
 }
 
 void check_dialects(const Manifest& m) {
@@ -321,7 +334,7 @@ void check_dialects(const Manifest& m) {
   bool scored = std::any_of(m.stages.begin(), m.stages.end(), [](const StageSpec& s) { return s.query; });
   for (const auto& [name, graphs] : m.dialects) {
     if (name != "ort" && name != "plain" && name != "trt")
-      fail(Kind::bundle, "vtx.json: dialect '", name.substr(0, 40), "' is unknown to this libvtx; use a newer libvtx");
+      fail(Kind::bundle, "vtx.json: dialect '", name.substr(0, 40), "' is unknown to this vtx; ", kUpgrade);
     if (graphs.stages.size() != m.stages.size() || graphs.gates.size() != m.gates.size())
       fail(Kind::bundle, "vtx.json: dialect '", name, "' has ", graphs.stages.size(), " stages and ", graphs.gates.size(),
            " gates, the bundle ", m.stages.size(), " and ", m.gates.size(), "; export again");
@@ -377,16 +390,19 @@ Manifest read_manifest(const Json& root) {
   for (const std::string& precision : {m.precision, m.vision_precision, m.head_precision})
     if (kPrecisions.count(precision) == 0 || kKvBytes.count(m.kv_dtype) == 0)
       fail(Kind::bundle, "vtx.json: precision ", precision.substr(0, 20), " with KV type '", m.kv_dtype.substr(0, 20),
-           "' is unknown to this libvtx; use a newer libvtx");
+           "' is unknown to this vtx; ", kUpgrade);
   m.max_context = fields.whole("max_context", 1, (1 << 24) - 1);
   if (m.layout.max_tokens >= m.max_context)
     fail(Kind::bundle, "vtx.json: an image of ", m.layout.max_tokens, " tokens does not fit max_context ", m.max_context,
          "; export again");
+  refuse(fields, "token_inputs", "stages that read token inputs");
   m.variants = fields.wholes("variants", 1, names::kMaxLayers);
   m.default_k = read_default(fields);
   m.reductions = fields.texts("reductions");
   for (const Json& item : fields.list("stages")) {
     Fields stage(item, "vtx.json: stages");
+    refuse(stage, "caches", "layers without K and V in slots");
+    refuse(stage, "inputs", "stages that read token inputs");
     m.stages.push_back({stage.whole("first"), stage.whole("last"), stage.flag("query")});
     stage.done();
   }
@@ -434,12 +450,13 @@ Manifest parse_manifest(const std::string& text) {
   if (root.object() == nullptr) fail(Kind::bundle, "vtx.json is not a JSON object; the bundle is damaged, export again");
   const Json* format = root.find("format");
   if (format == nullptr || format->integer() == nullptr)
-    fail(Kind::bundle, "vtx.json: format is not a number; the bundle is damaged, export again");
+    fail(Kind::bundle, "vtx.json: format is ", format ? format->dump().substr(0, 40) : "missing",
+         ", not a number; the bundle is damaged, export again");
   int64_t number = *format->integer();
   if (number != names::kFormat)
     fail(Kind::bundle, "the bundle has format ", number, ", ", number > names::kFormat ? "newer" : "older",
-         " than this libvtx reads (", names::kFormat, "); ",
-         number > names::kFormat ? "use a newer libvtx" : "export it again with vtx-export");
+         " than this vtx reads (", names::kFormat, "); ",
+         number > names::kFormat ? kUpgrade : "export it again with vtx-export");
   return read_manifest(root);
 }
 

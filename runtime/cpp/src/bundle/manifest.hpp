@@ -140,6 +140,9 @@ struct Manifest {
   int64_t kv_bytes(const std::string& dialect) const;
 };
 
+// The path itself, named at `where`; throws Error(bundle) unless it stays inside the bundle.
+std::string check_inside(const std::string& name, const std::string& where);
+
 // Reads the text of vtx.json. Throws Error(bundle).
 Manifest parse_manifest(const std::string& text);
 

@@ -59,34 +59,34 @@ Place read_entry(const std::string& key, const Json& entry, const std::string& n
     fail(Kind::bundle, where, " is not described as the format demands", kAgain);
   out.dtype = *dtype->string();
   int64_t each = bytes_of(out.dtype);
-  if (each == 0) fail(Kind::bundle, where, " has dtype '", out.dtype.substr(0, 20), "', which vtx cannot read");
+  if (each == 0) fail(Kind::bundle, where, " has dtype '", out.dtype.substr(0, 20), "', which vtx does not know");
   Ids offsets;
   if (!read_sizes(entry.find("shape"), out.shape) || out.shape.size() > kMaxDims)
     fail(Kind::bundle, where, " has no valid shape (at most ", kMaxDims, " non-negative integers)");
   if (!read_sizes(entry.find("data_offsets"), offsets) || offsets.size() != 2 || offsets[0] > offsets[1])
     fail(Kind::bundle, where, " has no valid data_offsets (two integers, begin <= end)");
   int64_t needed = bytes_of(out.shape, each);
-  if (needed < 0) fail(Kind::bundle, where, ": its shape needs more bytes than any file holds");
+  if (needed < 0) fail(Kind::bundle, where, ": shape ", out.shape, " needs more bytes than any file holds");
   if (needed != offsets[1] - offsets[0])
-    fail(Kind::bundle, where, " has ", grouped(offsets[1] - offsets[0]), " bytes, its dtype and shape need ",
-         grouped(needed), kAgain);
+    fail(Kind::bundle, where, " has ", grouped(offsets[1] - offsets[0]), " bytes, dtype ", out.dtype, " and shape ",
+         out.shape, " need ", grouped(needed), kAgain);
   return {key, offsets[0], offsets[1]};
 }
 
 // The tensors must follow each other without overlap or gap, and end where the file ends.
-void check_coverage(std::vector<Place>& places, int64_t data, const std::string& name) {
+void check_coverage(std::vector<Place>& places, int64_t start, int64_t size, const std::string& name) {
   std::sort(places.begin(), places.end(),
             [](const Place& a, const Place& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
-  int64_t end = 0;
+  int64_t end = start;
   for (const Place& place : places) {
-    if (place.begin != end)
-      fail(Kind::bundle, "tensor '", place.name.substr(0, 120), "' in ", name,
-           place.begin < end ? " overlaps the tensor before it" : " leaves a gap before it", "; the format forbids that",
-           kAgain);
-    end = place.end;
+    if (start + place.begin != end)
+      fail(Kind::bundle, "tensor '", place.name.substr(0, 120), "' in ", name, " ",
+           start + place.begin < end ? "overlaps the tensor before it" : "leaves a gap before it",
+           "; the format forbids that: ", "download it again");
+    end = start + place.end;
   }
-  if (end != data)
-    fail(Kind::bundle, name, " holds ", grouped(data), " bytes of tensors, its header says ", grouped(end), kAgain);
+  if (end > size) fail(Kind::bundle, name, " holds ", grouped(size), " bytes, its header says ", grouped(end), kAgain);
+  if (end < size) fail(Kind::bundle, name, " holds ", grouped(size - end), " bytes after its last tensor", kAgain);
 }
 
 }  // namespace
@@ -98,9 +98,11 @@ Tensors unpack(const std::string& content, const std::string& name) {
   for (size_t i = 0; i < 8; ++i) length |= uint64_t{static_cast<unsigned char>(content[i])} << 8 * i;
   if (length > kMaxHeader)
     fail(Kind::bundle, name, " announces a header of ", length, " bytes, vtx reads at most ",
-         grouped(static_cast<long long>(kMaxHeader)), "; it is no safetensors file, or is damaged");
+         grouped(static_cast<long long>(kMaxHeader)),
+         "; it is not a safetensors file, or is damaged: ", "download it again");
   if (length == 0 || 8 + length > content.size())
-    fail(Kind::bundle, name, " announces a header of ", length, " bytes; it is cut off", kAgain);
+    fail(Kind::bundle, name, " holds ", content.size(), " bytes and announces a header of ", length,
+         "; it is cut off: download it again");
   Json header = parse_json(std::string_view(content).substr(8, length), "the header of " + name, Kind::bundle);
   const Json::Object* entries = header.object();
   if (entries == nullptr) fail(Kind::bundle, "the header of ", name, " is not an object", kAgain);
@@ -113,7 +115,7 @@ Tensors unpack(const std::string& content, const std::string& name) {
     places.push_back(read_entry(key, entry, name, found[key]));
   }
   auto start = static_cast<int64_t>(8 + length);
-  check_coverage(places, static_cast<int64_t>(content.size()) - start, name);
+  check_coverage(places, start, static_cast<int64_t>(content.size()), name);
   for (const Place& place : places)
     found[place.name].bytes =
         content.substr(static_cast<size_t>(start + place.begin), static_cast<size_t>(place.end - place.begin));

@@ -63,13 +63,11 @@ size_t argmax(const Floats& logits) {
 }  // namespace
 
 void Sampling::check() const {
-  if (!(std::isfinite(temperature) && temperature >= 0))
-    fail(Kind::request, "temperature is ", python_repr(temperature), "; it must be 0 (greedy) or a positive number");
-  if (!(top_p > 0 && top_p <= 1)) fail(Kind::request, "top-p is ", python_repr(top_p), "; it must be above 0 and at most 1");
+  check_number("temperature", temperature, "0 (greedy) or a positive number", 0);
+  check_number("top-p", top_p, "above 0 and at most 1", std::numeric_limits<double>::min(), 1);
   check_whole("top-k", top_k, 0, names::kMostWhole);
-  if (!(repetition_penalty >= names::kLeastPenalty && repetition_penalty <= 1000))
-    fail(Kind::request, "repetition_penalty is ", python_repr(repetition_penalty),
-         "; it must be a number from 0.001 to 1000, 1 for none");
+  check_number("repetition_penalty", repetition_penalty, "a number from 0.001 to 1000, 1 for none", names::kLeastPenalty,
+               1000);
 }
 
 Sampler::Sampler(const Sampling& settings, const Ids& prompt_ids) : settings_(settings), random_(settings.seed) {

@@ -222,14 +222,17 @@ void Session::replace_prefix(const Prompt& prompt) {
       check_();
       prefix.images.push_back(encoder.encode());
     }
+    auto wrong_images = [&] {
+      fail(Kind::request, "the prompt has ", count_of(prefix.is_vision), " image tokens, its images give another number");
+    };
     size_t token = 0;
     for (const ImagePtr& image : prefix.images)
       for (size_t i = 0; i < image->rows.count(); ++i) {
         while (token < length && !prefix.is_vision[token]) ++token;
-        if (token == length) fail(Kind::request, "the prompt has fewer image tokens than its images give");
+        if (token == length) wrong_images();
         std::copy(image->rows.row(i), image->rows.row(i) + image->rows.width, hidden->row(token++));
       }
-    if (token != length) fail(Kind::request, "the prompt has more image tokens than its images give");
+    if (token != length) wrong_images();
     std::tie(prefix.positions, prefix.next_position) = place(prefix.is_vision, prefix.images);
     prefix.boundaries = {hidden};
   }

@@ -42,16 +42,13 @@ Picture from_buffer(const uint8_t* data, const uint8_t* second, int width, int h
   size_t each = channels(format);
   if (!data || (format == PixelFormat::nv12 && !second))
     fail(Kind::image, "the buffer has no data; give a pointer to its pixels");
-  if (stride < each * static_cast<size_t>(width))
-    fail(Kind::image, "the buffer's rows are ", stride, " bytes apart, ", width, " pixels take ",
-         each * static_cast<size_t>(width), "; give the stride in bytes");
-  if (stride > kMaxStride)
-    fail(Kind::image, "the buffer's rows are ", stride, " bytes apart, the limit is ", kMaxStride,
-         "; give the stride in bytes, from the upper row to the next below");
-  if (format == PixelFormat::nv12 && (width % 2 || height % 2))
-    fail(Kind::image, "an NV12 frame of ", width, "x", height, " has an odd side; crop it to even ones");
-  if (format == PixelFormat::yuyv && width % 2)
-    fail(Kind::image, "a YUYV frame of ", width, "x", height, " has an odd width; crop it to an even one");
+  if (size_t least = each * static_cast<size_t>(width); stride < least || stride > kMaxStride)
+    fail(Kind::image, "the buffer's rows are ", stride, " bytes apart; give the stride in bytes, ", least, " to ",
+         kMaxStride);
+  bool nv12 = format == PixelFormat::nv12, yuyv = format == PixelFormat::yuyv;
+  if (((nv12 || yuyv) && width % 2) || (nv12 && height % 2))
+    fail(Kind::image, nv12 ? "an NV12" : "a YUYV", " frame of ", width, "x", height,
+         " has an odd side; crop it to even ones");
   Picture out(width, height);
   bool swapped = format == PixelFormat::bgr8 || format == PixelFormat::bgra8;
   for (int y = 0; y < height; ++y) {

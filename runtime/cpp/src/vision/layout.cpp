@@ -11,8 +11,8 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
       {"single", make_single}, {"anyres", make_anyres}, {"tiles", make_tiles}, {"marked", make_marked}};
   auto kind = kLayouts.find(spec.name);
   if (kind == kLayouts.end())
-    fail(Kind::bundle, "vtx.json: the image layout '", spec.name.substr(0, 40), "' is unknown to this libvtx, which has ",
-         "single, anyres, tiles, marked; use a newer libvtx");
+    fail(Kind::bundle, "vtx.json: the image layout '", spec.name.substr(0, 40), "' is unknown to this vtx, which has ",
+         "single, anyres, tiles, marked; ", kUpgrade);
   Fields parameters(spec.parameters, "vtx.json: layout '" + spec.name + "'");
   LayoutPtr layout = kind->second(parameters);
   parameters.done();

@@ -12,7 +12,8 @@ Picture squared(const Picture& picture, const std::array<int, 3>& background) {
   int side = std::max(picture.width, picture.height);
   if (int64_t{side} * side > names::kMaxPixels)
     fail(Kind::image, "the image is ", picture.width, "x", picture.height, " pixels, padded to a square it would be ", side,
-         "x", side, "; the limit is ", grouped(names::kMaxPixels), " in total; shrink its longer side");
+         "x", side, "; the limit is ", grouped(names::kMaxPixels), " in total; shrink its longer side to ",
+         static_cast<int>(std::sqrt(names::kMaxPixels)));
   Picture out(side, side);
   for (size_t i = 0; i < out.data.size(); ++i) out.data[i] = static_cast<uint8_t>(background[i % 3]);
   int left = (side - picture.width) / 2, top = (side - picture.height) / 2;

@@ -59,13 +59,14 @@ std::string MarkedImage::text(const std::string& image_token) const {
 std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found) {
   auto out = std::make_shared<ImageTokens>();
   size_t count = found.features.count();
-  for (const auto& [name, values] : found.whole)
-    if (values.size() != count) fail(Kind::bundle, "the vision graph gives another number of ", name, " than of tokens");
-  for (const auto& [name, values] : found.signals)
-    if (values.size() != count) fail(Kind::bundle, "the vision graph gives another number of ", name, " than of tokens");
+  auto check = [&](size_t values) {
+    if (values != count)
+      fail(Kind::bundle, "the vision graph gives ", values, " outputs for ", count, " tokens; export the bundle again");
+  };
+  for (const auto& [name, values] : found.whole) check(values.size());
+  for (const auto& [name, values] : found.signals) check(values.size());
+  if (found.clip.width > 0) check(found.clip.count());
   auto side = static_cast<size_t>(std::sqrt(static_cast<double>(count)));
-  if (found.clip.width > 0 && found.clip.count() != count)
-    fail(Kind::bundle, "the vision graph gives another number of ", names::kClipPatches, " than of tokens");
   Patches all{count_up(side * side + 1 == count ? names::kClassToken : 0, count), Mask(count, 0), std::move(found.signals),
               std::move(found.clip), std::nullopt};
   Ids there = count_up(0, count);

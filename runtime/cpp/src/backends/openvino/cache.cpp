@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "backends/contract.hpp"
 #include "base/halves.hpp"
 
 namespace vtxcore {
@@ -162,8 +163,8 @@ Rows OpenvinoStageCache::run(const Rows& rows, const Ids& positions, bool query)
       openvino::TensorView view = ran_->get(names::kQuery);
       const ModelSpec& model = context_.manifest.model;
       query_ = Rows(rows.count(), static_cast<size_t>(model.heads * model.head_dim));
-      bool whole = view.shape == Ids{static_cast<int64_t>(rows.count()), static_cast<int64_t>(query_.width)};
-      if (!whole) fail(Kind::bundle, stage_.name, " gives queries of another size; export the bundle again");
+      check_width(stage_.name, view.shape, static_cast<int64_t>(query_.width));
+      check_rows(stage_.name, static_cast<size_t>(view.shape.front()), rows.count());
       std::memcpy(query_.data.data(), view.data, 4 * query_.data.size());
     }
   });
@@ -195,9 +196,7 @@ Scores OpenvinoStageCache::attention(bool last_only) {
                                        {1, static_cast<int64_t>(heads_), length, static_cast<int64_t>(dim)},
                                        data},
                                       {names::kTotalSlots, Type::i32, {1}, &total}});
-  for (const auto& output : outputs)
-    if (static_cast<int64_t>(output.floats.size()) != length)
-      fail(Kind::bundle, context_.score->name, " gives another number of scores than slots; export the bundle again");
+  for (const auto& output : outputs) check_rows(context_.score->name, output.floats.size(), static_cast<size_t>(length));
   return {outputs[0].floats, outputs[1].floats};
 }
 

@@ -42,11 +42,11 @@ Found find(const std::string& path) {
     if (reason.find("libopenvino.so") != std::string::npos)
       fail(Kind::device, module, " was built for another release of OpenVINO than the one in ", where, " (", reason,
            "); name that one with the option library or in ", kVariable, ", or build libvtx with the release that is here");
-    fail(Kind::device, "this libvtx has no bridge to OpenVINO (", reason, "); build it where CMake finds OpenVINO, or use ",
-         "device cpu");
+    fail(Kind::device, "the plug-in ", module, " cannot be loaded (", reason, "); build libvtx where CMake finds ",
+         kOpenvino, ", or use device cpu");
   }
   auto bridge = reinterpret_cast<openvino::BridgeFunction>(::dlsym(handle, openvino::kBridgeSymbol));
-  if (bridge == nullptr) fail(Kind::device, module, " has no ", openvino::kBridgeSymbol, "; install libvtx again");
+  if (bridge == nullptr) fail(Kind::device, "the plug-in ", module, " is of another libvtx; install both together");
   return {bridge, where};
 }
 
@@ -78,9 +78,9 @@ OpenvinoLibrary::OpenvinoLibrary(const std::string& path) {
   try {
     core_.reset(found.bridge(openvino::kBridgeVersion));
   } catch (const std::exception& error) {
-    fail(Kind::device, "OpenVINO in ", where_, " does not start: ", error.what());
+    fail(Kind::device, kOpenvino, " in ", where_, " does not start: ", error.what());
   }
-  if (!core_) fail(Kind::device, kModule, " belongs to another libvtx; install libvtx again");
+  if (!core_) fail(Kind::device, "the plug-in ", kModule, " is of another libvtx; install both together");
 }
 
 std::string OpenvinoLibrary::obstacle(const std::string& path) {
@@ -133,8 +133,7 @@ std::vector<OpenvinoGraph::Output> OpenvinoGraph::run(const std::vector<Openvino
 
 Rows OpenvinoGraph::rows(const OpenvinoInput& input, int64_t width, size_t count) {
   Output output = std::move(run({input})[0]);
-  if (output.shape.empty() || output.shape.back() != width)
-    fail(Kind::bundle, name, " gives another width than ", width, "; export the bundle again");
+  check_width(name, output.shape, width);
   Rows out;
   out.width = static_cast<size_t>(width);
   out.data = std::move(output.floats);

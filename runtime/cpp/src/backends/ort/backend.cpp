@@ -132,8 +132,7 @@ class OrtBackend : public Backend {
 
   static Rows rows_of(const OrtTensor& tensor, int64_t width, const std::string& graph) {
     Ids shape = tensor.shape();
-    if (shape.empty() || shape.back() != width)
-      fail(Kind::bundle, graph, " gives another width than ", width, "; export the bundle again");
+    check_width(graph, shape, width);
     Rows out;
     out.width = static_cast<size_t>(width);
     out.data = values<float>(tensor);

@@ -90,8 +90,8 @@ Scores OrtStageCache::attention(bool last_only) {
   std::vector<OrtTensor> outputs = score.run(inputs);
   auto values = [&](const OrtTensor& tensor) {
     auto data = static_cast<const float*>(tensor.data());
-    if (tensor.shape().size() != 1 || tensor.shape()[0] < length)
-      fail(Kind::bundle, score.name, " gives too few scores; export the bundle again");
+    int64_t scores = tensor.shape().size() == 1 ? tensor.shape()[0] : 0;
+    if (scores < length) check_rows(score.name, static_cast<size_t>(scores), static_cast<size_t>(length));
     return Floats(data, data + length);
   };
   return {values(outputs[0]), values(outputs[1])};

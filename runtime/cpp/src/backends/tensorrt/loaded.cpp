@@ -22,7 +22,7 @@ class Mapped {
   explicit Mapped(const File& file) : bytes_(static_cast<size_t>(file.size())) {
     if (bytes_ == 0) return;
     data_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
-    if (data_ == MAP_FAILED) fail(Kind::device, "there is no memory to read an engine; end other programs");
+    if (data_ == MAP_FAILED) throw std::bad_alloc();
   }
   Mapped(const Mapped&) = delete;
   Mapped& operator=(const Mapped&) = delete;

@@ -11,6 +11,7 @@
 namespace vtxcore {
 namespace {
 
+constexpr char kCheckDriver[] = "see nvidia-smi, or use --device cpu";
 constexpr char kMajorSymbol[] = "getInferLibMajorVersion";
 const char* const kVersionSymbols[] = {kMajorSymbol, "getInferLibMinorVersion", "getInferLibPatchVersion",
                                        "getInferLibBuildVersion"};
@@ -58,7 +59,8 @@ void* Release::plugin() const {
     if (::access(path.c_str(), R_OK) != 0) continue;
     if (void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
     const char* problem = ::dlerror();
-    fail(Kind::device, "the plug-in ", path, " cannot be loaded (", problem ? problem : "", "); build libvtx again");
+    fail(Kind::device, "the plug-in ", path, " cannot be loaded (", problem ? problem : "",
+         "); build libvtx where CMake finds ", flavour_name(flavour_), ", or use device cpu");
   }
   fail(Kind::device, flavour_name(flavour_), " ", version("0.0.0"), " is here (", where(), "), but ", folder,
        " has no plug-in of libvtx for it; build libvtx with its headers: cmake -DVTX_TENSORRT_INCLUDES=DIR");
@@ -70,11 +72,9 @@ std::unique_ptr<tensorrt::Runtime> Release::runtime() const {
   auto make = reinterpret_cast<tensorrt::MakeRuntime>(::dlsym(handle, tensorrt::kMakeRuntimeSymbol));
   void* create = library_.symbol(tensorrt::kCreateSymbol);
   if (interface == nullptr || make == nullptr || interface() != tensorrt::kPluginInterface)
-    fail(Kind::device, "the plug-in for ", flavour_name(flavour_), " is of another libvtx; build and install both together");
+    fail(Kind::device, "the plug-in ", flavour_name(flavour_), " is of another libvtx; install both together");
   std::unique_ptr<tensorrt::Runtime> runtime(create ? make(create) : nullptr);
-  if (!runtime)
-    fail(Kind::device, flavour_name(flavour_), " ", version("0.0.0"),
-         " does not start here; see nvidia-smi, or use --device cpu");
+  if (!runtime) fail(Kind::device, flavour_name(flavour_), " in ", where(), " does not start: ", kCheckDriver);
   return runtime;
 }
 

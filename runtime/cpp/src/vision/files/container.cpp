@@ -48,6 +48,11 @@ void damaged(const std::string& name, const std::string& why) {
   fail(Kind::image, name, " is damaged and cannot be decoded (", why, "); save or copy it again");
 }
 
+void not_built(const std::string& name, const char* library) {
+  fail(Kind::image, name, " needs ", library, ", which this libvtx was built without; install its headers and build again, ",
+       "or give the pixels");
+}
+
 std::optional<int> exif_orientation(std::string_view block) {
   constexpr std::string_view kStart("Exif\0\0", 6);
   if (block.substr(0, 6) == kStart) block.remove_prefix(6);
@@ -82,9 +87,7 @@ Container read_container(const std::string& content, const std::string& name) {
   std::string_view view(content);
   bool jpeg = view.substr(0, 3) == "\xFF\xD8\xFF", png = view.substr(0, 8) == "\x89PNG\r\n\x1A\n";
   if (!jpeg && !png)
-    fail(Kind::image, name,
-         " is not an image that libvtx reads; it reads JPEG and PNG: convert it, or decode it yourself and ",
-         "give its pixels");
+    fail(Kind::image, name, " is not an image that vtx reads; it reads JPEG, PNG: convert it, or give its pixels");
   Container container = jpeg ? read_jpeg(view, name) : read_png(view, name);
   check_size(name, container.width, container.height);
   return container;

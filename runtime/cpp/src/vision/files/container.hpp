@@ -33,6 +33,7 @@ Picture decode_jpeg(const Container& container, const std::string& name);
 Picture decode_png(const Container& container, const std::string& name);
 
 [[noreturn]] void damaged(const std::string& name, const std::string& why);
+[[noreturn]] void not_built(const std::string& name, const char* library);
 
 // A big-endian number of two or four bytes at `at`; 0 beyond the end.
 inline uint32_t big(std::string_view bytes, size_t at, size_t count) {

@@ -85,7 +85,8 @@ Container read_jpeg(std::string_view content, const std::string& name) {
   size_t end = 0;
   while (true) {
     if (++parts > names::kMaxParts)
-      fail(Kind::image, name, " has over ", grouped(names::kMaxParts), " segments, the limit; save it again");
+      fail(Kind::image, name, " has over ", grouped(names::kMaxParts),
+           " segments, the limit; open it in an image editor and save it again");
     size_t at = next_marker(content, end);
     if (at == std::string_view::npos) break;
     int code = static_cast<unsigned char>(content[at]);
@@ -202,11 +203,7 @@ Picture decode_jpeg(const Container& container, const std::string& name) {
   return out;
 }
 #else
-Picture decode_jpeg(const Container&, const std::string& name) {
-  fail(Kind::image, name,
-       " is a JPEG, and this libvtx was built without libjpeg; install libjpeg-turbo's headers and build it ",
-       "again, or give the pixels");
-}
+Picture decode_jpeg(const Container&, const std::string& name) { not_built(name, "libjpeg"); }
 #endif
 
 }  // namespace vtxcore

@@ -19,7 +19,8 @@ Container read_png(std::string_view content, const std::string& name) {
   int64_t parts = 0;
   for (size_t at = 8; at + 8 <= content.size();) {
     if (++parts > names::kMaxParts)
-      fail(Kind::image, name, " has over ", grouped(names::kMaxParts), " chunks, the limit; save it again");
+      fail(Kind::image, name, " has over ", grouped(names::kMaxParts),
+           " chunks, the limit; open it in an image editor and save it again");
     size_t length = big(content, at, 4);
     std::string_view type = content.substr(at + 4, 4), data = content.substr(at + 8, length);
     std::string_view whole = content.substr(at, 12 + length);
@@ -130,11 +131,7 @@ Picture decode_png(const Container& container, const std::string& name) {
   return out;
 }
 #else
-Picture decode_png(const Container&, const std::string& name) {
-  fail(Kind::image, name,
-       " is a PNG, and this libvtx was built without libpng; install libpng's headers and build it again, ",
-       "or give the pixels");
-}
+Picture decode_png(const Container&, const std::string& name) { not_built(name, "libpng"); }
 #endif
 
 }  // namespace vtxcore

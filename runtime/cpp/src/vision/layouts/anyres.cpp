@@ -41,9 +41,8 @@ class Anyres : public TiledLayout {
     for (auto [width, height] : resolutions_)
       sound = sound && width % tile == 0 && height % tile == 0 && (width / tile) * (height / tile) <= names::kMaxTiles;
     if (!sound)
-      fail(Kind::bundle, "layout 'anyres' has ", resolutions_.size(), " resolutions in tiles of ", tile,
-           "; each side must be ", "a multiple of the tile, with at most ", names::kMaxTiles,
-           " tiles; export the bundle again");
+      fail(Kind::bundle, "layout 'anyres' has resolutions ", resolutions_, " in tiles of ", tile, "; each side must be ",
+           "a multiple of the tile, with at most ", names::kMaxTiles, " tiles; export the bundle again");
   }
 
   int64_t max_tokens() const override {
