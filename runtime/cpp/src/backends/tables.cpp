@@ -8,7 +8,7 @@ namespace {
 Floats floats(const Tensors& tensors, const std::string& name, const Ids& shape, const std::string& file) {
   auto found = tensors.find(name);
   if (found == tensors.end() || found->second.dtype != "F32" || found->second.shape != shape)
-    fail(Kind::bundle, file, ": ", name, " is not a float32 table ", shape, "; export again");
+    fail(Kind::bundle, file, ": ", name, " is not a float32 tensor ", shape, "; export again");
   return found->second.values<float>();
 }
 

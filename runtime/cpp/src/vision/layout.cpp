@@ -10,9 +10,11 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
   static const std::map<std::string, LayoutPtr (*)(Fields&)> kLayouts{
       {"single", make_single}, {"anyres", make_anyres}, {"tiles", make_tiles}, {"marked", make_marked}};
   auto kind = kLayouts.find(spec.name);
+  std::string known;
+  for (const auto& [name, make] : kLayouts) known += (known.empty() ? "" : ", ") + name;
   if (kind == kLayouts.end())
     fail(Kind::bundle, "vtx.json: the image layout '", spec.name.substr(0, 40), "' is unknown to this vtx, which has ",
-         "single, anyres, tiles, marked; ", kUpgrade);
+         known, "; ", kUpgrade);
   Fields parameters(spec.parameters, "vtx.json: layout '" + spec.name + "'");
   LayoutPtr layout = kind->second(parameters);
   parameters.done();
