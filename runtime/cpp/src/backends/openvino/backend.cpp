@@ -25,8 +25,8 @@ int64_t quantised_rows(const std::string& precision, int64_t int4_block) {
   return precision == "int8" ? names::kQuantisedRowsInt8 : precision == "int4" ? int4_block : 0;
 }
 
-// The most hidden states that a stage takes in one run where more were measured to be slower (docs/measurements/index.md), by the
-// weights and the arithmetic; 0: any number.
+// The most hidden states that a stage takes in one run where more were measured to be slower (docs/measurements/index.md),
+// by the weights and the arithmetic; 0: any number.
 size_t rows_of_a_run(const std::string& precision, const std::string& compute) {
   for (const names::RowsOfARun& known : names::kRowsOfARun)
     if (precision == known.weights && compute == known.compute) return static_cast<size_t>(known.rows);
