@@ -24,7 +24,7 @@ from vtx.commands import bench as commands
 from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
-from vtx.runtime.api.model import Model
+from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.policies import parse
@@ -424,15 +424,15 @@ def test_questions_that_do_not_fit_are_skipped_and_many_are_an_error(bundle: Pat
 def test_an_interruption_keeps_the_questions_that_every_method_answered(
     bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    picture, calls = Model.prepare, list[None]()
+    picture, calls = LoadedBundle.prepare, list[None]()
 
-    def stop(self: Model, source: Any, *rest: Any, **how: Any) -> Any:
+    def stop(self: LoadedBundle, source: Any, *rest: Any, **how: Any) -> Any:
         calls.append(None)
         if len(calls) == 2 + after:  # the first belongs to the forecast
             raise KeyboardInterrupt
         return picture(self, source, *rest, **how)
 
-    monkeypatch.setattr(Model, "prepare", stop)
+    monkeypatch.setattr(LoadedBundle, "prepare", stop)
     target = tmp_path / "out.json"
     done = vtx_bench("--bundle", str(bundle), "--data", str(data), "--k", "none", "--out", str(target))
     assert done.exit_code == 130
