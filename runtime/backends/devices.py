@@ -39,11 +39,12 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
             raise DeviceError(obstacle)
         return DeviceChoice(device, compute or next(iter(ENGINES[device].compute)), "asked for")
     obstacles: dict[str, str] = {}
-    for name, why in _by_merit(bundle):
+    merits = {name: merit for name, engine in ENGINES.items() if (merit := engine.load().merit(bundle))}
+    for name in sorted(merits, key=lambda name: (merits[name][0], name), reverse=True):
         obstacle = _obstacle(bundle, name, compute)
         if not obstacle:
             return DeviceChoice(
-                name, compute or next(iter(ENGINES[name].compute)), "; ".join([why, *obstacles.values()])
+                name, compute or next(iter(ENGINES[name].compute)), "; ".join([merits[name][1], *obstacles.values()])
             )
         obstacles[name] = obstacle
     able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
@@ -52,13 +53,6 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
     if ENGINES[first].gpu and cpu and find_gpu() is None:  # no package makes a GPU
         raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
     raise DeviceError(obstacle)
-
-
-def _by_merit(bundle: Bundle) -> list[tuple[str, str]]:
-    """Devices, the best first, each with why it would be taken."""
-    merits = {name: engine.load().merit(bundle) for name, engine in ENGINES.items()}
-    ranked = sorted((merit[0], name) for name, merit in merits.items() if merit is not None)
-    return [(name, merits[name][1]) for _, name in reversed(ranked)]
 
 
 def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
@@ -77,8 +71,7 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
         )
     if find_spec(engine.module) is None:
         return f'{engine.module} is not installed; pip install "vtx-edge[{engine.extra}]"'
-    found: str | None = engine.load().obstacle(bundle)
-    return found
+    return engine.load().obstacle(bundle)
 
 
 def float_bytes(chosen: DeviceChoice) -> Floats:
@@ -88,5 +81,4 @@ def float_bytes(chosen: DeviceChoice) -> Floats:
 
 def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:
     """Load the bundle's graphs on a device that `choose` gave."""
-    backend: Backend = ENGINES[chosen.device].load().of(bundle, threads, chosen.compute)
-    return backend
+    return ENGINES[chosen.device].load().of(bundle, threads, chosen.compute)

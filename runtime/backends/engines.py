@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vtx.runtime.precision import PRECISIONS
 
 if TYPE_CHECKING:
+    from vtx.runtime.backends.backend import EngineBackend
     from vtx.runtime.bundle.spec.manifest import Manifest
     from vtx.runtime.host.device import Device
 
@@ -45,10 +46,11 @@ class EngineSpec:
     backend: str
     gpu: bool = False
 
-    def load(self) -> Any:
-        """The backend's class, an `EngineBackend`; imports its module, and not yet the engine."""
+    def load(self) -> type[EngineBackend]:
+        """The backend's class; imports its module, and not yet the engine."""
         module, _, name = self.backend.partition(":")
-        return getattr(import_module(f"vtx.runtime.backends.{module}"), name)
+        backend: type[EngineBackend] = getattr(import_module(f"vtx.runtime.backends.{module}"), name)
+        return backend
 
 
 ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
