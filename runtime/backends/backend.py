@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.engines import DeviceState
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores, TokenStates
 
@@ -118,6 +118,23 @@ class Backend(Protocol):
     def close(self) -> None:
         """Release the engine and its weights. The backend and its caches may not be used afterwards."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """One value of `--device`: `installed` if its library is, `usable` if it can answer here."""
+
+    device: str
+    installed: bool
+    usable: bool
+    detail: str
+
+    @classmethod
+    def on_gpu(cls, device: str, libraries: str, machine: Device) -> DeviceState:
+        """The state of an engine that needs a GPU, whose libraries are installed."""
+        if not machine.gpus:
+            return cls(device, True, False, f"{libraries}; no NVIDIA GPU was detected, so it cannot answer here")
+        return cls(device, True, True, f"{libraries} on {machine.gpus[0].name} ({machine.gpus[0].sm})")
 
 
 class EngineBackend(Backend, Protocol):

@@ -16,7 +16,6 @@ from vtx.runtime.precision import PRECISIONS
 if TYPE_CHECKING:
     from vtx.runtime.backends.backend import EngineBackend
     from vtx.runtime.bundle.spec.manifest import Manifest
-    from vtx.runtime.host.device import Device
 
 AUTO = "auto"
 Floats = Mapping[str, int]  # bytes in memory of a float of each of safetensors' types
@@ -79,20 +78,3 @@ def merit_on_cpu(manifest: Manifest, *, openvino: bool) -> tuple[int, str]:
     if openvino != (hidden >= PRECISIONS[weights].openvino_hidden):
         return 1, "what is possible here"
     return 2, f"faster on CPUs with {weights} weights at hidden size {hidden}"
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceState:
-    """One value of `--device`: `installed` if its library is, `usable` if it can answer here."""
-
-    device: str
-    installed: bool
-    usable: bool
-    detail: str
-
-    @classmethod
-    def on_gpu(cls, device: str, libraries: str, machine: Device) -> DeviceState:
-        """The state of an engine that needs a GPU, whose libraries are installed."""
-        if not machine.gpus:
-            return cls(device, True, False, f"{libraries}; no NVIDIA GPU was detected, so it cannot answer here")
-        return cls(device, True, True, f"{libraries} on {machine.gpus[0].name} ({machine.gpus[0].sm})")

@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from vtx.runtime.api.load import load
-from vtx.runtime.backends.engines import ENGINES, DeviceState
+from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.host.confined import confinement

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.engines import ENGINES, DeviceState, merit_on_cpu
+from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.engines import ENGINES, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.loading import is_roomy, load_each

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.engines import EXPANDED, DeviceState, merit_on_cpu
+from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.engines import EXPANDED, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.loading import is_roomy, load_each

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.engines import DeviceState
+from vtx.runtime.backends.backend import DeviceState
 from vtx.runtime.backends.ort.backend import OrtBackend
 from vtx.runtime.backends.ort.cache import OrtStageCache
 from vtx.runtime.backends.ort.library import load_onnxruntime

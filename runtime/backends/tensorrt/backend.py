@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.engines import DeviceState
+from vtx.runtime.backends.backend import DeviceState
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.backends.tensorrt.growing import GrowingStageCache
