@@ -68,13 +68,13 @@ def evaluate(
     from vtx.tools.evaluation.formats import FORMATS
     from vtx.tools.evaluation.metrics import METRICS
     from vtx.tools.evaluation.plots import draw_report
-    from vtx.tools.evaluation.questions import Source, read_questions
+    from vtx.tools.evaluation.questions import QuestionFiles, read_questions
     from vtx.tools.evaluation.report import make_report
     from vtx.tools.evaluation.tables import in_tables
 
     named = make_methods(ks or (None,), reduces or ("none",)) if ks or reduces else ()
     folder = data if data.is_dir() else data.parent
-    source = Source(data, (images or folder).expanduser().resolve(), annotations, split)
+    source = QuestionFiles(data, (images or folder).expanduser().resolve(), annotations, split)
     suffix = FORMATS[task].instruction if instruction is None else instruction
     questions = read_questions(FORMATS[task], source, instruction=suffix, samples=samples, seed=seed)
     for line in questions.skipped:

@@ -10,7 +10,7 @@ import pytest
 
 from vtx.tools.evaluation.formats import FORMATS
 from vtx.tools.evaluation.metrics import METRICS
-from vtx.tools.evaluation.questions import Source, read_questions
+from vtx.tools.evaluation.questions import QuestionFiles, read_questions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,14 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["random", "adversarial"])
 def test_half_of_the_drawn_pope_questions_are_about_what_is_there(folder: Path, name: str) -> None:
-    found = read_questions(FORMATS["pope"], Source(folder / f"pope_{name}.json", folder / "images"))
+    found = read_questions(FORMATS["pope"], QuestionFiles(folder / f"pope_{name}.json", folder / "images"))
     labels = [question.answers[0] for question in found.questions]
     assert not found.skipped
     assert labels.count("yes") == labels.count("no") > 6
 
 
 def test_the_drawn_vqa_answers_agree_after_normalisation(folder: Path) -> None:
-    where = Source(folder / "vqa_questions.json", folder / "images", folder / "vqa_annotations.json")
+    where = QuestionFiles(folder / "vqa_questions.json", folder / "images", folder / "vqa_annotations.json")
     found = read_questions(FORMATS["vqav2"], where)
     annotations = json.loads((folder / "vqa_annotations.json").read_text())["annotations"]
     assert not found.skipped

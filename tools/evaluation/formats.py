@@ -13,7 +13,7 @@ from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.items import MAX_FILE, inside, named_files, parse_line
-from vtx.tools.evaluation.questions import Format, Record, Source, TaskQuestion, is_file
+from vtx.tools.evaluation.questions import Format, QuestionFiles, Record, TaskQuestion, is_file
 
 MAX_CHOICES = 26
 MAX_ANSWERS = 64
@@ -26,7 +26,7 @@ IMAGE_ENDINGS = (".jpg", ".png", ".jpeg")
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _lines(source: Source) -> Iterator[Record]:
+def _lines(source: QuestionFiles) -> Iterator[Record]:
     """The lines of a JSONL file, unparsed."""
     raw = read_named(source.data, MAX_FILE, error=RequestError)
     return ((f"line {n}", line) for n, line in enumerate(raw.split(b"\n"), 1) if line.strip())
@@ -76,7 +76,7 @@ def _yes_or_no(value: str) -> tuple[str]:
 # --- POPE, and plain questions --------------------------------------------------------------------
 
 
-def _pope(record: Any, source: Source) -> TaskQuestion:
+def _pope(record: Any, source: QuestionFiles) -> TaskQuestion:
     """{"question_id", "image", "text", "label"}, a line each."""
     fields = _fields(record)
     name = _text(fields, "image")
@@ -86,7 +86,7 @@ def _pope(record: Any, source: Source) -> TaskQuestion:
     )  # fmt: skip
 
 
-def _exact(record: Any, source: Source) -> TaskQuestion:
+def _exact(record: Any, source: QuestionFiles) -> TaskQuestion:
     """{"image": name or list, "video": the same, "question", "answer"}, a line each; images as for vtx-calibrate."""
     fields = _fields(record)
     images, videos = (named_files(fields, kind, source.images) for kind in ("image", "video"))
@@ -97,7 +97,7 @@ def _exact(record: Any, source: Source) -> TaskQuestion:
 # --- MME ------------------------------------------------------------------------------------------
 
 
-def _mme_lines(source: Source) -> Iterator[Record]:
+def _mme_lines(source: QuestionFiles) -> Iterator[Record]:
     """(category, stem of the image, line) of every text file in every category's directory."""
     if not source.data.is_dir():
         raise RequestError(f"{source.data} is not a directory; give MME's, which has one per category")
@@ -110,7 +110,7 @@ def _mme_lines(source: Source) -> Iterator[Record]:
                     yield f"{category.name}/{file.name}, line {number}", (category.name, file.stem, line)
 
 
-def _mme(record: tuple[str, str, str], source: Source) -> TaskQuestion:
+def _mme(record: tuple[str, str, str], source: QuestionFiles) -> TaskQuestion:
     category, stem, line = record
     question, tab, answer = line.rpartition("\t")
     if not tab:
@@ -127,7 +127,7 @@ def _mme(record: tuple[str, str, str], source: Source) -> TaskQuestion:
 # --- ScienceQA ------------------------------------------------------------------------------------
 
 
-def _science_problems(source: Source) -> Iterator[Record]:
+def _science_problems(source: QuestionFiles) -> Iterator[Record]:
     """The problems of one split of problems.json, or of the directory that holds it."""
     path = source.data / "problems.json" if source.data.is_dir() else source.data
     for number, problem in _object(path).items():
@@ -135,7 +135,7 @@ def _science_problems(source: Source) -> Iterator[Record]:
             yield f"problem {number}", {**problem, "number": number}
 
 
-def _science(record: dict[str, Any], source: Source) -> TaskQuestion:
+def _science(record: dict[str, Any], source: QuestionFiles) -> TaskQuestion:
     choices = _texts(record.get("choices"), 2, MAX_CHOICES, "choices")
     right = record.get("answer")
     if not isinstance(right, int) or not 0 <= right < len(choices):
@@ -156,7 +156,7 @@ def letter(index: int) -> str:
 # --- VQAv2 and TextVQA ----------------------------------------------------------------------------
 
 
-def _vqa_records(source: Source) -> Iterator[Record]:
+def _vqa_records(source: QuestionFiles) -> Iterator[Record]:
     """Each question with its annotation, from the two files of a release."""
     if source.annotations is None:
         raise RequestError("VQAv2's answers are in a separate file; give it with --annotations")
@@ -173,7 +173,7 @@ def _vqa_records(source: Source) -> Iterator[Record]:
         yield f"question {number}", {"question": question, "annotation": note, "subtype": subtype}
 
 
-def _vqa(record: dict[str, Any], source: Source) -> TaskQuestion:
+def _vqa(record: dict[str, Any], source: QuestionFiles) -> TaskQuestion:
     question, note = record["question"], record["annotation"]
     if note is None:
         raise RequestError("it has no annotation")
@@ -189,7 +189,7 @@ def _vqa(record: dict[str, Any], source: Source) -> TaskQuestion:
     return TaskQuestion((path,), _text(fields, "question"), humans, name, kind)
 
 
-def _text_vqa(record: Any, source: Source) -> TaskQuestion:
+def _text_vqa(record: Any, source: QuestionFiles) -> TaskQuestion:
     fields = _fields(record)
     name = f"{_text(fields, 'image_id')}.jpg"
     answers = _texts(fields.get("answers"), MIN_ANSWERS, MAX_ANSWERS, "answers")

@@ -44,7 +44,7 @@ class TaskQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class QuestionFiles:
     """The files of a benchmark: its questions, a separate file of annotations if it has one, its image directory."""
 
     data: Path
@@ -57,8 +57,8 @@ class Source:
 class Format:
     """The reader of a benchmark's files: their records, and the question of each record."""
 
-    records: Callable[[Source], Iterable[Record]]
-    question: Callable[[Any, Source], TaskQuestion]
+    records: Callable[[QuestionFiles], Iterable[Record]]
+    question: Callable[[Any, QuestionFiles], TaskQuestion]
     instruction: str = ""
 
 
@@ -87,7 +87,7 @@ def check_skipped(source: str, used: int, skipped: Sequence[str]) -> None:
 
 
 def read_questions(
-    form: Format, source: Source, *, instruction: str | None = None, samples: int | None = None, seed: int = 0
+    form: Format, source: QuestionFiles, *, instruction: str | None = None, samples: int | None = None, seed: int = 0
 ) -> QuestionSet:
     """The questions of a benchmark, each followed by a line with the instruction (None: the format's).
 

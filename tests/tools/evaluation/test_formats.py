@@ -11,7 +11,7 @@ from tests.support.tiny import random_image
 
 from vtx.runtime.errors import RequestError
 from vtx.tools.evaluation.formats import FORMATS
-from vtx.tools.evaluation.questions import QuestionSet, Source, read_questions
+from vtx.tools.evaluation.questions import QuestionFiles, QuestionSet, read_questions
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def lines(path: Path, *records: Any) -> Path:
 
 
 def read(task: str, data: Path, images: Path, **more: Any) -> QuestionSet:
-    source = Source(data, images.resolve(), more.pop("annotations", None))
+    source = QuestionFiles(data, images.resolve(), more.pop("annotations", None))
     return read_questions(FORMATS[task], source, **more)
 
 
