@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.merge import SIDE
 from vtx.runtime.errors import RequestError, UnsupportedModelError
-from vtx.runtime.policies.base import Needs, Reduction
+from vtx.runtime.policies.base import Needs
 from vtx.runtime.policies.make import NOT_RENUMBERED, check_depth, check_layout, check_patches
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
@@ -34,11 +34,30 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
         UnsupportedModelError: the model's vision tower lacks an input of a reduction.
 
     """
-    needs, specs = Needs(), list[str]()
+    needs, specs, vision = Needs(), list[str](), config.vision
     for text in texts:
         parts = parse(text)
         check_depth(parts, config.text.layers)
-        _check_tower(parts, config)
+        for part in parts:
+            own = part.needs()
+            if part.renumbers and config.text.rope.sections:
+                raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
+            check_patches(part, vision.shuffle, class_token=vision.class_token)
+            if own.merging and vision.grid < SIDE:
+                raise UnsupportedModelError(
+                    f"{part.name} merges windows of {SIDE} x {SIDE} patches, the tower has {vision.grid} x "
+                    f"{vision.grid}; leave merging out (mustdrop:...,tau=off)"
+                )
+            if own.merging and config.layout.max_views > 1:
+                raise UnsupportedModelError(
+                    f"{part.name} merges windows of patches, and this model's images come in tiles that form one grid; "
+                    "leave merging out (mustdrop:...,tau=off)"
+                )
+            if own.merging and 0 in config.feature_layers:
+                raise UnsupportedModelError(
+                    f"{part.name} merges patches after the tower's first layer, and the model also uses the hidden "
+                    "states before it (vision_feature_layer 0); leave merging out (mustdrop:...,tau=off)"
+                )
         check_layout(parts, config.layout)
         if (canonical := to_spec(parts)) in specs:
             raise RequestError(f"--reduce {canonical} is given twice; name each variant once")
@@ -52,27 +71,3 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
             "leave out merging (tau=off) or key tokens (key=0)"
         )
     return Reductions(tuple(specs), needs)
-
-
-def _check_tower(parts: Sequence[Reduction], config: ModelConfig) -> None:
-    vision = config.vision
-    for part in parts:
-        needs = part.needs()
-        if part.renumbers and config.text.rope.sections:
-            raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
-        check_patches(part, vision.shuffle, class_token=vision.class_token)
-        if needs.merging and vision.grid < SIDE:
-            raise UnsupportedModelError(
-                f"{part.name} merges windows of {SIDE} x {SIDE} patches, the tower has {vision.grid} x {vision.grid}; "
-                "leave merging out (mustdrop:...,tau=off)"
-            )
-        if needs.merging and config.layout.max_views > 1:
-            raise UnsupportedModelError(
-                f"{part.name} merges windows of patches, and this model's images come in tiles that form one grid; "
-                "leave merging out (mustdrop:...,tau=off)"
-            )
-        if needs.merging and 0 in config.feature_layers:
-            raise UnsupportedModelError(
-                f"{part.name} merges patches after the tower's first layer, and the model also uses the hidden "
-                "states before it (vision_feature_layer 0); leave merging out (mustdrop:...,tau=off)"
-            )
