@@ -41,9 +41,9 @@ SEVEN, THIRTEEN, NEXT = (KNOWN[name] for name in ("llava-1.5-7b", "llava-1.5-13b
 TERA = 1e12
 
 
-def fastv_schedule(layers: int, *, text: int, vision: int) -> tuple[int, ...]:
-    """FastV: the first two layers see all, the others the better half of the vision tokens."""
-    return make_schedule([vision] * 2 + [vision - vision // 2] * (layers - 2), text=text)
+def fastv_schedule(layers: int, *, text: int, vision: int, after: int = 2) -> tuple[int, ...]:
+    """FastV: the first `after` layers see all, the others the better half of the vision tokens."""
+    return make_schedule([vision] * after + [vision - vision // 2] * (layers - after), text=text)
 
 
 # --- the papers -----------------------------------------------------------------------------------
