@@ -78,7 +78,7 @@ class Product:
 
 def _openvino(graph: bytes, kind: Kind, threads: int) -> Callable[[Any], Any]:
     core = load_openvino().Core()
-    settings = arithmetic(kind.compute, kind.stored, threads)
+    settings = arithmetic(kind.compute, "fp32" if kind.stored == "float" else kind.stored, threads)
     model = core.read_model(graph, b"")
     held = []
     if kind.compute == "int8":
