@@ -19,7 +19,6 @@ ALLOWED = {
     "runtime/bundle/files.py": "this is the place",
     "runtime/bundle/seal.py": "writes",
     "runtime/bundle/safetensors.py": "reads open files, and writes",
-    "tools/estimate/sizes.py": "models.json, a file of the package",
     "runtime/backends/openvino/narrow.py": "/proc/self/maps",
     "runtime/backends/openvino/integers.py": "a nameless file of its own",
     "exporter/calibration/report.py": "a report that the user names",
