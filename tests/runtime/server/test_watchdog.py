@@ -82,7 +82,7 @@ def test_a_systemd_that_is_gone_does_not_end_the_watchdog(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-@pytest.mark.parametrize("watched", ["", str(os.getpid()), "1"])
+@pytest.mark.parametrize("watched", ["", str(os.getpid()), "1"], ids=["unset", "own", "other"])
 def test_systemd_is_told_at_its_socket(tmp_path: Path, abstract: bool, watched: str) -> None:
     name = f"@vtx-{os.getpid()}-{watched}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
