@@ -29,7 +29,7 @@ def pages() -> dict[Path, str]:
     others = [OTHERS]
     for name, command in sorted(cli.main.commands.items()):
         parts = answering if name in ANSWERING else others
-        context = click.Context(command, info_name=f"vtx-{name}")
+        context = click.Context(command, info_name=f"vtx-{name}", **command.context_settings)
         usage = " ".join(command.collect_usage_pieces(context))
         parts += [f"## vtx-{name}", inspect.cleandoc(command.help or ""), f"```text\nvtx-{name} {usage}\n```"]
         parts.append("\n".join(_item(record) for record in options[name] if record not in shared))
@@ -42,7 +42,7 @@ def pages() -> dict[Path, str]:
 
 
 def _options(name: str, command: click.Command) -> list[tuple[str, str]]:
-    context = click.Context(command, info_name=f"vtx-{name}")
+    context = click.Context(command, info_name=f"vtx-{name}", **command.context_settings)
     options = [p for p in command.params if isinstance(p, click.Option) and p.name != "version"]
     return [record for option in options if (record := option.get_help_record(context)) is not None]
 

@@ -50,7 +50,7 @@ def test_images_take_the_tokens_that_they_have_beside_others(tiny_checkpoint: Ch
     counts = list[int]()
     for images in ((wide,), (high,), (wide, high)):
         counts.append(int((prompt_ids(source, Item(images, "?")) == source.config.image_token_id).sum()))
-        assert counts[-1] == len(Reference(source.checkpoint, source.config).encode(images, source.image).rows)
+        assert counts[-1] == len(Reference(source.checkpoint, source.config).encode(images, source.image).hidden)
     assert counts[2] == 2 * 17 < counts[0] + counts[1]
     measured = ExportOptions("", precision="int4", aware=ActivationAware(Data("two", (Item((wide, high), "?"),))))
     assert measured.measured_tokens(source.config) == (counts[2] + QUESTION_TOKENS,)
