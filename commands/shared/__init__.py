@@ -1,1 +1,1 @@
-"""What several commands use: options, and the exporter's libraries."""
+"""Options and libraries that several commands share."""

@@ -117,7 +117,7 @@ def _video(_: Family, config: ModelConfig) -> str:
 
 
 def _cpp(family: Family, config: ModelConfig) -> str:
-    """Whether libvtx reads the manifest: what it does not know it refuses by name."""
+    """Support by libvtx, which refuses by name the parts of a manifest that it does not know."""
     layout, spec = spec_of(config.layout), model_spec(config, "")
     if spec.rope.sections:
         return "no: positions of three parts (`sections`) are refused by name"

@@ -43,7 +43,7 @@ Picture: TypeAlias = "ImageSource | Video"
 
 
 class ImageKeywords(TypedDict, total=False):
-    """How images are read, as `load` describes it."""
+    """Settings for reading images, as `load` describes them."""
 
     fit: str | None
     max_tiles: int | None

@@ -105,7 +105,7 @@ class QuestionKeywords(OptionKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a question is answered: K, limits and sampling, reductions; the bundle's defaults if left out."""
+    """Settings of one answer: K, limits and sampling, reductions; the bundle's defaults if left out."""
 
     k: K = DEFAULT
     options: Options = dataclasses.field(default_factory=Options)

@@ -19,7 +19,7 @@ Likely: TypeAlias = tuple[tuple[int, float], ...]  # token ids, the likeliest fi
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave all tokens in.
+    """Settings for drawing tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave all tokens in.
 
     `repetition_penalty` above 1 makes tokens of the prompt and of the answer so far less likely; 1 does nothing.
     """

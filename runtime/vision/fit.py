@@ -1,4 +1,4 @@
-"""How a picture is fitted to the shape that the vision tower takes.
+"""Fitting a picture to the shape that the vision tower takes.
 
 `crop` cuts off what lies beyond the middle, `pad` puts bars of the mean colour around the picture, `squash` stretches
 it. Without a choice a picture is treated as the checkpoint's image processor says, which need not be how the model was

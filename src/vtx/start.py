@@ -1,4 +1,4 @@
-"""Where every command begins: from the first import on, Ctrl-C ends it with one line and exit code 130."""
+"""The start of every command: from the first import on, Ctrl-C ends it with one line and exit code 130."""
 
 from __future__ import annotations
 

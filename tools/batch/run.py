@@ -33,7 +33,7 @@ Answers = Callable[[Sequence[Line]], Iterable[tuple[Line, Result]]]  # in any or
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How every line is asked, except for its own settings. With more than `most_bad` bad lines the batch ends."""
+    """Settings of all lines, except for a line's own. With more than `most_bad` bad lines the batch ends."""
 
     k: K
     reduce: str | None

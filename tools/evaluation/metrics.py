@@ -46,7 +46,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """How answers are judged and their scores counted."""
+    """Judging answers and counting their scores."""
 
     judge: Judge
     tally: Callable[[Sequence[TaskQuestion], Sequence[tuple[str, float]]], Tally]
