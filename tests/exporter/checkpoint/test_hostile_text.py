@@ -113,11 +113,13 @@ def test_hostile_templates_are_refused_with_the_limit(
 
 @pytest.mark.slow
 def test_templates_that_were_slow_to_compile_are_resolved(tmp_path: Path) -> None:
-    for number, expression in enumerate(("[::1]" * 150, "|lower" * 100)):
+    """Neither ends in a limit; the first cuts a text, so it stays a template."""
+    for number, (expression, regular) in enumerate((("[::1]" * 150, False), ("|lower" * 100, True))):
         folder = tmp_path / str(number)
         folder.mkdir()
         top = write_checkpoint(folder, template="{% set x = 'abc'" + expression + " %}" + VICUNA)
-        assert read(folder, top)[2].forms
+        text = read(folder, top)[2]
+        assert (text.forms is not None, text.no_forms is None) == (regular, regular)
 
 
 def test_a_template_that_places_no_image_is_refused(tmp_path: Path) -> None:

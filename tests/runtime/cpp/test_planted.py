@@ -19,7 +19,7 @@ from tests.support.tiny import random_image
 pytestmark = [needs_cpp, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("runtime", "exporter", "profiles", "src", "scripts")
+PARTS = ("runtime", "tools", "exporter", "commands", "profiles", "src", "scripts")
 SPECS = ("every:n=2", "every:n=3", "every")
 PYTHON = """
 import json
