@@ -284,18 +284,23 @@ def test_shrinking_and_restoring_hold_nothing_that_grows(model: Model, prompts: 
         for number, way in itertools.product(range(3), ("mustdrop", "none", "mustdrop then withdrawal")):
             answer(session, prompts[number], policy(model, way), 2)
 
+    def grown() -> tuple[int, int]:
+        """Bytes of Python objects and of the process that forty rounds leave behind."""
+        gc.collect()
+        resident, (held, _) = process.memory_info().rss, tracemalloc.get_traced_memory()
+        for _ in range(40):
+            ask()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - held, process.memory_info().rss - resident
+
     tracemalloc.start()
     for _ in range(10):
         ask()
-    gc.collect()
-    resident, (held, _) = process.memory_info().rss, tracemalloc.get_traced_memory()
-    for _ in range(40):
-        ask()
-    gc.collect()
-    after, _ = tracemalloc.get_traced_memory()
+    measured = [grown() for _ in range(3)]
     tracemalloc.stop()
-    assert after - held < 1 << 16
-    assert process.memory_info().rss - resident < 2 << 20
+    assert max(objects for objects, _ in measured) < 1 << 16
+    # The allocator may take a few pages once, at any time; a leak takes them in every round.
+    assert min(resident for _, resident in measured) < 1 << 20
 
 
 def test_what_is_set_aside_is_what_full_stages_lost(model: Model, prompts: list[Prompt]) -> None:
