@@ -42,14 +42,9 @@ OPEN = {"/livez", "/readyz", "/health", *PAGE}  # need no key: they contain nobo
 
 
 def make_app(
-    engines: Engines,
-    limits: Limits,
-    *,
-    api_key: str | None = None,
-    local_hosts: bool = True,
-    image_hosts: Collection[str] = (),
-    watchdog: Watchdog | None = None,
-) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    engines: Engines, limits: Limits, *, api_key: str | None = None, local_hosts: bool = True,
+    image_hosts: Collection[str] = (), watchdog: Watchdog | None = None,
+) -> Callable[[Scope, Receive, Send], Awaitable[None]]:  # fmt: skip
     """The ASGI application over `engines`, which it closes at its end.
 
     `local_hosts`: accept only requests that name this machine in their Host header, so that pages of other hosts cannot

@@ -20,7 +20,7 @@ from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.server.compute.engines import Engine, Engines
-from vtx.runtime.server.compute.scheduler import Done, Event, Failed, Job, Piece
+from vtx.runtime.server.compute.scheduler import Done, Event, Job, Piece
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import Metrics
@@ -106,9 +106,7 @@ class ChatCompletions:
             self._engines.check(chat.model)
             engine = self._engines.acquire_loaded(chat.model)
             if engine is None:
-                engine = await asyncio.shield(
-                    loop.run_in_executor(self._loader, self._engines.acquire, chat.model)
-                )  # fmt: skip
+                engine = await asyncio.shield(loop.run_in_executor(self._loader, self._engines.acquire, chat.model))
             with self._engines.use(engine):
                 videos = any(isinstance(image, Video) for image in chat.images)
                 readers, stopping = self._video_readers if videos else self._readers, threading.Event()
@@ -207,8 +205,8 @@ async def _events(
             if not getting.done():
                 raise _too_slow(seconds)
             event = getting.result()
-            if isinstance(event, Failed):
-                raise event.error
+            if isinstance(event, Exception):
+                raise event
             if isinstance(event, Done) and event.answer.stopped == "timeout":
                 raise _too_slow(seconds)
             yield event
@@ -230,10 +228,10 @@ def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], en
     chat, leased = prepared.chat, list[Conversation]()
 
     def begin() -> AnswerStream:
-        remaining = max(1e-3, ends_at - time.monotonic())
         conversation = engine.pool.lease(prepared.images, prepared.ids, reuse=chat.reuse)
         leased.append(conversation)
         try:
+            remaining = max(1e-3, ends_at - time.monotonic())
             settings = Settings(chat.k, replace(chat.options, timeout=remaining), chat.reduce)
             stream = conversation.stream_messages(chat.messages, settings, resume=True)
             stream.on_progress(engine.scheduler.heartbeat.beat)
@@ -256,17 +254,17 @@ async def _send_answer(
         if chat.stream and not reply.status:
             await reply.begin_events()
             await reply.event(objects.chunk({"role": "assistant", "content": ""}))
-        if isinstance(event, Piece):
-            if chat.stream:
-                await reply.event(objects.chunk({"content": event.text}, event.progress))
-            continue
-        answer = event.answer
-        if not chat.stream:
-            await reply.json(200, objects.completion(answer))
-            return answer
-        await reply.event(objects.chunk({}, finish=FINISHED[answer.stopped]))
-        if chat.include_usage:
-            await reply.event(objects.usage_chunk(answer))
-        await reply.end_events()
+        if isinstance(event, Done):
+            break
+        if chat.stream:
+            await reply.event(objects.chunk({"content": event.text}, event.progress))
+    assert isinstance(event, Done), "events end with the answer"
+    answer = event.answer
+    if not chat.stream:
+        await reply.json(200, objects.completion(answer))
         return answer
-    raise AssertionError("events end with the answer")
+    await reply.event(objects.chunk({}, finish=FINISHED[answer.stopped]))
+    if chat.include_usage:
+        await reply.event({**objects.head("chat.completion.chunk"), "choices": [], "usage": objects.usage(answer)})
+    await reply.end_events()
+    return answer

@@ -25,39 +25,38 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 async def read_json_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """The body of a request that says it is JSON.
+    """The body of a request that says it is JSON; one that is too large is read, up to twice the limit, and dropped.
 
     Raises Refusal if it has another type or is compressed (415), too large (413) or too slow (408); ClientLeft if the
     client did not send all of it.
     """
+
+    async def read() -> bytes:
+        body, size, more = bytearray(), 0, True
+        while more and size <= 2 * limits.body:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            size += len(piece)
+            if size <= limits.body:
+                body += piece
+            else:
+                body.clear()
+        if size > limits.body:
+            raise Refusal(413, f"the request is over {limits.body:,} bytes, the limit; send fewer or smaller images")
+        return bytes(body)
+
     if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
         raise Refusal(415, "the body must be JSON, with the header Content-Type: application/json")
     if header(scope, b"content-encoding").strip().lower() not in ("", "identity"):
         raise Refusal(415, "the body must not be compressed; send it without the header Content-Encoding")
     try:
-        return await asyncio.wait_for(_read(receive, limits.body), limits.body_seconds)
+        return await asyncio.wait_for(read(), limits.body_seconds)
     except asyncio.TimeoutError as e:
         raise Refusal(
             408, f"the request did not arrive within {limits.body_seconds:g} s, the limit; send it faster"
         ) from e
-
-
-async def _read(receive: Receive, limit: int) -> bytes:
-    """The body. One that is too large is read and dropped, up to twice the limit, so that its sender gets the error."""
-    body, size, more = bytearray(), 0, True
-    while more and size <= 2 * limit:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        piece, more = message.get("body", b""), message.get("more_body", False)
-        size += len(piece)
-        if size <= limit:
-            body += piece
-        else:
-            body.clear()
-    if size > limit:
-        raise Refusal(413, f"the request is over {limit:,} bytes, the limit; send fewer or smaller images")
-    return bytes(body)
 
 
 async def until_left(receive: Receive) -> None:

@@ -28,27 +28,17 @@ class Objects:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {
             "index": 0, "message": message, "finish_reason": FINISHED[answer.stopped],
-            "logprobs": self._logprobs(
-                Progress(answer.token_ids, answer.logprobs or (), answer.top_logprobs or ())
-            ),
+            "logprobs": self._logprobs(Progress(answer.token_ids, answer.logprobs or (), answer.top_logprobs or ())),
         }  # fmt: skip
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage(answer)}
+        return {**self.head("chat.completion"), "choices": [choice], "usage": self.usage(answer)}
 
     def chunk(
-        self,
-        delta: dict[str, Any],
-        progress: Progress | None = None,
-        *,
-        finish: str | None = None,
+        self, delta: dict[str, Any], progress: Progress | None = None, *, finish: str | None = None
     ) -> dict[str, Any]:
         """The chunk of one token, or of the beginning or end."""
         shown = self._logprobs(progress) if progress is not None and progress.token_ids else None
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": shown}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
-
-    def usage_chunk(self, answer: Answer) -> dict[str, Any]:
-        """The last chunk of a stream whose client asked for usage."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage(answer)}
+        return {**self.head("chat.completion.chunk"), "choices": [choice]}
 
     def usage(self, answer: Answer) -> dict[str, Any]:
         """Token counts, and under `vtx` the object of `vtx-run --json` without its text."""
@@ -62,7 +52,8 @@ class Objects:
             "vtx": {**facts, "kv_slot_bytes": self.model.backend.kv_slot_bytes},
         }  # fmt: skip
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields of every object."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.name}
 
     def _logprobs(self, progress: Progress) -> dict[str, Any] | None:

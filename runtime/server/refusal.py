@@ -6,7 +6,11 @@ from typing import Any
 
 from vtx.runtime.errors import ContextError, ImageError, RequestError, TemplateError, VtxError
 
-INVALID = "invalid_request_error"
+# Errors of a request by their class: OpenAI's code, and the field that is wrong.
+FAULTS = (
+    (ContextError, "context_length_exceeded", "messages"), (ImageError, "invalid_image", "messages"),
+    (TemplateError, None, "messages"), (RequestError, None, None),
+)  # fmt: skip
 
 
 class Refusal(VtxError):
@@ -16,15 +20,9 @@ class Refusal(VtxError):
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        kind: str = INVALID,
-        retry_after: int | None = None,
-    ) -> None:
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None,
+        kind: str = "invalid_request_error", retry_after: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.code, self.param, self.kind, self.retry_after = status, code, param, kind, retry_after
 
@@ -42,14 +40,9 @@ def refusal_of(error: Exception) -> Refusal:
     """The error that a client gets. It has no details if the request is not at fault."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, ContextError):
-        return Refusal(400, str(error), code="context_length_exceeded", param="messages")
-    if isinstance(error, ImageError):
-        return Refusal(400, str(error), code="invalid_image", param="messages")
-    if isinstance(error, TemplateError):
-        return Refusal(400, str(error), param="messages")
-    if isinstance(error, RequestError):
-        return Refusal(400, str(error))
+    for fault, code, param in FAULTS:
+        if isinstance(error, fault):
+            return Refusal(400, str(error), code=code, param=param)
     if isinstance(error, MemoryError):
         return Refusal(503, "no memory left for this request; try again", kind="server_error", retry_after=5)
     return Refusal(500, "the server failed on this request; its log says why", kind="server_error")

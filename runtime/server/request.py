@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from vtx.runtime.api.messages import split_images
 from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.bundle.safetensors import parse_json, shown
-from vtx.runtime.checks import check_number, check_text, check_whole
+from vtx.runtime.checks import check_text, check_whole
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.server.limits import Limits
@@ -20,8 +20,8 @@ from vtx.runtime.session.sampling import Sampling
 from vtx.runtime.vision.video import Video
 
 T = TypeVar("T")
+S = TypeVar("S", Options, Sampling)
 ROLES = ("system", "developer", "user", "assistant")
-DEFAULT_TOKENS = Options().max_new_tokens
 # Fields of OpenAI's API without a meaning here, whatever their value.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Fields that may be given with the value that changes nothing.
@@ -65,45 +65,26 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
     fields = _Fields({name: value for name, value in present.items() if name not in IGNORED})
     model: str = fields.need("model", partial(check_text, "model"))
     images, messages = fields.need("messages", lambda value: _messages(value, limits, hosts))
-    tokens = fields.take("max_tokens", DEFAULT_TOKENS, lambda value: _tokens(value, limits))
+    tokens = fields.take("max_tokens", Options().max_new_tokens, lambda value: _tokens(value, limits))
     tokens = fields.take("max_completion_tokens", tokens, lambda value: _tokens(value, limits))
-    sampling = Sampling(
-        temperature=fields.take("temperature", 0.0, lambda value: Sampling(temperature=value).temperature),
-        top_p=fields.take("top_p", 1.0, lambda value: Sampling(top_p=value).top_p),
-        top_k=fields.take("top_k", 0, lambda value: Sampling(top_k=value).top_k),
-        seed=fields.take("seed", None, lambda value: Sampling(seed=value).seed),
-        repetition_penalty=fields.take(
-            "repetition_penalty", 1.0, lambda value: Sampling(repetition_penalty=value).repetition_penalty
-        ),
-    )
-    logprobs = fields.take("logprobs", False, lambda value: _flag("logprobs", value))
     options = Options(
         max_new_tokens=tokens,
-        ignore_eos=fields.take("ignore_eos", False, lambda value: _flag("ignore_eos", value)),
-        sampling=sampling,
-        gate_threshold=fields.take(
-            "gate_threshold",
-            0.5,
-            lambda value: check_number("the gate threshold", value, "a probability from 0 to 1", least=0, most=1),
-        ),
-        stop=fields.take("stop", (), lambda value: Options(stop=value).stop),
-        logprobs=logprobs,
-        top_logprobs=fields.take(
-            "top_logprobs", 0, lambda value: Options(logprobs=logprobs, top_logprobs=value).top_logprobs
-        ),
+        ignore_eos=fields.flag("ignore_eos"),
+        sampling=fields.checked(Sampling(), "temperature", "top_p", "top_k", "seed", "repetition_penalty"),
         timeout=limits.seconds,
     )
-    stream = fields.take("stream", False, lambda value: _flag("stream", value))
+    options = fields.checked(
+        replace(options, logprobs=fields.flag("logprobs")), "gate_threshold", "stop", "top_logprobs"
+    )
+    stream = fields.flag("stream")
     stream_options: dict[str, bool] = fields.take(
         "stream_options", {}, lambda value: _stream_options(value, stream=stream)
     )
     k, reduce = fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, partial(check_text, "reduce"))
-    reuse = fields.take("reuse", True, lambda value: _flag("reuse", value))
+    reuse = fields.flag("reuse", default=True)
     if fields.left:
         name = min(fields.left)
-        raise Refusal(
-            400, f"there is no field {shown(name)}; leave it out", code="unknown_parameter", param=name[:80]
-        )  # fmt: skip
+        raise Refusal(400, f"there is no field {shown(name)}; leave it out", code="unknown_parameter", param=name[:80])
     usage = bool(stream_options.get("include_usage"))
     return ChatRequest(model, messages, tuple(images), k, reduce, options, stream, usage, reuse)
 
@@ -133,6 +114,15 @@ class _Fields:
         default: T = self.left[name]
         return self.take(name, default, check)
 
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        return self.take(name, default, lambda value: _flag(name, value))
+
+    def checked(self, settings: S, *names: str) -> S:
+        """`settings`, which check themselves, with those of these fields that are given."""
+        for name in names:
+            settings = self.take(name, settings, partial(_changed, settings, name))
+        return settings
+
 
 def _tokens(value: Any, limits: Limits) -> None:
     check_whole("the number of tokens", value, 1)
@@ -140,6 +130,10 @@ def _tokens(value: Any, limits: Limits) -> None:
         raise RequestError(
             f"{value} tokens are requested, the limit of this server is {limits.new_tokens}; request fewer"
         )
+
+
+def _changed(settings: S, name: str, value: Any) -> S:
+    return replace(settings, **{name: value})
 
 
 def _flag(name: str, value: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.server.compute.heartbeat import Heartbeat
+from vtx.runtime.server.compute.scheduler import Heartbeat
 
 LOOK_SECONDS = 2.0  # between two looks, at most
 log = logging.getLogger(__name__)
@@ -26,14 +26,9 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        silences: Callable[[], Mapping[str, float]],
-        limit: float,
-        end: Callable[[str], None],
-        notify: Notify,
-        *,
+        self, silences: Callable[[], Mapping[str, float]], limit: float, end: Callable[[str], None], notify: Notify, *,
         look_seconds: float = LOOK_SECONDS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._silences, self._limit, self._end, self._notify = silences, limit, end, notify
         self._every = min(look_seconds, limit / 4)
         self.connections = Heartbeat()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from typing import TypeAlias
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import VtxError
-from vtx.runtime.server.compute.heartbeat import IDLE_SECONDS, Heartbeat
 from vtx.runtime.server.refusal import Refusal
 
 CLOSE_SECONDS = 10.0  # for a run of a graph to end before the server does
+IDLE_SECONDS = 1.0  # between two beats of a thread that waits for work
 log = logging.getLogger(__name__)
 
 
@@ -35,18 +36,27 @@ class Done:
     answer: Answer
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The end: an error."""
-
-    error: Exception
+Event: TypeAlias = Piece | Done | Exception  # an error is an end, too
 
 
 def shutting_down() -> Refusal:
     return Refusal(503, "the server is shutting down", kind="server_error", retry_after=5)
 
 
-Event: TypeAlias = Piece | Done | Failed
+class Heartbeat:
+    """The sign of life of a thread, which beats it; any may read it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.beat()
+
+    def beat(self) -> None:
+        self.last = self.clock()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last beat."""
+        return self.clock() - self.last
 
 
 class Job:
@@ -120,7 +130,7 @@ class Job:
         except Exception:
             log.exception("the conversation of a request could not be released")
         try:
-            self._emit(Failed(error))
+            self._emit(error)
         except Exception:
             log.exception("the error of a request could not be sent")
 
@@ -144,7 +154,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closing = self._dead = False
         self.heartbeat = Heartbeat()
-        self._thread = threading.Thread(target=self._run, name=f"vtx-serve {name}", daemon=True)
+        self._thread = threading.Thread(target=self._rounds, name=f"vtx-serve {name}", daemon=True)
         self._thread.start()
 
     @property
@@ -180,9 +190,16 @@ class Scheduler:
         self._thread.join(CLOSE_SECONDS)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _rounds(self) -> None:
         try:
-            while self._wait():
+            while True:
+                with self._changed:
+                    self.heartbeat.beat()
+                    while not (self._active or self._waiting or self._closing):
+                        self._changed.wait(IDLE_SECONDS)
+                        self.heartbeat.beat()
+                    if self._closing:
+                        return
                 try:
                     self._together([job.stream for job in self._active if job.stream is not None])
                 except Exception:  # each answer meets it again by itself, and ends alone
@@ -200,12 +217,3 @@ class Scheduler:
             for job in (*self._active, *self._waiting):
                 job.abandon()
             self._active, self._waiting = [], deque()
-
-    def _wait(self) -> bool:
-        """Wait while there is nothing to do; False once the server ends."""
-        with self._changed:
-            self.heartbeat.beat()
-            while not (self._active or self._waiting or self._closing):
-                self._changed.wait(IDLE_SECONDS)
-                self.heartbeat.beat()
-            return not self._closing
