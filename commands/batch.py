@@ -9,14 +9,7 @@ from pathlib import Path
 import click
 
 from vtx.commands.export import find_bundle
-from vtx.commands.shared.options import (
-    bundle_option,
-    images_option,
-    k_option,
-    loading_options,
-    max_new_tokens_option,
-    reduce_option,
-)
+from vtx.commands.shared.options import PATH, option, options
 from vtx.runtime.errors import RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
 from vtx.runtime.terminal.depth import Depth
@@ -27,18 +20,14 @@ from vtx.tools.common.loading import Loading
     epilog="vtx-batch questions.jsonl answers.jsonl\nvtx-batch questions.jsonl answers.jsonl --images photos --k 16\n"
     "vtx-batch questions.jsonl answers.jsonl --bundle /shared/llava-7b --ray-address auto"
 )
-@click.argument("questions", type=click.Path(path_type=Path))
-@click.argument("answers", type=click.Path(path_type=Path))
-@bundle_option
-@images_option
-@k_option
-@reduce_option
-@max_new_tokens_option
-@click.option(
-    "--max-bad", type=click.IntRange(0), default=100, show_default=True, help="End after more failed lines than this."
-)
-@click.option("--ray-address", metavar="ADDR", help="Answer on a Ray cluster: host:port, or auto.")
-@loading_options("device", "compute", "threads", "fit", "require_signature")
+@click.argument("questions", type=PATH)
+@click.argument("answers", type=PATH)
+@options(
+    "bundle", "images", "k", "reduce", "max_new_tokens",
+    option("--max-bad", 100, "End after more failed lines than this.", type=click.IntRange(0)),
+    option("--ray-address", str, "Answer on a Ray cluster: host:port, or auto.", metavar="ADDR"),
+    "device", "compute", "threads", "fit", "require_signature",
+)  # fmt: skip
 def batch(
     questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
     max_new_tokens: int, max_bad: int, ray_address: str | None, loading: Loading,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vtx.commands.export import find_bundle
-from vtx.commands.shared.options import (
-    bundle_option,
-    given,
-    images_option,
-    ks_option,
-    loading_options,
-    need_exporter,
-    plot_option,
-)
+from vtx.commands.shared.options import FILE, given, need_exporter, option, options
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import WideTable, bar, command, end_on_sigterm, note, say_json, say_report
 from vtx.tools.common.loading import Loading
@@ -40,25 +32,8 @@ if TYPE_CHECKING:
     from vtx.tools.data.items import Data
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The outputs of a report: tables or JSON on stdout, JSON in a file, a plot."""
-
-    as_json: bool
-    target: Path | None
-    plot: Path | None
-
-    def write(self, report: dict[str, Any], parts: Sequence[str | WideTable], draw: Callable[[Path], None]) -> None:
-        from vtx.tools.common.files import write_json
-
-        if self.as_json:
-            say_json(report)
-        else:
-            say_report(parts)
-        if self.target:
-            write_json(self.target, report)
-        if self.plot:
-            draw(self.plot)
+# Writes a report, as the options of output say, from its object, its tables and the function that draws it.
+Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], None]], None]
 
 
 @command(
@@ -69,35 +44,28 @@ class Output:
     "vtx-bench --methods --budgets 75,50,35,25 --plot methods.png\n"
     "vtx-bench --methods --bundle llava-7b --data questions.jsonl --images photos --out out.json"
 )
-@bundle_option
-@ks_option
-@click.option("--image", type=click.Path(), help="Image to ask about [default: a drawn one].")
-@click.option("--video", type=click.Path(), help="Video to ask about instead of an image.")
-@click.option("--frames", type=int, metavar="N", help="Frames sampled from the video [default: the bundle's].")
-@click.option("--question", help="Question to ask [default: What is in the picture?].")
-@click.option("--prompt-tokens", type=int, help="Pad the prompt to this many tokens, image included.")
-@click.option("--new-tokens", type=int, default=64, show_default=True, help="Tokens per answer; EOS is ignored.")
-@click.option("--repeats", type=int, default=5, show_default=True, help="Measured rounds over all K.")
-@click.option("--warmup", type=int, default=1, show_default=True, help="Rounds before them that are not measured.")
-@click.option(
-    "--methods", is_flag=True,
-    help="Compare all methods of the bundle by accuracy and cost instead [default bundle: the demo's].",
+@options(
+    "bundle", "ks",
+    option("--image", click.Path(), "Image to ask about [default: a drawn one]."),
+    option("--video", click.Path(), "Video to ask about instead of an image."),
+    option("--frames", int, "Frames sampled from the video [default: the bundle's].", metavar="N"),
+    option("--question", str, "Question to ask [default: What is in the picture?]."),
+    option("--prompt-tokens", int, "Pad the prompt to this many tokens, image included."),
+    option("--new-tokens", 64, "Tokens per answer; EOS is ignored."),
+    option("--repeats", 5, "Measured rounds over all K."),
+    option("--warmup", 1, "Rounds before them that are not measured."),
+    option("--methods", bool, "Compare all methods of the bundle by accuracy and cost instead [default bundle: the "
+           "demo's]."),
+    option("--budgets", str, "With --methods: try a ladder of settings of every method that the bundle can run, and "
+           "name the best of each within these shares of the unreduced cost.", metavar="PERCENT,..."),
+    option("--data", str, "With --methods: questions, as for vtx-calibrate [default: scenes].", metavar="DATA"),
+    "images",
+    option("--samples", 200, "Questions to ask, sampled from DATA."),
+    "device", "compute", "threads", "max_tiles", "max_pixels",
+    option("--json as_json", bool, "All figures as one JSON object on stdout; no tables."),
+    option("--out target", FILE, "Also write all figures to this file.", metavar="FILE.json"),
+    "plot",
 )  # fmt: skip
-@click.option(
-    "--budgets", metavar="PERCENT,...",
-    help="With --methods: try a ladder of settings of every method that the bundle can run, and name the best of each "
-    "within these shares of the unreduced cost.",
-)  # fmt: skip
-@click.option("--data", metavar="DATA", help="With --methods: questions, as for vtx-calibrate [default: scenes].")
-@images_option
-@click.option("--samples", type=int, default=200, show_default=True, help="Questions to ask, sampled from DATA.")
-@loading_options("device", "compute", "threads", "max_tiles", "max_pixels")
-@click.option("--json", "as_json", is_flag=True, help="All figures as one JSON object on stdout; no tables.")
-@click.option(
-    "--out", "target", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.json",
-    help="Also write all figures to this file.",
-)  # fmt: skip
-@plot_option
 def bench(
     bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
     new_tokens: int, repeats: int, warmup: int, methods: bool, data: str | None, images: Path | None, samples: int,
@@ -133,7 +101,7 @@ def bench(
     from vtx.runtime.vision.video import Video
     from vtx.tools.bench.ladder import parse_budgets
     from vtx.tools.bench.measure import BenchOptions
-    from vtx.tools.common.files import check_folder
+    from vtx.tools.common.files import check_folder, write_json
     from vtx.tools.common.plots import figures
 
     if plot:
@@ -141,7 +109,15 @@ def bench(
     for file in filter(None, (target, plot)):
         check_folder(file)
     loading = replace(loading, threads=cores() if loading.threads is None else loading.threads)
-    output, shares = Output(as_json, target, plot), parse_budgets(budgets) if budgets else ()
+    shares = parse_budgets(budgets) if budgets else ()
+
+    def write(report: dict[str, Any], parts: Sequence[str | WideTable], draw: Callable[[Path], None]) -> None:
+        say_json(report) if as_json else say_report(parts)
+        if target:
+            write_json(target, report)
+        if plot:
+            draw(plot)
+
     if methods:
         from vtx.tools.data.items import SCENES, read_data
 
@@ -149,7 +125,7 @@ def bench(
         for line in questions.skipped:
             note(f"skipped {line}")
         model = loading.load(methods_bundle(bundle))
-        interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, loading, output, shares)
+        interrupted = _compare(model, questions, _chosen(ks, model.manifest), new_tokens, loading, write, shares)
     else:
         drawn = golden_image()
         square = drawn.resize((max(drawn.size),) * 2)  # of which no crop cuts anything, so that no note says so
@@ -158,12 +134,12 @@ def bench(
             prompt_tokens, new_tokens, repeats, warmup, loading.threads or 1,
         )  # fmt: skip
         model = loading.load(find_bundle(bundle, ks))
-        interrupted = _measure(model, options, _chosen(ks, model.manifest), output)
+        interrupted = _measure(model, options, _chosen(ks, model.manifest), write)
     if interrupted:
         raise KeyboardInterrupt
 
 
-def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Output) -> bool:
+def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], write: Write) -> bool:
     """Latency and memory at each K, with a forecast before and a bar during; True if interrupted."""
     from vtx.tools.bench.measure import Bench
     from vtx.tools.bench.plots import draw_report
@@ -176,12 +152,12 @@ def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], output: Out
     with bar() as show:
         result = bench.run(ceilings, show)
     report = make_report(bench, result)
-    output.write(report.to_dict(), report_tables(report), partial(draw_report, report))
+    write(report.to_dict(), report_tables(report), partial(draw_report, report))
     return result.interrupted
 
 
 def _compare(
-    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, loading: Loading, output: Output,
+    model: Model, data: Data, ks: tuple[K, ...], new_tokens: int, loading: Loading, write: Write,
     budgets: tuple[float, ...],
 ) -> bool:  # fmt: skip
     """Every method on the same questions, with a forecast before and a bar during; True if interrupted."""
@@ -207,7 +183,7 @@ def _compare(
     with bar() as show:
         trial.run(show)
     report = make_comparison(trial, ladder, budgets)
-    output.write(report.to_dict(), comparison_tables(report), partial(draw_comparison, report))
+    write(report.to_dict(), comparison_tables(report), partial(draw_comparison, report))
     return trial.interrupted
 
 

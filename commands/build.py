@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.options import bundle_option
+from vtx.commands.shared.options import FILE, option, options
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 from vtx.runtime.terminal.last import last_bundle
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
-    from vtx.runtime.bundle.seal import SigningKey
-    from vtx.tools.tensorrt.build import EngineOutcome
     from vtx.tools.tensorrt.targets import Target
 
 
@@ -24,26 +22,20 @@ if TYPE_CHECKING:
     "vtx-build --bundle my-bundle --target sm89,sm120\n"
     "vtx-build --bundle my-bundle --target jetson-orin --check"
 )
-@bundle_option
-@click.option(
-    "--target", "targets", default="this", show_default=True, metavar="this|sm89,sm120|jetson-orin|...",
-    callback=lambda _, __, value: value.split(","),
-    help="Machines to build for. Engines for RTX cards are built anywhere, others on the machine that runs them.",
-)  # fmt: skip
-@click.option("--dialect", help="Dialect of the graphs [default: by the target's TensorRT].")
-@click.option("--workspace", type=click.IntRange(min=1), metavar="MiB", help="Device memory for the builder's kernels.")
-@click.option(
-    "--timing-cache", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-    help="File of kernel timings, read and written, for faster builds. Not for RTX, which measures no kernels.",
-)  # fmt: skip
-@click.option(
-    "--check", is_flag=True, help="Check the graphs against the rules of the target's TensorRT; build nothing."
-)
-@click.option("--json", "as_json", is_flag=True, help="The engines, or with --check the findings, as one JSON object.")
-@click.option("--force", is_flag=True, help="Build even if the free memory looks too small.")
-@click.option(
-    "--sign", type=click.Path(path_type=Path), metavar="KEY",
-    help="Sign the engines with this Ed25519 key (PEM), which must have signed the bundle.",
+@options(
+    "bundle",
+    option("--target targets", "this", "Machines to build for. Engines for RTX cards are built anywhere, others on the "
+           "machine that runs them.", metavar="this|sm89,sm120|jetson-orin|...",
+           callback=lambda _, __, value: value.split(",")),
+    option("--dialect", str, "Dialect of the graphs [default: by the target's TensorRT]."),
+    option("--workspace", click.IntRange(min=1), "Device memory for the builder's kernels.", metavar="MiB"),
+    option("--timing-cache", FILE, "File of kernel timings, read and written, for faster builds. Not for RTX, which "
+           "measures no kernels.", metavar="FILE"),
+    option("--check", bool, "Check the graphs against the rules of the target's TensorRT; build nothing."),
+    option("--json as_json", bool, "The engines, or with --check the findings, as one JSON object."),
+    option("--force", bool, "Build even if the free memory looks too small."),
+    option("--sign", Path, "Sign the engines with this Ed25519 key (PEM), which must have signed the bundle.",
+           metavar="KEY"),
 )  # fmt: skip
 def build(
     bundle: str | None, targets: list[str], dialect: str | None, workspace: int | None, timing_cache: Path | None,
@@ -53,8 +45,10 @@ def build(
     end_on_sigterm()
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import SigningKey
+    from vtx.runtime.errors import RequestError
     from vtx.runtime.units import size
-    from vtx.tools.tensorrt.targets import check_libraries, find_target
+    from vtx.tools.tensorrt.build import EngineOutcome, build_engines, check_memory, plan_engines
+    from vtx.tools.tensorrt.targets import check_libraries, find_target, load_tensorrt
 
     key = SigningKey.load(sign) if sign else None
     known = [find_target(name) for name in targets]
@@ -64,33 +58,34 @@ def build(
     if check:
         _check(opened, known, dialect, as_json=as_json)
         return
-    built = {
-        target.name: _build(
-            opened, target, dialect=dialect, workspace=workspace, timing_cache=timing_cache, key=key, force=force
-        )
-        for target in known
-    }
-    if as_json:
-        engines = {
-            name: [
-                {
-                    "file": o.record.file, "weights_bytes": o.job.weights, "bytes": o.record.bytes,
-                    "seconds": o.built and o.built.seconds, "memory_bytes": o.built and o.built.memory,
-                }
-                for o in outcomes
-            ]
-            for name, outcomes in built.items()
-        }  # fmt: skip
-        say_json({"bundle": str(opened.folder), "engines": engines})
-        return
+    built = dict[str, list[EngineOutcome]]()
+    for target in known:
+        if timing_cache is not None and target.portable:
+            raise RequestError(f"{target.release.name} measures no kernels when it builds; leave --timing-cache out")
+        module, release = load_tensorrt(target)
+        plan = plan_engines(
+            opened, target, release, module.__version__, dialect or release.dialect,
+            workspace=None if workspace is None else workspace << 20, timing_cache=timing_cache, key=key,
+        )  # fmt: skip
+        if not force:
+            check_memory(plan)
+        note(f"predicted: {size(plan.memory)} of memory at the peak, {len(plan.jobs)} engines for {target.machine}")
+        with bar() as report:
+            built[target.name] = list(build_engines(plan, report))
+    engines = dict[str, list[dict[str, object]]]()
     for name, outcomes in built.items():
-        rows = [
-            [o.record.file, size(o.job.weights), size(o.record.bytes), *(
-                ["kept", ""] if o.built is None else [f"{o.built.seconds:.1f} s", size(o.built.memory)]
-            )]
-            for o in outcomes
-        ]  # fmt: skip
-        table(f"engines for {name}", ["engine", "weights", "size", "time", "peak memory"], rows)
+        rows = list[list[str]]()
+        engines[name] = []
+        for o in outcomes:
+            took, memory = (o.built.seconds, o.built.memory) if o.built else (None, None)
+            engines[name].append({"file": o.record.file, "weights_bytes": o.job.weights, "bytes": o.record.bytes,
+                                  "seconds": took, "memory_bytes": memory})  # fmt: skip
+            cost = [f"{o.built.seconds:.1f} s", size(o.built.memory)] if o.built else ["kept", ""]
+            rows.append([o.record.file, size(o.job.weights), size(o.record.bytes), *cost])
+        if not as_json:
+            table(f"engines for {name}", ["engine", "weights", "size", "time", "peak memory"], rows)
+    if as_json:
+        say_json({"bundle": str(opened.folder), "engines": engines})
 
 
 def _check(bundle: Bundle, targets: list[Target], dialect: str | None, *, as_json: bool) -> None:
@@ -118,33 +113,3 @@ def _check(bundle: Bundle, targets: list[Target], dialect: str | None, *, as_jso
         say_json({"bundle": str(bundle.folder), "findings": found})
     if count := sum(map(len, found.values())):
         raise BundleError(f"{count} findings, see above; build from the dialect named there")
-
-
-def _build(
-    bundle: Bundle,
-    target: Target,
-    *,
-    dialect: str | None,
-    workspace: int | None,
-    timing_cache: Path | None,
-    key: SigningKey | None,
-    force: bool,
-) -> list[EngineOutcome]:
-    """Build the engines of one target, with a bar."""
-    from vtx.runtime.errors import RequestError
-    from vtx.runtime.units import size
-    from vtx.tools.tensorrt import build as engines
-    from vtx.tools.tensorrt.targets import load_tensorrt
-
-    if timing_cache is not None and target.portable:
-        raise RequestError(f"{target.release.name} measures no kernels when it builds; leave --timing-cache out")
-    module, release = load_tensorrt(target)
-    plan = engines.plan_engines(
-        bundle, target, release, module.__version__, dialect or release.dialect,
-        workspace=None if workspace is None else workspace << 20, timing_cache=timing_cache, key=key,
-    )  # fmt: skip
-    if not force:
-        engines.check_memory(plan)
-    note(f"predicted: {size(plan.memory)} of memory at the peak, {len(plan.jobs)} engines for {target.machine}")
-    with bar() as report:
-        return list(engines.build_engines(plan, report))

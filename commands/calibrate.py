@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.options import (
-    allow_pickle_option,
-    chat_template_option,
-    given,
-    images_option,
-    items_option,
-    model_option,
-    need_exporter,
-    report_option,
-    tower_option,
-)
+from vtx.commands.shared.options import given, need_exporter, option, options
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 
@@ -37,40 +27,27 @@ SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
     "vtx-calibrate questions.jsonl --images photos --model llava-hf/llava-1.5-7b-hf --max-accuracy-drop 1\n"
     "vtx-calibrate --bundle vtx-demo-k16-fp16 --attention --json"
 )
-@click.argument("data", default="scenes", metavar="[DATA]")
-@model_option
-@tower_option
-@allow_pickle_option
-@click.option("--bundle", type=click.Path(path_type=Path), help="A bundle to measure instead.")
-@images_option
-@click.option("--samples", type=int, default=SAMPLES, show_default=True, help="Items to measure, sampled from DATA.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Sampling seed.")
-@click.option(
-    "--min-kept", type=float, default=90, show_default=True, metavar="PERCENT",
-    help="Choose the smallest K at which this share of answers stays the same, at the lower end of the interval.",
+@options(
+    "data", "model", "tower", "allow_pickle",
+    option("--bundle", Path, "A bundle to measure instead."),
+    "images",
+    option("--samples", SAMPLES, "Items to measure, sampled from DATA."),
+    "seed",
+    option("--min-kept", 90, "Choose the smallest K at which this share of answers stays the same, at the lower end of "
+           "the interval.", type=float, metavar="PERCENT"),
+    option("--max-accuracy-drop", float, "Choose the smallest K that loses at most this much accuracy instead.",
+           metavar="POINTS"),
+    option("--eta", 0.003, "Second opinion: the first K with a mean KL below this. It decides only with "
+           "--max-new-tokens 0."),
+    option("--k-from", int, "The first K to measure [default: 5]."),
+    option("--max-new-tokens", 16, "Tokens of the model's own answers; 0: none, which needs the memory of one layer, "
+           "not of the model."),
+    option("--batch", 8, "Items per pass over the weights."),
+    option("--attention", bool, "Also measure attention by layer."),
+    "chat_template",
+    option("--out", Path, "Output directory [default: vtx-calibration-MODEL, or -BUNDLE]."),
+    "report",
 )  # fmt: skip
-@click.option(
-    "--max-accuracy-drop", type=float, metavar="POINTS",
-    help="Choose the smallest K that loses at most this much accuracy instead.",
-)  # fmt: skip
-@click.option(
-    "--eta", type=float, default=0.003, show_default=True,
-    help="Second opinion: the first K with a mean KL below this. It decides only with --max-new-tokens 0.",
-)  # fmt: skip
-@click.option("--k-from", type=int, help="The first K to measure [default: 5].")
-@click.option(
-    "--max-new-tokens", type=int, default=16, show_default=True,
-    help="Tokens of the model's own answers; 0: none, which needs the memory of one layer, not of the model.",
-)  # fmt: skip
-@click.option("--batch", type=int, default=8, show_default=True, help="Items per pass over the weights.")
-@click.option("--attention", is_flag=True, help="Also measure attention by layer.")
-@chat_template_option
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="Output directory [default: vtx-calibration-MODEL, or -BUNDLE].",
-)
-@report_option
 def calibrate(
     data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None,
     samples: int, seed: int, min_kept: float, max_accuracy_drop: float | None, eta: float, k_from: int | None,
@@ -195,33 +172,24 @@ def calibrated(
     "vtx-train-gate llava_mix.json --images images --answers reference --ray-address auto\n"
     "vtx-export --k auto --gates vtx-gates-demo.safetensors"
 )
-@click.argument("data", default="scenes", metavar="[DATA]")
-@model_option
-@tower_option
-@allow_pickle_option
-@images_option
-@items_option
-@click.option("--held-out", type=int, default=250, show_default=True, help="Items on other images, to evaluate on.")
-@click.option(
-    "--answers", type=click.Choice(["own", "reference"]), default="own", show_default=True,
-    help="Answers that must stay the same: the model's own greedy ones, or those in DATA.",
+@options(
+    "data", "model", "tower", "allow_pickle", "images", "items",
+    option("--held-out", 250, "Items on other images, to evaluate on."),
+    option("--answers", "own", "Answers that must stay the same: the model's own greedy ones, or those in DATA.",
+           type=click.Choice(["own", "reference"])),
+    option("--max-new-tokens", 64, "Tokens of the model's own answers."),
+    option("--batch", 8, "Items per pass over the weights."),
+    option("--alpha", 1.03, "Limit on the growth of cross-entropy; inf: none."),
+    option("--width", 2048, "Width of a gate's hidden layer."),
+    option("--lr", 4e-5, "Learning rate."),
+    option("--epochs", int, "[default: enough for 8,000 items per gate, at least 1]"),
+    option("--seed", 0, "Seed of sampling and of the gates."),
+    option("--ray-address", str, "Measure on a Ray cluster: host:port, or auto.", metavar="ADDR"),
+    option("--work", Path, "Directory of the measurements [default: OUT.work]."),
+    option("--out", Path, "File of the gates; the report is written next to it [default: "
+           "vtx-gates-MODEL.safetensors]."),
+    "report",
 )  # fmt: skip
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Tokens of the model's own answers.")
-@click.option("--batch", type=int, default=8, show_default=True, help="Items per pass over the weights.")
-@click.option(
-    "--alpha", type=float, default=1.03, show_default=True, help="Limit on the growth of cross-entropy; inf: none."
-)
-@click.option("--width", type=int, default=2048, show_default=True, help="Width of a gate's hidden layer.")
-@click.option("--lr", type=float, default=4e-5, show_default=True, help="Learning rate.")
-@click.option("--epochs", type=int, help="[default: enough for 8,000 items per gate, at least 1]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling and of the gates.")
-@click.option("--ray-address", metavar="ADDR", help="Measure on a Ray cluster: host:port, or auto.")
-@click.option("--work", type=click.Path(path_type=Path), help="Directory of the measurements [default: OUT.work].")
-@click.option(
-    "--out", type=click.Path(path_type=Path),
-    help="File of the gates; the report is written next to it [default: vtx-gates-MODEL.safetensors].",
-)  # fmt: skip
-@report_option
 def train_gate(
     data: str, model: str, tower: str | None, allow_pickle: bool, images: Path | None, items: int, held_out: int,
     answers: str, max_new_tokens: int, batch: int, alpha: float, width: int, lr: float, epochs: int | None, seed: int,

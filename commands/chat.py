@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.commands.export import find_bundle
-from vtx.commands.shared.options import (
-    bundle_option,
-    k_option,
-    loading_options,
-    max_new_tokens_option,
-    reduce_option,
-)
+from vtx.commands.shared.options import options
 from vtx.runtime.errors import VtxError
 from vtx.runtime.terminal.console import command, note, say
 from vtx.runtime.terminal.depth import Depth, DepthType
@@ -42,11 +36,10 @@ HISTORY = 1000  # lines
 
 @command(epilog="vtx-chat photo.jpg\nvtx-chat photo.jpg --k 8\nvtx-chat --bundle llava-7b photo.jpg --device cpu")
 @click.argument("image", required=False)
-@bundle_option
-@k_option
-@reduce_option
-@max_new_tokens_option
-@loading_options("device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature")
+@options(
+    "bundle", "k", "reduce", "max_new_tokens",
+    "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
+)  # fmt: skip
 def chat(image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_tokens: int, loading: Loading) -> None:
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.options import Options

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.options import loading_options
+from vtx.commands.shared.options import option, options
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, note, say_json, table
 from vtx.tools.common.loading import Loading
@@ -23,20 +23,14 @@ if TYPE_CHECKING:
     "vtx-doctor vtx-demo-k16-fp16 --compare ort,plain --json"
 )
 @click.argument("bundle", type=click.Path(), required=False)
-@loading_options("device", "compute", "require_signature")
-@click.option(
-    "--compare", metavar="A,B",
-    help="Compare each graph of two dialects on onnxruntime (ort, plain, trt) or devices (openvino, cuda, tensorrt), "
-    "and find the first difference beyond tolerance.",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option(
-    "--write-traces", type=click.Path(path_type=Path), metavar="DIR",
-    help="Run every kind of case and write its ids, masks, slots, positions and logits.",
-)  # fmt: skip
-@click.option(
-    "--check-traces", type=click.Path(path_type=Path), metavar="DIR",
-    help="Check traces of another runtime or device against this one.",
+@options(
+    "device", "compute", "require_signature",
+    option("--compare", str, "Compare each graph of two dialects on onnxruntime (ort, plain, trt) or devices "
+           "(openvino, cuda, tensorrt), and find the first difference beyond tolerance.", metavar="A,B"),
+    option("--json as_json", bool, "Print one JSON object."),
+    option("--write-traces", Path, "Run every kind of case and write its ids, masks, slots, positions and logits.",
+           metavar="DIR"),
+    option("--check-traces", Path, "Check traces of another runtime or device against this one.", metavar="DIR"),
 )  # fmt: skip
 def doctor(
     bundle: str | None, loading: Loading, compare: str | None, as_json: bool, write_traces: Path | None,
@@ -56,7 +50,7 @@ def doctor(
     if bundle is None:
         _machine(as_json=as_json)
     elif compare is not None:
-        _compare(bundle, compare, loading.require_signature, as_json=as_json)
+        _compare(bundle, compare, loading, as_json=as_json)
     elif write_traces:
         from vtx.runtime.report.traces.record import write_traces as record
 
@@ -72,7 +66,7 @@ def doctor(
     else:
         from vtx.runtime.report.doctor import check_bundle
 
-        _check_files(bundle, loading.require_signature, as_json=as_json)
+        _check_files(bundle, loading, as_json=as_json)
         report = check_bundle(bundle, loading.device, loading.compute, loading.require_signature)
         if as_json:
             say_json({**report.to_dict(), "altered": []})
@@ -124,14 +118,12 @@ def _check_traces(folder: str, traces: Path, loading: Loading, *, as_json: bool)
         click.echo(f"all {len(report.checks)} checks passed, on {report.device} in {report.compute}")
 
 
-def _check_files(folder: str, require_signature: Path | None, *, as_json: bool) -> Bundle:
+def _check_files(folder: str, loading: Loading, *, as_json: bool) -> Bundle:
     """Open the bundle. Raises BundleError if a file is not as it was exported."""
     from vtx.runtime.bundle.bundle import Bundle
-    from vtx.runtime.bundle.seal import PublicKey
     from vtx.runtime.report.doctor import altered_files
 
-    key = PublicKey.load(require_signature) if require_signature else None
-    opened = Bundle.open(folder, check=False, key=key)
+    opened = Bundle.open(folder, check=False, key=loading.key)
     with bar() as progress:
         altered = altered_files(opened, progress)
     for problem in altered:
@@ -143,11 +135,11 @@ def _check_files(folder: str, require_signature: Path | None, *, as_json: bool) 
     return opened
 
 
-def _compare(folder: str, compare: str, require_signature: Path | None, *, as_json: bool) -> None:
+def _compare(folder: str, compare: str, loading: Loading, *, as_json: bool) -> None:
     from vtx.runtime.report import compare as comparison
 
     sources = comparison.parse_sources(compare)
-    bundle = _check_files(folder, require_signature, as_json=as_json)
+    bundle = _check_files(folder, loading, as_json=as_json)
     graphs = list(comparison.compare(bundle, *sources))
     first = comparison.first_difference(graphs)
     if as_json:

@@ -7,13 +7,7 @@ from pathlib import Path
 import click
 
 from vtx.commands.export import find_bundle
-from vtx.commands.shared.options import (
-    bundle_option,
-    images_option,
-    ks_option,
-    loading_options,
-    report_option,
-)
+from vtx.commands.shared.options import PATH, option, options
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, say_report
 from vtx.runtime.terminal.depth import Depth
@@ -29,27 +23,23 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
     'vtx-eval exact questions.jsonl --instruction "Answer in one word." --json'
 )
 @click.argument("task", type=click.Choice(TASKS, case_sensitive=False))
-@click.argument("data", type=click.Path(path_type=Path))
-@bundle_option
-@images_option
-@click.option("--annotations", type=click.Path(path_type=Path), help="File of VQAv2's answers.")
-@click.option("--split", default="test", show_default=True, help="Split of ScienceQA.")
-@ks_option
-@click.option(
-    "--reduce", "reduces", multiple=True, metavar="SPEC|none",
-    help="A reduction; repeat for more, each with every K [default: all in the bundle; with --k, none].",
+@click.argument("data", type=PATH)
+@options(
+    "bundle", "images",
+    option("--annotations", Path, "File of VQAv2's answers."),
+    option("--split", "test", "Split of ScienceQA."),
+    "ks",
+    option("--reduce reduces", str, "A reduction; repeat for more, each with every K [default: all in the bundle; with "
+           "--k, none].", multiple=True, metavar="SPEC|none"),
+    option("--instruction", str, 'Suffix for each question, "" for none [default: the benchmark\'s].'),
+    option("--samples", int, "Questions at most; an image's questions are kept together [default: all]."),
+    "seed",
+    option("--max-new-tokens", 32),
+    option("--no-times", bool, "Leave out times, e.g. on a busy machine."),
+    "device", "compute", "threads", "fit",
+    option("--out", Path, "Output directory for answers, report and plot [default: vtx-eval-TASK-BUNDLE]."),
+    "report",
 )  # fmt: skip
-@click.option("--instruction", help='Suffix for each question, "" for none [default: the benchmark\'s].')
-@click.option("--samples", type=int, help="Questions at most; an image's questions are kept together [default: all].")
-@click.option("--seed", type=int, default=0, show_default=True, help="Sampling seed.")
-@click.option("--max-new-tokens", type=int, default=32, show_default=True)
-@click.option("--no-times", is_flag=True, help="Leave out times, e.g. on a busy machine.")
-@loading_options("device", "compute", "threads", "fit")
-@click.option(
-    "--out", type=click.Path(path_type=Path),
-    help="Output directory for answers, report and plot [default: vtx-eval-TASK-BUNDLE].",
-)  # fmt: skip
-@report_option
 def evaluate(
     task: str, data: Path, bundle: str | None, images: Path | None, annotations: Path | None, split: str,
     ks: tuple[Depth, ...], reduces: tuple[str, ...], instruction: str | None, samples: int | None, seed: int,

@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vtx.commands.shared.options import (
-    allow_pickle_option,
-    chat_template_option,
-    head_precision_option,
-    images_option,
-    model_option,
-    need_exporter,
-    precision_type,
-    tower_option,
-    vision_precision_option,
-)
+from vtx.commands.shared.options import PRECISION, need_exporter, option, options
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.depth import Depth, DepthType, joined
@@ -64,74 +54,43 @@ def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | No
     "vtx-export --model llava-hf/llava-1.5-7b-hf --k 16,24 --precision fp16 --out llava-7b\n"
     "vtx-export --model ./my-llava --k none --precision fp32 --max-context 2048"
 )
-@model_option
-@click.option(
-    "--k", "ks", default=("none",), show_default=True, type=DepthType(several=True), multiple=True,
-    callback=_chosen_ks, metavar="N|N,M,...|auto|none",
-    help="First layer without vision tokens, from 2. Several share one set of weights; the first is the default.",
-)  # fmt: skip
-@click.option(
-    "--precision", type=precision_type(), default="fp16", show_default=True, help="Precision of the decoder weights."
-)
-@vision_precision_option
-@head_precision_option
-@click.option(
-    "--int4-block", type=click.Choice(["64", "128"]), default="64", show_default=True,
-    help="Weights that share a scale in int4; 128: smaller and faster, a little coarser.",
-)  # fmt: skip
-@click.option("--kv-precision", help="Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32].")
-@click.option(
-    "--max-context", type=int, help="KV slots for prompt and answer [default: 4096, or the model's if fewer]."
-)
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="The bundle's directory [default: vtx-MODEL-kN-PRECISION]."
-)
-@chat_template_option
-@tower_option
-@allow_pickle_option
-@click.option("--gates", type=click.Path(path_type=Path), help="Gates from vtx-train-gate; --k auto uses all of them.")
-@click.option(
-    "--calibration", metavar="DATA",
-    help="Questions for --k auto, --retain and --activation-aware, as for vtx-calibrate; for --k auto also the "
-    "directory of an earlier calibration.",
-)  # fmt: skip
-@images_option
-@click.option(
-    "--allow-changed-answers", is_flag=True,
-    help="Accept the K of --k auto if fewer than 90% of the answers stay the same, or if that is unknown.",
-)  # fmt: skip
-@click.option(
-    "--activation-aware", is_flag=True,
-    help="With int4 or int8: scale the decoder's channels, without changing its outputs, so that rounding loses least "
-    "on the questions of --calibration [for the demo: scenes].",
-)  # fmt: skip
-@click.option(
-    "--dialect", "dialects", metavar="ort,...",
-    callback=lambda _, __, value: DIALECTS if value is None else tuple(dict.fromkeys(value.split(","))),
-    help="Operator sets of the graphs: ort always, trt for TensorRT, plain for OpenVINO and others [default: all].",
-)  # fmt: skip
-@click.option(
-    "--reduce", "reductions", multiple=True, metavar="SPEC",
-    help="Method that leaves out vision tokens, e.g. mustdrop:192 or lsm+fastv:k=2,ratio=0.5; repeat for more variants "
-    "over the same weights. The first is the default.",
-)  # fmt: skip
-@click.option(
-    "--text-tower", metavar="CLIP",
-    help="Directory or Hugging Face id of the CLIPModel of the vision tower; cdpruner:text=tower needs its text tower.",
-)  # fmt: skip
-@click.option(
-    "--retain", type=float, metavar="TOKENS",
-    help="Scale the thresholds of the first --reduce to keep this many vision tokens, averaged over layers and the "
-    "questions of --calibration [for the demo: scenes].",
-)  # fmt: skip
-@click.option(
-    "--max-memory", callback=_bytes, metavar="SIZE", help="Refuse an export that is predicted to need more, e.g. 2GB."
-)
-@click.option("--force", is_flag=True, help="Replace an existing bundle.")
-@click.option("--json", "as_json", is_flag=True, help="Print the bundle's contents as vtx-inspect --json does.")
-@click.option(
-    "--sign", type=click.Path(path_type=Path), metavar="KEY",
-    help="Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.",
+@options(
+    "model",
+    option("--k ks", ("none",), "First layer without vision tokens, from 2. Several share one set of weights; the "
+           "first is the default.", type=DepthType(several=True), multiple=True, callback=_chosen_ks,
+           metavar="N|N,M,...|auto|none"),
+    option("--precision", "fp16", "Precision of the decoder weights.", type=PRECISION),
+    "vision_precision", "head_precision",
+    option("--int4-block", "64", "Weights that share a scale in int4; 128: smaller and faster, a little coarser.",
+           type=click.Choice(["64", "128"])),
+    option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
+    option("--max-context", int, "KV slots for prompt and answer [default: 4096, or the model's if fewer]."),
+    option("--out", Path, "The bundle's directory [default: vtx-MODEL-kN-PRECISION]."),
+    "chat_template", "tower", "allow_pickle",
+    option("--gates", Path, "Gates from vtx-train-gate; --k auto uses all of them."),
+    option("--calibration", str, "Questions for --k auto, --retain and --activation-aware, as for vtx-calibrate; for "
+           "--k auto also the directory of an earlier calibration.", metavar="DATA"),
+    "images",
+    option("--allow-changed-answers", bool, "Accept the K of --k auto if fewer than 90% of the answers stay the same, "
+           "or if that is unknown."),
+    option("--activation-aware", bool, "With int4 or int8: scale the decoder's channels, without changing its outputs, "
+           "so that rounding loses least on the questions of --calibration [for the demo: scenes]."),
+    option("--dialect dialects", str, "Operator sets of the graphs: ort always, trt for TensorRT, plain for OpenVINO "
+           "and others [default: all].", metavar="ort,...",
+           callback=lambda _, __, value: DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))),
+    option("--reduce reductions", str, "Method that leaves out vision tokens, e.g. mustdrop:192 or "
+           "lsm+fastv:k=2,ratio=0.5; repeat for more variants over the same weights. The first is the default.",
+           multiple=True, metavar="SPEC"),
+    option("--text-tower", str, "Directory or Hugging Face id of the CLIPModel of the vision tower; "
+           "cdpruner:text=tower needs its text tower.", metavar="CLIP"),
+    option("--retain", float, "Scale the thresholds of the first --reduce to keep this many vision tokens, averaged "
+           "over layers and the questions of --calibration [for the demo: scenes].", metavar="TOKENS"),
+    option("--max-memory", str, "Refuse an export that is predicted to need more, e.g. 2GB.", callback=_bytes,
+           metavar="SIZE"),
+    option("--force", bool, "Replace an existing bundle."),
+    option("--json as_json", bool, "Print the bundle's contents as vtx-inspect --json does."),
+    option("--sign", Path, "Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.",
+           metavar="KEY"),
 )  # fmt: skip
 def export(
     model: str, ks: tuple[int, ...] | Literal["auto"], precision: str, vision_precision: str | None,

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from vtx.runtime.terminal.console import command, require_signature_option, say, say_json, table
+from vtx.commands.shared.options import option, options
+from vtx.runtime.terminal.console import command, say, say_json, table
 from vtx.runtime.terminal.last import last_bundle
+from vtx.tools.common.loading import Loading
 
 
 @command(epilog="vtx-inspect vtx-demo-k16-fp16\nvtx-inspect vtx-demo-k16-fp16 --json")
 @click.argument("bundle", type=click.Path(), required=False, envvar="VTX_BUNDLE")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
-@require_signature_option
-def inspect(bundle: str | None, as_json: bool, require_signature: Path | None) -> None:
+@options(option("--json as_json", bool, "The same as one JSON object."), "require_signature")
+def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
     """Show the contents of a bundle: stages, precision, sizes, KV bytes per K [default: the last one exported]."""
     from vtx.runtime.bundle.bundle import Bundle
-    from vtx.runtime.bundle.seal import PublicKey
     from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe, images_seen
     from vtx.runtime.units import size
 
-    key = PublicKey.load(require_signature) if require_signature else None
-    facts = describe(Bundle.open(last_bundle(bundle), key=key))
+    facts = describe(Bundle.open(last_bundle(bundle), key=loading.key))
     if as_json:
         say_json(facts)
         return

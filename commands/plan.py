@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.options import (
-    given,
-    head_precision_option,
-    max_new_tokens_option,
-    plot_option,
-    precision_type,
-    vision_precision_option,
-)
+from vtx.commands.shared.options import PRECISION, given, option, options
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.terminal.console import command, note, say_json, table
 from vtx.runtime.terminal.depth import DepthType, joined
@@ -41,37 +34,24 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     "vtx-plan --model qwen2.5-vl-3b --image-size 640x480 --reduce fastv:k=2,ratio=0.5\n"
     "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
 )
-@click.option(
-    "--model", required=True, metavar="NAME|FOLDER", help="A known model, a checkpoint or its config.json, or a bundle."
-)
-@click.option(
-    "--image-size", "picture", default="1280x720", show_default=True, callback=_image_size, metavar="WxH",
-    help="Size of the image in pixels, for models whose image tokens depend on it.",
+@options(
+    option("--model", str, "A known model, a checkpoint or its config.json, or a bundle.", required=True,
+           metavar="NAME|FOLDER"),
+    option("--image-size picture", "1280x720", "Size of the image in pixels, for models whose image tokens depend on "
+           "it.", callback=_image_size, metavar="WxH"),
+    option("--sequence", int, "Tokens of the prompt [default: one image of --image-size and --text]."),
+    option("--text", 64, "Text tokens of the prompt."),
+    option("--k ks", DepthType(several=True, auto=False), "First layer without vision tokens, from 2 [default: none "
+           "and a spread].", multiple=True, callback=joined, metavar="N|none|N,M,..."),
+    option("--reduce reduction", "none", "Method that leaves out vision tokens, as for vtx-export: "
+           "fastv:k=2,ratio=0.5.", metavar="SPEC"),
+    option("--precision precisions", PRECISION, "Precision of the weights; repeat for more.", multiple=True,
+           show_default="all"),
+    "vision_precision", "head_precision", "max_new_tokens",
+    option("--profile", str, "A device, for its engines, memory and estimated times.", metavar="NAME"),
+    option("--json as_json", bool, "One JSON object on stdout, and nothing else."),
+    "plot",
 )  # fmt: skip
-@click.option("--sequence", type=int, help="Tokens of the prompt [default: one image of --image-size and --text].")
-@click.option("--text", type=int, default=64, show_default=True, help="Text tokens of the prompt.")
-@click.option(
-    "--k", "ks", type=DepthType(several=True, auto=False), multiple=True, callback=joined, metavar="N|none|N,M,...",
-    help="First layer without vision tokens, from 2 [default: none and a spread].",
-)  # fmt: skip
-@click.option(
-    "--reduce",
-    "reduction",
-    default="none",
-    show_default=True,
-    metavar="SPEC",
-    help="Method that leaves out vision tokens, as for vtx-export: fastv:k=2,ratio=0.5.",
-)
-@click.option(
-    "--precision", "precisions", multiple=True, help="Precision of the weights; repeat for more.",
-    type=precision_type(), show_default="all",
-)  # fmt: skip
-@vision_precision_option
-@head_precision_option
-@max_new_tokens_option
-@click.option("--profile", metavar="NAME", help="A device, for its engines, memory and estimated times.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else.")
-@plot_option
 def plan(
     model: str, picture: tuple[int, int], sequence: int | None, text: int, ks: tuple[int | None, ...],
     reduction: str, precisions: tuple[str, ...], vision_precision: str | None, head_precision: str | None,

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.options import (
-    bundle_option,
-    k_option,
-    loading_options,
-    max_new_tokens_option,
-    reduce_option,
-)
+from vtx.commands.shared.options import option, options
 from vtx.runtime.process import without_collections
 from vtx.runtime.terminal.console import command, note, say, say_json
 from vtx.runtime.terminal.depth import Depth
@@ -40,30 +34,26 @@ if TYPE_CHECKING:
     leaves=True,
 )
 @click.argument("arguments", nargs=-1, required=True, metavar="IMAGE|VIDEO QUESTION [QUESTION ...]")
-@bundle_option
-@k_option
-@reduce_option
-@click.option("--show-tokens", type=click.Path(path_type=Path), help="Draw the patches that survive each cut, as PNG.")
-@click.option("--gate-threshold", type=float, default=0.5, show_default=True, help="With --k auto: exit above this.")
-@click.option("--image", "more", multiple=True, type=click.Path(), help="One more image in the same prompt.")
-@click.option("--video", "videos", multiple=True, type=click.Path(), help="One more video in the same prompt.")
-@click.option("--frames", type=int, metavar="N", help="Frames sampled from each video [default: the bundle's].")
-@click.option("--text-only", is_flag=True, help="No IMAGE; all arguments are questions.")
-@click.option("--chat", is_flag=True, help="The questions are turns of one conversation, not independent.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per question on stdout, and nothing else.")
-@max_new_tokens_option
-@click.option("--ignore-eos", is_flag=True, help="Go on past end tokens, to --max-new-tokens.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--top-k", type=int, default=0, show_default=True, help="0: all tokens.")
-@click.option("--seed", type=int, help="Sampling seed, to repeat an answer when the temperature is above 0.")
-@click.option(
-    "--prompt-lookup", type=int, default=0, metavar="N",
-    help="Draft up to N tokens from the prompt and the answer so far and verify them in one pass [default: 0, none].",
+@options(
+    "bundle", "k", "reduce",
+    option("--show-tokens", Path, "Draw the patches that survive each cut, as PNG."),
+    option("--gate-threshold", 0.5, "With --k auto: exit above this."),
+    option("--image more", click.Path(), "One more image in the same prompt.", multiple=True),
+    option("--video videos", click.Path(), "One more video in the same prompt.", multiple=True),
+    option("--frames", int, "Frames sampled from each video [default: the bundle's].", metavar="N"),
+    option("--text-only", bool, "No IMAGE; all arguments are questions."),
+    option("--chat", bool, "The questions are turns of one conversation, not independent."),
+    option("--json as_json", bool, "One JSON object per question on stdout, and nothing else."),
+    "max_new_tokens",
+    option("--ignore-eos", bool, "Go on past end tokens, to --max-new-tokens."),
+    option("--temperature", 0.0, "0: always the most likely token."),
+    option("--top-p", 1.0),
+    option("--top-k", 0, "0: all tokens."),
+    option("--seed", int, "Sampling seed, to repeat an answer when the temperature is above 0."),
+    click.option("--prompt-lookup", type=int, default=0, metavar="N", help="Draft up to N tokens from the prompt and "
+                 "the answer so far and verify them in one pass [default: 0, none]."),
+    "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
 )  # fmt: skip
-@loading_options(
-    "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature"
-)
 def run(
     arguments: tuple[str, ...], bundle: str | None, k: Depth, reduce: str, show_tokens: Path | None,
     gate_threshold: float, more: tuple[str, ...], videos: tuple[str, ...], frames: int | None, text_only: bool,

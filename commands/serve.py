@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from vtx.commands.export import find_bundle
-from vtx.commands.shared.options import loading_options
+from vtx.commands.shared.options import option, options
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.terminal.console import command, note
 from vtx.tools.common.loading import Loading
@@ -38,50 +38,27 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     "vtx-serve --bundle small=demo --bundle large=llava-7b --memory 24\n"
     f"{KEY}=secret vtx-serve --host 0.0.0.0 --port 8000"
 )
-@click.option(
-    "--bundle", "bundles", multiple=True, metavar="[NAME=]DIR",
-    help="A bundle, by its directory's name or NAME; several are loaded on demand [default: as vtx-run].",
+@options(
+    option("--bundle bundles", str, "A bundle, by its directory's name or NAME; several are loaded on demand [default: "
+           "as vtx-run].", multiple=True, metavar="[NAME=]DIR"),
+    option("--host", "127.0.0.1", "Address to listen on; 0.0.0.0: every interface."),
+    option("--port", 8000, "0: any free port.", type=click.IntRange(0, 65535)),
+    option("--parallel", click.IntRange(1), "Answers of one model that are computed at the same time [default: 4]."),
+    option("--max-batch", click.IntRange(1), "Answers in one pass through the model; 1: in turn [default: 8]."),
+    option("--queue", click.IntRange(0), "Requests that may wait; more get 429 [default: 32]."),
+    option("--max-tokens", click.IntRange(1), "Tokens of an answer, at most [default: 1024]."),
+    option("--max-body", click.IntRange(1), "Size of a request with its images [default: 33.6].", metavar="MB"),
+    option("--timeout", float, "Limit per request, with its wait [default: 600].", callback=_amount,
+           metavar="SECONDS"),
+    option("--stall-timeout", float, "End the process after this time in one run of a graph [default: 600, or "
+           "--timeout if longer].", callback=_amount, metavar="SECONDS"),
+    option("--kv-cache", float, "K and V in use and kept for later turns [default: 2.1].", callback=_amount,
+           metavar="GB"),
+    option("--memory", float, "Memory of all loaded bundles [default: free memory].", callback=_amount, metavar="GB"),
+    option("--image-host image_hosts", str, "Also fetch images from https addresses of this host [default: data URLs "
+           "only].", multiple=True, metavar="HOST"),
+    "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: every interface.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
-@click.option(
-    "--parallel", type=click.IntRange(1), help="Answers of one model that are computed at the same time [default: 4]."
-)
-@click.option(
-    "--max-batch", type=click.IntRange(1), help="Answers in one pass through the model; 1: in turn [default: 8]."
-)
-@click.option("--queue", type=click.IntRange(0), help="Requests that may wait; more get 429 [default: 32].")
-@click.option("--max-tokens", type=click.IntRange(1), help="Tokens of an answer, at most [default: 1024].")
-@click.option(
-    "--max-body", type=click.IntRange(1), metavar="MB", help="Size of a request with its images [default: 33.6]."
-)
-@click.option(
-    "--timeout",
-    type=float,
-    callback=_amount,
-    metavar="SECONDS",
-    help="Limit per request, with its wait [default: 600].",
-)
-@click.option(
-    "--stall-timeout", type=float, callback=_amount, metavar="SECONDS",
-    help="End the process after this time in one run of a graph [default: 600, or --timeout if longer].",
-)  # fmt: skip
-@click.option(
-    "--kv-cache", type=float, callback=_amount, metavar="GB",
-    help="K and V in use and kept for later turns [default: 2.1].",
-)  # fmt: skip
-@click.option(
-    "--memory",
-    type=float,
-    callback=_amount,
-    metavar="GB",
-    help="Memory of all loaded bundles [default: free memory].",
-)
-@click.option(
-    "--image-host", "image_hosts", multiple=True, metavar="HOST",
-    help="Also fetch images from https addresses of this host [default: data URLs only].",
-)  # fmt: skip
-@loading_options("device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature")
 def serve(
     bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
@@ -93,7 +70,6 @@ def serve(
         import uvicorn
     except ModuleNotFoundError as e:
         raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
-    from vtx.runtime.bundle.seal import PublicKey
     from vtx.runtime.server.app import is_local, make_app
     from vtx.runtime.server.compute.engines import Engines, named
     from vtx.runtime.server.limits import MAX_KEY, Limits
@@ -125,9 +101,8 @@ def serve(
         return needed_memory(bundle, float_bytes(chosen))
 
     folders = named(bundles or (str(find_bundle(os.environ.get("VTX_BUNDLE"))),))
-    public = PublicKey.load(loading.require_signature) if loading.require_signature else None
     room = None if memory is None else int(memory * 1e9)
-    engines = Engines(folders, loading.load, limits, room, needed=needed, key=public, fit=loading.fit)
+    engines = Engines(folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit)
     with listening(host, port) as at:
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
             pass

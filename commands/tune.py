@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from vtx.commands.shared.options import images_option, items_option, model_option, need_exporter, report_option
+from vtx.commands.shared.options import need_exporter, option, options
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 
 
@@ -19,45 +19,34 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     'accelerate launch --num_processes 8 "$(which vtx-tune)" questions.jsonl --model ./my-llava --k 8\n'
     "vtx-export --model vtx-tuned-my-llava/merged --k 8"
 )
-@click.argument("data", default="scenes", metavar="[DATA]")
-@click.option("--k", required=True, metavar="N|LOW-HIGH", help="K during training: around N, or from LOW to HIGH.")
-@model_option
-@images_option
-@items_option
-@click.option(
-    "--held-out", type=int, default=250, show_default=True, help="Items to evaluate on, of other images; or 0."
-)
-@click.option("--full-share", type=float, default=0.2, show_default=True, help="Share of images that all layers see.")
-@click.option("--kl-weight", type=float, default=1.0, show_default=True, help="Weight of the KL to the teacher.")
-@click.option("--ce-weight", type=float, default=1.0, show_default=True, help="Weight of DATA's answers' loss.")
-@click.option(
-    "--hidden-weight",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Weight of the final hidden states.",
-)
-@click.option("--rank", type=int, default=16, show_default=True, help="Rank of the adapters.")
-@click.option("--alpha", type=int, default=32, show_default=True, help="Scale of the adapters: alpha / rank.")
-@click.option("--layers", metavar="N|FIRST-LAST", help="Layers to train [default: all].")
-@click.option("--full", is_flag=True, help="Train these layers in full, without adapters.")
-@click.option("--lr", type=float, default=2e-4, show_default=True, help="Learning rate.")
-@click.option("--epochs", type=float, default=1.0, show_default=True)
-@click.option("--steps", type=int, metavar="N", help="Number of steps, instead of --epochs.")
-@click.option("--batch", type=int, default=8, show_default=True, help="Rows of questions per step, over all processes.")
-@click.option("--questions", type=int, default=8, show_default=True, help="Questions per row, about one image.")
-@click.option("--max-tokens", type=int, default=2048, show_default=True, help="Max tokens per row.")
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Max tokens per answer.")
-@click.option("--dtype", type=click.Choice(["auto", "fp32", "bf16"]), default="auto", show_default=True,
-              help="Arithmetic; auto: bf16 on a GPU.")  # fmt: skip
-@click.option(
-    "--gradient-checkpointing/--no-gradient-checkpointing", "checkpointing", default=True, show_default=True,
-    help="Recompute layers to save memory.",
+@options(
+    "data",
+    option("--k", str, "K during training: around N, or from LOW to HIGH.", required=True, metavar="N|LOW-HIGH"),
+    "model", "images", "items",
+    option("--held-out", 250, "Items to evaluate on, of other images; or 0."),
+    option("--full-share", 0.2, "Share of images that all layers see."),
+    option("--kl-weight", 1.0, "Weight of the KL to the teacher."),
+    option("--ce-weight", 1.0, "Weight of DATA's answers' loss."),
+    option("--hidden-weight", 0.0, "Weight of the final hidden states."),
+    option("--rank", 16, "Rank of the adapters."),
+    option("--alpha", 32, "Scale of the adapters: alpha / rank."),
+    option("--layers", str, "Layers to train [default: all].", metavar="N|FIRST-LAST"),
+    option("--full", bool, "Train these layers in full, without adapters."),
+    option("--lr", 2e-4, "Learning rate."),
+    option("--epochs", 1.0),
+    option("--steps", int, "Number of steps, instead of --epochs.", metavar="N"),
+    option("--batch", 8, "Rows of questions per step, over all processes."),
+    option("--questions", 8, "Questions per row, about one image."),
+    option("--max-tokens", 2048, "Max tokens per row."),
+    option("--max-new-tokens", 64, "Max tokens per answer."),
+    option("--dtype", "auto", "Arithmetic; auto: bf16 on a GPU.", type=click.Choice(["auto", "fp32", "bf16"])),
+    option("--gradient-checkpointing/--no-gradient-checkpointing checkpointing", True,
+           "Recompute layers to save memory."),
+    option("--save-every", 50, "Steps between checkpoints."),
+    option("--seed", 0, "Seed of sampling, order, K and adapters."),
+    option("--out", Path, "Output directory [default: vtx-tuned-MODEL]."),
+    "report",
 )  # fmt: skip
-@click.option("--save-every", type=int, default=50, show_default=True, help="Steps between checkpoints.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling, order, K and adapters.")
-@click.option("--out", type=click.Path(path_type=Path), help="Output directory [default: vtx-tuned-MODEL].")
-@report_option
 def tune(
     data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float, kl_weight: float,
     ce_weight: float, hidden_weight: float, rank: int, alpha: int, layers: str | None, full: bool, lr: float,

@@ -1,4 +1,4 @@
-"""Options of several commands, each declared once; those that load a bundle arrive as one `Loading`."""
+"""Options of commands: a table for each, and those of several declared once; how to load arrives as one `Loading`."""
 
 from __future__ import annotations
 
@@ -14,117 +14,94 @@ from click.core import ParameterSource
 from vtx.runtime.backends.engines import COMPUTE, DEVICES
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.terminal.console import require_signature_option
 from vtx.runtime.terminal.depth import DepthType, joined
 from vtx.tools.common.loading import Loading
 
-_LOADING = {  # by the field of `Loading` that each fills
-    "device": click.option(
-        "--device", type=click.Choice(DEVICES, case_sensitive=False), default="auto", show_default=True,
-        help="Where to compute.",
-    ),
-    "compute": click.option(
-        "--compute", type=click.Choice(COMPUTE, case_sensitive=False),
-        help="Arithmetic: bf16 or int8 with openvino, f16 with tensorrt [default: the device's first].",
-    ),
-    "threads": click.option("--threads", type=int, help="[default: all cores]"),
-    "fit": click.option(
-        "--fit", type=click.Choice(["crop", "pad", "squash"]),
-        help="Images that are not square: crop their sides, pad them with bars, or squash them [default: as the "
-        "checkpoint's image processor does].",
-    ),
-    "max_tiles": click.option(
-        "--max-tiles", type=int, metavar="N",
-        help="For models that see images in tiles: at most N tiles per image, including the one of the whole image.",
-    ),
-    "max_pixels": click.option(
-        "--max-pixels", type=int, metavar="N",
-        help="For models that see images at their own resolution: shrink images of more than N pixels.",
-    ),
-    "image_formats": click.option(
-        "--image-formats", default="jpeg,png,webp,bmp,gif", show_default=True, help="Formats that are read; also ppm.",
-        callback=lambda _, __, value: tuple(name.strip() for name in value.split(",")),
-    ),
-    "force": click.option("--force", is_flag=True, help="Load even if the free memory looks too small."),
-    "require_signature": require_signature_option,
+Declare = Callable[[Callable[..., None]], Callable[..., None]]
+PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
+PRECISION = click.Choice(list(PRECISIONS), case_sensitive=False)
+
+
+def option(name: str, value: Any, help: str | None = None, **more: Any) -> Declare:
+    """An option; `value` is its type (bool: a flag), or its default, which is shown and gives the type.
+
+    `name`: --option, and behind a space the argument that it fills if that has another name.
+    """
+    if value is bool:
+        more["is_flag"] = True
+    elif isinstance(value, type | click.ParamType):
+        more["type"] = PATH if value is Path else value
+    else:
+        more = {"default": value, "show_default": True, "type": type(value), **more}
+    return click.option(*name.split(), help=help, **more)
+
+
+_LOADING: dict[str, Declare] = {  # by the field of `Loading` that each fills
+    "device": option("--device", "auto", "Where to compute.", type=click.Choice(DEVICES, case_sensitive=False)),
+    "compute": option("--compute", click.Choice(COMPUTE, case_sensitive=False), "Arithmetic: bf16 or int8 with "
+                      "openvino, f16 with tensorrt [default: the device's first]."),
+    "threads": option("--threads", int, "[default: all cores]"),
+    "fit": option("--fit", click.Choice(["crop", "pad", "squash"]), "Images that are not square: crop their sides, pad "
+                  "them with bars, or squash them [default: as the checkpoint's image processor does]."),
+    "max_tiles": option("--max-tiles", int, "For models that see images in tiles: at most N tiles per image, including "
+                        "the one of the whole image.", metavar="N"),
+    "max_pixels": option("--max-pixels", int, "For models that see images at their own resolution: shrink images of "
+                         "more than N pixels.", metavar="N"),
+    "image_formats": option("--image-formats", "jpeg,png,webp,bmp,gif", "Formats that are read; also ppm.",
+                            callback=lambda _, __, value: tuple(name.strip() for name in value.split(","))),
+    "force": option("--force", bool, "Load even if the free memory looks too small."),
+    "require_signature": option("--require-signature", Path, "Use the bundle only if the private half of this Ed25519 "
+                                "key (PEM) signed it; every file is hashed first.", metavar="PUBKEY"),
+}  # fmt: skip
+_SHARED: dict[str, Declare] = {
+    "data": click.argument("data", default="scenes", metavar="[DATA]"),
+    "bundle": option("--bundle", click.Path(), "Bundle directory [default: $VTX_BUNDLE, else the last one exported].",
+                     envvar="VTX_BUNDLE"),
+    "k": click.option("--k", type=DepthType(default=True), default="default", metavar="N|auto|none",
+                      help="A prebuilt K [default: the bundle's]."),
+    "ks": option("--k ks", DepthType(several=True), "Prebuilt K, none or auto [default: all in the bundle; with "
+                 "--reduce, none].", multiple=True, callback=joined, metavar="K,K,..."),
+    "reduce": click.option("--reduce", default="default", metavar="SPEC|none",
+                           help="Leave out vision tokens: fastv, mustdrop:192, lsm:tau=0.9+fastv:ratio=0.75 "
+                           "[default: the bundle's first]."),
+    "max_new_tokens": option("--max-new-tokens", 256, "Tokens of the answer, at most."),
+    "images": option("--images", Path, "Directory of the images [default: the data file's]."),
+    "seed": option("--seed", 0, "Sampling seed."),
+    "model": option("--model", "demo", "Checkpoint directory or Hugging Face id; demo: built in."),
+    "vision_precision": option("--vision-precision", PRECISION, "Precision of tower and projector [default: "
+                               "--precision; int8 for int8 and int4]."),
+    "head_precision": option("--head-precision", PRECISION, "Precision of the output matrix [default: --precision; "
+                             "int8 for int8 and int4]."),
+    "tower": option("--tower", str, "Directory or Hugging Face id of the vision tower, for a checkpoint that only "
+                    "names one.", metavar="PATH"),
+    "allow_pickle": option("--allow-pickle", bool, "Also read the tensors of pickled weights; nothing is unpickled."),
+    "chat_template": option("--chat-template", Path, "A Jinja file, or a template of original LLaVA by name, e.g. "
+                            "llava_v1; for a checkpoint without one."),
+    "items": option("--items", 1000, "Items to train on, sampled from DATA."),
+    "report": option("--json as_json", bool, "The report as one JSON object on stdout, and nothing else."),
+    "plot": option("--plot", FILE, "Also draw a plot.", metavar="FILE.png"),
 }  # fmt: skip
 
 
-def loading_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options of loading; their values are its argument `loading`."""
+def options(*entries: str | Declare) -> Declare:
+    """Give a command these options: by name those of several commands, else its own.
+
+    The values of those that a bundle is loaded with are its argument `loading`.
+    """
+    loading = [entry for entry in entries if isinstance(entry, str) and entry in _LOADING]
 
     def declare(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def collected(**values: Any) -> None:
-            function(loading=Loading(**{name: values.pop(name) for name in names}), **values)
+            given = {"loading": Loading(**{name: values.pop(name) for name in loading})} if loading else {}
+            function(**values, **given)
 
-        for name in reversed(names):
-            collected = _LOADING[name](collected)
-        return collected
+        made: Callable[..., None] = collected
+        for entry in reversed(entries):
+            made = {**_LOADING, **_SHARED}[entry](made) if isinstance(entry, str) else entry(made)
+        return made
 
     return declare
-
-
-bundle_option = click.option(
-    "--bundle", type=click.Path(), envvar="VTX_BUNDLE",
-    help="Bundle directory [default: $VTX_BUNDLE, else the last one exported].",
-)  # fmt: skip
-k_option = click.option(
-    "--k", type=DepthType(default=True), default="default", metavar="N|auto|none",
-    help="A prebuilt K [default: the bundle's].",
-)  # fmt: skip
-ks_option = click.option(
-    "--k", "ks", type=DepthType(several=True), multiple=True, callback=joined, metavar="K,K,...",
-    help="Prebuilt K, none or auto [default: all in the bundle; with --reduce, none].",
-)  # fmt: skip
-reduce_option = click.option(
-    "--reduce", default="default", metavar="SPEC|none",
-    help="Leave out vision tokens: fastv, mustdrop:192, lsm:tau=0.9+fastv:ratio=0.75 [default: the bundle's first].",
-)  # fmt: skip
-max_new_tokens_option = click.option(
-    "--max-new-tokens", type=int, default=256, show_default=True, help="Tokens of the answer, at most."
-)
-images_option = click.option(
-    "--images", type=click.Path(path_type=Path), help="Directory of the images [default: the data file's]."
-)
-model_option = click.option(
-    "--model", default="demo", show_default=True, help="Checkpoint directory or Hugging Face id; demo: built in."
-)
-
-
-def precision_type() -> click.Choice[str]:
-    """fp32, fp16, bf16, int8 or int4, in any case."""
-    return click.Choice(list(PRECISIONS), case_sensitive=False)
-
-
-vision_precision_option = click.option(
-    "--vision-precision", type=precision_type(),
-    help="Precision of tower and projector [default: --precision; int8 for int8 and int4].",
-)  # fmt: skip
-head_precision_option = click.option(
-    "--head-precision", type=precision_type(),
-    help="Precision of the output matrix [default: --precision; int8 for int8 and int4].",
-)  # fmt: skip
-tower_option = click.option(
-    "--tower", metavar="PATH",
-    help="Directory or Hugging Face id of the vision tower, for a checkpoint that only names one.",
-)  # fmt: skip
-allow_pickle_option = click.option(
-    "--allow-pickle", is_flag=True, help="Also read the tensors of pickled weights; nothing is unpickled."
-)
-chat_template_option = click.option(
-    "--chat-template", type=click.Path(path_type=Path),
-    help="A Jinja file, or a template of original LLaVA by name, e.g. llava_v1; for a checkpoint without one.",
-)  # fmt: skip
-items_option = click.option(
-    "--items", type=int, default=1000, show_default=True, help="Items to train on, sampled from DATA."
-)
-report_option = click.option(
-    "--json", "as_json", is_flag=True, help="The report as one JSON object on stdout, and nothing else."
-)
-plot_option = click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Also draw a plot."
-)
 
 
 def need_exporter() -> None:

@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -119,12 +118,6 @@ def command(*, epilog: str, leaves: bool = False) -> Callable[[Callable[..., Non
         return made
 
     return make
-
-
-require_signature_option = click.option(
-    "--require-signature", type=click.Path(path_type=Path), metavar="PUBKEY",
-    help="Use the bundle only if the private half of this Ed25519 key (PEM) signed it; every file is hashed first.",
-)  # fmt: skip
 
 
 @contextmanager

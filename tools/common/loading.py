@@ -11,6 +11,7 @@ from vtx.runtime.vision.limits import DEFAULT_FORMATS
 
 if TYPE_CHECKING:
     from vtx.runtime.api.model import Model
+    from vtx.runtime.bundle.seal import PublicKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,13 @@ class Loading:
     max_tiles: int | None = None
     max_pixels: int | None = None
     image_formats: tuple[str, ...] = DEFAULT_FORMATS
+
+    @property
+    def key(self) -> PublicKey | None:
+        """The key of a required signature."""
+        from vtx.runtime.bundle.seal import PublicKey
+
+        return PublicKey.load(self.require_signature) if self.require_signature else None
 
     def load(self, bundle: Path) -> Model:
         """Load the bundle. Raises as `vtx.load` does."""
