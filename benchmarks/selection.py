@@ -9,10 +9,12 @@ share, and of the later ones. Python on one thread, as libvtx. `make cpp` before
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ from vtx.tools.bench.series import shown, spread
 
 PROBE = Path(__file__).parents[1] / "build/cpp/vtx-cpp-probe"
 CLIP, QUESTIONS = 768, 3
-SPECS = ("cdpruner:keep={keep}", "cdpruner:keep={keep},text=tower", "dart:keep={keep},k=0")
+SPECS = ("cdpruner:keep={keep}", "cdpruner:keep={keep},text=tower", "dart:keep={keep},k=0", "divprune:keep={keep}",
+         "random:keep={keep}")  # fmt: skip
 Found = list[tuple[list[int], float]]  # what is kept and the milliseconds, question after question
 
 
@@ -49,6 +52,7 @@ def libvtx(spec: str, arrays: list[Any]) -> Found:
 def python(spec: str, arrays: list[Any]) -> Found:
     rows, patches, *questions = arrays
     image = ImageTokens(rows, Patches(np.arange(len(rows)), np.zeros(len(rows), bool), {CLIP_PATCHES: patches}))
+    image = replace(image, key=hashlib.sha256(rows.tobytes()).hexdigest())
     [method] = parse(spec)
     entry, found = method.entry(), list[tuple[list[int], float]]()
     for mean, embedding in zip(questions[::2], questions[1::2], strict=True):

@@ -89,7 +89,7 @@ class ImageTokens:
     `idle` counts further tokens that the vision graph computed: of merged windows, if its sizes are fixed.
     `offsets` [tokens] are their positions after the image's first one and `span` the positions that the image takes;
     None: they follow each other without gaps. Offsets of three parts, time, row and column, are [tokens, 3]. `derived`
-    is a cache of what policies compute from these tokens.
+    is a cache of what policies compute from these tokens. `key` is the hash of the image's pixels.
     """
 
     hidden: HiddenStates
@@ -98,6 +98,7 @@ class ImageTokens:
     offsets: Ids | None = None
     span: int | None = None
     derived: dict[str, NDArray[Any]] = field(default_factory=dict)
+    key: str = ""
 
     def __len__(self) -> int:
         return len(self.hidden)
@@ -141,9 +142,9 @@ class ImageTokens:
         """Some of the tokens; once positions have been kept, they are."""
         hidden, patches = self.hidden[which], self.patches.take(which)
         if not keep_positions and self.offsets is None:
-            return ImageTokens(hidden, patches)
+            return ImageTokens(hidden, patches, key=self.key)
         offsets = np.arange(len(self), dtype=np.int64) if self.offsets is None else self.offsets
-        return ImageTokens(hidden, patches, offsets=offsets[which], span=self.positions)
+        return ImageTokens(hidden, patches, offsets=offsets[which], span=self.positions, key=self.key)
 
 
 @dataclass(frozen=True, slots=True)

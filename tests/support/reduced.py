@@ -58,6 +58,8 @@ def word(method: Method) -> str:
     if method.cdpruner is not None:
         keep, text = method.cdpruner
         parts.insert(0 if method.layers else len(parts), f"cdpruner:keep={keep},text={text}")
+    if method.divprune is not None:
+        parts.insert(0 if method.layers else len(parts), f"divprune:keep={method.divprune}")
     if method.dart is not None:
         keep, k, pivots, text_pivots = method.dart
         spec = f"dart:keep={keep},k={k},pivots={pivots},text_pivots={text_pivots},order={method.dart_order}"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.support.clip import Clip
 from tests.support.reference import Inputs, Reference
+from tests.support.selection import divprune
 from tests.support.tiny import MARKED
 
 
@@ -28,7 +29,7 @@ class Method:
     `key`: the share that no prune may drop, by the class token's attention in the last block in use or, with
     keys=last-block, in the tower's very last one. `layers` with `gamma` and `alpha`: dual attention after these layers.
     `fastv`: (after this layer, share to drop). `cdpruner`: (number to keep, text), `dart`: (number to keep, k, image
-    pivots, text pivots). `k`: withdrawal before this layer, of whatever is left.
+    pivots, text pivots), `divprune`: the number to keep. `k`: withdrawal before this layer, of whatever is left.
     """
 
     tau: float | None = None
@@ -42,6 +43,7 @@ class Method:
     fastv: tuple[int, float] | None = None
     keys: Literal["used-block", "last-block"] = "used-block"
     cdpruner: tuple[int, Literal["embedding", "none", "tower"]] | None = None
+    divprune: int | None = None
     dart: tuple[int, int, int, int] | None = None
     dart_order: Literal["size", "code"] = "size"
     k: int | None = None
@@ -267,6 +269,8 @@ class Statement:
                 kind, lambda: torch.cosine_similarity(image.rows.double(), question.double()[None], dim=-1)
             )
             return image.take(cdpruner(image.rows, raw(), count))
+        if method.divprune is not None:
+            return image.take(divprune(image.rows, method.divprune))
         if method.dart is not None and not method.dart[1]:
             kept = _dart_before(image.rows, embedded, *(method.dart[i] for i in (0, 2, 3)))
             return image.take(kept) if image.offsets else replace(image.take(kept), offsets=kept, span=len(image.rows))

@@ -23,6 +23,8 @@ REDUCTIONS = (
     "dart:keep=0.6,k=4,pivots=2,text_pivots=2,order=code",
     "cdpruner:keep=0.4,text=none+fastv:k=4,ratio=0.3",
     "cdpruner:keep=9",
+    "random:keep=0.3+fastv:k=4",
+    "divprune:keep=0.3",
     "dart:keep=10,k=0,pivots=3,text_pivots=2",
 )
 

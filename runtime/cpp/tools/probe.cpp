@@ -28,12 +28,12 @@
 #include "api/model.hpp"
 #include "backends/slots.hpp"
 #include "base/json.hpp"
+#include "base/random.hpp"
 #include "bundle/bundle.hpp"
 #include "bundle/sha256.hpp"
 #include "bundle/sha256_blocks.hpp"
 #include "policies/methods/reductions.hpp"
 #include "policies/policy.hpp"
-#include "session/random.hpp"
 #include "tools/parse.hpp"
 #include "vision/layout.hpp"
 
@@ -135,7 +135,8 @@ void sha256() {
   }
 }
 
-void select(char** values) {
+// With `tiled`, of each token the view that it comes from follows the patches.
+void select(char** values, bool tiled) {
   std::vector<MethodPtr> parts = parse_spec(values[0]);
   std::shared_ptr<const Entry> entry = parts.at(0)->entry();
   size_t tokens = std::stoul(values[1]), width = std::stoul(values[2]), clip = std::stoul(values[3]);
@@ -146,7 +147,12 @@ void select(char** values) {
   };
   ImageTokens image;
   image.rows = rows_of(tokens, width);
+  image.key = sha256_hex({reinterpret_cast<char*>(image.rows.data.data()), image.rows.data.size() * sizeof(float)});
   image.patches.clip = rows_of(tokens, clip);
+  if (tiled) {
+    image.patches.views = Ids(tokens);
+    std::cin.read(reinterpret_cast<char*>(image.patches.views->data()), static_cast<std::streamsize>(tokens * sizeof(int64_t)));
+  }
   std::vector<PromptText> questions(std::stoul(values[4]));
   for (PromptText& question : questions)
     question.ids = {0}, question.after = {1}, question.hidden = rows_of(1, width), question.embeddings = rows_of(1, clip);
@@ -230,8 +236,8 @@ int main(int count, char** values) {
       picture(values[2]);
     else if (mode == "cache" && count == 5)
       SlotMemory(std::stoul(values[2]), std::stoul(values[3]), std::stoul(values[4])), std::cout << "ok\n";
-    else if (mode == "select" && count == 7)
-      select(values + 2);
+    else if (mode == "select" && count > 6)
+      select(values + 2, count > 7);
     else if (mode == "turns")
       turns();
     else if (mode == "specs")

@@ -63,10 +63,7 @@ class CDPruner(Reduction, Entry):
         count = self.number_kept(len(image), 1)
         if count >= len(image):
             return None
-        if COSINES not in image.derived:
-            image.derived[LENGTHS] = lengths_of(image.hidden)
-            image.derived[COSINES] = cosines_of(image.hidden)  # last: conversations may share the image
-        cosines = image.derived[COSINES]
+        cosines = image_cosines(image)
         if not self.uses_question:
             return greedy(cosines, np.ones(len(cosines)), count)
         assert question is not None
@@ -97,6 +94,14 @@ def cosines_of(rows: Floats) -> Floats:
     cosines: Floats = (unit @ unit.T).astype(np.float32)
     np.fill_diagonal(cosines, 1)
     return cosines
+
+
+def image_cosines(image: ImageTokens) -> Floats:
+    """The cosines of an image's tokens, kept with the image."""
+    if COSINES not in image.derived:
+        image.derived[LENGTHS] = lengths_of(image.hidden)
+        image.derived[COSINES] = cosines_of(image.hidden)  # last: conversations may share the image
+    return image.derived[COSINES]
 
 
 def scaled(relevance: Exact) -> Exact:

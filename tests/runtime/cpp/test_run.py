@@ -34,7 +34,9 @@ REDUCTIONS = (
     "cdpruner:keep=0.5",
     "cls:keep=0.5+dart:keep=0.5,k=3,pivots=2,text_pivots=1",
     "dart:keep=12,k=0",
+    "divprune:keep=0.3",
     "fastv:k=4",
+    "random:seed=7",
 )
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.support import clip
+from tests.support import clip, selection
 from tests.support.bundles import IGNORE
 from tests.support.cpp import ask, needs_cpp, output
 from tests.support.exported import THREADS
 from tests.support.reference import Reference
+from tests.support.selection import CASES, Drawn, divprune, divprune_count, random_tokens
 from tests.support.statement import cdpruner
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import plan_export, run_export
@@ -133,6 +135,15 @@ def in_python(
     return kept
 
 
+def of_case(spec: str, case: Drawn) -> list[int]:
+    """What libvtx keeps of a drawn image."""
+    arrays: list[NDArray[Any]] = [case.hidden, case.patches, *([] if case.views is None else [case.views])]
+    sizes = [*case.hidden.shape, case.patches.shape[1], 1, *([] if case.views is None else ["tiled"])]
+    given = b"".join(array.tobytes() for array in [*arrays, case.mean, case.embeddings[:1]])
+    [line] = output("probe", "select", spec, *map(str, sizes), stdin=given).decode().splitlines()
+    return [*json.loads(line)["kept"]]
+
+
 def by_clip(patches: Floats, texts: Floats) -> torch.Tensor:
     both = torch.tensor(patches).double()[:, None], torch.tensor(texts).double()[None]
     return -torch.cosine_similarity(*both, dim=-1).mean(1)
@@ -170,6 +181,16 @@ def test_equal_tokens_and_more_tokens_than_dimensions_are_chosen_as_in_python(te
         spec = f"cdpruner:keep={keep},text={text}"
         method = CDPruner(keep, text)  # type: ignore[arg-type]
         assert selected(spec, rows, patches, questions) == in_python(method, rows, patches, questions)
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_methods_that_look_at_the_image_alone_choose_as_their_statements(number: int) -> None:
+    case = selection.drawn(number)
+    tokens, count = torch.tensor(case.hidden), len(case.hidden)
+    assert of_case("divprune", case) == divprune(tokens, divprune_count(0.098, count))
+    assert of_case("divprune:keep=0.5", case) == divprune(tokens, divprune_count(0.5, count))
+    assert of_case(f"random:seed={number}", case) == random_tokens(case, -(-count // 4), number)
+    assert of_case(f"random:keep={count - 1},seed=1000000000", case) == random_tokens(case, count - 1, 10**9)
 
 
 @pytest.mark.parametrize("text_pivots", [0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ AFTER_2, AFTER_7, BEFORE = (24, 2, 4, 4), (16, 7, 2, 3), (20, 0, 4, 4)
 WAYS: dict[str, dict[str, Any]] = {
     "cdpruner": {"cdpruner": (20, "embedding")},
     "cdpruner-without-text": {"cdpruner": (20, "none")},
+    "divprune": {"divprune": 20},
     "dart": {"dart": AFTER_2},
     "dart-pivots-as-released": {"dart": AFTER_2, "dart_order": "code"},
     "dart-after-layer-7": {"dart": AFTER_7},
@@ -196,6 +198,8 @@ REUSED = {
     "dart:k=0,text_pivots=0": 16,
     "cdpruner": 0,
     "cdpruner:text=none": 16,
+    "divprune": 16,
+    "random": 16,
 }
 
 
@@ -210,6 +214,23 @@ def test_layers_whose_image_tokens_serve_the_next_question(case: Case, spec: str
     assert second.reused_layers == (depth if layers == 16 else layers)
     assert second.reused_image == (layers > 0)
     assert again.reused_layers == (second.reused_layers or depth)
+
+
+def test_an_image_keeps_its_random_tokens_in_every_conversation_and_another_has_others(case: Case) -> None:
+    def kept(image: int, spec: str) -> Any:
+        with case.model.open(random_image(image)) as conversation:
+            reduced = [conversation.ask(words, None, Options(max_new_tokens=1), reduce=spec).stats.reduced
+                       for words in QUESTIONS[:2]]  # fmt: skip
+        assert reduced[0] is not None
+        assert reduced[0].kept == (reduced[1].kept if reduced[1] else None)
+        return reduced[0].kept
+
+    key = case.model.loaded.prepare(random_image(4)).key
+    numbers = np.random.default_rng(int(sha256(f"3 {key}".encode()).hexdigest()[:16], 16)).random(81)
+    [entered] = kept(4, "random:keep=9,seed=3")
+    assert [list(patches) for patches in entered.patches] == [sorted(np.argsort(numbers)[:9].tolist())]
+    assert kept(4, "random:keep=9") == kept(4, "random:keep=9,seed=0")
+    assert kept(4, "random:keep=9") != kept(7, "random:keep=9")
 
 
 def test_withdrawal_reuses_every_layer_that_sees_the_image(case: Case) -> None:

@@ -81,6 +81,7 @@ METHODS = {
     "cls": Method(cls_keep=0.5),
     "mustdrop": Method(key=0.2, layers=(2, 4), gamma=0.015, alpha=0.01),
     "cdpruner": Method(cdpruner=(20, "embedding")),
+    "divprune": Method(divprune=20),
     "dart": Method(dart=(24, 2, 2, 2)),
     "dart before layer 1": Method(dart=(24, 0, 2, 2)),
 }
@@ -88,7 +89,8 @@ METHODS = {
 
 CASES = [(LLAVA_NEXT, name) for name in METHODS]
 CASES += [(ONEVISION, name) for name in ("fastv", "dart")]
-CASES += [(INTERNVL, name) for name in ("fastv", "cdpruner", "dart", "dart before layer 1")]
+CASES += [(INTERNVL, name) for name in ("fastv", "cdpruner", "divprune", "dart")]
+CASES += [(INTERNVL, "dart before layer 1")]
 
 
 @pytest.mark.sampled(2)

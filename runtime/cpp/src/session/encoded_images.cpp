@@ -54,6 +54,7 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
   std::vector<ImagePtr> views;
   for (const Floats& view : image.views) views.push_back(backend_.vision(view, extras));
   ImagePtr tokens = image.arrange(views);
+  tokens->key = image.key.substr(0, 64);  // of the pixels alone
   for (const auto& [name, signal] : tokens->patches.signals)
     if (!std::all_of(signal.begin(), signal.end(), [](float value) { return std::isfinite(value); }))
       fail(Kind::bundle, "what the tower says of an image is not a number; use --reduce none, or export at fp32");

@@ -5,7 +5,7 @@
 #include <set>
 
 #include "base/tensors.hpp"
-#include "session/random.hpp"
+#include "base/random.hpp"
 
 namespace vtxcore {
 

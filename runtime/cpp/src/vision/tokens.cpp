@@ -39,6 +39,7 @@ std::shared_ptr<const ImageTokens> ImageTokens::take(const Ids& which, bool keep
   auto out = std::make_shared<ImageTokens>();
   out->rows = vtxcore::take(rows, which);
   out->patches = patches.take(which);
+  out->key = key;
   if (keep_positions || offsets) {
     out->offsets = vtxcore::take(offsets ? *offsets : count_up(0, rows.count()), which);
     out->span = positions();

@@ -1,6 +1,5 @@
 // CDPruner: only image tokens that are relevant to the question and unlike each other enter the decoder.
 #include <algorithm>
-#include <memory>
 
 #include "policies/methods/linear.hpp"
 #include "policies/methods/reductions.hpp"
@@ -64,12 +63,7 @@ class CdPruner : public EntryReduction {
     size_t n = image.rows.count();
     int64_t count = number_to_keep(keep_, static_cast<int64_t>(n));
     if (count >= static_cast<int64_t>(n)) return std::nullopt;
-    if (!image.likeness) {
-      Doubles lengths = lengths_of(image.rows);
-      Floats cosines = cosines_of(image.rows, lengths);
-      image.likeness = std::make_shared<Likeness>(Likeness{std::move(lengths), std::move(cosines)});
-    }
-    const Likeness& likeness = *image.likeness;
+    const Likeness& likeness = likeness_of(image);
     Doubles relevance(n, 1.0);
     if (uses_question()) {
       relevance = text_ == "tower" ? seen_by_clip(image.patches.clip, question->embeddings)

@@ -2,6 +2,7 @@
 #include "policies/methods/linear.hpp"
 
 #include <cstring>
+#include <memory>
 
 namespace vtxcore {
 namespace {
@@ -97,6 +98,15 @@ Floats cosines_of(const Rows& rows, const Doubles& lengths) {
         }
     }
   return out;
+}
+
+const Likeness& likeness_of(const ImageTokens& image) {
+  if (!image.likeness) {
+    Doubles lengths = lengths_of(image.rows);
+    Floats cosines = cosines_of(image.rows, lengths);
+    image.likeness = std::make_shared<Likeness>(Likeness{std::move(lengths), std::move(cosines)});
+  }
+  return *image.likeness;
 }
 
 }  // namespace vtxcore

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "base/tensors.hpp"
+#include "vision/tokens.hpp"
 
 namespace vtxcore {
 
@@ -38,5 +38,8 @@ void subtract(double by, const double* from, double* to, size_t count);
 
 // Cosines [n, n] of rows of these lengths; that of a row with itself is 1.
 Floats cosines_of(const Rows& rows, const Doubles& lengths);
+
+// How alike an image's tokens are, kept with the image.
+const Likeness& likeness_of(const ImageTokens& image);
 
 }  // namespace vtxcore

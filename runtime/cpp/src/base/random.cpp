@@ -1,4 +1,4 @@
-#include "session/random.hpp"
+#include "base/random.hpp"
 
 #include <array>
 #include <random>

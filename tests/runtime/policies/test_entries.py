@@ -1,0 +1,76 @@
+"""Methods that choose an image's tokens by the image alone: each keeps the tokens of its plain statement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.selection import CASES, divprune, divprune_count, drawn, random_tokens
+from vtx.runtime.errors import RequestError
+from vtx.runtime.policies import parse
+from vtx.runtime.vision.tokens import ImageTokens
+
+
+def select(spec: str, image: ImageTokens) -> list[int]:
+    [method] = parse(spec)
+    entry = method.entry()
+    assert entry is not None
+    assert not entry.uses_question
+    assert not entry.keeps_positions
+    found = entry.select(image)
+    number = method.number_kept(len(image), 1)
+    assert number == (len(image) if found is None else len(found))
+    return list(range(len(image))) if found is None else found.tolist()
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_divprune_keeps_the_tokens_of_the_released_code(number: int) -> None:
+    case = drawn(number)
+    n = len(case.hidden)
+    for spec, count in (("divprune", divprune_count(0.098, n)), ("divprune:keep=0.5", divprune_count(0.5, n)),
+                        (f"divprune:keep={n - 1}", n - 1)):  # fmt: skip
+        assert select(spec, case.image) == divprune(torch.tensor(case.hidden), count)
+
+
+def test_divprune_rounds_a_share_to_the_nearest_number_and_a_half_to_the_even_one() -> None:
+    [half] = parse("divprune:keep=0.5")
+    assert [half.number_kept(n, 1) for n in (1, 2, 3, 5, 7, 9)] == [1, 1, 2, 2, 4, 4]
+    assert parse("divprune")[0].number_kept(576, 1) == 56
+
+
+def test_divprune_takes_the_token_farthest_from_its_nearest_other_first_and_never_one_twice() -> None:
+    # 0 and 1 are close, 2 is nearer to them than 3 is; 3's nearest other is farthest.
+    rows = np.array([[1, 0], [0.99, 0.1], [0.6, 0.8], [-1, 0.2]], np.float32)
+    assert [select(f"divprune:keep={keep}", ImageTokens.one_per_patch(rows)) for keep in ("0.25", "2", "3")] == [
+        [3], [0, 3], [0, 2, 3]
+    ]  # fmt: skip
+    equal = ImageTokens.one_per_patch(np.ones((9, 4), np.float32))
+    assert select("divprune:keep=4", equal) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_random_keeps_the_tokens_that_the_seed_and_the_image_say(number: int) -> None:
+    case = drawn(number)
+    n = len(case.hidden)
+    for seed, keep, count in ((0, "0.25", -(-n // 4)), (number, "0.5", -(-n // 2)), (10**9, str(n - 1), n - 1)):
+        assert select(f"random:keep={keep},seed={seed}", case.image) == random_tokens(case, count, seed)
+
+
+def test_another_seed_or_another_image_gives_other_random_tokens() -> None:
+    image = drawn(0).image
+    assert select("random", image) == select("random", drawn(0).image)
+    assert select("random", image) != select("random:seed=1", image)
+    assert select("random", image) != select("random", replace(image, key="0" * 64))
+
+
+@pytest.mark.parametrize("name", ["random", "divprune", "cdpruner"])
+def test_budgets_of_0_are_refused_and_an_image_of_one_patch_enters(name: str) -> None:
+    for keep in ("0", "-1", "1.5", "nan", "off"):
+        with pytest.raises(RequestError, match="keep"):
+            parse(f"{name}:keep={keep}")
+    if name != "cdpruner":
+        assert select(name, ImageTokens.one_per_patch(np.ones((1, 8), np.float32))) == [0]
+        assert select(f"{name}:keep=1", drawn(0).image) == select(f"{name}:keep=1000000000", drawn(0).image)
