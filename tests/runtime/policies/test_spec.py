@@ -93,7 +93,7 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no reduction is called ''; there are cdpruner, cls, dart, fastv, lsm, mustdrop"),
+        ("", "no reduction is called ''; there are cdpruner, cls, dart, divprune, fastv, lsm, mustdrop, random"),
         ("tome", "no reduction is called 'tome'"),
         ("withdrawal", "no reduction is called"),
         ("fastv+", "no reduction is called ''"),
@@ -163,7 +163,7 @@ def test_nothing_but_a_request_error_comes_of_random_specs(text: str) -> None:
 
 
 def test_every_method_of_the_package_is_registered_by_its_own_file() -> None:
-    assert list(specs.kinds()) == ["cdpruner", "cls", "dart", "fastv", "lsm", "mustdrop"]
+    assert list(specs.kinds()) == ["cdpruner", "cls", "dart", "divprune", "fastv", "lsm", "mustdrop", "random"]
     for name, kind in specs.kinds().items():
         assert kind.__module__ == f"vtx.runtime.policies.methods.{name}"
         assert kind.__doc__
