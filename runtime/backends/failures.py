@@ -16,7 +16,7 @@ def load_failure(engine: str, graph: str, error: Exception) -> VtxError:
         return DeviceError(
             f"not enough memory to load {graph}; end other programs, use a smaller precision or a machine with more"
         )
-    return BundleError(f"{engine} cannot load {graph}: {_reason(error)}; export the bundle again")
+    return BundleError(f"{engine} cannot load {graph}: {reason_of(error)}; export the bundle again")
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def _run_failure(engine: str, graph: str, error: Exception) -> VtxError:
             f"not enough memory to run {graph}; end other programs, ask about fewer images or with a shorter question, "
             "or export with a smaller --precision"
         )
-    return DeviceError(f"{engine} failed in {graph}: {_reason(error)}; check the bundle with vtx-doctor")
+    return DeviceError(f"{engine} failed in {graph}: {reason_of(error)}; check the bundle with vtx-doctor")
 
 
 def cache_failure(capacity: int) -> VtxError:
@@ -62,7 +62,7 @@ def _lacks_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or spoken
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """One line; OpenVINO's messages begin with source locations and end with the reason."""
     text = " ".join(str(error).split())
     return text if len(text) <= MAX_REASON else f"...{text[-MAX_REASON:]}"

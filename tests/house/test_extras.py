@@ -79,6 +79,16 @@ def test_openvino_answers_and_certifies(install: Callable[[str], Command]) -> No
     answers_on_a_cpu(command)
 
 
+def test_gpu_brings_all_but_the_driver(install: Callable[[str], Command]) -> None:
+    command = install("gpu")
+    state = command("vtx-doctor")
+    if "on NVIDIA" not in state:
+        assert "libcuda.so.1" in state  # every library of CUDA and cuDNN was found, but for the driver's
+        refusal = command("vtx-run", "--bundle", "demo", "--device", "cuda", PICTURE, QUESTION, code=1)
+        assert "install NVIDIA's driver" in refusal
+    answers_on_a_cpu(command)
+
+
 def checks_graphs(command: Command) -> None:
     """The graphs are checked for every machine, and answering on a GPU that is not there is refused in one line."""
     checked = command("vtx-build", "--bundle", "demo", "--target", "jetson-orin,jetson-orin-jp7,sm90,sm89", "--check")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.failures import reason_of
 from vtx.runtime.backends.ort.backend import OrtBackend
 from vtx.runtime.backends.ort.cache import OrtStageCache
-from vtx.runtime.backends.ort.library import load_onnxruntime
+from vtx.runtime.backends.ort.library import FATAL, load_onnxruntime
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
@@ -20,16 +28,63 @@ from vtx.runtime.host.machine import version
 from vtx.runtime.vision.tokens import Ids
 
 PROVIDER = "CUDAExecutionProvider"
+DRIVER = "libcuda.so.1"
+# A graph y = Relu(x) of one float, serialized: loading it makes the provider open the GPU.
+RELU = (
+    b'\x08\x08:3\n\x0c\n\x01x\x12\x01y"\x04Relu\x12\x01gZ\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01'
+    b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\x11"
+)
 
 
 def obstacle(kv_dtype: str) -> str | None:
     """The reason why onnxruntime cannot answer on a GPU here, and the fix; None if it can."""
-    if PROVIDER not in load_onnxruntime().get_available_providers():
+    return provider_obstacle() or kv_obstacle(kv_dtype)
+
+
+@cache
+def provider_obstacle() -> str | None:
+    """The reason why onnxruntime's CUDA provider cannot open a GPU here, and the fix; None once it has.
+
+    onnxruntime lists the provider although its libraries may not load, and goes on without it when they do not. So
+    CUDA and cuDNN are loaded first, from the packages of the extra `gpu`, then the provider's own library, which names
+    the one that is missing, and then one small graph.
+    """
+    ort = load_onnxruntime()
+    if PROVIDER not in ort.get_available_providers():
         return (
             "this onnxruntime has no CUDA provider; pip uninstall -y onnxruntime, then "
             'pip install "vtx-edge[gpu]", on a machine with an NVIDIA driver'
         )
-    return kv_obstacle(kv_dtype)
+    with redirect_stdout(StringIO()):  # it prints what it does not find
+        ort.preload_dlls()
+    if sys.platform == "linux":
+        folder = Path(ort.__file__).parent / "capi"
+        try:
+            for part in ("shared", "cuda"):
+                ctypes.CDLL(os.fspath(folder / f"libonnxruntime_providers_{part}.so"))
+        except OSError as e:
+            reason = str(e)
+            if DRIVER in reason:
+                fix = "install NVIDIA's driver; in a container, pass the GPU through (docker run --gpus all)"
+            else:
+                fix = 'pip install -U "vtx-edge[gpu]" installs CUDA and cuDNN with it'
+            return f"onnxruntime's CUDA provider does not load: {reason}; {fix}"
+    built, gpu = getattr(ort, "cuda_version", None), find_gpu()
+    if gpu and built and gpu.cuda[0] < int(built.split(".")[0]):
+        return (
+            f"this onnxruntime-gpu needs a driver for CUDA {built}, the driver here supports CUDA "
+            f"{gpu.cuda[0]}.{gpu.cuda[1]}; update the driver, or install an onnxruntime-gpu for CUDA {gpu.cuda[0]}"
+        )
+    options = ort.SessionOptions()
+    options.log_severity_level = FATAL
+    try:
+        with redirect_stdout(StringIO()):  # older releases print that they go on without it
+            session = ort.InferenceSession(RELU, options, providers=[PROVIDER], enable_fallback=0)
+    except Exception as e:  # onnxruntime's own, without a type
+        return f"onnxruntime's CUDA provider cannot open the GPU: {reason_of(e)}; see what nvidia-smi says of it"
+    if PROVIDER not in session.get_providers():
+        return "onnxruntime's CUDA provider cannot open the GPU; see what nvidia-smi says of it"
+    return None
 
 
 def kv_obstacle(kv_dtype: str) -> str | None:
@@ -64,6 +119,9 @@ class OrtCudaBackend(OrtBackend):
         number = version("onnxruntime-gpu")
         if not number:
             return DeviceState("cuda", False, False, 'onnxruntime-gpu is not installed: pip install "vtx-edge[gpu]"')
+        reason = provider_obstacle()
+        if reason:
+            return DeviceState("cuda", True, False, f"onnxruntime-gpu {number}; {reason}")
         return DeviceState.on_gpu("cuda", f"onnxruntime-gpu {number}", machine)
 
     def share_caches(self, conversations: int) -> None:

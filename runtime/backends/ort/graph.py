@@ -14,6 +14,7 @@ from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.backends.failures import closed_failure, load_failure, run_failures
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs
+from vtx.runtime.errors import DeviceError
 
 ENGINE = "onnxruntime"
 
@@ -42,9 +43,13 @@ class OrtLoader:
         with self.bundle.graph_path(name) as path:
             try:
                 with returning_memory(at_once=not self.roomy):
-                    session = self.ort.InferenceSession(os.fspath(path), self.options, providers=list(self.providers))
+                    session = self.ort.InferenceSession(
+                        os.fspath(path), self.options, providers=list(self.providers), enable_fallback=0
+                    )
             except Exception as e:
                 raise load_failure(ENGINE, name, e) from e
+        if self.providers[0] not in session.get_providers():  # older releases go on without it
+            raise DeviceError(f"{ENGINE} loaded {name} without its {self.providers[0]}; vtx-doctor has the reason")
         contract.check(name, session, promised)
         return OrtGraph(name, session)
 

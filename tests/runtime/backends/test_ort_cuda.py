@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +17,13 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.devices import choose
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.ort import cuda as ort_cuda
 from vtx.runtime.backends.ort.cuda import PROVIDER, OrtCudaBackend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.device import Device
+from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.vision.tokens import TokenStates
 
 QUESTIONS = ("red?", "How many circle shapes are there?")
@@ -75,14 +81,97 @@ def test_an_onnxruntime_without_cuda_is_said_so(folders: dict[str, Path]) -> Non
 
 
 def test_float32_caches_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]) -> None:
-    import onnxruntime
-
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [PROVIDER])
+    monkeypatch.setattr(ort_cuda, "provider_obstacle", lambda: None)
     with pytest.raises(
         DeviceError, match=r"attends in float16 on CUDA, .* are float32; export with --kv-precision fp16"
     ):
         choose(Bundle.open(folders["fp32"]), "cuda")
     assert choose(Bundle.open(folders["fp16"]), "cuda").device == "cuda"
+
+
+class Ort:
+    """An onnxruntime-gpu for CUDA 13: it lists the provider, and loads graphs on what `got` names."""
+
+    __file__ = "/nowhere/onnxruntime/__init__.py"
+    cuda_version = "13.0"
+    SessionOptions = SimpleNamespace
+
+    def __init__(self, got: Sequence[str] | Exception) -> None:
+        self.got = got
+
+    def get_available_providers(self) -> list[str]:
+        return ["TensorrtExecutionProvider", PROVIDER, "CPUExecutionProvider"]
+
+    def preload_dlls(self) -> None:
+        print("Failed to load libcublas.so.13")
+
+    def InferenceSession(self, *_: object, providers: list[str], enable_fallback: int) -> SimpleNamespace:
+        assert not enable_fallback
+        if isinstance(self.got, Exception):
+            raise self.got
+        return SimpleNamespace(get_providers=lambda: self.got)
+
+
+MISSING = "libcublasLt.so.13: cannot open shared object file: No such file or directory"
+NO_DRIVER = "libcuda.so.1: cannot open shared object file: No such file or directory"
+BOTH = (PROVIDER, "CPUExecutionProvider")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of Linux's libraries")
+@pytest.mark.parametrize(
+    ("library", "driver", "got", "said"),
+    [
+        (MISSING, (13, 0), BOTH, rf"does not load: {MISSING}; pip install -U \"vtx-edge\[gpu\]\" installs CUDA"),
+        (NO_DRIVER, (13, 0), BOTH, rf"does not load: {NO_DRIVER}; install NVIDIA's driver; in a container"),
+        (None, (12, 4), BOTH, r"needs a driver for CUDA 13.0, the driver here supports CUDA 12.4; update the driver"),
+        (None, (13, 0), ("CPUExecutionProvider",), r"cannot open the GPU; see what nvidia-smi says"),
+        (None, (13, 0), RuntimeError("CUDA failure 999: unknown"), r"cannot open the GPU: CUDA failure 999: unknown; "),
+        (None, (13, 0), BOTH, None),
+    ],
+    ids=["no-cuda", "no-driver", "old-driver", "silent-cpu", "refused", "answers"],
+)
+def test_a_provider_that_does_not_open_the_gpu_is_refused_and_auto_goes_on(
+    library: str | None,
+    driver: tuple[int, int],
+    got: Sequence[str] | Exception,
+    said: str | None,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def load_library(_: str) -> None:
+        if library:
+            raise OSError(library)
+
+    gpu = Gpu("a GPU", (9, 0), 80 << 30, driver)
+    monkeypatch.setattr(ort_cuda, "load_onnxruntime", lambda: Ort(got))
+    monkeypatch.setattr(ort_cuda, "find_gpu", lambda: gpu)
+    monkeypatch.setattr(ort_cuda, "version", lambda _: "1.31.1")
+    monkeypatch.setattr(ort_cuda.ctypes, "CDLL", load_library)
+    ort_cuda.provider_obstacle.cache_clear()
+    bundle = Bundle.open(folders["fp16"])
+    try:
+        state = OrtCudaBackend.state(Device(None, (gpu,), None))
+        if said is None:
+            assert choose(bundle).device == choose(bundle, "cuda").device == "cuda"
+            assert state.usable
+        else:
+            assert not ENGINES[choose(bundle).device].gpu
+            with pytest.raises(DeviceError, match=said):
+                choose(bundle, "cuda")
+            assert not state.usable
+            assert re.search(said, state.detail)
+    finally:
+        ort_cuda.provider_obstacle.cache_clear()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDAExecutionProvider.*not in available provider names")
+def test_a_graph_that_is_loaded_without_the_provider_is_an_error(folders: dict[str, Path]) -> None:
+    if ort_cuda.obstacle("float16") is None:
+        pytest.skip("this onnxruntime has the CUDA provider")
+    with pytest.raises(DeviceError, match=r"loaded .* without its CUDAExecutionProvider"):
+        OrtCudaBackend(Bundle.open(folders["fp16"]), THREADS)
 
 
 @pytest.mark.gpu
