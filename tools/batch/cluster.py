@@ -33,9 +33,7 @@ def answer_on_cluster(
 ) -> Iterator[tuple[Line, Result]]:
     """The lines with their results, as they come: one worker for each machine of the cluster, on all its cores.
 
-    Raises:
-        DeviceError: Ray is missing, the cluster cannot be reached, or it fails; or a worker cannot answer.
-
+    Raises DeviceError if Ray is missing, the cluster cannot be reached, or it fails; or a worker cannot answer.
     """
     device = asking.loading.device
     if device in ENGINES and ENGINES[device].gpu:

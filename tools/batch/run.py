@@ -61,12 +61,8 @@ def run_batch(
 
     Returns the number of bad lines. Each answer is on disk at once. What an earlier run of the same lines, model and
     options has answered is not asked again, unless an image of the line has changed since. `warn` gets a message for
-    each bad line.
-
-    Raises:
-        RequestError: too many bad lines; a journal of another batch is there.
-        ExportError: the output cannot be written.
-
+    each bad line. Raises RequestError for too many bad lines, or a journal of another batch; ExportError if the
+    output cannot be written.
     """
     identity = {
         "model": str(folder.resolve()), "bundle": sha256(folder / "vtx.json"), "lines": tasks.digest, "k": asking.k,

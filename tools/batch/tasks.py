@@ -65,9 +65,7 @@ class Tasks:
 def read_tasks(file: Path, folder: Path | None) -> Tasks:
     """The lines of a file; images lie inside `folder`, by default the file's directory.
 
-    Raises:
-        RequestError: there is no such file or directory, it is too large, or holds no line.
-
+    Raises RequestError if there is no such file or directory, it is too large, or holds no line.
     """
     raw = read_named(file, MAX_FILE, error=RequestError)
     images = (file.parent if folder is None else folder.expanduser()).resolve()

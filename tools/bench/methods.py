@@ -122,9 +122,7 @@ class Trial:
     def run(self, report: Progress) -> None:
         """Ask everything; Ctrl-C stops and keeps the questions that every method has answered.
 
-        Raises:
-            RequestError: too many questions do not fit the model.
-
+        Raises RequestError if too many questions do not fit the model.
         """
         items = self.data.items
         try:

@@ -17,9 +17,7 @@ TIMEOUT_S = 5
 def connected(address: str) -> Iterator[Any]:
     """Ray, connected inside the context to the cluster at host:port of its head, or auto.
 
-    Raises:
-        DeviceError: Ray is not installed, the cluster cannot be reached, or it fails.
-
+    Raises DeviceError if Ray is not installed, the cluster cannot be reached, or it fails.
     """
     try:
         import ray

@@ -40,9 +40,7 @@ def check_folder(path: Path) -> None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` to `path`, which is replaced only once complete.
 
-    Raises:
-        ExportError: the file cannot be written.
-
+    Raises ExportError if the file cannot be written.
     """
     try:
         with replacing(path) as partial:

@@ -41,12 +41,8 @@ LOOK: dict[str, Any] = {
 def draw(path: Path, fill: Callable[[Any], None], width: float = 10, height: float = 4.5) -> None:
     """Let `fill` draw on a figure of `width` x `height` inches and write it in the format of the suffix of `path`.
 
-    An existing file is replaced only by a complete picture.
-
-    Raises:
-        DeviceError: matplotlib is missing.
-        RequestError: the file cannot be written, or its ending is not a known format.
-
+    An existing file is replaced only by a complete picture. Raises DeviceError if matplotlib is missing; RequestError
+    if the file cannot be written, or its ending is not a known format.
     """
     make = figures()
     from cycler import cycler

@@ -84,11 +84,8 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
 
     A JSONL file has lines {"image": name or list, "question", "answer"?}; LLaVA's format is a list of {"image",
     "conversations"}, of which the first question and answer count. Names are relative to `images`, by default the
-    file's directory. Every image is decoded once here, so that a bad one stops the work before it starts.
-
-    Raises:
-        RequestError: the source is missing or empty, or too many of its items cannot be used.
-
+    file's directory. Every image is decoded once here, so that a bad one stops the work before it starts. Raises
+    RequestError if the source is missing or empty, or too many of its items cannot be used.
     """
     if samples < 1:
         raise RequestError(f"--samples is {samples}; it must be at least 1")

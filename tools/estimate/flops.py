@@ -33,9 +33,7 @@ def full_schedule(layers: int, *, text: int, vision: int) -> tuple[int, ...]:
 def withdrawal_schedule(layers: int, k: int | None, *, text: int, vision: int) -> tuple[int, ...]:
     """VTW Eq. 5: layers 1..K-1 see all tokens, layers K..N the text alone. None: no withdrawal.
 
-    Raises:
-        RequestError: K is outside 2..layers.
-
+    Raises RequestError if K is outside 2..layers.
     """
     if k is None:
         return full_schedule(layers, text=text, vision=vision)
@@ -47,9 +45,7 @@ def withdrawal_schedule(layers: int, k: int | None, *, text: int, vision: int) -
 def make_schedule(kept: Sequence[int], *, text: int) -> tuple[int, ...]:
     """Tokens per layer if layer l computes `kept[l - 1]` vision tokens in addition to the `text` tokens.
 
-    Raises:
-        RequestError: a count is negative, or beyond 16,777,216 tokens.
-
+    Raises RequestError if a count is negative, or beyond 16,777,216 tokens.
     """
     if text < 1 or min(kept, default=0) < 0 or text + max(kept, default=0) > MAX_TOKENS:
         raise RequestError(f"{text} text tokens and {max(kept, default=0)} vision tokens are outside 1..{MAX_TOKENS}")

@@ -187,12 +187,8 @@ def make_plan(
     """The cost of `model`. `ks` empty: no withdrawal and a spread of K.
 
     `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `floats` are the bytes
-    of a float in a CPU's memory, by type; they differ by engine.
-
-    Raises:
-        RequestError: a K is outside 2..layers, a precision is unknown, or it differs from the tied head's; a
-            reduction that this model cannot have.
-
+    of a float in a CPU's memory, by type; they differ by engine. Raises RequestError if a K is outside 2..layers, a
+    precision is unknown, or it differs from the tied head's; a reduction that this model cannot have.
     """
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views

@@ -24,10 +24,8 @@ class Reduced:
 def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int) -> Reduced:
     """The tokens of one image of `vision` tokens in each layer, methods applied in the runtime's order.
 
-    Raises:
-        RequestError: a method works beyond the last layer.
-        UnsupportedModelError: the model lacks what a method needs.
-
+    Raises RequestError if a method works beyond the last layer; UnsupportedModelError if the model lacks what a method
+    needs.
     """
     check_depth(parts, model.decoder.layers)
     tower = model.vision

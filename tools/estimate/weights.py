@@ -31,9 +31,7 @@ class WeightGroup:
 def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, head: str | None = None) -> Precisions:
     """The precisions that an export of `model` stores, with the defaults of vtx-export.
 
-    Raises:
-        RequestError: no such precision, or a tied head in another precision than its table.
-
+    Raises RequestError for no such precision, or a tied head in another precision than its table.
     """
     precisions = Precisions.choose(decoder, vision, head, None)
     if not model.decoder.tied:

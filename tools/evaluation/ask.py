@@ -68,11 +68,8 @@ def ask_all(
 ) -> Asked:  # fmt: skip
     """Ask what `journal` does not hold yet. `predict` gets the total seconds, estimated from the first question.
 
-    Each answer comes from a new conversation, so that its first token includes the tower and the whole prompt.
-
-    Raises:
-        RequestError: a method that the bundle lacks, a journal of another bundle, or too many bad questions.
-
+    Each answer comes from a new conversation, so that its first token includes the tower and the whole prompt. Raises
+    RequestError for a method that the bundle lacks, a journal of another bundle, or too many bad questions.
     """
     check_methods(model, methods)
     options = Options(max_new_tokens=max_new_tokens)

@@ -91,11 +91,8 @@ def read_questions(
 ) -> QuestionSet:
     """The questions of a benchmark, each followed by a line with the instruction (None: the format's).
 
-    With `samples`, that many at most, of images drawn by `seed`; an image's questions are kept together.
-
-    Raises:
-        RequestError: the files are missing or empty, or too many of their questions cannot be used.
-
+    With `samples`, that many at most, of images drawn by `seed`; an image's questions are kept together. Raises
+    RequestError if the files are missing or empty, or too many of their questions cannot be used.
     """
     if samples is not None and samples < 1:
         raise RequestError(f"--samples is {samples}; it must be at least 1")

@@ -120,10 +120,8 @@ def plan_engines(
 ) -> EnginePlan:
     """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
 
-    Raises:
-        RequestError: the target does not support the bundle's precision, or TensorRT the model.
-        BundleError: no such dialect, or graphs that the release does not read.
-
+    Raises RequestError if the target does not support the bundle's precision, or TensorRT the model; BundleError for no
+    such dialect, or graphs that the release does not read.
     """
     m = bundle.manifest
     lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)

@@ -51,9 +51,7 @@ class BuiltEngine:
 def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER) -> BuiltEngine:
     """Build one engine; `watch` is called with the progress. An interrupt ends the child first.
 
-    Raises:
-        ExportError: the builder refused, or its process ended without a result.
-
+    Raises ExportError if the builder refused, or its process ended without a result.
     """
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(

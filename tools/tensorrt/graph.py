@@ -69,9 +69,7 @@ class SeenGraph:
 def load_graph(path: Path) -> SeenGraph:
     """Read a graph file, without weights in other files.
 
-    Raises:
-        BundleError: it cannot be read, or is not an ONNX model.
-
+    Raises BundleError if it cannot be read, or is not an ONNX model.
     """
     import onnx
 

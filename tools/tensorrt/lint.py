@@ -82,9 +82,7 @@ def lint(graph: SeenGraph, release: Release) -> list[LintFinding]:
 def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[LintFinding]:
     """The findings of all graphs of one dialect of a bundle.
 
-    Raises:
-        BundleError: the bundle has no such dialect, or a graph cannot be read.
-
+    Raises BundleError if the bundle has no such dialect, or a graph cannot be read.
     """
     graphs = (load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect))
     return [finding for graph in graphs for finding in lint(graph, release)]
@@ -93,10 +91,7 @@ def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[LintFind
 def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
     """Files of a dialect's graphs: vision, embed, stages, head, gates, score.
 
-    Raises:
-        RequestError: TensorRT is not built for this model.
-        BundleError: the bundle has no such dialect.
-
+    Raises RequestError if TensorRT is not built for this model; BundleError if the bundle has no such dialect.
     """
     if bundle.manifest.image.own_size:
         raise RequestError(f"{NOT_BUILT}; run the bundle with --device cpu or openvino")

@@ -56,9 +56,7 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
 def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
     """The smallest, likely and largest shape of every input with a free size.
 
-    Raises:
-        BundleError: a free size that the profile does not know.
-
+    Raises BundleError for a free size that the profile does not know.
     """
     shapes = {}
     for name in graph.inputs:

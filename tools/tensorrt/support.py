@@ -51,9 +51,7 @@ class EngineSupport:
 def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> tuple[EngineSupport, ...]:
     """Every engine of the processor of `profile`, with the precisions of `model` that it answers.
 
-    Raises:
-        RequestError: none answers in any of the precisions; the message has each one's reason.
-
+    Raises RequestError if none answers in any of the precisions; the message has each one's reason.
     """
     if profile.kind == "cpu":
         found = [

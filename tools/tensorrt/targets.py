@@ -62,10 +62,7 @@ _BUILDING = {**_CHECKING, "polygraphy": "polygraphy"}  # and for building, in ad
 def find_target(name: str, gpu: Gpu | None = None) -> Target:
     """The target of that name; `this` is this machine, with `gpu` or the first one detected.
 
-    Raises:
-        RequestError: no such target.
-        DeviceError: `this`, and there is no GPU or no TensorRT for it.
-
+    Raises RequestError for no such target; DeviceError for `this` without a GPU or a TensorRT for it.
     """
     if name == THIS:
         return _this(gpu or find_gpu())
@@ -84,9 +81,7 @@ def find_target(name: str, gpu: Gpu | None = None) -> Target:
 def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, Release]:
     """The Python module that builds for a target here, and its release.
 
-    Raises:
-        DeviceError: another machine is needed, or TensorRT is not installed.
-
+    Raises DeviceError if another machine is needed, or TensorRT is not installed.
     """
     flavour = target.release.flavour
     if not target.portable and (gpu or find_gpu() or _NONE).capability != target.capability:
