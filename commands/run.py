@@ -13,7 +13,7 @@ from vtx.commands.shared.options import option, options
 from vtx.runtime.process import without_collections
 from vtx.runtime.terminal.console import command, note, say, say_json
 from vtx.runtime.terminal.depth import Depth
-from vtx.tools.common.demo import about
+from vtx.tools.common.demo import about as about_model
 from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @click.argument("arguments", nargs=-1, required=True, metavar="IMAGE|VIDEO QUESTION [QUESTION ...]")
 @options(
     "bundle", "k", "reduce",
+    option("--about", str, "Choose image tokens by this text, not by the question (cdpruner, dart:k=0)."),
     option("--show-tokens", Path, "Draw the patches that survive each cut, as PNG."),
     option("--gate-threshold", 0.5, "With --k auto: exit above this."),
     option("--image more", click.Path(), "One more image in the same prompt.", multiple=True),
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
 )  # fmt: skip
 def run(
-    arguments: tuple[str, ...], bundle: str | None, k: Depth, reduce: str, show_tokens: Path | None,
+    arguments: tuple[str, ...], bundle: str | None, k: Depth, reduce: str, about: str | None, show_tokens: Path | None,
     gate_threshold: float, more: tuple[str, ...], videos: tuple[str, ...], frames: int | None, text_only: bool,
     chat: bool, as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
     seed: int | None, prompt_lookup: int, loading: Loading,
@@ -73,7 +74,9 @@ def run(
         for question in questions:
             check_messages([{"role": "user", "content": question}])
         sampling = Sampling(temperature, top_p, top_k, seed)
-        options = Options(max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup)
+        options = Options(
+            max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup, about=about
+        )
         if show_tokens:
             from vtx.tools.common.files import check_folder
 
@@ -84,7 +87,7 @@ def run(
     source = {"image": [*images, *more, *videos], "bundle": str(folder)}
     device = f"{model.backend.device} (auto)" if loading.device == "auto" else model.backend.device
     facts = f"weights: {model.manifest.precision}; arithmetic: {model.backend.compute}"
-    introduction = "\n".join([f"bundle: {folder}; device: {device}; {facts}", *about(model.manifest.model.name)])
+    introduction = "\n".join([f"bundle: {folder}; device: {device}; {facts}", *about_model(model.manifest.model.name)])
     with model.open(pictures) as conversation:
         if show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown

@@ -16,10 +16,11 @@ from vtx.runtime.api.answer import Answer, Progress, Stats
 from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.turns import Ended, Request
-from vtx.runtime.policies import to_spec
+from vtx.runtime.errors import ContextError
+from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.make import decisions
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.prompt.messages import Message
+from vtx.runtime.prompt.messages import Message, asking_about
 from vtx.runtime.prompt.tokenizer import Detokenizer
 from vtx.runtime.session.encoded_images import EncodedImages, make_prompt, selecting_text
 from vtx.runtime.session.generate import generate
@@ -122,18 +123,17 @@ class AnswerInProgress:
         self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
         self.request.start()
         question, loaded, check = self._question, self._loaded, self.request.check
-        ids, policy, after, token = question.ids, question.policy, question.after, loaded.manifest.text.image_token_id
+        ids, policy, token = question.ids, question.policy, loaded.manifest.text.image_token_id
         try:
             with self._lease(self.request) as caches:
                 before = caches.images.seconds
                 try:
-                    embeddings = partial(loaded.embed_question, question.messages)
-                    text = selecting_text(loaded.backend, ids, token, policy, after, embeddings)
+                    text = self._selecting_text()
                     encoders = caches.images.encoders(policy.entries, text, check)
                     expand = partial(loaded.text.prompt, question.messages)
                     prompt = make_prompt(ids, token, encoders, policy, expand, check)
                     self._prompt_tokens = len(prompt.ids)
-                    result = caches.session.prefill(prompt, policy, after=after, check=check)
+                    result = caches.session.prefill(prompt, policy, after=question.after, check=check)
                 finally:
                     self._vision_seconds = caches.images.seconds - before
                 self._result, self._prefilled = result, perf_counter()
@@ -150,6 +150,20 @@ class AnswerInProgress:
             raise
         finally:
             self.session = None
+
+    def _selecting_text(self) -> PromptText | None:
+        """The text by which image tokens are chosen: the question, or what `about` says."""
+        question, loaded, about = self._question, self._loaded, self._question.options.about
+        messages, ids, after = question.messages, question.ids, question.after
+        if about is not None:
+            messages, after = asking_about(messages, about), None
+            try:
+                ids = loaded.prompt_ids(messages)
+            except ContextError as e:
+                raise ContextError(f"with about in place of the question, {e}") from e
+        embeddings = partial(loaded.embed_question, messages)
+        token = loaded.manifest.text.image_token_id
+        return selecting_text(loaded.backend, ids, token, question.policy, after, embeddings)
 
     def progress(self, start: int) -> Progress:
         """The tokens so far, from number `start` on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, Questio
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
 from vtx.runtime.checks import check_text
+from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.make import check_video_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.messages import PICTURES, Message
@@ -189,6 +191,7 @@ class Chat:
     def __init__(self, conversation: Conversation, k: K, reduce: str | None) -> None:
         self._conversation, self._k, self._reduce = conversation, k, reduce
         self.messages: list[Message] = []
+        self._about: str | None = None
         self._selection: Selection | None = None  # the question that selected the image tokens of this chat
 
     def __repr__(self) -> str:
@@ -204,11 +207,17 @@ class Chat:
         turn: Message = {"role": "user", "content": [{"type": "text", "text": question}]}
         messages = [*self.messages, turn] if self.messages else self._conversation.opening(question)
 
-        settings = Settings(self._k, combined(options, keywords), self._reduce)
+        given = combined(options, keywords)
+        if self.messages and given.about not in (None, self._about):
+            raise RequestError(
+                "about is the first turn's, whose image tokens stay; leave it out, or start another chat"
+            )
+        about = self._about if self.messages else given.about
+        settings = Settings(self._k, replace(given, about=about), self._reduce)
 
         def completed(answer: Answer, selection: Selection | None) -> None:
             reply: Message = {"role": "assistant", "content": [{"type": "text", "text": answer.text}]}
-            self.messages, self._selection = [*messages, reply], selection
+            self.messages, self._selection, self._about = [*messages, reply], selection, about
 
         return self._conversation.stream_messages(messages, settings, after=self._selection, completed=completed)
 

@@ -19,6 +19,7 @@ from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
+from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.make import check_layout, make_policy
 from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.messages import Message, Part, asked_text
@@ -144,6 +145,11 @@ class LoadedBundle:
             final_norm=lambda: read_final_norm(self.bundle),
         )
         check_layout(policy.reductions, self.layout)
+        if options is not None and options.about is not None and not any(e.uses_question for e in policy.entries):
+            raise RequestError(
+                "about is the text by which image tokens are chosen before the decoder, and reduce="
+                f"{to_spec(policy.reductions)} chooses none by a text; use cdpruner, or leave about out"
+            )
         return policy
 
     # ---- images ------------------------------------------------------------------------------------------------------

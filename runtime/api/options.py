@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from vtx.runtime.checks import check_number, check_whole
+from vtx.runtime.checks import check_number, check_text, check_whole
 from vtx.runtime.errors import RequestError
 from vtx.runtime.session.sampling import Sampling
 
@@ -15,6 +15,8 @@ K = int | str | None
 DEFAULT = "default"
 MAX_STOPS = 16
 MAX_DRAFT = 64  # tokens that are verified in one pass
+MAX_ABOUT = 10_000  # characters
+BLANK = " \t\r\n"
 MAX_LIKELY = 20  # tokens that log probabilities are given of in one place
 
 
@@ -33,6 +35,8 @@ class Options:
         prompt_lookup: look up what may come next in the prompt and the answer so far, and verify drafts of at most
             this many tokens in one pass; 0: do not. The tokens are those without it, up to logits that differ in their
             last digits.
+        about: text by which CDPruner, and DART before layer 1, choose image tokens in place of the question; in a chat
+            the first turn's. None: by the question.
         timeout: seconds from the first read of an answer, waiting for others included, to its end; None: no limit.
 
     Raises:
@@ -49,6 +53,7 @@ class Options:
     timeout: float | None = None
     top_logprobs: int = 0
     prompt_lookup: int = 0
+    about: str | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -74,6 +79,12 @@ class Options:
         if len(stops) > MAX_STOPS:
             raise RequestError(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed")
         object.__setattr__(self, "stop", tuple(stops))
+        if self.about is not None:
+            check_text("about", self.about)
+            if not self.about.strip(BLANK):
+                raise RequestError("about is empty; give the text by which image tokens are chosen, or leave it out")
+            if len(self.about) > MAX_ABOUT:
+                raise RequestError(f"about has {len(self.about):,} characters, the limit is {MAX_ABOUT:,}; shorten it")
         if self.timeout is not None:
             check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
 
@@ -89,6 +100,7 @@ class OptionKeywords(TypedDict, total=False):
     logprobs: bool
     top_logprobs: int
     prompt_lookup: int
+    about: str | None
     timeout: float | None
     temperature: float
     top_p: float

@@ -41,10 +41,27 @@ def asked_text(messages: Sequence[Message]) -> str:
 
     It is the same at every turn of a chat. Empty if there is no image or video.
     """
+    number = _asking(messages)
+    return "" if number is None else " ".join(texts_of(messages[number]))
+
+
+def asking_about(messages: Sequence[Message], about: str) -> list[Message]:
+    """The messages up to the question about the last image or video, with `about` in place of the question."""
+    number = _asking(messages)
+    if number is None:
+        return list(messages)
+    parts = [part for part in parts_of(messages[number]) if part["type"] != "text"]
+    first = [part["type"] for part in parts_of(messages[number])].index("text")
+    content: list[Part] = [*parts[:first], {"type": "text", "text": about}, *parts[first:]]
+    return [*messages[:number], {"role": "user", "content": content}]
+
+
+def _asking(messages: Sequence[Message]) -> int | None:
+    """The number of the message that asks about the last image or video."""
     with_image = [n for n, message in enumerate(messages) if any(p["type"] != "text" for p in parts_of(message))]
-    following = messages[with_image[-1] :] if with_image else ()
-    texts = (" ".join(texts_of(message)) for message in following if message["role"] == "user")
-    return next((text for text in texts if text.strip()), "")
+    following = range(with_image[-1], len(messages)) if with_image else ()
+    asking = (n for n in following if messages[n]["role"] == "user" and " ".join(texts_of(messages[n])).strip())
+    return next(asking, None)
 
 
 def check_messages(messages: Sequence[Message]) -> list[str]:

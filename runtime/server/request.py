@@ -74,7 +74,7 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
         timeout=limits.seconds,
     )
     options = fields.checked(
-        replace(options, logprobs=fields.flag("logprobs")), "gate_threshold", "stop", "top_logprobs"
+        replace(options, logprobs=fields.flag("logprobs")), "gate_threshold", "stop", "top_logprobs", "about"
     )
     stream = fields.flag("stream")
     stream_options: dict[str, bool] = fields.take(

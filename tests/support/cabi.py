@@ -65,6 +65,7 @@ class AskOptions(c.Structure):
         ("logprobs", c.c_int32),
         ("on_token", ON_TOKEN),
         ("user", c.c_void_p),
+        ("about", c.c_char_p),
     )
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,8 @@ def answer_lines(model: Model, lines: Sequence[Line], asking: Asking) -> Iterato
                     conversation.close()
                 conversation = Conversation(model.loaded, held)
             asked = {"k": asking.k, "reduce": asking.reduce, **line.own}
-            answer = conversation.ask(line.question, asked["k"], asking.options, reduce=asked["reduce"])
+            k, reduce, options = asked["k"], asked["reduce"], replace(asking.options, about=asked.get("about"))
+            answer = conversation.ask(line.question, k, options, reduce=reduce)
         except ModelClosedError:
             raise
         except BAD as e:

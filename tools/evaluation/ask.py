@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -122,7 +122,10 @@ class Asker:
         for method in (*methods[first:], *methods[:first]):
             self._calls.clear()
             with Conversation(self._model.loaded, images) as conversation:
-                answer = conversation.ask(question.text, method.k, self._options, reduce=method.reduce)
+                entries = self._model.loaded.policy(method.k, None, method.reduce).entries
+                about = question.about if any(entry.uses_question for entry in entries) else None
+                options = replace(self._options, about=about)
+                answer = conversation.ask(question.text, method.k, options, reduce=method.reduce)
             stats = answer.stats
             kept = stats.vision_tokens_kept
             replies[method] = CostedAnswer(

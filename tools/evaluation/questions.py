@@ -18,6 +18,7 @@ Record = tuple[str, Any]  # its position, for messages, and its content
 class TaskQuestion:
     """One question as it is put to the model, and its right answers.
 
+    `about` is its text without the instruction, by which methods that look at the question choose image tokens.
     `image` names what it is about: questions about one image or video are resampled together. `group` is the
     benchmark's own category; `choices` the number of options of a multiple choice.
     """
@@ -29,6 +30,7 @@ class TaskQuestion:
     group: str = ""
     choices: int = 0
     videos: tuple[Path, ...] = ()
+    about: str | None = None
 
     def check(self) -> None:
         """Raise RequestError for an empty question, ImageError for a missing file."""
@@ -105,7 +107,7 @@ def read_questions(
             question = form.question(record, source)
             question.check()
             text = f"{question.text}\n{instruction}" if instruction else question.text
-            questions.append(replace(question, text=text))
+            questions.append(replace(question, text=text, about=question.text))
         except (RequestError, ImageError) as e:
             skipped.append(f"{label}: {e}")
     if samples is not None:

@@ -19,6 +19,7 @@ constexpr char kHelp[] =
     "  --bundle DIR            The bundle; or set VTX_BUNDLE.\n"
     "  --k N|auto|none         A prebuilt K [default: the bundle's].\n"
     "  --reduce SPEC|none      Leave out vision tokens, as fastv or mustdrop:192 [default: the bundle's first].\n"
+    "  --about TEXT            Choose image tokens by this text, not by the question (cdpruner, dart:k=0).\n"
     "  --gate-threshold P      With --k auto: exit above this [default: 0.5].\n"
     "  --image FILE            One more image in the same prompt.\n"
     "  --fit crop|pad|squash   Pictures of another shape [default: as the checkpoint's image processor says].\n"
@@ -101,6 +102,8 @@ Arguments parse(int count, char** values) {
       out.ask.k = next();
     else if (word == "--reduce")
       out.ask.reduce = next();
+    else if (word == "--about")
+      out.ask.about = next();
     else if (word == "--gate-threshold")
       out.ask.gate_threshold = number(word, next());
     else if (word == "--image")

@@ -172,6 +172,15 @@ def test_token_ids_are_asked_about_without_a_tokenizer(library: c.CDLL, model: c
     assert library.vtx_ask_ids(conversation, array, len(ids), c.byref(options), c.byref(answer)) == OK
     assert json.loads(library.vtx_answer_json(answer))["token_ids"] == list(want.token_ids)
     library.vtx_answer_free(answer)
+    chosen = options_of(library, reduce=b"cdpruner:keep=4", about=b"the dog")
+    assert library.vtx_ask_ids(conversation, array, len(ids), c.byref(chosen), c.byref(answer)) == REQUEST
+    assert (
+        b"about stands in place of the question, and only token ids are given; ask by text" in library.vtx_last_error()
+    )
+    found = asked(library, conversation, "red?", reduce=b"cdpruner:keep=4", about=b"the dog")
+    with python.open(image) as other:
+        want = other.ask("red?", reduce="cdpruner:keep=4", about="the dog", max_new_tokens=8).to_dict()
+    assert found["kept"] == json.loads(json.dumps(want["kept"]))
     array[0] = 10**9
     assert library.vtx_ask_ids(conversation, array, len(ids), None, c.byref(answer)) == REQUEST
     assert b"token id is 1000000000; it must be at least 0 and at most" in library.vtx_last_error()

@@ -20,7 +20,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.spec.names import HIDDEN_OUT, QUERY
-from vtx.runtime.errors import BundleError, ContextError
+from vtx.runtime.errors import BundleError, ContextError, VtxError
 
 pytestmark = needs_cpp
 
@@ -109,6 +109,32 @@ def test_a_chat_goes_on_as_in_python(model: Model, pictures: list[Path]) -> None
         chat = conversation.chat(reduce="fastv:k=4")
         for question, answer in zip(QUESTIONS, found, strict=True):
             assert expected(answer) == expected(chat.ask(question, max_new_tokens=5).to_dict())
+
+
+@pytest.mark.parametrize("chat", [(), ("--chat",)])
+def test_tokens_are_chosen_by_about_as_in_python(model: Model, pictures: list[Path], chat: tuple[str, ...]) -> None:
+    spec = "cdpruner:keep=0.5"
+    for about in ("the dog", "大きい犬 </s>", "word " * 40):
+        options = ("--reduce", spec, "--about", about, "--max-new-tokens", "4", *chat)
+        found = ask(model.bundle.folder, pictures[0], *QUESTIONS, *options)
+        with model.open(pictures[0]) as conversation:
+            turns = conversation.chat(reduce=spec)
+            for question, answer in zip(QUESTIONS, found, strict=True):
+                want = (turns.ask(question, about=about, max_new_tokens=4) if chat else
+                        conversation.ask(question, reduce=spec, about=about, max_new_tokens=4))  # fmt: skip
+                assert expected(answer) == expected(want.to_dict())
+
+
+@pytest.mark.parametrize(("about", "reduce"), [("", "cdpruner"), (" \t", "cdpruner"), ("a dog", "none"),
+                                               ("a dog", "random"), ("x" * 10_001, "cdpruner"),
+                                               ("x" * 10_000, "cdpruner")])  # fmt: skip
+def test_an_about_that_python_refuses_is_refused_in_its_words(
+    model: Model, pictures: list[Path], about: str, reduce: str
+) -> None:
+    with model.open(pictures[0]) as conversation, pytest.raises(VtxError) as refused:
+        conversation.ask("red?", reduce=reduce, about=about)
+    done = run("run", "--bundle", model.bundle.folder, pictures[0], "red?", "--reduce", reduce, "--about", about)
+    assert done.stderr.decode() == f"Error: {refused.value}\n"
 
 
 def test_several_images_and_none_are_asked_about_as_in_python(model: Model, pictures: list[Path]) -> None:

@@ -57,11 +57,17 @@ def test_its_tokenizer_gives_the_ids_of_the_tokenizers_library(model: Model) -> 
 def test_answers_selected_by_the_tower_are_those_of_python(model: Model, tmp_path: Path) -> None:
     random_image(3).save(tmp_path / "a.png")
     found = ask(model.bundle.folder, tmp_path / "a.png", *QUESTIONS, "--reduce", SPEC, "--max-new-tokens", "5")
+    options = ("--reduce", SPEC, "--max-new-tokens", "5", "--about", "the red circle")
+    about = ask(model.bundle.folder, tmp_path / "a.png", *QUESTIONS, *options)
     chat = ask(model.bundle.folder, tmp_path / "a.png", *QUESTIONS, "--chat", "--reduce", SPEC, "--max-new-tokens", "5")
     with model.open(tmp_path / "a.png") as conversation:
         for question, answer in zip(QUESTIONS, found, strict=True):
             want = conversation.ask(question, reduce=SPEC, max_new_tokens=5)
             assert expected(answer) == expected(want.to_dict()), question
+        for question, answer in zip(QUESTIONS, about, strict=True):
+            want = conversation.ask(question, reduce=SPEC, about="the red circle", max_new_tokens=5)
+            assert expected(answer) == expected(want.to_dict()), question
+        assert [a["kept"] for a in about] == [about[0]["kept"]] * 3 != [a["kept"] for a in found]
         turns = conversation.chat(reduce=SPEC)
         for question, answer in zip(QUESTIONS, chat, strict=True):
             assert expected(answer) == expected(turns.ask(question, max_new_tokens=5).to_dict())

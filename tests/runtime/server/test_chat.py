@@ -110,6 +110,21 @@ def test_turns_that_are_sent_whole_are_exact_and_reuse_what_agrees(
         assert reused[2] > prompt // 2, "earlier turns are not run again"
 
 
+def test_image_tokens_are_chosen_by_the_text_of_a_field(served: Served, local: Model) -> None:
+    fields = {"k": "none", "reduce": "cdpruner:keep=4"}
+    by_question, by_field = (
+        facts(served.chat(asking(user(text, IMAGE), **fields, **more)).json)["kept"][0]["patches"]
+        for text, more in (("the dog", {}), ("What is the colour of the square?", {"about": "the dog"}))
+    )
+    assert by_field == by_question
+    assert (
+        by_field != facts(served.chat(asking(user("What is the colour?", IMAGE), **fields)).json)["kept"][0]["patches"]
+    )
+    refused = served.chat(asking(user("red?", IMAGE), **{**fields, "reduce": "none"}, about="the dog"))
+    assert refused.status == 400
+    assert "reduce=none chooses none by a text" in refused.json["error"]["message"]
+
+
 def test_a_system_prompt_comes_first_under_either_name(served: Served, local: Model) -> None:
     question = user("red?", IMAGE)
     ids = list(expected(local, {"role": "system", "content": "the image is red"}, question).token_ids)

@@ -193,7 +193,7 @@ def test_mutilated_bodies_end_in_an_answer_or_a_refusal_and_harm_nobody(served: 
 def test_no_value_of_any_field_ends_in_an_error_of_the_server(served: Served, value: Any) -> None:
     names = ["model", "messages", "k", "reduce", "gate_threshold", "temperature", "top_p", "top_k", "seed", "stop",
              "stream", "logprobs", "top_logprobs", "max_tokens", "stream_options", "n", "repetition_penalty",
-             "ignore_eos", "reuse"]  # fmt: skip
+             "ignore_eos", "reuse", "about"]  # fmt: skip
     bodies = [{**GOOD, name: value} for name in names]
     bodies += [
         asking({"role": "user", "content": value}),

@@ -176,6 +176,20 @@ def test_a_line_has_settings_of_its_own(models: Models, folder: Path) -> None:
     assert all(reason in line for reason, line in zip(reasons, told, strict=True)), told
 
 
+def test_a_line_chooses_tokens_by_a_text_of_its_own(models: Models, folder: Path) -> None:
+    spec = "cdpruner:keep=4"
+    own = [{"reduce": spec, "about": "the dog"}, {"about": "the dog"}, {"reduce": spec, "about": ""}]
+    results, told = run(models(), write(folder, *({**LINES[0], "k": None, **settings} for settings in own)))
+    with models().open([folder / "one.png"]) as image:
+        wanted = image.ask("the dog", None, ASKING.options, reduce=spec).to_dict()["kept"]
+    assert results[0]["kept"][0]["patches"] == [[*patches] for patches in wanted[0]["patches"]]
+    assert [line.split(";")[0] for line in told] == [
+        "line 2: about is the text by which image tokens are chosen before the decoder, and reduce=none chooses none "
+        "by a text",
+        "line 3: about is empty",
+    ]
+
+
 def test_a_model_that_is_closed_ends_the_batch_and_is_no_fault_of_a_line(model: Model, folder: Path) -> None:
     tasks = read_tasks(write(folder, *LINES), None)
     with load(model.bundle.folder, device="cpu", threads=1) as closing:

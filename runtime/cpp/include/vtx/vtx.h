@@ -138,6 +138,7 @@ typedef struct vtx_ask_options {
   int32_t logprobs;
   vtx_on_token on_token;
   void* user;
+  const char* about; /* text by which image tokens are chosen in place of the question; NULL: by the question */
 } vtx_ask_options;
 
 VTX_API void vtx_ask_options_init(vtx_ask_options* options, size_t size);

@@ -66,6 +66,7 @@ struct AskOptions {
   double repetition_penalty = 1, gate_threshold = 0.5, timeout = 0;
   std::vector<std::string> stop;
   bool ignore_eos = false, logprobs = false;
+  std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
 };
 
 // An image that is about to be opened; what lies in memory must live until then.
@@ -186,6 +187,7 @@ class Conversation {
     raw.has_seed = options.seed.has_value(), raw.seed = options.seed.value_or(0);
     raw.repetition_penalty = options.repetition_penalty, raw.gate_threshold = options.gate_threshold;
     raw.timeout = options.timeout, raw.ignore_eos = options.ignore_eos, raw.logprobs = options.logprobs;
+    raw.about = options.about ? text_of(*options.about) : nullptr;
     std::vector<const char*> stop;
     for (const std::string& text : options.stop) stop.push_back(text_of(text));
     raw.stop = stop.data(), raw.stop_count = stop.size();

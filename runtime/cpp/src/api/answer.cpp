@@ -12,6 +12,8 @@
 namespace vtxcore {
 namespace {
 
+constexpr int64_t kMaxAbout = 10'000;  // characters
+
 double rounded(double value, int digits) {
   char text[400];
   std::snprintf(text, sizeof text, "%.*f", digits, value);
@@ -115,6 +117,15 @@ void Options::check() const {
     if (text.empty()) fail(Kind::request, "stop is ''; it must be a string, or a list of strings, none of them empty");
     if (size_t at = first_invalid_utf8(text); at != std::string::npos)
       fail(Kind::request, "a stop string is not UTF-8 text (byte ", at, ")");
+  }
+  if (about) {
+    if (size_t at = first_invalid_utf8(*about); at != std::string::npos)
+      fail(Kind::request, "about is not UTF-8 text (byte ", at, ")");
+    if (about->find_first_not_of(" \t\r\n") == std::string::npos)
+      fail(Kind::request, "about is empty; give the text by which image tokens are chosen, or leave it out");
+    if (size_t length = decode_utf8(*about).size(); length > kMaxAbout)
+      fail(Kind::request, "about has ", grouped(static_cast<int64_t>(length)), " characters, the limit is ",
+           grouped(kMaxAbout), "; shorten it");
   }
   if (timeout != 0) check_number("timeout", timeout, "a number of seconds above 0 and at most 1e6", 1e-9, 1e6);
 }

@@ -27,6 +27,7 @@ struct Options {
   std::vector<std::string> stop;
   double timeout = 0;  // seconds from the question to the answer's end; 0: no limit
   OnToken on_token;
+  std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
 
   void check() const;  // throws Error(request)
 };

@@ -59,8 +59,14 @@ Answer Conversation::ask(const std::string& question, const Options& options) {
   return answer({&messages, model_->text().prompt(messages, placed(images_)), nullptr}, options);
 }
 
-Answer Conversation::chat(const std::string& question, const Options& options) {
+Answer Conversation::chat(const std::string& question, const Options& given) {
   Running running(*this);
+  Options options = given;
+  if (!turns_.empty()) {
+    if (given.about && given.about != about_)
+      fail(Kind::request, "about is the first turn's, whose image tokens stay; leave it out, or start another chat");
+    options.about = about_;
+  }
   std::vector<Message> messages = turns_;
   if (messages.empty())
     messages = opening(question);
@@ -72,6 +78,7 @@ Answer Conversation::chat(const std::string& question, const Options& options) {
   messages.push_back({"assistant", {{false, found.text}}});
   turns_ = std::move(messages);
   selection_ = found.prefill->selection;
+  about_ = options.about;
   return found;
 }
 
@@ -110,7 +117,8 @@ Ids Conversation::expanded(const Ids& ids, const std::vector<MarkedImage>& image
   return out;
 }
 
-Prompt Conversation::prompt(const Turn& turn, const Policy& policy, Timings& timings) {
+Prompt Conversation::prompt(const Turn& turn, const Policy& policy, const std::optional<std::string>& about,
+                            Timings& timings) {
   int64_t image_id = model_->manifest().text.image_token_id;
   auto expand = [&](const Ids& counts) {
     std::vector<MarkedImage> images;
@@ -118,15 +126,28 @@ Prompt Conversation::prompt(const Turn& turn, const Policy& policy, Timings& tim
     return turn.messages ? model_->text().prompt(*turn.messages, images) : expanded(turn.ids, images);
   };
   Ids ids = turn.messages ? turn.ids : expanded(turn.ids, placed(images_));
+  if (about && !turn.messages)
+    fail(Kind::request, "about stands in place of the question, and only token ids are given; ask by text");
+  std::vector<Message> asked;
+  Ids chosen_by = ids;
+  if (about) {
+    asked = asking_about(*turn.messages, *about);
+    try {
+      chosen_by = model_->text().prompt(asked, std::vector<MarkedImage>(images_.size(), MarkedImage::plain(1)));
+    } catch (const Error& error) {
+      if (error.kind() != Kind::context) throw;
+      fail(Kind::context, "with about in place of the question, ", error.what());
+    }
+  }
   auto embeddings = [&] {
     if (!turn.messages)
       fail(Kind::request,
            "the reduction looks at the question's text by CLIP's text tower, and only token ids are given; ask ",
            "by text, or use another reduction");
-    return model_->embed_question(*turn.messages);
+    return model_->embed_question(about ? asked : *turn.messages);
   };
   if (policy.entries().empty()) model_->check_room(ids, images_);  // entries leave out tokens before the decoder
-  auto text = selecting_text(model_->backend(), ids, image_id, policy, turn.after, embeddings);
+  auto text = selecting_text(model_->backend(), chosen_by, image_id, policy, about ? nullptr : turn.after, embeddings);
   auto encoders = encoded_.encoders(policy, text, &timings.vision);
   return make_prompt(std::move(ids), image_id, std::move(encoders), policy, expand, [this] { check_ended(); });
 }
@@ -145,7 +166,7 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
   start_ = std::chrono::steady_clock::now();
   timeout_ = options.timeout;
   try {
-    Prompt asked = prompt(turn, policy, out.timings);
+    Prompt asked = prompt(turn, policy, options.about, out.timings);
     out.prompt_tokens = static_cast<int64_t>(asked.ids.size());
     out.prefill = session_.prefill(asked, policy, turn.after, [this] { check_ended(); });
     out.timings.prefill = std::max(0.0, ms_since(start_) - out.timings.vision);

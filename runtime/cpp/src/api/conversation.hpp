@@ -41,7 +41,7 @@ class Conversation {
   std::vector<Message> opening(const std::string& question) const;
   Ids expanded(const Ids& ids, const std::vector<MarkedImage>& images) const;
   Answer answer(const Turn& turn, const Options& options);
-  Prompt prompt(const Turn& turn, const Policy& policy, Timings& timings);
+  Prompt prompt(const Turn& turn, const Policy& policy, const std::optional<std::string>& about, Timings& timings);
   void generate(Answer& answer, const Options& options, const Prompt& prompt);
 
   std::shared_ptr<const Model> model_;
@@ -51,6 +51,7 @@ class Conversation {
   Session session_;
   std::vector<Message> turns_;          // of the chat
   std::optional<Selection> selection_;  // the question that selected the chat's image tokens
+  std::optional<std::string> about_;    // the text that did in its place
   std::atomic<bool> busy_{false}, cancelled_{false}, closed_{false};
   std::chrono::steady_clock::time_point start_;
   double timeout_ = 0;

@@ -116,6 +116,10 @@ Policy Model::policy(const Options& options) const {
       fail(Kind::request, part->name(),
            " leaves out tokens before the decoder, and this model's tiles have text among them; ",
            "use fastv, dart behind a layer, or mustdrop:...,tau=off,key=0");
+  auto entries = policy.entries();
+  if (options.about && std::none_of(entries.begin(), entries.end(), [](const auto& e) { return e->uses_question(); }))
+    fail(Kind::request, "about is the text by which image tokens are chosen before the decoder, and reduce=",
+         to_spec(policy.reductions()), " chooses none by a text; use cdpruner, or leave about out");
   return policy;
 }
 

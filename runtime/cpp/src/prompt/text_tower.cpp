@@ -15,6 +15,24 @@ bool has_image(const Message& message) {
   return std::any_of(message.parts.begin(), message.parts.end(), [](const Part& part) { return part.image; });
 }
 
+// The number of the message that asks about the last image, and its text; as many as there are where none does.
+std::pair<size_t, std::string> asking(const std::vector<Message>& messages) {
+  auto last = std::find_if(messages.rbegin(), messages.rend(), has_image);
+  auto number = static_cast<size_t>(messages.rend() - last);
+  for (number = number ? number - 1 : messages.size(); number < messages.size(); ++number) {
+    if (messages[number].role != "user") continue;
+    std::string text;
+    bool first = true;
+    for (const Part& part : messages[number].parts) {
+      if (part.image) continue;
+      text += (first ? "" : " ") + part.text;
+      first = false;
+    }
+    if (!strip(text, true, true).empty()) return {number, text};
+  }
+  return {number, ""};
+}
+
 }  // namespace
 
 TextTower::TextTower(const Bundle& bundle, Backend& backend)
@@ -55,21 +73,20 @@ std::vector<Ids> TextTower::segments(const std::string& text) const {
   return out;
 }
 
-std::string asked_text(const std::vector<Message>& messages) {
-  auto last = std::find_if(messages.rbegin(), messages.rend(), has_image);
-  if (last == messages.rend()) return "";
-  for (auto message = last.base() - 1; message != messages.end(); ++message) {
-    if (message->role != "user") continue;
-    std::string text;
-    bool first = true;
-    for (const Part& part : message->parts) {
-      if (part.image) continue;
-      text += (first ? "" : " ") + part.text;
-      first = false;
-    }
-    if (!strip(text, true, true).empty()) return text;
+std::string asked_text(const std::vector<Message>& messages) { return asking(messages).second; }
+
+std::vector<Message> asking_about(std::vector<Message> messages, const std::string& about) {
+  size_t number = asking(messages).first;
+  if (number == messages.size()) return messages;
+  messages.resize(number + 1);
+  std::vector<Part> parts;
+  bool first = true;
+  for (const Part& part : messages.back().parts) {
+    if (part.image || first) parts.push_back(part.image ? part : Part{false, about});
+    first &= part.image;
   }
-  return "";
+  messages.back().parts = std::move(parts);
+  return messages;
 }
 
 }  // namespace vtxcore

@@ -35,4 +35,7 @@ class TextTower {
 // every turn of a chat. Empty where no image stands in the messages.
 std::string asked_text(const std::vector<Message>& messages);
 
+// The messages up to that question, with `about` in its place.
+std::vector<Message> asking_about(std::vector<Message> messages, const std::string& about);
+
 }  // namespace vtxcore
