@@ -17,7 +17,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("Loading and exporting", "", (vtx.load, vtx.export)),
     ("Asking", "", (vtx.Model, vtx.Conversation, vtx.Chat)),
     ("Images and videos", "", (vtx.bgr, vtx.video)),
-    ("Options", "", (vtx.Options, vtx.Sampling)),
+    ("Options", "", (vtx.Options, vtx.Sampling, vtx.Guide)),
     ("Answers", "", (vtx.AnswerStream, vtx.AsyncAnswerStream, vtx.Answer, vtx.Stats)),
     (
         "Reductions of your own",
@@ -32,7 +32,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
         tuple(sorted((getattr(vtx, n) for n in vtx.__all__ if n.endswith("Error")), key=lambda e: e.__name__)),
     ),
 )
-MADE_BY_USERS = (vtx.Options, vtx.Sampling)  # other classes are what functions return
+MADE_BY_USERS = (vtx.Options, vtx.Sampling, vtx.Guide)  # other classes are what functions return
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}
 
 

@@ -33,6 +33,7 @@ class Stats:
     `device` computes in `compute` (f32, bf16, int8 or f16), with weights stored in `precision`.
     `gate` holds the decisions of the gates, in the order they were asked, if K was "auto"; else None.
     `drafted` tokens were looked up in the prompt and the answer, `accepted` of them were right; None without lookup.
+    `forced` tokens of a guided answer were certain and ran in the pass of an earlier one; None without a guide.
     `seg_states` holds, for each segmentation token of the answer, the hidden state [hidden] after the decoder's final
     norm that chose it, which a mask decoder reads; None if the model has no such token.
     `reduce` is the canonical spec of the reductions, and `reduced` their effect; "none" and None if there are none.
@@ -59,6 +60,7 @@ class Stats:
     reduced: ReductionReport | None = field(default=None, repr=False)
     drafted: int | None = None
     accepted: int | None = None
+    forced: int | None = None
     seg_states: tuple[tuple[float, ...], ...] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -74,8 +76,9 @@ class Stats:
 class Answer:
     """An answer's text, its token ids (an end token included), its cost, and why it ended.
 
-    `stopped` is "end" (an end token), "stop" (a stop string), "length" (`max_new_tokens`), "context" (no KV slot
-    left), "timeout" or "cancelled"; the last two leave the text so far. `logprobs` are the natural
+    `stopped` is "end" (an end token, or a guided answer that nothing may follow), "stop" (a stop string), "length"
+    (`max_new_tokens`), "context" (no KV slot left), "timeout" or "cancelled"; only with "end" a guided answer is
+    complete. `logprobs` are the natural
     logarithms of the tokens' probabilities as the model gives them, before sampling, and `top_logprobs` the most likely
     tokens at each position with theirs, (id, log probability); None if not asked for.
     `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` prints on one line.
@@ -98,5 +101,5 @@ class Answer:
         facts |= facts.pop("reduced") or {}
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
-        unasked = {name for name in ("gate", "drafted", "accepted", "seg_states") if facts[name] is None}
+        unasked = {name for name in ("gate", "drafted", "accepted", "forced", "seg_states") if facts[name] is None}
         return {name: value for name, value in facts.items() if name not in unasked}

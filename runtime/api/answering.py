@@ -116,6 +116,8 @@ class AnswerInProgress:
         self._likely: list[Likely] = []
         self._seg_states: list[tuple[float, ...]] = []
         self._lookup: PromptLookup | None = None
+        guide = question.options.guide
+        self._guided = None if guide is None else loaded.guided(guide)
         self._output = TextOutput(loaded.text.stream(), question.options.stop)
 
     def pieces(self) -> Generator[str]:
@@ -213,6 +215,7 @@ class AnswerInProgress:
             reduced=report,
             drafted=self._lookup.drafted if self._lookup else None,
             accepted=self._lookup.accepted if self._lookup else None,
+            forced=self._guided.forced if self._guided else None,
             seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
         )
         self.answer = Answer(self._output.text, tuple(self._ids), stats, stopped, logprobs, likely)
@@ -220,11 +223,12 @@ class AnswerInProgress:
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
         """Yield the text of token after token; return why it ended."""
         options, output, ids, text = self._question.options, self._output, self._ids, self._loaded.manifest.text
+        guided = self._guided
         end_ids = () if options.ignore_eos else text.end_ids
         sampler = Sampler(options.sampling, prompt.ids.tolist())
 
         def sample(logits: NDArray[np.float32]) -> int:
-            token = sampler(logits)
+            token = sampler(logits if guided is None else guided.mask(logits))
             if token == text.seg_token_id:
                 self._seg_states.append(tuple(self._loaded.normed(session.state).tolist()))
             if options.logprobs:
@@ -237,9 +241,11 @@ class AnswerInProgress:
             from vtx.runtime.prompt.lookup import PromptLookup
 
             self._lookup = PromptLookup(prompt.ids[~prompt.is_vision].tolist(), options.prompt_lookup)
-        limit, check = options.max_new_tokens, self.request.check
+        if guided is not None:
+            guided.lookup = self._lookup
+        limit, check, drafts = options.max_new_tokens, self.request.check, guided or self._lookup
         tokens = generate(
-            session, result.logits, sample, end_ids=end_ids, max_new_tokens=limit, check=check, lookup=self._lookup
+            session, result.logits, sample, end_ids=end_ids, max_new_tokens=limit, check=check, drafts=drafts
         )
         for token in tokens:
             self._last_token = perf_counter()
@@ -256,4 +262,5 @@ class AnswerInProgress:
             yield rest
         if output.stopped:
             return "stop"
-        return "end" if ids[-1] in end_ids else "length" if len(ids) == limit else "context"
+        ended = ids[-1] in end_ids or (guided is not None and guided.complete)
+        return "end" if ended else "length" if len(ids) == limit else "context"

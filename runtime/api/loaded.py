@@ -22,6 +22,7 @@ from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.make import check_layout, make_policy
 from vtx.runtime.policies.policy import Policy
+from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
@@ -99,6 +100,7 @@ class LoadedBundle:
         self.image_cache: ImageCache | None = None  # set: conversations share encoded images
         self._conversations: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._text_tower: TextTower | None = None
+        self._grammars: Grammars | None = None
         self._lock = threading.Lock()
         self.closed = False
 
@@ -272,6 +274,19 @@ class LoadedBundle:
 
             self._text_tower = TextTower.load(self.bundle.read, spec, self.backend.text_tower)
         return self._text_tower.embed(asked_text(messages))
+
+    def guided(self, guide: Guide) -> GuidedAnswer:
+        """A new answer in a form; compiled forms are kept.
+
+        Raises:
+            DeviceError: llguidance is not installed.
+            RequestError: the form cannot be compiled or allows no answer, or llguidance does not read the tokenizer.
+
+        """
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.text, self.manifest.model.vocab)
+        return self._grammars.start(guide)
 
     def normed(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
         """The hidden state [hidden] of the last layer after the decoder's final norm."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from vtx.runtime.checks import check_number, check_text, check_whole
 from vtx.runtime.errors import RequestError
+from vtx.runtime.prompt.guiding import Guide, Schema
 from vtx.runtime.session.sampling import Sampling
 
 K = int | str | None
@@ -37,6 +38,7 @@ class Options:
             last digits.
         about: text by which CDPruner, and DART before layer 1, choose image tokens in place of the question; in a chat
             the first turn's. None: by the question.
+        guide: the form that the answer is held to: a JSON schema, choices, a regular expression or a grammar.
         timeout: seconds from the first read of an answer, waiting for others included, to its end; None: no limit.
 
     Raises:
@@ -54,6 +56,7 @@ class Options:
     top_logprobs: int = 0
     prompt_lookup: int = 0
     about: str | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -85,12 +88,18 @@ class Options:
                 raise RequestError("about is empty; give the text by which image tokens are chosen, or leave it out")
             if len(self.about) > MAX_ABOUT:
                 raise RequestError(f"about has {len(self.about):,} characters, the limit is {MAX_ABOUT:,}; shorten it")
+        if self.guide is not None:
+            if not isinstance(self.guide, Guide):
+                raise RequestError(f"guide is {self.guide!r:.40}; it must be a vtx.Guide")
+            for name, value in (("stop", stops), ("ignore_eos", self.ignore_eos)):
+                if value:
+                    raise RequestError(f"{self.guide.kind} determines where the answer ends; leave {name} out")
         if self.timeout is not None:
             check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The fields of `Options` and `Sampling` as keywords of a chat's turn."""
+    """The fields of `Options`, `Sampling` and `Guide` as keywords of a chat's turn."""
 
     max_new_tokens: int
     ignore_eos: bool
@@ -102,6 +111,11 @@ class OptionKeywords(TypedDict, total=False):
     prompt_lookup: int
     about: str | None
     timeout: float | None
+    guide: Guide | None
+    schema: Schema
+    choices: Sequence[str]
+    regex: str
+    grammar: str
     temperature: float
     top_p: float
     top_k: int
@@ -138,6 +152,7 @@ class Settings:
 
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(Sampling))
+_GUIDE = frozenset(field.name for field in dataclasses.fields(Guide))
 
 
 def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
@@ -150,12 +165,14 @@ def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
     base = Options() if options is None else options
     if not isinstance(base, Options):
         raise RequestError(f"options is {base!r:.40}; it must be a vtx.Options, or write keywords: max_new_tokens=64")
-    changes, sampling = dict[str, Any](), dict[str, Any]()
+    changes, sampling, guide = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, value in sorted(keywords.items()):
-        if name not in _OPTIONS | _SAMPLING:
-            known = ", ".join(sorted(_OPTIONS | _SAMPLING))
+        if name not in _OPTIONS | _SAMPLING | _GUIDE:
+            known = ", ".join(sorted(_OPTIONS | _SAMPLING | _GUIDE))
             raise RequestError(f"there is no option {name!r}; the options are {known}")
-        (changes if name in _OPTIONS else sampling)[name] = value
+        (changes if name in _OPTIONS else sampling if name in _SAMPLING else guide)[name] = value
+    if guide:
+        changes["guide"] = Guide(**guide)
     if sampling and isinstance(changes.get("sampling", base.sampling), Sampling):
         changes["sampling"] = dataclasses.replace(changes.get("sampling", base.sampling), **sampling)
     return dataclasses.replace(base, **changes) if changes else base

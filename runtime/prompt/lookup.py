@@ -27,12 +27,13 @@ class PromptLookup:
         for token in ids:
             self.push(token)
 
-    def push(self, token: int) -> None:
-        """One more token of the prompt or the answer."""
+    def push(self, token: int) -> bool:
+        """One more token of the prompt or the answer; any may follow it."""
         for size in SIZES:
             if len(self._ids) >= size:
                 self._after[tuple(self._ids[-size:])] = len(self._ids)
         self._ids.append(token)
+        return False
 
     def accept(self) -> None:
         """The token last pushed is the draft's next one."""

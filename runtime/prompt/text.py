@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,6 +178,19 @@ class Text:
                     f"the chat template prints {token} {printed} times for {wanted} {kind}s; "
                     + _TEMPLATE_CURE.format(kind)
                 )
+
+    @cached_property
+    def may_begin_with_space(self) -> bool:
+        """True if answers usually begin with a space, which the template prints or the tokenizer adds."""
+        asked, told = {"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}
+        question: list[Message] = [cast("Message", asked)]
+        try:
+            before = self._renderer.render(question, add_generation_prompt=True)
+            after = self._renderer.render([*question, cast("Message", told)], add_generation_prompt=False)
+        except TemplateError:
+            before = after = ""
+        written = encode(self.tokenizer, "x").tokens
+        return after.startswith(f"{before} ") or (bool(written) and written[0].startswith("\u2581"))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""

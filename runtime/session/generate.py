@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,23 @@ from vtx.runtime.backends.backend import BatchBackend
 from vtx.runtime.session.prefix import Check, no_check
 from vtx.runtime.session.session import Session
 
-if TYPE_CHECKING:
-    from vtx.runtime.prompt.lookup import PromptLookup
-
 Sample = Callable[[NDArray[np.float32]], int]
+
+
+class Drafts(Protocol):
+    """A source of tokens that may come next: prompt lookup, or a grammar."""
+
+    def push(self, token: int) -> bool:
+        """One more token of the answer; True if nothing may follow it."""
+        ...
+
+    def accept(self) -> None:
+        """The token last pushed is the draft's next one."""
+        ...
+
+    def draft(self, most: int) -> list[int]:
+        """Tokens to run in the pass of the token last pushed, at most `most`."""
+        ...
 
 
 def generate(
@@ -26,36 +39,35 @@ def generate(
     end_ids: Collection[int],
     max_new_tokens: int,
     check: Check = no_check,
-    lookup: PromptLookup | None = None,
+    drafts: Drafts | None = None,
 ) -> Iterator[int]:
     """Yield token ids after a prefill that gave `logits`, the end token included.
 
     Stops there, after `max_new_tokens`, or when the context is full. `check` is called before each further token and
-    may raise, to stop there. While a token is given that will be decoded, it is the session's `next_token`.
-    `lookup` drafts tokens, which are then verified in one pass: each is sampled from its own logits as without, and
-    the first that differs from the draft ends it. Such an answer is not computed together with others.
+    may raise, to stop there. While a token is given that will be decoded alone, it is the session's `next_token`.
+    `drafts` gives tokens that are verified in one pass: each is sampled from its own logits as without, and the first
+    that differs from the draft ends it.
     """
     for left in reversed(range(max_new_tokens)):
         token = sample(logits)
-        ends = not left or token in end_ids or session.length + 1 >= session.capacity
-        session.next_token = None if ends or lookup else token
+        complete = drafts is not None and drafts.push(token)
+        ends = complete or not left or token in end_ids or session.length + 1 >= session.capacity
+        foreseen, draft = None, list[int]()
         if ends:
             session.forget_draft()
+        elif drafts is not None:
+            foreseen = session.accept(token)  # the logits after it, if the draft foresaw it
+            if foreseen is None:
+                draft = drafts.draft(min(left - 1, session.draft_room))
+            else:
+                drafts.accept()
+        session.next_token = None if ends or draft or foreseen is not None else token
         yield token
         session.next_token = None
         if ends:
             return
         check()
-        if lookup is None:
-            logits = session.decode(token)
-            continue
-        lookup.push(token)
-        foreseen = session.accept(token)  # the logits after it, if the draft foresaw it
-        if foreseen is None:
-            logits = session.decode(token, lookup.draft(min(left - 1, session.draft_room)))
-        else:
-            lookup.accept()
-            logits = foreseen
+        logits = session.decode(token, draft) if foreseen is None else foreseen
 
 
 def decode_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:

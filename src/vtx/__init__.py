@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vtx.runtime.errors import TemplateError as TemplateError
     from vtx.runtime.errors import UnsupportedModelError as UnsupportedModelError
     from vtx.runtime.errors import VtxError as VtxError
+    from vtx.runtime.prompt.guiding import Guide as Guide
     from vtx.runtime.session.sampling import Sampling as Sampling
     from vtx.runtime.vision.files.source import bgr as bgr
     from vtx.runtime.vision.video import video as video
@@ -57,6 +58,7 @@ _HOMES = {
     "AsyncAnswerStream": "runtime.api.stream",
     "Chat": "runtime.api.conversation",
     "Conversation": "runtime.api.conversation",
+    "Guide": "runtime.prompt.guiding",
     "Model": "runtime.api.model",
     "Options": "runtime.api.options",
     "Sampling": "runtime.session.sampling",

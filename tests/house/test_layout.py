@@ -25,6 +25,7 @@ RUNTIME_MAY_IMPORT = {
     "cryptography",
     "cuda",
     "jinja2",
+    "llguidance",
     "numpy",
     "onnxruntime",
     "openvino",
@@ -172,8 +173,8 @@ def parameters(function: Any) -> list[str]:
 
 def test_the_public_names_are_these() -> None:
     names = {
-        "Answer", "AnswerStream", "AsyncAnswerStream", "Chat", "Conversation", "Model", "Options", "Sampling", "Stats",
-        "bgr", "export", "load", "video",
+        "Answer", "AnswerStream", "AsyncAnswerStream", "Chat", "Conversation", "Guide", "Model", "Options", "Sampling",
+        "Stats", "bgr", "export", "load", "video",
     }  # fmt: skip
     errors = {
         "BundleError", "CheckpointError", "ContextError", "ConversationBusyError", "DeviceError", "ExportError",

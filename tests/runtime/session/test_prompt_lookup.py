@@ -95,7 +95,7 @@ def test_a_draft_is_taken_as_far_as_it_is_right(model: Model, prompts: list[Prom
             seen.append(logits.copy())
             return int(logits.argmax())
 
-        found = list(generate(session, done.logits, sample, end_ids=(), max_new_tokens=tokens, lookup=lookup))
+        found = list(generate(session, done.logits, sample, end_ids=(), max_new_tokens=tokens, drafts=lookup))
         assert found == known.ids
         np.testing.assert_allclose(np.stack(seen), known.logits, atol=TOLERANCE, rtol=0)
         assert session.passes == passes
@@ -118,7 +118,7 @@ def test_an_answer_that_is_left_in_the_middle_of_a_draft_leaves_no_trace(model: 
         assert np.array_equal(done.logits, known.logits[0])
         wrong = Oracle(known.ids, 8, 3)
         tokens = generate(
-            session, done.logits, lambda logits: int(logits.argmax()), end_ids=(), max_new_tokens=12, lookup=wrong
+            session, done.logits, lambda logits: int(logits.argmax()), end_ids=(), max_new_tokens=12, drafts=wrong
         )
         assert [next(tokens), next(tokens)] == known.ids[:2]
         tokens.close()
@@ -130,7 +130,7 @@ def test_the_context_is_filled_as_without_it(model: Model, prompts: list[Prompt]
     for lookup in (None, PromptLookup(prompts[0].ids, 16)):
         session = Session(model.backend, model.manifest)
         done = session.prefill(prompts[0], policy(k))
-        tokens = generate(session, done.logits, lambda _: 40, end_ids=(), max_new_tokens=1000, lookup=lookup)
+        tokens = generate(session, done.logits, lambda _: 40, end_ids=(), max_new_tokens=1000, drafts=lookup)
         ends.append((len(list(tokens)), session.length))
     assert ends[0] == ends[1]
     assert ends[0][1] == session.capacity - 1

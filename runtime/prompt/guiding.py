@@ -1,0 +1,243 @@
+"""Guided decoding: answers held to choices, a regular expression, a JSON schema or a grammar, by llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.prompt.tokenizer import rust_errors
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from vtx.runtime.prompt.lookup import PromptLookup
+    from vtx.runtime.prompt.text import Text
+
+Schema = Mapping[str, Any] | str | bool
+MAX_SCHEMA, MAX_REGEX, MAX_GRAMMAR = 64 << 10, 4 << 10, 8 << 10  # bytes as UTF-8 text; of all choices as of a schema
+BYTES = {"schema": MAX_SCHEMA, "choices": MAX_SCHEMA, "regex": MAX_REGEX, "grammar": MAX_GRAMMAR}
+MAX_CHOICES = 1024
+KEPT = 32  # compiled grammars of a bundle
+# llguidance's limits: of the work to compile a grammar, of each mask's, and of an answer's memory, 1 to 2 KB a state.
+LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
+          "max_lexer_states": 50_000, "max_grammar_size": 500_000}  # fmt: skip
+# JSON as Python's json writes it: models know it, and no answer fills up with blanks.
+JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """The form of an answer, exactly one of the four.
+
+    Args:
+        schema: a JSON schema, as an object or as JSON text; the answer is JSON that it allows. True: any JSON.
+        choices: the answer is one of these texts.
+        regex: a regular expression (in Rust's syntax) that matches the whole answer.
+        grammar: a grammar in llguidance's variant of Lark.
+
+    Raises:
+        RequestError: none or several of them, a value of another type or beyond the limits.
+
+    """
+
+    schema: Schema | None = None  # kept as JSON text
+    choices: Sequence[str] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in BYTES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(f"{len(given)} of {', '.join(BYTES)} are given to guide an answer; give one")
+        value = getattr(self, given[0])
+        if self.schema is not None:
+            value = _schema_text(self.schema)
+            object.__setattr__(self, "schema", value)
+        elif self.choices is not None:
+            if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+                raise RequestError(f"choices is {value!r:.40}; it must be a list of at least one string")
+            if len(value) > MAX_CHOICES:
+                raise RequestError(f"{len(value):,} choices are given, the limit is {MAX_CHOICES:,}; give fewer")
+            object.__setattr__(self, "choices", tuple(value))
+            for choice in value:
+                if not isinstance(choice, str) or choice != choice.lstrip():
+                    raise RequestError(
+                        f"the choice {choice!r:.40} is not a string without whitespace at its start; answers have none"
+                    )
+            if len(set(value)) < len(value):
+                raise RequestError("choices holds the same string twice; leave one out")
+            value = "".join(value)
+        if not isinstance(value, str):
+            raise RequestError(f"{given[0]} is {value!r:.40}; it must be a string")
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError as e:
+            raise RequestError(f"{given[0]} holds half a surrogate pair at character {e.start}; leave it out") from e
+        if size > BYTES[given[0]]:
+            raise RequestError(f"{given[0]} has {size:,} bytes, the limit is {BYTES[given[0]]:,}; give a shorter one")
+
+    @property
+    def kind(self) -> str:
+        """The name of the one that is given."""
+        return next(name for name in BYTES if getattr(self, name) is not None)
+
+
+def _schema_text(schema: Schema) -> str:
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise RequestError(f"the schema is not JSON ({' '.join(str(e).split()):.80})") from e
+    if not isinstance(value, Mapping | bool):
+        raise RequestError(f"the schema is {text:.40}; it must be a JSON object, true or false")
+    return text
+
+
+class Grammars:
+    """The compiled grammars of a bundle's tokenizer, the least recently used dropped; safe for many threads.
+
+    Raises:
+        DeviceError: llguidance is not installed.
+        RequestError: llguidance does not read the tokenizer.
+
+    """
+
+    def __init__(self, text: Text, vocab: int) -> None:
+        try:
+            import llguidance
+        except ImportError as e:
+            raise DeviceError(
+                'guided answers need llguidance, which is not installed; pip install "vtx-edge[guided]"'
+            ) from e
+        self._library, self._space, self._lock = llguidance, text.may_begin_with_space, threading.Lock()
+        self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
+        model = type(text.tokenizer.model).__name__
+        spec = json.loads(text.tokenizer.to_str())
+        parts = spec["normalizer"] or {}
+        parts = parts.get("normalizers", [parts] if parts else [])
+        # Normalizers that change text, e.g. to lower case, would write forced text otherwise than it must be.
+        kept = [part for part in parts if part["type"] == "Prepend" or part.get("pattern") == {"String": " "}]
+        spec["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+        with rust_errors(RequestError, f"the tokenizer of this bundle ({model}) cannot guide answers, leave it out"):
+            self._tokenizer = llguidance.LLTokenizer(
+                json.dumps(spec), n_vocab=vocab, eos_token=sorted(text.settings.end_ids)
+            )
+
+    def start(self, guide: Guide) -> GuidedAnswer:
+        """A new answer in this form.
+
+        Raises:
+            RequestError: what is given cannot be compiled, is beyond the limits, or allows no answer.
+
+        """
+        with self._lock:
+            matcher = self._compiled.pop(guide, None)
+            matcher = self._compile(guide) if matcher is None else matcher
+            self._compiled[guide] = matcher
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return GuidedAnswer(matcher.deep_copy())
+
+    def _compile(self, guide: Guide) -> LLMatcher:
+        library, kind = self._library, guide.kind
+        body: dict[str, Any] = {"lark_grammar": guide.grammar}
+        if guide.schema is not None:
+            schema = json.loads(str(guide.schema))
+            body = {"json_schema": {**schema, "x-guidance": JSON_FORM} if isinstance(schema, dict) else schema}
+            body = {"json_schema": {"x-guidance": JSON_FORM}} if schema is True else body
+        elif guide.choices is not None:
+            body = {"lark_grammar": "start: " + " | ".join(json.dumps(choice) for choice in guide.choices)}
+        elif guide.regex is not None:
+            body = json.loads(library.LLMatcher.grammar_from_regex(guide.regex))["grammars"][0]
+        limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
+
+        def compiled(grammars: list[dict[str, Any]]) -> LLMatcher:
+            matcher: LLMatcher = library.LLMatcher(
+                self._tokenizer, json.dumps({"grammars": grammars}), log_level=0, limits=limits
+            )
+            if error := matcher.get_error():
+                raise RequestError(f"{kind} cannot guide an answer: {_line(error)}; correct it")
+            return matcher
+
+        first = compiled([body])
+        if not any(first.compute_bitmask()) or first.is_error():
+            raise RequestError(f"{kind} allows no answer ({_line(first.get_error())}); correct it")
+        start = {"lark_grammar": "start: / ?/ @body"}
+        return compiled([start, {**body, "name": "body"}] if self._space else [body])
+
+
+class GuidedAnswer:
+    """One answer held to a grammar: a mask for each token, and drafts of the tokens that the grammar forces.
+
+    A forced token's mask holds it alone, so that a model writes names and punctuation in its usual tokens. `complete`:
+    nothing more may follow. `forced` counts the tokens that ran in the pass of an earlier one. `lookup` drafts if
+    nothing is forced.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._forced = matcher.compute_ff_tokens()
+        self._drafting = False
+        self.lookup: PromptLookup | None = None
+        self.complete, self.tokens, self.forced = False, 0, 0
+
+    def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The logits [vocab], minus infinity for tokens that may not come next.
+
+        Raises:
+            RequestError: the grammar became too large, or no token can continue the answer.
+
+        """
+        allowed = np.zeros(len(logits), bool)
+        if self._forced:
+            allowed[self._forced[0]] = True
+        else:
+            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+            allowed[: len(bits)] = bits[: len(logits)]
+            self._check()
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def push(self, token: int) -> bool:
+        """One more token of the answer; True if nothing may follow it. Raises as `mask` does."""
+        self._matcher.consume_token(token)
+        self._check()
+        self.tokens += 1
+        self.complete = self._matcher.is_stopped()
+        self._forced = [] if self.complete else self._forced[1:] or self._matcher.compute_ff_tokens()
+        if self.lookup is not None:
+            self.lookup.push(token)
+        return self.complete
+
+    def accept(self) -> None:
+        """The token last pushed is the draft's next one."""
+        if self.lookup is not None and not self._drafting:
+            self.lookup.accept()
+
+    def draft(self, most: int) -> list[int]:
+        """Tokens to verify in one pass, at most `most`: those that are forced, or else those that are looked up."""
+        self._drafting = bool(self._forced)
+        if self._drafting:
+            draft = self._forced[:most]
+            self.forced += len(draft)
+            return draft
+        return [] if self.lookup is None else self.lookup.draft(most)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(
+                f"the answer's form cannot be held to after token {self.tokens}: {_line(self._matcher.get_error())}; "
+                "simplify it"
+            )
+
+
+def _line(error: str) -> str:
+    """The first lines of an error of llguidance, on one."""
+    return " ".join(error.replace("<non-verbose/>", "").split())[:200]
