@@ -73,15 +73,9 @@ def plan(
     if sequence is not None:
         work = Workload(text, sequence - text, max_new_tokens)
     costs = make_plan(
-        size,
-        work,
-        ks,
-        precisions or tuple(PRECISIONS),
-        device,
-        vision_precision,
-        head_precision,
+        size, work, ks, precisions or tuple(PRECISIONS), device, vision_precision, head_precision,
         reductions=parse(reduction),
-    )
+    )  # fmt: skip
     engines = () if device is None else engines_on(device, costs.model, costs.parts)
     seen = picture if sequence is None and size.vision is not None and size.layout is not None else None
     if plot is not None:

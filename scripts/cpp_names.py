@@ -57,33 +57,16 @@ def header() -> str:
     }  # fmt: skip
     numbers = {name: getattr(limits, name) for name in LIMITS}
     numbers |= {
-        "FORMAT": manifest.FORMAT,
-        "MAX_MANIFEST": manifest.MAX_BYTES,
-        "MAX_TOKENIZER": text.MAX_TOKENIZER_BYTES,
-        "MAX_TEXT": messages.MAX_TEXT,
-        "MOST_WHOLE": checks.MOST,
-        "MOST_THREADS": checks.MOST_THREADS,
-        "MAX_LAYERS": model_spec.MAX_LAYERS,
-        "MAX_SIZE": model_spec.MAX_SIZE,
-        "MAX_SEGMENT": model_spec.MAX_SEGMENT,
-        "MAX_ID": text_settings.MAX_ID,
-        "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE,
-        "QUICK_BYTES": QUICK_BYTES,
-        "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS,
-        "MAX_TILES": anyres.MAX_TILES,
-        "MAX_MARKED_SIDE": marked.MAX_SIDE,
-        "NEWLINE": tokens.NEWLINE,
-        "CLASS_TOKEN": names.CLASS_TOKEN,
-        "GONE": names.GONE,
-        "PATCH": names.PATCH,
-        "WINDOW": names.WINDOW,
-        "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"),
-        "PAGED_BLOCK": paged.BLOCK,
-        "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES,
-        "QUESTION_ROWS": memory.QUESTION_ROWS,
-        "FEW_TOKENS": cache.FEW,
+        "FORMAT": manifest.FORMAT, "MAX_MANIFEST": manifest.MAX_BYTES, "MAX_TOKENIZER": text.MAX_TOKENIZER_BYTES,
+        "MAX_TEXT": messages.MAX_TEXT, "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
+        "MAX_LAYERS": model_spec.MAX_LAYERS, "MAX_SIZE": model_spec.MAX_SIZE, "MAX_SEGMENT": model_spec.MAX_SEGMENT,
+        "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
+        "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,
+        "NEWLINE": tokens.NEWLINE, "CLASS_TOKEN": names.CLASS_TOKEN, "GONE": names.GONE, "PATCH": names.PATCH,
+        "WINDOW": names.WINDOW, "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"), "PAGED_BLOCK": paged.BLOCK,
+        "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES, "QUESTION_ROWS": memory.QUESTION_ROWS, "FEW_TOKENS": cache.FEW,
         "LARGEST_INTEGER": integers.LARGEST,
-    }
+    }  # fmt: skip
     quantised = [row for row in PRECISIONS.values() if row.openvino_group]
     numbers |= {f"QUANTISED_ROWS_{row.name.upper()}": row.openvino_group for row in quantised}
     numbers |= {f"WIDE_{row.name.upper()}": row.openvino_hidden for row in PRECISIONS.values()}

@@ -126,11 +126,8 @@ def _cpp(family: Family, config: ModelConfig) -> str:
         return f"no: the layout `{layout.name}` is refused by name"
     known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
     fields = {
-        *json_value(spec.tower),
-        *json_value(spec.projector),
-        *layout.parameters,
-        *(["video"] if config.video else []),
-    }
+        *json_value(spec.tower), *json_value(spec.projector), *layout.parameters, *(["video"] if config.video else []),
+    }  # fmt: skip
     fields |= {"seg_token_id"} if family.seg_token else set()
     later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
     if later:
@@ -177,14 +174,11 @@ FACTS: Columns = {
 }
 TOKENS: Columns = {"tokens of an image": _tokens, "tokens of a video": _video}
 USES: Columns = {
-    "libvtx": _cpp,
-    "TensorRT": _tensorrt,
-    "`vtx-tune`": _tune,
-    "`--show-tokens`": lambda _, c: "no: images have any shape" if c.vision.native else "yes",
-    "`--fit`": _fit,
+    "libvtx": _cpp, "TensorRT": _tensorrt, "`vtx-tune`": _tune,
+    "`--show-tokens`": lambda _, c: "no: images have any shape" if c.vision.native else "yes", "`--fit`": _fit,
     "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
     "`--max-pixels`": lambda _, c: "yes" if c.vision.native else "no: images are not seen at their own resolution",
-}
+}  # fmt: skip
 REDUCTIONS: Columns = {f"`{spec}`": _reduction(spec) for spec in _SPECS}
 
 

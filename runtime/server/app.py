@@ -34,10 +34,8 @@ PAGE = {
 SECURITY = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "media-src 'self' blob:; connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
+    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
+}  # fmt: skip
 OPEN = {"/livez", "/readyz", "/health", *PAGE}  # need no key: they contain nobody's data
 
 
@@ -87,12 +85,10 @@ def make_app(
             engines.close()
 
     routes = [
-        Route("/v1/chat/completions", endpoint=chat, methods=["POST"]),
-        Route("/v1/models", endpoint=models),
+        Route("/v1/chat/completions", endpoint=chat, methods=["POST"]), Route("/v1/models", endpoint=models),
         *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
-        Route("/metrics", endpoint=figures),
-        *(Route(path, endpoint=page) for path in PAGE),
-    ]
+        Route("/metrics", endpoint=figures), *(Route(path, endpoint=page) for path in PAGE),
+    ]  # fmt: skip
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _refuse, 405: _refuse, 500: _refuse})
     return Guard(app, api_key, local_hosts=local_hosts)
 

@@ -52,12 +52,10 @@ def answer_on_cluster(
         given = {"bundle": bundle, "digest": sha256(bundle / "vtx.json"), "asking": asking, "chunks": ray.put(chunks)}
         rows = ray.data.from_items([{"chunk": n} for n in range(len(chunks))], override_num_blocks=len(chunks))
         done = rows.map_batches(
-            ChunkWorker,
-            batch_size=1,
-            num_cpus=min(machines),
+            ChunkWorker, batch_size=1, num_cpus=min(machines),
             compute=ray.data.ActorPoolStrategy(size=len(machines), max_tasks_in_flight_per_actor=IN_FLIGHT),
             fn_constructor_kwargs={**given, "cores": min(machines)},
-        )
+        )  # fmt: skip
         for output in done.iter_rows():
             if output["error"]:
                 raise DeviceError(f"a worker of the cluster at {address} cannot answer: {output['error']}")

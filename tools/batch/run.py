@@ -48,15 +48,9 @@ def journal_of(out: Path) -> Path:
 
 
 def run_batch(
-    answer: Answers,
-    folder: Path,
-    tasks: Tasks,
-    out: Path,
-    asking: Asking,
-    *,
-    report: Progress,
+    answer: Answers, folder: Path, tasks: Tasks, out: Path, asking: Asking, *, report: Progress,
     warn: Callable[[str], None],
-) -> int:
+) -> int:  # fmt: skip
     """Let `answer` answer all lines by the bundle in `folder`, and write `out`, whole or not at all.
 
     Returns the number of bad lines. Each answer is on disk at once. What an earlier run of the same lines, model and

@@ -162,20 +162,15 @@ def _method(method: Method, answers: Sequence[MethodAnswer], unreduced_flops: fl
     flops = fmean(answer.flops for answer in answers)
     times = {phase: [answer.ms[phase] for answer in answers if answer.ms[phase]] for phase in PHASES}
     return MethodResult(
-        name=method.name,
-        kind=method.kind,
-        k=method.k,
-        reduce=method.reduce,
+        name=method.name, kind=method.kind, k=method.k, reduce=method.reduce,
         right=share_interval(sum(rights), len(rights)) if rights else None,
         same=share_interval(sum(answer.same for answer in answers), len(answers)),
         full_layers=fmean(answer.full_layers for answer in answers),
-        vision_rows=fmean(answer.vision_tokens for answer in answers),
-        flops=flops,
-        flops_ratio=flops / unreduced_flops,
+        vision_rows=fmean(answer.vision_tokens for answer in answers), flops=flops, flops_ratio=flops / unreduced_flops,
         kv_bytes=fmean(answer.kv_bytes for answer in answers),
         reused_layers=fmean(answer.reused_layers for answer in answers),
         ms={phase: spread(values) if values else None for phase, values in times.items()},
-    )
+    )  # fmt: skip
 
 
 def _difference(scores: NDArray[np.float64], column: int, other: int) -> MeanInterval:
@@ -195,13 +190,10 @@ def _compare(methods: Sequence[MethodResult], scores: NDArray[np.float64], numbe
     equal = min(equals, key=lambda other: other.flops, default=None)
     verdict = BETTER if difference.low > 0 else WORSE if difference.high < 0 else EQUAL
     return Compared(
-        method=method.name,
-        withdrawal=methods[rival].name,
-        flops_ratio=methods[rival].flops / method.flops,
-        difference=difference,
-        verdict=verdict,
+        method=method.name, withdrawal=methods[rival].name, flops_ratio=methods[rival].flops / method.flops,
+        difference=difference, verdict=verdict,
         as_accurate=AsAccurate(equal.name, equal.flops / method.flops) if equal else None,
-    )
+    )  # fmt: skip
 
 
 def _verdict(

@@ -88,12 +88,8 @@ def make_ladder(manifest: Manifest, dialect: str, ks: Sequence[K]) -> tuple[Ladd
 
 
 def find_best(
-    ladder: Ladder,
-    methods: Sequence[Method],
-    scores: Scores,
-    costs: Sequence[float],
-    budgets: Sequence[float],
-) -> tuple[Best, ...]:
+    ladder: Ladder, methods: Sequence[Method], scores: Scores, costs: Sequence[float], budgets: Sequence[float],
+) -> tuple[Best, ...]:  # fmt: skip
     """The best setting of each family within each budget, budgets as given, the best family first.
 
     `scores` [questions, methods] are 1 for a good answer and NaN if that is unknown; `costs` belong to `methods`, of

@@ -164,12 +164,8 @@ def _method_answer(answer: Answer, second: Answer, flops: int, item: Item, *, sa
     ended = answer.stopped == "end"
     ms = {name: stats.timings_ms[name] for name in ("vision", "prefill", "first_token", "decode_per_token")}
     return MethodAnswer(
-        right=None if item.answer is None else ended and plain(answer.text) == plain(item.answer),
-        same=same,
-        flops=flops,
-        kv_bytes=stats.kv_bytes,
-        vision_tokens=fmean((*kept[1:], kept[-1])),
-        full_layers=sum(tokens > 0 for tokens in kept),
-        reused_layers=second.stats.reused_layers,
+        right=None if item.answer is None else ended and plain(answer.text) == plain(item.answer), same=same,
+        flops=flops, kv_bytes=stats.kv_bytes, vision_tokens=fmean((*kept[1:], kept[-1])),
+        full_layers=sum(tokens > 0 for tokens in kept), reused_layers=second.stats.reused_layers,
         ms={**ms, "second_question": second.stats.timings_ms["first_token"]},
-    )
+    )  # fmt: skip

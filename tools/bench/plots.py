@@ -47,11 +47,9 @@ def draw_report(report: BenchReport, path: Path) -> None:
 
 
 KINDS = {
-    "withdrawal": ("withdrawal", "o-"),
-    "gates": ("gates", "*"),
-    "pruning": ("pruning", "s"),
+    "withdrawal": ("withdrawal", "o-"), "gates": ("gates", "*"), "pruning": ("pruning", "s"),
     "both": ("pruning, then withdrawal", "^"),
-}
+}  # fmt: skip
 MARKERS = "o*sD^vPX<>hdp"
 
 

@@ -133,9 +133,7 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
     }
     work = bench.counter.count(turns[0].prefill, turns[0].decode)
     return Depth(
-        k=k,
-        full_layers=stats.full_layers,
-        ms=ms,
+        k=k, full_layers=stats.full_layers, ms=ms,
         prefill_stages=tuple(
             StageTimes(
                 stage.first,
@@ -144,10 +142,7 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
             )
             for number, stage in enumerate(bench.model.manifest.stages)
         ),
-        kv_bytes=stats.kv_bytes,
-        kv_slots=stats.kv_slots,
-        steady_bytes=result.memory[k].steady,
-        peak_bytes=result.memory[k].peak,
-        **dataclasses.asdict(work),
+        kv_bytes=stats.kv_bytes, kv_slots=stats.kv_slots, steady_bytes=result.memory[k].steady,
+        peak_bytes=result.memory[k].peak, **dataclasses.asdict(work),
         shares=shares(work, ms, ceilings) if ceilings else None,
-    )
+    )  # fmt: skip

@@ -62,13 +62,8 @@ def report_tables(report: BenchReport) -> list[str | WideTable]:
 
 
 MEMORY = (
-    "KV cache",
-    "memory held",
-    "peak",
-    "vision, % of peak GEMM",
-    "prefill, % of peak GEMM",
-    "a token, % of bandwidth",
-)
+    "KV cache", "memory held", "peak", "vision, % of peak GEMM", "prefill, % of peak GEMM", "a token, % of bandwidth",
+)  # fmt: skip
 
 
 def _shown(series: Series | None) -> str:

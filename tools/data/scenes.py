@@ -14,13 +14,9 @@ from PIL import Image, ImageDraw
 
 GRID = 3
 COLORS = {
-    "red": (214, 40, 40),
-    "green": (42, 157, 63),
-    "blue": (36, 84, 214),
-    "yellow": (244, 205, 35),
-    "purple": (142, 54, 176),
-    "orange": (245, 128, 20),
-}
+    "red": (214, 40, 40), "green": (42, 157, 63), "blue": (36, 84, 214), "yellow": (244, 205, 35),
+    "purple": (142, 54, 176), "orange": (245, 128, 20),
+}  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 PLACES = (
     "top left", "top", "top right",

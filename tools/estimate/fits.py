@@ -69,13 +69,9 @@ def fits_here(device: Device, cpu_device: str | None) -> list[Fits]:
 
 
 def what_fits(
-    profile: Profile | None,
-    usable: int | None = None,
-    precisions: Sequence[str] = PRECISIONS,
-    models: Sequence[str] = EXPORTED,
-    *,
-    floats: Mapping[str, int] = EXPANDED,
-) -> dict[str, tuple[Fit, ...]]:
+    profile: Profile | None, usable: int | None = None, precisions: Sequence[str] = PRECISIONS,
+    models: Sequence[str] = EXPORTED, *, floats: Mapping[str, int] = EXPANDED,
+) -> dict[str, tuple[Fit, ...]]:  # fmt: skip
     """Some models in some precisions, against `usable` bytes [default: the profile's].
 
     No profile: a GPU, which holds weights as stored. `floats`: bytes of a float in a CPU's memory.

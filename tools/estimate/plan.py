@@ -90,12 +90,10 @@ class PrecisionCost:
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = {
-            "kv_bytes": self.kv_bytes,
-            "kv_bytes_per_layer": list(self.kv_bytes_per_layer),
-            "resident_weights_bytes": self.resident_weights_bytes,
-            "activation_bytes": self.activation_bytes,
+            "kv_bytes": self.kv_bytes, "kv_bytes_per_layer": list(self.kv_bytes_per_layer),
+            "resident_weights_bytes": self.resident_weights_bytes, "activation_bytes": self.activation_bytes,
             "peak_bytes": self.peak_bytes,
-        }
+        }  # fmt: skip
         if self.phases is not None:
             values |= {"fits": self.fits, "spare_bytes": self.spare_bytes}
             values["latency_ms"] = {name: phase.ms for name, phase in self.phases.items()}
@@ -149,21 +147,14 @@ class CostPlan:
                 "figures": {n: f and {"value": f.value, "source": f.source} for n, f in figures.items()},
             }
         return {
-            "model": self.model.to_dict(),
-            "sequence": self.workload.text + self.workload.vision,
-            "text_tokens": self.workload.text,
-            "vision_tokens": self.workload.vision,
-            "vision_views": self.vision_views,
+            "model": self.model.to_dict(), "sequence": self.workload.text + self.workload.vision,
+            "text_tokens": self.workload.text, "vision_tokens": self.workload.vision, "vision_views": self.vision_views,
             "reduced": None if self.reduced is None else asdict(self.reduced),
-            "max_new_tokens": self.workload.new_tokens,
-            "parameters": self.model.parameters,
-            "parts": {name: asdict(p) for name, p in self.parts.items()},
-            "weights_bytes": dict(self.weights_bytes),
-            "vision_flops": self.vision_flops,
-            "depths": [depth.to_dict() for depth in self.depths],
-            "profile": profile,
+            "max_new_tokens": self.workload.new_tokens, "parameters": self.model.parameters,
+            "parts": {name: asdict(p) for name, p in self.parts.items()}, "weights_bytes": dict(self.weights_bytes),
+            "vision_flops": self.vision_flops, "depths": [depth.to_dict() for depth in self.depths], "profile": profile,
             "estimate": None if self.profile is None else ESTIMATE,
-        }
+        }  # fmt: skip
 
 
 def spread_ks(layers: int) -> tuple[int | None, ...]:
@@ -173,17 +164,10 @@ def spread_ks(layers: int) -> tuple[int | None, ...]:
 
 
 def make_plan(
-    model: ModelSize,
-    workload: Workload,
-    ks: Sequence[int | None] = (),
-    precisions: Sequence[str] = tuple(PRECISIONS),
-    profile: Profile | None = None,
-    vision_precision: str | None = None,
-    head_precision: str | None = None,
-    *,
-    floats: Mapping[str, int] = EXPANDED,
-    reductions: Sequence[Reduction] = (),
-) -> CostPlan:
+    model: ModelSize, workload: Workload, ks: Sequence[int | None] = (), precisions: Sequence[str] = tuple(PRECISIONS),
+    profile: Profile | None = None, vision_precision: str | None = None, head_precision: str | None = None, *,
+    floats: Mapping[str, int] = EXPANDED, reductions: Sequence[Reduction] = (),
+) -> CostPlan:  # fmt: skip
     """The cost of `model`. `ks` empty: no withdrawal and a spread of K.
 
     `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `floats` are the bytes
@@ -214,27 +198,17 @@ def make_plan(
             )
         )
     return CostPlan(
-        model=model,
-        workload=workload,
-        vision_views=views,
-        parts=parts,
+        model=model, workload=workload, vision_views=views, parts=parts,
         weights_bytes={name: stored_bytes(all_weights(model), p) for name, p in parts.items()},
-        vision_flops=encode_flops(model.vision, views, whole=True),
-        depths=tuple(depths),
-        profile=profile,
+        vision_flops=encode_flops(model.vision, views, whole=True), depths=tuple(depths), profile=profile,
         reduced=reduced if reductions else None,
-    )
+    )  # fmt: skip
 
 
 def _cost(
-    model: ModelSize,
-    work: Workload,
-    views: int,
-    slots: Sequence[int],
-    precisions: Precisions,
-    profile: Profile | None,
+    model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None,
     floats: Mapping[str, int],
-) -> PrecisionCost:
+) -> PrecisionCost:  # fmt: skip
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(kv_bytes(model.decoder, slots, element))
     answer = sum(kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))

@@ -243,12 +243,10 @@ def _known() -> Iterator[ModelSize]:
     for name, data in json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8")).items():
         vision, layout = data["vision"], data["layout"]
         yield ModelSize(
-            name,
-            "known",
-            strict.read(DecoderSize, data["decoder"], name),
+            name, "known", strict.read(DecoderSize, data["decoder"], name),
             strict.read(NativeSize if "window" in vision else VisionSize, vision, name),
             layout and strict.read(layouts()[layout["name"]], layout["parameters"], name),
-        )
+        )  # fmt: skip
 
 
 KNOWN: Mapping[str, ModelSize] = {model.name: model for model in _known()}

@@ -129,12 +129,8 @@ class Asker:
             stats = answer.stats
             kept = stats.vision_tokens_kept
             replies[method] = CostedAnswer(
-                text=answer.text,
-                first_token_ms=stats.timings_ms["first_token"],
-                kv_bytes=stats.kv_bytes,
-                flops=self._counter.first_token(stats, self._calls),
-                vision_tokens=fmean((*kept[1:], kept[-1])),
-                full_layers=sum(tokens > 0 for tokens in kept),
-                new_tokens=len(answer.token_ids),
-            )
+                text=answer.text, first_token_ms=stats.timings_ms["first_token"], kv_bytes=stats.kv_bytes,
+                flops=self._counter.first_token(stats, self._calls), vision_tokens=fmean((*kept[1:], kept[-1])),
+                full_layers=sum(tokens > 0 for tokens in kept), new_tokens=len(answer.token_ids),
+            )  # fmt: skip
         return replies

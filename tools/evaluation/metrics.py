@@ -170,10 +170,7 @@ def _points(counts: Counts, groups: int) -> Counts:
 
 
 METRICS: dict[str, Metric] = {
-    "pope": Metric(judge_pope, tally_pope),
-    "mme": Metric(judge_mme, tally_mme),
-    "scienceqa": Metric(judge_choice, tally_mean),
-    "vqav2": Metric(judge_vqa, tally_mean),
-    "textvqa": Metric(judge_text_vqa, tally_mean),
-    "exact": Metric(judge_exact, tally_mean),
-}
+    "pope": Metric(judge_pope, tally_pope), "mme": Metric(judge_mme, tally_mme),
+    "scienceqa": Metric(judge_choice, tally_mean), "vqav2": Metric(judge_vqa, tally_mean),
+    "textvqa": Metric(judge_text_vqa, tally_mean), "exact": Metric(judge_exact, tally_mean),
+}  # fmt: skip

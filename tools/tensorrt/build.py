@@ -86,16 +86,10 @@ class EnginePlan:
     def record(self, engines: dict[str, EngineRecord]) -> EngineSet:
         """The record of `engines` by graph, with everything that makes an engine of another build stale."""
         return EngineSet(
-            format=FORMAT,
-            target=self.target.name,
-            flavour=self.release.flavour,
-            version=self.version,
-            capability=self.target.capability,
-            dialect=self.dialect,
-            precision=self.bundle.manifest.precision,
-            workspace=self.workspace,
-            engines=engines,
-        )
+            format=FORMAT, target=self.target.name, flavour=self.release.flavour, version=self.version,
+            capability=self.target.capability, dialect=self.dialect, precision=self.bundle.manifest.precision,
+            workspace=self.workspace, engines=engines,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +102,9 @@ class EngineOutcome:
 
 
 def plan_engines(
-    bundle: Bundle,
-    target: Target,
-    release: Release,
-    version: str,
-    dialect: str,
-    *,
-    workspace: int | None = None,
-    timing_cache: Path | None = None,
-    key: SigningKey | None = None,
-) -> EnginePlan:
+    bundle: Bundle, target: Target, release: Release, version: str, dialect: str, *, workspace: int | None = None,
+    timing_cache: Path | None = None, key: SigningKey | None = None,
+) -> EnginePlan:  # fmt: skip
     """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
 
     Raises RequestError if the target does not support the bundle's precision, or TensorRT the model; BundleError for no
@@ -201,14 +188,10 @@ def _is_current(plan: EnginePlan, job: EngineJob, record: EngineRecord) -> bool:
 def _build_job(plan: EnginePlan, job: EngineJob, report: Progress) -> tuple[EngineRecord, BuiltEngine]:
     partial = plan.folder / f".{job.file}.partial-{secrets.token_hex(4)}"
     request = BuildRequest(
-        flavour=plan.release.flavour,
-        graph=plan.bundle.path(job.graph.name),
-        engine=partial,
-        capability=plan.target.capability,
-        profiles=tuple(input_shapes(job.graph, profile) for profile in job.profiles),
-        workspace=plan.workspace,
-        timing_cache=plan.timing_cache,
-    )
+        flavour=plan.release.flavour, graph=plan.bundle.path(job.graph.name), engine=partial,
+        capability=plan.target.capability, profiles=tuple(input_shapes(job.graph, profile) for profile in job.profiles),
+        workspace=plan.workspace, timing_cache=plan.timing_cache,
+    )  # fmt: skip
     report(job.file, 0, 100)
     try:
         built = build(request, lambda phase, share: report(job.file, int(100 * share), 100))

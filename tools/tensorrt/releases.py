@@ -45,18 +45,10 @@ _BASE = frozenset(
 )
 # Changelog.md and the release notes of 11.0 and 11.2.
 _SINCE: dict[str, Version] = {
-    "DeformConv": (10, 1),
-    "BlackmanWindow": (10, 4),
-    "HammingWindow": (10, 4),
-    "HannWindow": (10, 4),
-    "STFT": (10, 5),
-    "Attention": (10, 14),
-    "RMSNormalization": (10, 15),
-    "RotaryEmbedding": (10, 15),
-    "TensorScatter": (10, 15),
-    "Swish": (11, 0),
-    "DFT": (11, 2),
-}
+    "DeformConv": (10, 1), "BlackmanWindow": (10, 4), "HammingWindow": (10, 4), "HannWindow": (10, 4), "STFT": (10, 5),
+    "Attention": (10, 14), "RMSNormalization": (10, 15), "RotaryEmbedding": (10, 15), "TensorScatter": (10, 15),
+    "Swish": (11, 0), "DFT": (11, 2),
+}  # fmt: skip
 # ONNX's operators by the parser of TensorRT-RTX 1.7.1 (`OnnxParser.supports_operator`).
 _RTX_LACKS = frozenset({"DeformConv", "DFT"})
 _RTX_ALSO = frozenset({"CausalConvWithState", "LinearAttention"})
