@@ -38,9 +38,6 @@ def name_of(number: int) -> str:
     return f"COCO_{SUBTYPE}_{number:012d}.jpg"
 
 
-# --- POPE -----------------------------------------------------------------------------------------
-
-
 def absent(scene: Scene, near: bool) -> list[str]:
     """Things that are not in a scene; `near` ones share a colour or a shape with one that is."""
     there = {thing.name for thing in scene.things}
@@ -62,9 +59,6 @@ def pope(drawn: Drawn, near: bool) -> Iterator[dict[str, Any]]:
             article = "an" if name.startswith("orange") else "a"
             text = f"Is there {article} {name} in the image?"
             yield {"question_id": number, "image": name_of(image), "text": text, "label": label}
-
-
-# --- VQAv2 ----------------------------------------------------------------------------------------
 
 
 def as_people_write(answer: str, rng: random.Random) -> str:
@@ -92,9 +86,6 @@ def vqa(drawn: Drawn) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
                      "answers": humans}
                 )  # fmt: skip
     return questions, annotations
-
-
-# --- writing --------------------------------------------------------------------------------------
 
 
 def write(out: Path, count: int) -> None:

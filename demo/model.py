@@ -44,14 +44,26 @@ def init_linear(out_features: int, in_features: int, *, bias: bool, scale: float
     return layer
 
 
-class VisionAttention(nn.Module):
-    def __init__(self, s: Shape) -> None:
+def init_embedding(count: int, width: int, std: float) -> nn.Embedding:
+    made = nn.Embedding(count, width)
+    nn.init.normal_(made.weight, std=std)
+    return made
+
+
+class Group(nn.Module):
+    """Modules and parameters by name."""
+
+    def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class VisionAttention(Group):
+    def __init__(self, s: Shape) -> None:
+        scales = {"q_proj": 1.0, "k_proj": 1.0, "v_proj": 1.0, "out_proj": 0.3}
+        super().__init__(**{n: init_linear(s.v_hidden, s.v_hidden, bias=True, scale=c) for n, c in scales.items()})
         self.heads = s.v_heads
-        self.q_proj = init_linear(s.v_hidden, s.v_hidden, bias=True)
-        self.k_proj = init_linear(s.v_hidden, s.v_hidden, bias=True)
-        self.v_proj = init_linear(s.v_hidden, s.v_hidden, bias=True)
-        self.out_proj = init_linear(s.v_hidden, s.v_hidden, bias=True, scale=0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, h = x.shape
@@ -60,37 +72,36 @@ class VisionAttention(nn.Module):
         return self.out_proj(y.transpose(1, 2).reshape(b, n, h))
 
 
-class VisionMLP(nn.Module):
+class VisionMLP(Group):
     def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.fc1 = init_linear(s.v_ffn, s.v_hidden, bias=True)
-        self.fc2 = init_linear(s.v_hidden, s.v_ffn, bias=True, scale=0.3)
+        super().__init__(
+            fc1=init_linear(s.v_ffn, s.v_hidden, bias=True), fc2=init_linear(s.v_hidden, s.v_ffn, bias=True, scale=0.3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc1(x)
         return self.fc2(x * torch.sigmoid(1.702 * x))
 
 
-class VisionLayer(nn.Module):
+class VisionLayer(Group):
     def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.self_attn = VisionAttention(s)
-        self.layer_norm1 = nn.LayerNorm(s.v_hidden)
-        self.mlp = VisionMLP(s)
-        self.layer_norm2 = nn.LayerNorm(s.v_hidden)
+        super().__init__(
+            self_attn=VisionAttention(s), layer_norm1=nn.LayerNorm(s.v_hidden),
+            mlp=VisionMLP(s), layer_norm2=nn.LayerNorm(s.v_hidden),
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.layer_norm1(x))
         return x + self.mlp(self.layer_norm2(x))
 
 
-class VisionEmbeddings(nn.Module):
+class VisionEmbeddings(Group):
     def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.class_embedding = nn.Parameter(torch.randn(s.v_hidden) * 0.02)
-        self.patch_embedding = nn.Conv2d(3, s.v_hidden, s.patch, s.patch, bias=False)
-        self.position_embedding = nn.Embedding(s.vision_tokens + 1, s.v_hidden)
-        nn.init.normal_(self.position_embedding.weight, std=0.3)
+        super().__init__(
+            class_embedding=nn.Parameter(torch.randn(s.v_hidden) * 0.02),
+            patch_embedding=nn.Conv2d(3, s.v_hidden, s.patch, s.patch, bias=False),
+            position_embedding=init_embedding(s.vision_tokens + 1, s.v_hidden, 0.3),
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         patches = self.patch_embedding(pixels).flatten(2).transpose(1, 2)
@@ -98,19 +109,13 @@ class VisionEmbeddings(nn.Module):
         return torch.cat((cls, patches), 1) + self.position_embedding.weight
 
 
-class VisionEncoder(nn.Module):
+class VisionModel(Group):
     def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(VisionLayer(s) for _ in range(s.v_layers))
-
-
-class VisionModel(nn.Module):
-    def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.embeddings = VisionEmbeddings(s)
-        self.pre_layrnorm = nn.LayerNorm(s.v_hidden)
-        self.encoder = VisionEncoder(s)
-        self.post_layernorm = nn.LayerNorm(s.v_hidden)
+        super().__init__(
+            embeddings=VisionEmbeddings(s), pre_layrnorm=nn.LayerNorm(s.v_hidden),
+            encoder=Group(layers=nn.ModuleList(VisionLayer(s) for _ in range(s.v_layers))),
+            post_layernorm=nn.LayerNorm(s.v_hidden),
+        )  # fmt: skip
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[batch, 3, side, side] to [batch, 1 + patches, hidden]: the output of the last but one layer."""
@@ -120,20 +125,19 @@ class VisionModel(nn.Module):
         return x
 
 
-class Projector(nn.Module):
+class Projector(Group):
     def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.linear_1 = init_linear(s.hidden, s.v_hidden, bias=True)
-        self.linear_2 = init_linear(s.hidden, s.hidden, bias=True)
+        super().__init__(
+            linear_1=init_linear(s.hidden, s.v_hidden, bias=True), linear_2=init_linear(s.hidden, s.hidden, bias=True)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_2(F.gelu(self.linear_1(x)))
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Group):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        super().__init__(weight=nn.Parameter(torch.ones(width)))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), 1e-5)
@@ -144,15 +148,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-class Attention(nn.Module):
+class Attention(Group):
     def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.size = s.hidden // s.heads
-        self.q_proj = init_linear(s.hidden, s.hidden, bias=False)
-        self.k_proj = init_linear(s.kv_heads * self.size, s.hidden, bias=False)
-        self.v_proj = init_linear(s.kv_heads * self.size, s.hidden, bias=False)
-        self.o_proj = init_linear(s.hidden, s.hidden, bias=False, scale=0.3)
-        self.groups = s.heads // s.kv_heads
+        size = s.hidden // s.heads
+        super().__init__(
+            q_proj=init_linear(s.hidden, s.hidden, bias=False),
+            k_proj=init_linear(s.kv_heads * size, s.hidden, bias=False),
+            v_proj=init_linear(s.kv_heads * size, s.hidden, bias=False),
+            o_proj=init_linear(s.hidden, s.hidden, bias=False, scale=0.3),
+        )
+        self.size, self.groups = size, s.heads // s.kv_heads
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         b, n, h = x.shape
@@ -164,24 +169,23 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(b, n, h))
 
 
-class MLP(nn.Module):
+class MLP(Group):
     def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.gate_proj = init_linear(s.ffn, s.hidden, bias=False)
-        self.up_proj = init_linear(s.ffn, s.hidden, bias=False)
-        self.down_proj = init_linear(s.hidden, s.ffn, bias=False, scale=0.3)
+        super().__init__(
+            gate_proj=init_linear(s.ffn, s.hidden, bias=False), up_proj=init_linear(s.ffn, s.hidden, bias=False),
+            down_proj=init_linear(s.hidden, s.ffn, bias=False, scale=0.3),
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
+class Layer(Group):
     def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.self_attn = Attention(s)
-        self.mlp = MLP(s)
-        self.input_layernorm = RMSNorm(s.hidden)
-        self.post_attention_layernorm = RMSNorm(s.hidden)
+        super().__init__(
+            self_attn=Attention(s), mlp=MLP(s),
+            input_layernorm=RMSNorm(s.hidden), post_attention_layernorm=RMSNorm(s.hidden),
+        )  # fmt: skip
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask)
@@ -193,32 +197,20 @@ class Layer(nn.Module):
         nn.init.zeros_(self.mlp.down_proj.weight)
 
 
-class TextModel(nn.Module):
-    def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(s.vocab, s.hidden)
-        nn.init.normal_(self.embed_tokens.weight, std=0.5)
-        self.layers = nn.ModuleList(Layer(s) for _ in range(s.layers))
-        self.norm = RMSNorm(s.hidden)
-
-
-class Inner(nn.Module):
-    def __init__(self, s: Shape) -> None:
-        super().__init__()
-        self.vision_tower = nn.Module()
-        self.vision_tower.vision_model = VisionModel(s)
-        self.multi_modal_projector = Projector(s)
-        self.language_model = TextModel(s)
-
-
-class Llava(nn.Module):
+class Llava(Group):
     """The demo model. `forward` takes packed questions and a withdrawal depth `k` (1-based, None: never)."""
 
     def __init__(self, s: Shape) -> None:
-        super().__init__()
+        model = Group(
+            vision_tower=Group(vision_model=VisionModel(s)),
+            multi_modal_projector=Projector(s),
+            language_model=Group(
+                embed_tokens=init_embedding(s.vocab, s.hidden, 0.5),
+                layers=nn.ModuleList(Layer(s) for _ in range(s.layers)), norm=RMSNorm(s.hidden),
+            ),
+        )  # fmt: skip
+        super().__init__(model=model, lm_head=init_linear(s.vocab, s.hidden, bias=False))
         self.shape = s
-        self.model = Inner(s)
-        self.lm_head = init_linear(s.vocab, s.hidden, bias=False)
 
     def see(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Vision tokens [batch, patches, hidden] and the CLS row [batch, vision hidden]."""

@@ -153,9 +153,6 @@ def _stream_options(value: Any, *, stream: bool) -> None:
         _flag(name, flag)
 
 
-# --- messages -------------------------------------------------------------------------------------
-
-
 def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[Any], list[Message]]:
     """The images and messages of OpenAI's form; images as data URLs, or at addresses of `hosts`."""
     if not isinstance(value, list) or not value:

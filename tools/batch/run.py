@@ -104,8 +104,6 @@ def _check_bad(reasons: Sequence[str], most: int) -> None:
         )
 
 
-# --- answering ------------------------------------------------------------------------------------
-
 Images = tuple[PreparedImage, ...]
 
 

@@ -94,9 +94,6 @@ def _options(part: Reduction) -> dict[str, str]:
     return dict(item.split("=") for item in to_spec((part,)).partition(":")[2].split(","))
 
 
-# --- asking ---------------------------------------------------------------------------------------
-
-
 class Trial:
     """The questions of `data`, asked of each of `methods` in turn; `answers` are kept question by question."""
 

@@ -70,9 +70,6 @@ def _shown(series: Series | None) -> str:
     return shown(series) if series else "-"
 
 
-# --- methods compared ----------------------------------------------------------------------------
-
-
 def comparison_tables(report: Comparison) -> list[str | WideTable]:
     """The comparison as paragraphs and tables: machine, model and data, the methods, how they compare, the verdict."""
     model, data = report.model, report.data

@@ -105,6 +105,3 @@ def photograph(scene: Scene, rng: random.Random) -> Image.Image:
         image.save(buffer, "JPEG", quality=rng.randint(70, 95))
         image = Image.open(buffer).convert("RGB")
     return image
-
-
-# --- questions ------------------------------------------------------------------------------------

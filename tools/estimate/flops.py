@@ -22,9 +22,6 @@ from vtx.tools.estimate.sizes import DecoderSize, VisionSize
 MAX_TOKENS = 1 << 24
 
 
-# --- schedules: tokens per layer --------------------------------------------------------------------
-
-
 def full_schedule(layers: int, *, text: int, vision: int) -> tuple[int, ...]:
     """Every layer sees the `text` and the `vision` tokens."""
     return make_schedule([vision] * layers, text=text)
@@ -50,9 +47,6 @@ def make_schedule(kept: Sequence[int], *, text: int) -> tuple[int, ...]:
     if text < 1 or min(kept, default=0) < 0 or text + max(kept, default=0) > MAX_TOKENS:
         raise RequestError(f"{text} text tokens and {max(kept, default=0)} vision tokens are outside 1..{MAX_TOKENS}")
     return tuple(text + count for count in kept)
-
-
-# --- arithmetic -----------------------------------------------------------------------------------
 
 
 def calflops(size: DecoderSize, tokens: Sequence[int]) -> float:
@@ -121,9 +115,6 @@ def _check_layers(size: DecoderSize, tokens: Sequence[int]) -> None:
         raise RequestError(
             f"a schedule of {len(tokens)} layers does not fit a model of {size.layers}; give one count per layer"
         )
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 def kv_bytes(size: DecoderSize, slots: Sequence[int], element_bytes: int) -> tuple[int, ...]:

@@ -222,9 +222,6 @@ def _cost(
     return PrecisionCost(cache, weights, activations, peak, profile.usable_bytes - peak, phases)
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
 def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int) -> int:
     """The larger of prefill's and the vision graph's intermediate values, and the fp32 logits of one token.
 

@@ -23,9 +23,6 @@ LETTER = "Answer with the option's letter from the given choices directly."
 IMAGE_ENDINGS = (".jpg", ".png", ".jpeg")
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def _lines(source: QuestionFiles) -> Iterator[Record]:
     """The lines of a JSONL file, unparsed."""
     raw = read_named(source.data, MAX_FILE, error=RequestError)
@@ -73,9 +70,6 @@ def _yes_or_no(value: str) -> tuple[str]:
     return (answer,)
 
 
-# --- POPE, and plain questions --------------------------------------------------------------------
-
-
 def _pope(record: Any, source: QuestionFiles) -> TaskQuestion:
     """{"question_id", "image", "text", "label"}, a line each."""
     fields = _fields(record)
@@ -92,9 +86,6 @@ def _exact(record: Any, source: QuestionFiles) -> TaskQuestion:
     images, videos = (named_files(fields, kind, source.images) for kind in ("image", "video"))
     question, about = _text(fields, "question"), "\0".join(str(path) for path in (*images, *videos))
     return TaskQuestion(images, question, (_text(fields, "answer"),), about or question, videos=videos)
-
-
-# --- MME ------------------------------------------------------------------------------------------
 
 
 def _mme_lines(source: QuestionFiles) -> Iterator[Record]:
@@ -124,9 +115,6 @@ def _mme(record: tuple[str, str, str], source: QuestionFiles) -> TaskQuestion:
     return TaskQuestion((found,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)
 
 
-# --- ScienceQA ------------------------------------------------------------------------------------
-
-
 def _science_problems(source: QuestionFiles) -> Iterator[Record]:
     """The problems of one split of problems.json, or of the directory that holds it."""
     path = source.data / "problems.json" if source.data.is_dir() else source.data
@@ -151,9 +139,6 @@ def _science(record: dict[str, Any], source: QuestionFiles) -> TaskQuestion:
 def letter(index: int) -> str:
     """A, B, C ... of a choice."""
     return chr(ord("A") + index)
-
-
-# --- VQAv2 and TextVQA ----------------------------------------------------------------------------
 
 
 def _vqa_records(source: QuestionFiles) -> Iterator[Record]:

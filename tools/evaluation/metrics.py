@@ -52,9 +52,6 @@ class Metric:
     tally: Callable[[Sequence[TaskQuestion], Sequence[tuple[str, float]]], Tally]
 
 
-# --- one answer -----------------------------------------------------------------------------------
-
-
 def judge_pope(question: TaskQuestion, text: str) -> tuple[str, float]:
     """As POPE's evaluation: "no" or "not" as a word of the first sentence is a no, anything else a yes."""
     words = text.split(".")[0].replace(",", "").lower().split()
@@ -93,9 +90,6 @@ def judge_exact(question: TaskQuestion, text: str) -> tuple[str, float]:
     """Equal except for case, spaces around it and the final full stop."""
     parsed = plain(text)
     return parsed, float(parsed == plain(question.answers[0]))
-
-
-# --- many answers ---------------------------------------------------------------------------------
 
 
 def ratio(over: Counts, under: Counts) -> Counts:
