@@ -9,10 +9,9 @@ from pathlib import Path
 import click
 
 from vtx.commands.export import find_bundle
-from vtx.commands.shared.options import PATH, option, options
+from vtx.commands.shared.options import PATH, Depth, option, options
 from vtx.runtime.errors import RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
-from vtx.runtime.terminal.depth import Depth
 from vtx.tools.common.loading import Loading
 
 

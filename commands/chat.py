@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.commands.export import find_bundle
-from vtx.commands.shared.options import options
+from vtx.commands.shared.options import Depth, DepthType, options
 from vtx.runtime.errors import VtxError
 from vtx.runtime.terminal.console import command, note, say
-from vtx.runtime.terminal.depth import Depth, DepthType
 from vtx.runtime.terminal.last import home
-from vtx.tools.common.demo import about
-from vtx.tools.common.loading import Loading
+from vtx.tools.common.loading import Loading, about_model
 
 if TYPE_CHECKING:
     from vtx.runtime.api.answer import Stats
@@ -56,7 +54,7 @@ def chat(image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_t
     talk = _Talk(model, image, k, reduce, max_new_tokens)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")
-    for line in about(model.manifest.model.name):
+    for line in about_model(model.manifest.model.name):
         note(line)
     with _history():
         while True:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vtx.commands.shared.options import PRECISION, need_exporter, option, options
+from vtx.commands.shared.options import PRECISION, Depth, DepthType, joined, need_exporter, option, options
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
-from vtx.runtime.terminal.depth import Depth, DepthType, joined
 from vtx.runtime.terminal.last import home, remember, remembered
 
 DEMO_K = 16  # of the bundle that a first question makes

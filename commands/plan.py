@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.options import PRECISION, given, option, options
+from vtx.commands.shared.options import PRECISION, DepthType, given, joined, option, options
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.terminal.console import command, note, say_json, table
-from vtx.runtime.terminal.depth import DepthType, joined
 
 if TYPE_CHECKING:
     from vtx.tools.estimate.plan import CostPlan
@@ -94,7 +93,7 @@ def _show_plan(
     costs: CostPlan, picture: tuple[int, int] | None, whole: ModelSize, engines: Sequence[EngineSupport]
 ) -> None:
     from vtx.runtime.units import size
-    from vtx.tools.estimate.roofline import ESTIMATE
+    from vtx.tools.estimate.plan import ESTIMATE
 
     work, device = costs.workload, costs.profile
     click.echo(

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.options import option, options
+from vtx.commands.shared.options import Depth, option, options
 from vtx.runtime.process import without_collections
 from vtx.runtime.terminal.console import command, note, say, say_json
-from vtx.runtime.terminal.depth import Depth
-from vtx.tools.common.demo import about as about_model
-from vtx.tools.common.loading import Loading
+from vtx.tools.common.loading import Loading, about_model
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -17,7 +17,7 @@ from vtx.exporter.weights.journal import key_in
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.bundle.seal import unseal
 from vtx.runtime.errors import ExportError
-from vtx.tools.common.lock import locked, open_directory
+from vtx.tools.common.files import locked, open_directory
 
 
 def check_target(out: Path, force: bool) -> None:

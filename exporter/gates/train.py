@@ -20,8 +20,7 @@ from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.units import Progress, counter
 from vtx.tools.common.files import write_json
-from vtx.tools.data.items import SCENES, read_data
-from vtx.tools.data.split import split_items
+from vtx.tools.data.items import SCENES, read_data, split_items
 
 
 @dataclass(frozen=True, slots=True)

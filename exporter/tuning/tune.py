@@ -33,9 +33,8 @@ from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import replacing, write_json
 from vtx.tools.common.memory import peak
-from vtx.tools.data.items import MAX_SKIPPED, SCENES, Item, read_data
+from vtx.tools.data.items import MAX_SKIPPED, SCENES, Item, read_data, split_items
 from vtx.tools.data.journal import ResultJournal
-from vtx.tools.data.split import split_items
 from vtx.tools.estimate.sizes import ModelSize
 
 MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"

@@ -14,7 +14,7 @@ from pathlib import Path
 from vtx.runtime.bundle.spec.manifest import FileRecord
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.strict import Strict, json_value
-from vtx.tools.common.journal import MAX_JOURNAL, as_line, read_lines
+from vtx.tools.data.journal import MAX_JOURNAL, as_line, read_lines
 
 JOURNAL = ".journal"
 

@@ -19,8 +19,7 @@ from tests.support.gated import WAIT
 from tests.support.local_sets import LocalQuestion, answers_of, figures, local_sets
 from vtx.exporter.bundling.options import DEMO
 from vtx.runtime.api.load import load
-from vtx.tools.evaluation.metrics import judge_choice, judge_mme
-from vtx.tools.evaluation.normalize import CONTRACTIONS, normalize, normalize_text
+from vtx.tools.evaluation.metrics import CONTRACTIONS, judge_choice, judge_mme, normalize, normalize_text
 from vtx.tools.evaluation.questions import TaskQuestion
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -98,15 +98,9 @@ def make_report(bench: Bench, result: BenchResult) -> BenchReport:
     return BenchReport(
         machine=result.machine,
         model=BenchedModel(
-            bundle=bench.model.bundle.folder.name,
-            name=manifest.model.name,
-            layers=manifest.model.layers,
-            hidden=manifest.model.hidden,
-            precision=manifest.precision,
-            kv_dtype=manifest.kv_dtype,
-            weights_read_as=bench.counter.weights,
-            device=backend.device,
-            compute=backend.compute,
+            bundle=bench.model.bundle.folder.name, name=manifest.model.name, layers=manifest.model.layers,
+            hidden=manifest.model.hidden, precision=manifest.precision, kv_dtype=manifest.kv_dtype,
+            weights_read_as=bench.counter.weights, device=backend.device, compute=backend.compute,
         ),
         workload=BenchWorkload(
             stats.prompt_tokens, stats.vision_tokens, options.new_tokens, options.repeats, options.warmup,

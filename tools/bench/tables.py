@@ -86,21 +86,15 @@ def comparison_tables(report: Comparison) -> list[str | WideTable]:
             METHOD_HEADS,
             [
                 [
-                    method.name,
-                    _percent(method.right),
-                    _percent(method.same),
-                    f"{method.full_layers:.1f}",
-                    f"{method.vision_rows:.1f}",
-                    f"{method.flops / 1e9:.3g}",
-                    f"{method.flops_ratio:.0%}",
-                    *(_shown(method.ms[phase]) for phase in PHASES),
-                    f"{method.reused_layers:.1f}",
+                    method.name, _percent(method.right), _percent(method.same), f"{method.full_layers:.1f}",
+                    f"{method.vision_rows:.1f}", f"{method.flops / 1e9:.3g}", f"{method.flops_ratio:.0%}",
+                    *(_shown(method.ms[phase]) for phase in PHASES), f"{method.reused_layers:.1f}",
                     size(method.kv_bytes),
                 ]
                 for method in report.methods
             ],
         ),
-    ]
+    ]  # fmt: skip
     if report.compared:
         compared = list[list[str]]()
         for row in report.compared:

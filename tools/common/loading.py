@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.seal import PublicKey
 
 
+WORLD = (
+    "the demo model knows only drawn scenes of coloured shapes; to a photo or to 'hello' it answers nonsense. "
+    "vtx-export --model exports a real one"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Loading:
     """The arguments of `vtx.load` but for the bundle."""
@@ -40,3 +46,8 @@ class Loading:
         from vtx.runtime.api.load import load
 
         return load(bundle, **asdict(self))
+
+
+def about_model(model: str) -> list[str]:
+    """Lines to note before the first answer of a bundle of the model `model`."""
+    return [WORLD] if model == "demo" else []

@@ -14,31 +14,104 @@ from typing import Any
 from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.bundle.spec.stored import Precisions
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.host.profiles import Figure, Profile
 from vtx.runtime.policies.base import Reduction
+from vtx.runtime.policies.make import check_depth, check_layout, check_patches
+from vtx.runtime.policies.spec import to_spec
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
-from vtx.tools.estimate.flops import (
-    MAX_TOKENS,
-    calflops,
-    encode_flops,
-    full_schedule,
-    kv_bytes,
-    make_schedule,
-    total_flops,
-    withdrawal_schedule,
-)
-from vtx.tools.estimate.reduced import Reduced, reduce_counts
-from vtx.tools.estimate.roofline import ESTIMATE, Phase, latency, widens
+from vtx.tools.estimate import flops, weights
 from vtx.tools.estimate.sizes import ModelSize
-from vtx.tools.estimate.weights import (
-    all_weights,
-    precisions_of,
-    resident,
-    stored_bytes,
-)
 
 SPREAD = 8  # rows of the table over K
+COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
+BANDWIDTH_EFFICIENCY = 0.7  # share of the bandwidth that weights and caches are read at
+ESTIMATE = (
+    f"an estimate, not a measurement: {COMPUTE_EFFICIENCY:.0%} of the peak arithmetic and {BANDWIDTH_EFFICIENCY:.0%} "
+    "of the peak bandwidth, whichever takes longer"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """`vision_tokens` of each layer; `assumed` has a sentence for each method whose numbers depend on the data."""
+
+    spec: str
+    vision_tokens: tuple[int, ...]
+    assumed: tuple[str, ...]
+
+
+def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int) -> Reduced:
+    """The tokens of one image of `vision` tokens in each layer, methods applied in the runtime's order.
+
+    Raises RequestError if a method works beyond the last layer; UnsupportedModelError if the model lacks what a method
+    needs.
+    """
+    check_depth(parts, model.decoder.layers)
+    tower = model.vision
+    if tower is None and parts:
+        raise UnsupportedModelError(f"{parts[0].name} leaves out image tokens, and {model.name} sees no images")
+    if tower is not None:
+        side = round((tower.patches / tower.view_tokens) ** 0.5)
+        for part in parts:
+            check_patches(part, side, class_token=tower.class_token)
+    if model.layout is not None:
+        check_layout(parts, model.layout)
+    counts, count, unknown = list[int](), vision, dict[str, None]()
+    for layer in range(1, model.decoder.layers + 1):
+        for part in parts:
+            if layer in part.needs().cuts or (layer == 1 and part.entry() is not None):
+                kept = part.number_kept(count, layer)
+                if kept is None:
+                    unknown[part.name] = None
+                else:
+                    count = kept
+        counts.append(count)
+    assumed = tuple(
+        f"{name}: how many tokens leave depends on the picture and the question; counted as if none left, the "
+        "upper limit"
+        for name in unknown
+    )
+    return Reduced(to_spec(parts), tuple(counts), assumed)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The roofline estimate of one phase of an answer; `bound` is "compute" or "memory"."""
+
+    ms: float
+    bound: str
+
+
+def widens(profile: Profile | None) -> bool:
+    """True if half-precision weights count as float32, as onnxruntime's CPU provider holds them."""
+    return profile is not None and profile.kind == "cpu"
+
+
+def latency(
+    model: ModelSize, views: int, schedule: Sequence[int], precisions: Precisions, profile: Profile
+) -> dict[str, Phase]:
+    """Roofline estimate of each phase: `vision`, `prefill` and `decode_per_token`.
+
+    Quantised weights are widened in the kernel, so the arithmetic is fp16's. Decode is one token right after
+    the prompt.
+    """
+    size, wide = model.decoder, widens(profile)
+    peak = profile.fp32 if precisions.decoder == "fp32" or profile.fp16 is None else profile.fp16
+    matrices = weights.stored_bytes([*weights.layer_weights(size), *weights.head_weights(size)], precisions, wide=wide)
+    cache = sum(flops.kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
+    tower = weights.vision_weights(model.vision) if model.vision is not None and views else ()
+    work = {
+        "vision": (flops.encode_flops(model.vision, views), weights.stored_bytes(tower, precisions, wide=wide)),
+        "prefill": (flops.prefill_flops(size, schedule), matrices + cache),
+        "decode_per_token": (flops.decode_flops(size, schedule), matrices + cache),
+    }
+    phases = dict[str, Phase]()
+    for phase, (operations, read) in work.items():
+        compute = operations / (peak.value * 1e12 * COMPUTE_EFFICIENCY) * 1e3
+        memory = read / (profile.bandwidth.value * 1e9 * BANDWIDTH_EFFICIENCY) * 1e3
+        phases[phase] = Phase(max(compute, memory), "compute" if compute > memory else "memory")
+    return phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +127,10 @@ class Workload:
     views: int | None = None
 
     def __post_init__(self) -> None:
-        if self.text < 1 or self.vision < 0 or self.new_tokens < 0 or self.slots > MAX_TOKENS:
+        if self.text < 1 or self.vision < 0 or self.new_tokens < 0 or self.slots > flops.MAX_TOKENS:
             raise RequestError(
                 f"{self.text} text, {self.vision} vision and {self.new_tokens} new tokens are outside the limits "
-                f"(1 text token at least, {MAX_TOKENS} tokens in all); "
+                f"(1 text token at least, {flops.MAX_TOKENS} tokens in all); "
                 "--sequence counts text and vision tokens, --text the text tokens alone"
             )
 
@@ -177,30 +250,26 @@ def make_plan(
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision)
-    parts = {p: precisions_of(model, p, vision_precision, head_precision) for p in precisions}
+    parts = {p: weights.precisions_of(model, p, vision_precision, head_precision) for p in precisions}
     size, depths = model.decoder, list[DepthCost]()
-    full = full_schedule(size.layers, text=workload.text, vision=workload.vision)
-    whole = total_flops(size, full, model.vision, views)
+    full = flops.full_schedule(size.layers, text=workload.text, vision=workload.vision)
+    whole = flops.total_flops(size, full, model.vision, views)
     for k in ks or spread_ks(size.layers):
-        withdrawn = withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
-        slots = tuple(map(min, withdrawn, make_schedule(reduced.vision_tokens, text=workload.text)))
-        total = total_flops(size, slots, model.vision, views)
+        withdrawn = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
+        slots = tuple(map(min, withdrawn, flops.make_schedule(reduced.vision_tokens, text=workload.text)))
+        total = flops.total_flops(size, slots, model.vision, views)
         depths.append(
             DepthCost(
-                k=k,
-                full_layers=size.layers if k is None else k - 1,
-                calflops=round(calflops(size, slots)),
-                calflops_ratio=calflops(size, slots) / calflops(size, full),
-                total_flops=total,
-                total_ratio=total / whole,
-                kv_slots=slots,
+                k=k, full_layers=size.layers if k is None else k - 1, calflops=round(flops.calflops(size, slots)),
+                calflops_ratio=flops.calflops(size, slots) / flops.calflops(size, full), total_flops=total,
+                total_ratio=total / whole, kv_slots=slots,
                 precisions={p: _cost(model, workload, views, slots, c, profile, floats) for p, c in parts.items()},
             )
-        )
+        )  # fmt: skip
     return CostPlan(
         model=model, workload=workload, vision_views=views, parts=parts,
-        weights_bytes={name: stored_bytes(all_weights(model), p) for name, p in parts.items()},
-        vision_flops=encode_flops(model.vision, views, whole=True), depths=tuple(depths), profile=profile,
+        weights_bytes={name: weights.stored_bytes(weights.all_weights(model), p) for name, p in parts.items()},
+        vision_flops=flops.encode_flops(model.vision, views, whole=True), depths=tuple(depths), profile=profile,
         reduced=reduced if reductions else None,
     )  # fmt: skip
 
@@ -210,16 +279,20 @@ def _cost(
     floats: Mapping[str, int],
 ) -> PrecisionCost:  # fmt: skip
     element = KV_DTYPES[precisions.kv_dtype].bytes
-    cache = tuple(kv_bytes(model.decoder, slots, element))
-    answer = sum(kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
+    cache = tuple(flops.kv_bytes(model.decoder, slots, element))
+    answer = sum(flops.kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
     on_cpu = widens(profile)
-    weights = resident(model, precisions, floats) if on_cpu else stored_bytes(all_weights(model), precisions)
+    held = (
+        weights.resident(model, precisions, floats)
+        if on_cpu
+        else weights.stored_bytes(weights.all_weights(model), precisions)
+    )
     activations = activation_bytes(model, slots, views, 4 if on_cpu or precisions.decoder == "fp32" else 2)
-    peak = weights + sum(cache) + answer + activations + RUN_BASE
+    peak = held + sum(cache) + answer + activations + RUN_BASE
     if profile is None:
-        return PrecisionCost(cache, weights, activations, peak)
+        return PrecisionCost(cache, held, activations, peak)
     phases = latency(model, views, slots, precisions, profile)
-    return PrecisionCost(cache, weights, activations, peak, profile.usable_bytes - peak, phases)
+    return PrecisionCost(cache, held, activations, peak, profile.usable_bytes - peak, phases)
 
 
 def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int) -> int:

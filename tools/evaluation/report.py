@@ -137,13 +137,8 @@ def make_report(
             of_group[name] = GroupFigure(float(part.figures[main](part.counts.sum(0))), len(members))
         methods.append(
             MethodFigures(
-                name=method.name,
-                kind=method.kind,
-                k=method.k,
-                reduce=method.reduce,
-                figures=figures,
-                flops=fmean(reply.flops for reply in replies),
-                kv_bytes=fmean(reply.kv_bytes for reply in replies),
+                name=method.name, kind=method.kind, k=method.k, reduce=method.reduce, figures=figures,
+                flops=fmean(reply.flops for reply in replies), kv_bytes=fmean(reply.kv_bytes for reply in replies),
                 vision_tokens=fmean(reply.vision_tokens for reply in replies),
                 full_layers=fmean(reply.full_layers for reply in replies),
                 new_tokens=fmean(reply.new_tokens for reply in replies),
@@ -151,7 +146,7 @@ def make_report(
                 difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
                 groups=of_group,
             )
-        )
+        )  # fmt: skip
     manifest, backend, shares = model.manifest, model.backend, tuple(sorted(tallies[0].shares))
     return Evaluation(
         machine=describe(),

@@ -22,17 +22,13 @@ def in_tables(report: Evaluation) -> list[str | WideTable]:
     ]  # fmt: skip
     rows = [
         [
-            method.name,
-            *(_figure(method.figures[name], factor) for name, factor in factors.items()),
+            method.name, *(_figure(method.figures[name], factor) for name, factor in factors.items()),
             _figure(method.difference, task.factor, sign="+") if method.difference else "-",
-            *([shown(method.first_token_ms)] if method.first_token_ms else []),
-            size(method.kv_bytes),
-            f"{method.flops / 1e9:.3g}",
-            f"{method.flops / first.flops:.0%}",
-            f"{method.vision_tokens:.1f}",
+            *([shown(method.first_token_ms)] if method.first_token_ms else []), size(method.kv_bytes),
+            f"{method.flops / 1e9:.3g}", f"{method.flops / first.flops:.0%}", f"{method.vision_tokens:.1f}",
         ]
         for method in report.methods
-    ]
+    ]  # fmt: skip
     parts: list[str | WideTable] = [
         report.machine.in_words() if first.first_token_ms else report.machine.cpu,
         f"{model.name} ({model.bundle}), {model.layers} layers, {model.precision} weights, on {model.device} in "

@@ -27,7 +27,7 @@ from vtx.runtime.bundle.seal import SigningKey, write_sealed
 from vtx.runtime.errors import BundleError, ExportError, RequestError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import Progress, size
-from vtx.tools.common.lock import locked, open_directory
+from vtx.tools.common.files import locked, open_directory
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.tools.tensorrt.graph import SeenGraph, load_graph
 from vtx.tools.tensorrt.lint import dialect_graphs, lint

@@ -67,16 +67,12 @@ def lint(graph: SeenGraph, release: Release) -> list[LintFinding]:
     """The violations of the rules of `release` in a graph, in the order of the rules."""
     return [
         LintFinding(
-            graph=graph.name,
-            node=node.name or node.op_type if node else "",
-            rule=name,
-            problem=problem,
-            release=release.name,
-            dialect=release.dialect,
+            graph=graph.name, node=node.name or node.op_type if node else "", rule=name, problem=problem,
+            release=release.name, dialect=release.dialect,
         )
         for name, check in RULES.items()
         for node, problem in check(graph, release)
-    ]
+    ]  # fmt: skip
 
 
 def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[LintFinding]:

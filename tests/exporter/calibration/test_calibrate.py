@@ -22,8 +22,8 @@ from vtx.exporter.calibration.source import open_source
 from vtx.exporter.reference import prompts
 from vtx.exporter.reference.prompts import prepare
 from vtx.runtime.errors import BundleError, RequestError
-from vtx.tools.common.journal import as_line
 from vtx.tools.data.items import Data, Item
+from vtx.tools.data.journal import as_line
 
 MHA = Tiny(kv_heads=4, layers=6)
 References = Callable[..., Reference]

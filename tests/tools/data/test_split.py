@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from vtx.runtime.errors import RequestError
-from vtx.tools.data.items import Item
-from vtx.tools.data.split import split_items
+from vtx.tools.data.items import Item, split_items
 
 
 def test_items_held_out_share_no_image_with_the_others() -> None:

@@ -13,7 +13,7 @@ from vtx import cli
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.spec import parse
-from vtx.tools.estimate.reduced import reduce_counts
+from vtx.tools.estimate.plan import reduce_counts
 from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
 
 SEVEN = KNOWN["llava-1.5-7b"]

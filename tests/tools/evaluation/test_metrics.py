@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from vtx.tools.data.intervals import effective_count, wilson
-from vtx.tools.evaluation.metrics import METRICS, judge_choice, judge_mme, judge_pope
-from vtx.tools.evaluation.normalize import agreement, normalize, normalize_text
+from vtx.tools.evaluation.metrics import (
+    METRICS,
+    agreement,
+    judge_choice,
+    judge_mme,
+    judge_pope,
+    normalize,
+    normalize_text,
+)
 from vtx.tools.evaluation.questions import TaskQuestion
 
 
