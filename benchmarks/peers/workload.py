@@ -32,9 +32,9 @@ def make(checkpoint: Path, folder: Path, tokens: int) -> Workload:
     from vtx.exporter.bundling.options import ExportOptions
 
     plan = plan_export(ExportOptions(str(checkpoint), (), "fp32"))
-    side = plan.image.width
-    if plan.image.height != side:
-        raise ValueError(f"the tower takes {side}x{plan.image.height} pixels; rivals were only tried with squares")
+    height, side = plan.image.size
+    if height != side:
+        raise ValueError(f"the tower takes {side}x{height} pixels; rivals were only tried with squares")
     images = []
     for seed in (1, 2):
         images.append(folder / f"picture-{seed}.png")

@@ -37,7 +37,7 @@ from vtx.runtime.errors import DeviceError, ExportError, RequestError, Unsupport
 from vtx.runtime.policies.make import TEXT_TOWER_FIX
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
-from vtx.runtime.vision.layout_spec import spec_of
+from vtx.runtime.vision.layout import spec_of
 
 DEFAULT_CONTEXT = 4096
 
@@ -217,9 +217,10 @@ def _check_side(settings: ImageSettings, config: ModelConfig, kind: str) -> None
     side = config.vision.image
     if config.vision.native and settings.own_size:
         return
-    if (settings.height, settings.width) != (side, side):
+    height, width = settings.size
+    if (height, width) != (side, side):
         raise UnsupportedModelError(
-            f"the {kind} processor gives {settings.height} x {settings.width} pixels, the tower needs {side} x {side}; "
+            f"the {kind} processor gives {height} x {width} pixels, the tower needs {side} x {side}; "
             "correct preprocessor_config.json"
         )
 

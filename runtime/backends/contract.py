@@ -34,9 +34,9 @@ def vision_extras(
     m: Manifest, dialect: str, extras: Mapping[str, NDArray[np.float32]]
 ) -> dict[str, NDArray[np.float32]]:
     """Every extra input of the vision graph, [1] float32: the given value, else the one that changes nothing."""
-    inputs = [name for name in graphs.vision(m, dialect).inputs if name != names.PIXELS]
-    assert set(extras) <= set(inputs), f"the vision graph takes {inputs}, not {sorted(extras)}"
-    return {name: extras.get(name, np.array([names.VISION_DEFAULTS[name]], np.float32)) for name in inputs}
+    defaults = names.VISION_DEFAULTS if m.dialects[dialect].vision_merges else {}
+    assert extras.keys() <= defaults.keys(), f"the vision graph takes {[*defaults]}, not {sorted(extras)}"
+    return {name: extras.get(name, np.array([value], np.float32)) for name, value in defaults.items()}
 
 
 def embedded(graph: str, outputs: Mapping[str, NDArray[np.float32]], count: int) -> TokenStates:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.failures import cache_failure
-from vtx.runtime.backends.lanes import CACHES_OF_ONE
-from vtx.runtime.backends.slots import SlotCounter
+from vtx.runtime.backends.slots import CACHES_OF_ONE, SlotCounter
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings

@@ -100,8 +100,7 @@ class Bundle:
 
     def header(self, name: str) -> Header:
         """The header of a safetensors file of any size; its data is refused if the file is replaced later."""
-        with self._open(name) as file:
-            self._check_same(name, file)
+        with self._open(name, same=True) as file:
             return header_of(file, self.folder / name, error=BundleError)
 
     @contextmanager
@@ -115,9 +114,14 @@ class Bundle:
             BundleError: a file is missing, or was replaced or written to since it was checked.
 
         """
-        self._check_unchanged(name)
-        yield self.folder / name
-        self._check_unchanged(name)
+        used = [file for file in self.manifest.files if file == name or not file.endswith(".onnx")]
+        for yielded in (False, True):
+            for file in used:
+                if file not in self._checked:
+                    self.check_file(file, whole=self.key is not None)
+                self._open(file, same=True).close()
+            if not yielded:
+                yield self.folder / name
 
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[tuple[str, str | None]]:
         """Hash every file: (name, None) if it is as exported, else (name, problem)."""
@@ -129,13 +133,18 @@ class Bundle:
             else:
                 yield name, None
 
-    def _open(self, name: str, limit: int | None = None) -> BinaryIO:
-        """Open a file, which must have the size that the manifest says."""
+    def _open(self, name: str, limit: int | None = None, *, same: bool = False) -> BinaryIO:
+        """Open a file, which must have the size that the manifest says, and with `same` be the one that was checked."""
         record, file = self.manifest.files[name], self.files.open(name, limit)
-        status = os.fstat(file.fileno())
-        if status.st_size != record.bytes:
+        now = Identity.of(os.fstat(file.fileno()))
+        problem = None
+        if now.size != record.bytes:
+            problem = f"{name} holds {now.size:,} bytes, the manifest says {record.bytes:,}; {CURE}"
+        elif same and self._checked.setdefault(name, now) != now:
+            problem = f"{name} was replaced or written to after it was checked; load the bundle again"
+        if problem:
             file.close()
-            raise BundleError(f"{name} holds {status.st_size:,} bytes, the manifest says {record.bytes:,}; {CURE}")
+            raise BundleError(problem)
         return file
 
     def check_file(self, name: str, *, whole: bool, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -145,21 +154,6 @@ class Bundle:
             if small and digest(file, name, BundleError, progress) != record.sha256:
                 raise BundleError(_altered(name))
             self._checked[name] = Identity.of(os.fstat(file.fileno()))
-
-    def _check_unchanged(self, graph: str) -> None:
-        for name in self.manifest.files:
-            if name != graph and name.endswith(".onnx"):
-                continue
-            if name not in self._checked:
-                self.check_file(name, whole=self.key is not None)
-            with self._open(name) as file:
-                self._check_same(name, file)
-
-    def _check_same(self, name: str, file: BinaryIO) -> None:
-        """Raise BundleError if this is another file than the one that was checked."""
-        now = Identity.of(os.fstat(file.fileno()))
-        if self._checked.setdefault(name, now) != now:
-            raise BundleError(f"{name} was replaced or written to after it was checked; load the bundle again")
 
 
 def sha256(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:

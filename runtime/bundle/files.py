@@ -61,7 +61,18 @@ class Folder:
         Raises `error` for a file that is missing, too large, out of the folder, or of another kind.
         """
         try:
-            descriptor = self._descriptor(name, links)
+            root = Path(os.path.realpath(self.path, strict=True))
+            if links:
+                target = Path(os.path.realpath(self.path / name, strict=True))
+                bases = (root, *map(Path, map(os.path.realpath, self.stores)))
+                base = next((base for base in bases if target.is_relative_to(base)), None)
+                if base is None:
+                    raise self.error(
+                        f"{name} is a link that leaves the {self.kind}, to {target}; do not use this {self.kind}"
+                    )
+                descriptor = _open_below(base, target.relative_to(base).parts)
+            else:
+                descriptor = _open_below(root, Path(name).parts)
         except (OSError, ValueError, RuntimeError) as cause:
             problem = f"cannot be read ({reason(cause)})"
             if isinstance(cause, FileNotFoundError):
@@ -76,16 +87,6 @@ class Folder:
         """The whole content of a file of at most `limit` bytes. Raises `error` as `open` does."""
         with self.open(name, limit, links=links) as file:
             return read_all(file, name, self.error)
-
-    def _descriptor(self, name: str, links: bool) -> int:
-        root = Path(os.path.realpath(self.path, strict=True))
-        if not links:
-            return _open_below(root, Path(name).parts)
-        target = Path(os.path.realpath(self.path / name, strict=True))
-        for base in (root, *map(Path, map(os.path.realpath, self.stores))):
-            if target.is_relative_to(base):
-                return _open_below(base, target.relative_to(base).parts)
-        raise self.error(f"{name} is a link that leaves the {self.kind}, to {target}; do not use this {self.kind}")
 
 
 def open_named(path: Path, *, error: type[VtxError], limit: int | None = None) -> BinaryIO:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,3 +202,25 @@ class Reduction:
     def keep_mask(self, boundary: Boundary) -> Mask | None:
         """A mask [boundary.count] of the remaining image tokens that go on; None: all. Called at its cuts only."""
         return None
+
+
+R = TypeVar("R", bound=Reduction)
+registered: dict[str, type[Reduction]] = {}
+
+
+def reduction(name: str) -> Callable[[type[R]], type[R]]:
+    """Register a method, a frozen dataclass, under its name; its fields are the options of its spec.
+
+    A field is an int, a float, a float or None ("off"), a tuple of ints ("3/7/11") or a Literal of strings, and has
+    a default. `option` says which values it may have.
+    """
+
+    def register(kind: type[R]) -> type[R]:
+        assert dataclasses.is_dataclass(kind), f"{kind.__name__} is not a dataclass; put @dataclass below @reduction"
+        if name in registered:
+            raise RequestError(f"two reductions are called {name}; rename one in its @reduction(...)")
+        kind.name = name
+        registered[name] = kind
+        return kind
+
+    return register

@@ -10,10 +10,8 @@ from itertools import pairwise
 from typing import Any, cast
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.modules import modules_of
-from vtx.runtime.policies.base import Reduction
+from vtx.runtime.policies.base import Reduction, registered
 from vtx.runtime.policies.options import OFF, option_text, options_of
-from vtx.runtime.policies.registry import registered
 
 MAX_SPEC = 1000
 MAX_NUMBER = 10**9
@@ -28,6 +26,7 @@ def kinds() -> dict[str, type[Reduction]]:
 
     """
     import vtx.runtime.policies.methods as package
+    from vtx.runtime.modules import modules_of
 
     for _ in modules_of(package):  # each registers its methods
         pass

@@ -44,7 +44,7 @@ def fitted(settings: ImageSettings, fit: str | None) -> ImageSettings:
         raise RequestError(f"fit is {str(fit)[:20]!r}; it must be one of {', '.join(FITS)}, or left out")
     if fit == trained_fit(settings):
         return settings
-    height, width = settings.height, settings.width
+    height, width = settings.size
     if fit == "squash":
         return replace(settings, pad=None, resize=(height, width), crop=None)
     if fit == "crop":

@@ -16,9 +16,8 @@ import numpy as np
 from PIL import Image
 
 from vtx.runtime.errors import ImageError
-from vtx.runtime.vision.files.container import check_size
+from vtx.runtime.vision.files.container import TAG, TRANSPOSED, UPRIGHT, check_size
 from vtx.runtime.vision.files.formats import check_formats, read_container
-from vtx.runtime.vision.files.orientation import TAG, TRANSPOSED, UPRIGHT
 from vtx.runtime.vision.files.source import BGR, ImageSource, from_array, read_bytes
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_DECODE_SECONDS
 

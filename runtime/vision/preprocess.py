@@ -42,8 +42,9 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
                     f"it is resized to {width}x{height} before the crop; cut off some of its longer side"
                 )
             image = image.resize((width, height), Image.Resampling[settings.resample.upper()])
-        left, top = (width - settings.width) // 2, (height - settings.height) // 2
-        return normalised(image.crop((left, top, left + settings.width, top + settings.height)), settings)
+        shown_height, shown_width = settings.size
+        left, top = (width - shown_width) // 2, (height - shown_height) // 2
+        return normalised(image.crop((left, top, left + shown_width, top + shown_height)), settings)
     except MemoryError as error:
         raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
 

@@ -194,7 +194,7 @@ class OpenvinoBackend(HostBackend):
             return self._graph(name, promised, self._manifest.vision_precision)
         model = self._read(name, promised)
         if not image.own_size:
-            model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
+            model.reshape({names.PIXELS: [1, 3, *image.size]})
         with releasing_pages(model, at_once=not self._roomy):
             compiled = self._compile(name, model, self._manifest.vision_precision, **self.tower_settings)
             return OpenvinoGraph(name, compiled, promised.outputs)

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.failures import run_failures
-from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.openvino.cache import KV_ARRAYS, OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, StageGraph, run_request
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST
+from vtx.runtime.backends.slots import LanePool
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.failures import run_failures
-from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request, run_row
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST
-from vtx.runtime.backends.slots import SlotCounter
+from vtx.runtime.backends.slots import LanePool, SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec

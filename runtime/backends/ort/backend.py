@@ -14,7 +14,6 @@ from vtx.runtime.backends.engines import EXPANDED, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.loading import is_roomy, load_each
-from vtx.runtime.backends.ort.batch import OrtStageBatch
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph, OrtLoader
 from vtx.runtime.backends.ort.library import check_release, import_onnxruntime, lacks, load_onnxruntime, session_options
@@ -27,6 +26,7 @@ from vtx.runtime.host.machine import cores, version
 from vtx.runtime.precision import KV_DTYPES
 
 if TYPE_CHECKING:
+    from vtx.runtime.backends.ort.batch import OrtStageBatch
     from vtx.runtime.host.device import Device
 
 
@@ -37,6 +37,7 @@ class OrtBackend(HostBackend):
     providers: Sequence[str] = ("CPUExecutionProvider",)
     memory = "cpu"  # onnxruntime's name of the memory that holds K and V
     loads_in_parallel = True
+    _batches: Sequence[OrtStageBatch]
 
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         super().__init__(bundle)
@@ -60,7 +61,15 @@ class OrtBackend(HostBackend):
         rope = self._in_memory(dict(zip((names.COS, names.SIN), tables, strict=True)))
         scales = self._in_memory(read_kv_scales(bundle) if KV_DTYPES[m.kv_dtype].scaled else {})
         self._context = OrtCacheContext(
-            self._ort, m.model, m.kv_dtype, tables, rope, scales, score, m.token_inputs, self.memory
+            self._ort.OrtValue.ortvalue_from_numpy,
+            m.model,
+            m.kv_dtype,
+            tables,
+            rope,
+            scales,
+            score,
+            m.token_inputs,
+            self.memory,
         )
 
     @staticmethod
@@ -104,16 +113,17 @@ class OrtBackend(HostBackend):
         return self._loader.load(name, promised)
 
     def _new_batches(self, lanes: int, capacity: int) -> list[OrtStageBatch]:
+        from vtx.runtime.backends.ort.batch import OrtStageBatch
+
         if not all(graph.is_free(names.POSITIONS, 0) for graph in self._stages):
             raise DeviceError("this bundle's graphs take one conversation at a time; export it again")
         stages = zip(self._stages, self._manifest.stages, strict=True)
         return [OrtStageBatch(self._context, graph, spec, lanes, capacity) for graph, spec in stages]
 
     def stage(self, index: int, capacity: int) -> OrtStageCache:
-        batch = self._batches[index] if self._batches else None
         try:
-            if isinstance(batch, OrtStageBatch):
-                return batch.stage(capacity)
+            if self._batches:
+                return self._batches[index].stage(capacity)
             return OrtStageCache(self._context, self._stages[index], self._manifest.stages[index], capacity)
         except MemoryError as e:
             raise cache_failure(capacity) from e

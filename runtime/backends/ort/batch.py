@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache, bind, named
 from vtx.runtime.backends.ort.graph import OrtGraph
+from vtx.runtime.backends.slots import LanePool
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -125,7 +125,7 @@ class OrtStageBatch:
             self._caches[left] = other
         self._caches[number] = cache
         for one, kv, bound in moved:
-            one.use(bound)
+            one.kv, one.buffers, one.row_binding = bound
             one.kv[..., : one.length, :] = kv
 
 

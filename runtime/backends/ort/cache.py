@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import zeros_in_small_pages
-from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.slots import SlotCounter
+from vtx.runtime.backends.slots import LanePool, SlotCounter
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
@@ -25,10 +24,11 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 class OrtCacheContext:
     """Shared by the caches of a bundle. `rope` and `kv_scales` are OrtValues; `memory` holds K and V.
 
-    `tables` are the rotary tables as arrays.
+    `value` makes an OrtValue: of an array alone over its own memory, which the caller holds. `tables` are the rotary
+    tables as arrays.
     """
 
-    ort: Any
+    value: Callable[..., Any]
     model: ModelSpec
     kv_dtype: str
     tables: RopeTables
@@ -40,28 +40,17 @@ class OrtCacheContext:
 
     def scales_of(self, spec: StageSpec) -> dict[str, Any]:
         """The scales of K and V of a stage's layers, none unless K and V are int8."""
-        wanted = {name(layer) for layer in spec.cached for name in (names.key_scale, names.value_scale)}
-        return {name: scale for name, scale in self.kv_scales.items() if name in wanted}
+        if not self.kv_scales:
+            return {}
+        wanted = [name(layer) for layer in spec.cached for name in (names.key_scale, names.value_scale)]
+        return {name: self.kv_scales[name] for name in wanted}
 
     def widths(self, spec: StageSpec) -> dict[str, int]:
         """Numbers per token of each token input that a stage reads, by the graph's names."""
         return {names.token_input(each.name): each.width for each in self.token_inputs if each.name in spec.inputs}
 
-    def value(self, array: NDArray[Any]) -> Any:
-        """An OrtValue over a host array's own memory, which the caller holds."""
-        return self.ort.OrtValue.ortvalue_from_numpy(array)
-
 
 Buffers: TypeAlias = "list[tuple[str, str, Any]]"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BoundBuffers:
-    """K and V of a cache, and the binding of one token's run over them."""
-
-    kv: NDArray[Any]
-    buffers: Buffers
-    row_binding: Any
 
 
 class OrtStageCache(SlotCounter):
@@ -89,24 +78,23 @@ class OrtStageCache(SlotCounter):
         self.query = np.zeros((0, model.heads * model.head_dim), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
-        self._row: HiddenStates = np.zeros((1, model.hidden), np.float32)
+        self._slots: dict[str, NDArray[Any]] = {names.LAST_SLOT: self._last, names.TOTAL_SLOTS: self._total}
         self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
-        self._row_position = np.zeros((1, 1), np.int64)
-        self._row_inputs = {name: np.zeros((1, width), np.float32) for name, width in context.widths(spec).items()}
-        self.use(self.buffers_at(None if self.lane is None else self.lane.number))
+        self._row = {name: np.zeros((1, width), np.float32) for name, width in context.widths(spec).items()}
+        self._row[names.HIDDEN], self._row_position = (
+            np.zeros((1, model.hidden), np.float32),
+            np.zeros((1, 1), np.int64),
+        )
+        self.kv, self.buffers, self.row_binding = self.buffers_at(None if self.lane is None else self.lane.number)
 
-    def buffers_at(self, number: int | None) -> BoundBuffers:
-        """K and V in the lane of this number, or in memory of their own, with their binding."""
+    def buffers_at(self, number: int | None) -> tuple[NDArray[Any], Buffers, Any]:
+        """K and V in the lane of this number, or in memory of their own, and the binding of one token's run."""
         model, capacity = self._context.model, self.capacity
         shape = (len(self._spec.cached), 2, 1, model.kv_heads, capacity, model.head_dim)
         kv, values = self._allocate(shape, np.dtype(self._context.kv_dtype), number)
         buffers = named(self._spec, values)
-        row = self._bind(self._row, self._row_position, self._row_out, buffers, self._row_inputs)
-        return BoundBuffers(kv, buffers, row)
-
-    def use(self, bound: BoundBuffers) -> None:
-        """Switch to other buffers; the caller copies K and V."""
-        self.kv, self.buffers, self.row_binding = bound.kv, bound.buffers, bound.row_binding
+        inputs: dict[str, NDArray[Any]] = {**self._row, names.POSITIONS: self._row_position, **self._slots}
+        return kv, buffers, bind(self._context, self._stage, inputs, self._row_out, self._scales, buffers)
 
     def filled(self) -> NDArray[Any]:
         """A copy of K and V of the filled slots."""
@@ -124,21 +112,22 @@ class OrtStageCache(SlotCounter):
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         hidden, count = tokens.hidden, len(tokens)
-        own = {names.token_input(name): tokens.inputs[name] for name in self._spec.inputs}
+        own = {names.HIDDEN: hidden, **{names.token_input(name): tokens.inputs[name] for name in self._spec.inputs}}
         self._last[0], self._total[0] = self.length + count - 1, self.length + count
         if positions.ndim > 1:
             cos, sin = rope_at(self._context.tables, self._context.model.rope.sections, positions)
             own, positions = {**own, names.COS: cos, names.SIN: sin}, np.arange(count)
         elif count == 1 and self.bound_once and not query:
-            self._row[:], self._row_position[:] = hidden, positions
-            for name, row in self._row_inputs.items():
+            self._row_position[:] = positions
+            for name, row in self._row.items():
                 row[:] = own[name]
             self._stage.run_bound(self.row_binding)
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
-        hidden, positions, out = np.ascontiguousarray(hidden), positions[None].copy(), np.empty_like(hidden)
+        positions, out = positions[None].copy(), np.empty_like(hidden)
         own = {name: np.ascontiguousarray(array) for name, array in own.items()}
-        binding = self._bind(hidden, positions, out, self.buffers, own)
+        inputs: dict[str, NDArray[Any]] = {**own, names.POSITIONS: positions, **self._slots}
+        binding = bind(self._context, self._stage, inputs, out, self._scales, self.buffers)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)
             binding.bind_ortvalue_output(names.QUERY, self._context.value(self.query))
@@ -149,7 +138,7 @@ class OrtStageCache(SlotCounter):
         score, value = self._context.score, self._context.value
         assert score is not None
         query = self.query[-1:] if last_only else self.query
-        binding = score.binding()
+        binding = score.session.io_binding()
         binding.bind_ortvalue_input(names.QUERY, value(query))
         binding.bind_ortvalue_input(names.KEY, self.buffers[-2][2])  # the last layer's
         binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
@@ -176,24 +165,6 @@ class OrtStageCache(SlotCounter):
         self.kv[..., slots, :] = kv
         self.length = length
 
-    def _bind(
-        self,
-        hidden: HiddenStates,
-        positions: NDArray[np.int64],
-        out: HiddenStates,
-        buffers: Buffers,
-        further: Mapping[str, NDArray[np.float32]],
-    ) -> Any:
-        """`further`: the tokens' other inputs by name, among them rotary tables of these tokens alone."""
-        inputs: dict[str, NDArray[Any]] = {
-            names.HIDDEN: hidden,
-            names.POSITIONS: positions,
-            names.LAST_SLOT: self._last,
-            names.TOTAL_SLOTS: self._total,
-            **further,
-        }
-        return bind(self._context, self._stage, inputs, out, self._scales, buffers)
-
 
 def named(spec: StageSpec, values: Iterable[tuple[Any, Any]]) -> Buffers:
     """K and V of each layer of a stage, with the names that they are bound by as input and output."""
@@ -212,8 +183,11 @@ def bind(
     scales: Mapping[str, Any],
     buffers: Buffers,
 ) -> Any:
-    """A binding of a stage's graph over host arrays, which the caller holds, and K and V."""
-    binding, value = stage.binding(), context.value
+    """A binding of a stage's graph over host arrays, which the caller holds, and K and V.
+
+    `inputs` may hold rotary tables of these tokens alone.
+    """
+    binding, value = stage.session.io_binding(), context.value
     for name, array in inputs.items():
         binding.bind_ortvalue_input(name, value(array))
     binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))

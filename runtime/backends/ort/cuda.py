@@ -148,7 +148,7 @@ class OrtCudaCache(OrtStageCache):
     def _allocate(
         self, shape: tuple[int, ...], kv_type: np.dtype[Any], number: int | None
     ) -> tuple[NDArray[Any], Iterable[tuple[Any, Any]]]:
-        memory, make = self._context.memory, self._context.ort.OrtValue.ortvalue_from_numpy
+        memory, make = self._context.memory, self._context.value
 
         def buffer() -> Any:
             return make(np.zeros(shape[2:], kv_type), memory, 0)

@@ -51,34 +51,28 @@ class OrtLoader:
         if self.providers[0] not in session.get_providers():  # older releases go on without it
             raise DeviceError(f"{ENGINE} loaded {name} without its {self.providers[0]}; vtx-doctor has the reason")
         contract.check(name, session, promised)
-        return OrtGraph(name, session)
+        return OrtGraph(name, session, list(promised.outputs))
 
 
 class OrtGraph:
-    """A loaded graph. Safe to share between threads."""
+    """A loaded graph with these outputs. Safe to share between threads."""
 
-    def __init__(self, name: str, session: Any) -> None:
-        self.name, self._session = name, session
-        self._outputs = [output.name for output in session.get_outputs()]
-        self._sizes = {each.name: each.shape for each in session.get_inputs()}
+    def __init__(self, name: str, session: Any, outputs: Sequence[str]) -> None:
+        self.name, self._session, self._outputs = name, session, outputs
 
     def is_free(self, name: str, axis: int) -> bool:
         """Return True if an input may have any size along an axis."""
-        return not isinstance(self._sizes[name][axis], int)
+        return any(each.name == name and not isinstance(each.shape[axis], int) for each in self.session.get_inputs())
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The outputs by name."""
-        session = self._open_session()
+        session = self.session
         with run_failures(ENGINE, self.name):
-            return dict(zip(self._outputs, session.run(None, dict(inputs)), strict=True))
-
-    def binding(self) -> Any:
-        """An empty onnxruntime.IOBinding for `run_bound`."""
-        return self._open_session().io_binding()
+            return dict(zip(self._outputs, session.run(self._outputs, dict(inputs)), strict=True))
 
     def run_bound(self, binding: Any) -> None:
-        """Run over what is bound."""
-        session = self._open_session()
+        """Run over an onnxruntime.IOBinding of this session."""
+        session = self.session
         with run_failures(ENGINE, self.name):
             session.run_with_iobinding(binding)
 
@@ -86,7 +80,9 @@ class OrtGraph:
         """Release the session with its weights and threads."""
         self._session = None
 
-    def _open_session(self) -> Any:
+    @property
+    def session(self) -> Any:
+        """The onnxruntime.InferenceSession; raises ModelClosedError once it is closed."""
         session = self._session
         if session is None:
             raise closed_failure(self.name)

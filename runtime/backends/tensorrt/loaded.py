@@ -102,7 +102,7 @@ class LoadedEngines:
             names.HIDDEN_OUT: 4 * m.model.hidden * most,
             names.POSITIONS: 8 * most,
             names.TOTAL_SLOTS: 4,
-            names.PIXELS: 4 * 3 * m.image.height * m.image.width,
+            names.PIXELS: 4 * 3 * math.prod(m.image.size),
             names.LOGITS: 4 * m.model.vocab * longest[files.head],
             names.ODDS: 8,
         }

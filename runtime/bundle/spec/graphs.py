@@ -53,7 +53,7 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
     own = m.image.own_size
     images, count = (1, TOKENS) if merges or own else (IMAGES, m.model.tower.tokens)
     outputs = {names.FEATURES: Tensor("float32", (images, count, m.model.hidden))}
-    height, width = (HEIGHT, WIDTH) if own else (m.image.height, m.image.width)
+    height, width = (HEIGHT, WIDTH) if own else m.image.size
     inputs = {names.PIXELS: Tensor("float32", (images, 3, height, width))}
     if merges:
         inputs[names.TAU] = Tensor("float32", (1,))
@@ -73,7 +73,7 @@ def video(m: Manifest) -> GraphIO:
     """The graph of a video's frames, if they have one of their own."""
     assert m.video is not None, "only a bundle for videos has their graph"
     image, tokens = m.video.image, m.video.layout.parameters["tokens"]
-    inputs = {names.PIXELS: Tensor("float32", (IMAGES, 3, image.height, image.width))}
+    inputs = {names.PIXELS: Tensor("float32", (IMAGES, 3, *image.size))}
     return GraphIO(inputs, {names.FEATURES: Tensor("float32", (IMAGES, tokens, m.model.hidden))})
 
 

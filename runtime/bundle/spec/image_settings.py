@@ -59,18 +59,11 @@ class ImageSettings:
     @property
     def sides(self) -> tuple[int | None, int | None]:
         """Height and width; None if every picture has its own."""
-        return (None, None) if self.own_size else (self.height, self.width)
+        return (None, None) if self.own_size else self.size
 
     @property
-    def height(self) -> int:
-        return self._output[0]
-
-    @property
-    def width(self) -> int:
-        return self._output[1]
-
-    @property
-    def _output(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, int]:
+        """Height and width; only if pictures do not have their own."""
         edge = self.crop or self.resize
         assert edge is not None, "every picture has a size of its own"
         return (edge, edge) if isinstance(edge, int) else edge

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.spec.names import CLIP_PATCHES
-from vtx.runtime.policies.base import Entry, PromptText, Reduction
+from vtx.runtime.policies.base import Entry, PromptText, Reduction, reduction
 from vtx.runtime.policies.options import number_to_keep, share_or_number
-from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 Floats = NDArray[np.float32]

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vtx.runtime.bundle.spec.names import CLS_ATTENTION
-from vtx.runtime.policies.base import Entry, PromptText, Reduction
+from vtx.runtime.policies.base import Entry, PromptText, Reduction, reduction
 from vtx.runtime.policies.options import option
-from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens, share
 
 

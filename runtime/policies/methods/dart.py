@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.policies.base import Boundary, Entry, PromptText, Reduction
+from vtx.runtime.policies.base import Boundary, Entry, PromptText, Reduction, reduction
 from vtx.runtime.policies.options import Not, number_to_keep, option, share_or_number
-from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens, Mask
 
 Floats = NDArray[np.float32]

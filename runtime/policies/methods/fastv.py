@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vtx.runtime.policies.base import Boundary, Reduction
+from vtx.runtime.policies.base import Boundary, Reduction, reduction
 from vtx.runtime.policies.options import option
-from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Mask, highest
 
 

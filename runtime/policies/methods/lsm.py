@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from vtx.runtime.bundle.spec.names import SIMILARITY, TAU
-from vtx.runtime.policies.base import Entry, PromptText, Reduction
+from vtx.runtime.policies.base import Entry, PromptText, Reduction, reduction
 from vtx.runtime.policies.options import cosine
-from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 

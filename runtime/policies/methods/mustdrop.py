@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from vtx.runtime.bundle.spec.names import CLS_ATTENTION, CLS_ATTENTION_LAST
-from vtx.runtime.policies.base import Boundary, Entry, Reduction
+from vtx.runtime.policies.base import Boundary, Entry, Reduction, reduction
 from vtx.runtime.policies.methods.lsm import Lsm
 from vtx.runtime.policies.options import Not, cosine, option
-from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Mask, Patches, keys
 
 THRESHOLD = "a threshold must be at least 0"

@@ -11,9 +11,15 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 
 from vtx.runtime.errors import ImageError
-from vtx.runtime.vision.files.container import Container, DamagedError, check_size, too_many
+from vtx.runtime.vision.files.container import (
+    Container,
+    DamagedError,
+    check_size,
+    exif_orientation,
+    too_many,
+    xmp_orientation,
+)
 from vtx.runtime.vision.files.jpeg import read_jpeg
-from vtx.runtime.vision.files.orientation import exif_orientation, xmp_orientation
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, KNOWN_FORMATS, MAX_GIF_BLOCKS, MAX_PARTS
 
 _SIGNATURES = (

@@ -10,8 +10,7 @@ import re
 import struct
 
 from vtx.runtime.errors import ImageError
-from vtx.runtime.vision.files.container import Container, DamagedError, too_many
-from vtx.runtime.vision.files.orientation import exif_orientation, xmp_orientation
+from vtx.runtime.vision.files.container import Container, DamagedError, exif_orientation, too_many, xmp_orientation
 from vtx.runtime.vision.limits import MAX_PARTS, MAX_SCAN_BLOCKS, MAX_SCANS
 
 _MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")  # zero follows a data byte of 255; D0 to D7 restart within a scan

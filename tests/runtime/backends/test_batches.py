@@ -18,10 +18,10 @@ from tests.support.gated import WAIT
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
-from vtx.runtime.backends import lanes
+from vtx.runtime.backends import slots
 from vtx.runtime.backends.backend import BatchBackend
-from vtx.runtime.backends.lanes import LanePool
 from vtx.runtime.backends.ort import cache as ort
+from vtx.runtime.backends.slots import LanePool
 from vtx.runtime.vision.tokens import TokenStates
 
 CONVERSATIONS, HIDDEN = 6, Tiny().hidden
@@ -139,7 +139,7 @@ def test_a_lane_may_come_back_while_another_one_does(monkeypatch: pytest.MonkeyP
         if forgotten:
             pool.give_back(forgotten.pop())
 
-    monkeypatch.setattr(lanes, "forget", collecting)
+    monkeypatch.setattr(slots, "forget", collecting)
     giving = threading.Thread(target=pool.give_back, args=(one,), daemon=True)
     giving.start()
     giving.join(WAIT)

@@ -44,7 +44,7 @@ def read(bundle: Bundle, graph: str) -> Any:
     model = openvino.Core().read_model(str(bundle.path(name)))
     if graph == "vision":
         image = bundle.manifest.image
-        model.reshape({names.PIXELS: [1, 3, image.height, image.width]})
+        model.reshape({names.PIXELS: [1, 3, *image.size]})
     return model
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 import vtx
 from tests.support.bundles import export
-from vtx.runtime.backends.ort.cache import OrtCacheContext
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.ort.library import SILENCE
 from vtx.runtime.vision.tokens import TokenStates
@@ -137,11 +137,11 @@ def test_what_a_run_reads_is_held_until_it_is_over(
 ) -> None:
     """Older releases bind the memory of an array and do not keep the array."""
     bound: list[weakref.ref[Any]] = []
-    bind, run = OrtCacheContext.value, OrtGraph.run_bound
+    run = OrtGraph.run_bound
 
-    def value(context: OrtCacheContext, array: Any) -> Any:
+    def value(array: Any) -> Any:
         bound.append(weakref.ref(array))
-        return bind(context, array)
+        return ort_value(array)
 
     def run_bound(graph: OrtGraph, binding: Any) -> None:
         assert bound
@@ -153,10 +153,10 @@ def test_what_a_run_reads_is_held_until_it_is_over(
         binding._iobinding.bind_ortvalue_input(name, value._ortvalue)
 
     with vtx.load(export(tiny_checkpoint(), tmp_path / "bundle", (3,)).folder, device="cpu", threads=1) as model:
-        cache = model.backend.stage(0, 64)
+        cache: Any = model.backend.stage(0, 64)
         bound.clear()
         monkeypatch.setattr("onnxruntime.IOBinding.bind_ortvalue_input", as_before)
-        monkeypatch.setattr(OrtCacheContext, "value", value)
+        ort_value, cache._context = cache._context.value, replace(cache._context, value=value)
         monkeypatch.setattr(OrtGraph, "run_bound", run_bound)
         rows = np.ones((5, model.manifest.model.hidden), np.float32)
         cache.append(TokenStates(rows), np.arange(5))

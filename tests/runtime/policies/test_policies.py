@@ -18,7 +18,7 @@ from tests.support.tiny import random_image
 from vtx import cli
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
-from vtx.runtime.policies import Boundary, parse, registry
+from vtx.runtime.policies import Boundary, base, parse
 from vtx.runtime.policies import spec as specs
 from vtx.runtime.policies.methods.fastv import FastV
 from vtx.runtime.policies.methods.gate import Gate
@@ -71,7 +71,7 @@ def every(tmp_path: Path) -> Iterator[str]:
     sys.modules["every"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield "every"
-    del registry.registered["every"], sys.modules["every"]
+    del base.registered["every"], sys.modules["every"]
 
 
 def test_the_policy_that_contributing_shows_runs_from_export_to_answer(
