@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtx.runtime.policies.base import Entry, PromptText, Reduction
+from vtx.runtime.policies.base import Entry, PromptText, Reduction, reduction
 from vtx.runtime.policies.methods.cdpruner import image_cosines
 from vtx.runtime.policies.options import share_or_number
-from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtx.runtime.policies.base import Entry, PromptText, Reduction
+from vtx.runtime.policies.base import Entry, PromptText, Reduction, reduction
 from vtx.runtime.policies.options import number_to_keep, option, share_or_number
-from vtx.runtime.policies.registry import reduction
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 
