@@ -17,7 +17,7 @@ from vtx.exporter.tuning.options import check_tunable
 from vtx.runtime.backends.tensorrt.backend import NOT_BUILT
 from vtx.runtime.errors import VtxError
 from vtx.runtime.strict import json_value
-from vtx.runtime.vision.layout import spec_of
+from vtx.runtime.vision.layouts import spec_of
 
 PAGE = Path(__file__).with_suffix(".md")
 CPP = Path(__file__).parents[2] / "runtime/cpp/src"

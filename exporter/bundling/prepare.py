@@ -37,7 +37,7 @@ from vtx.runtime.errors import DeviceError, ExportError, RequestError, Unsupport
 from vtx.runtime.policies.make import TEXT_TOWER_FIX
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
-from vtx.runtime.vision.layout import spec_of
+from vtx.runtime.vision.layouts import spec_of
 
 DEFAULT_CONTEXT = 4096
 

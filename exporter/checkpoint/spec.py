@@ -13,7 +13,7 @@ from vtx.exporter.checkpoint.fields import Rope
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, RopeSpec, TowerSpec
 from vtx.runtime.errors import BundleError
-from vtx.runtime.vision.layout import read_layout
+from vtx.runtime.vision.layouts import read_layout
 
 
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:

@@ -19,7 +19,8 @@ from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
 from vtx.runtime.vision.files.formats import check_formats
-from vtx.runtime.vision.layout import limited_layout, read_layout, settings_for
+from vtx.runtime.vision.layout import limited_layout, settings_for
+from vtx.runtime.vision.layouts import read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,8 @@ from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.fit import fitted, note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.layout import limited_layout, read_frames, read_layout, settings_for
+from vtx.runtime.vision.layout import limited_layout, settings_for
+from vtx.runtime.vision.layouts import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.video import Video, as_video, load_frames

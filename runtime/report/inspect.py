@@ -10,7 +10,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.names import kv_type
 from vtx.runtime.vision.fit import trained_fit
-from vtx.runtime.vision.layout import read_layout
+from vtx.runtime.vision.layouts import read_layout
 
 TEXT_TOKENS = 64
 INT8_KV = (

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict
-from vtx.runtime.vision.layout import Layout, layouts, read_layout
+from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.layouts import layouts, read_layout
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle

@@ -17,7 +17,7 @@ from vtx.exporter.checkpoint.spec import config_of, model_spec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import Strict, json_value
-from vtx.runtime.vision.layout import spec_of
+from vtx.runtime.vision.layouts import spec_of
 
 VARIANTS = (
     Tiny(vision="siglip", attention_bias=True, mlp_bias=True, rope="llama3", feature_layer=(-2, -1)),

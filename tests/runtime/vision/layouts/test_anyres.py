@@ -17,7 +17,7 @@ from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import image_settings, read_image_settings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
-from vtx.runtime.vision.layout import read_layout, spec_of
+from vtx.runtime.vision.layouts import read_layout, spec_of
 from vtx.runtime.vision.layouts.anyres import Anyres
 from vtx.runtime.vision.layouts.single import Single
 from vtx.runtime.vision.tokens import ImageTokens

@@ -15,7 +15,7 @@ from vtx.exporter.checkpoint.processor import read_image_processor, read_image_s
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError, UnsupportedModelError
-from vtx.runtime.vision.layout import read_layout, spec_of
+from vtx.runtime.vision.layouts import read_layout, spec_of
 from vtx.runtime.vision.layouts.marked import MarkedTiles
 
 FAMILIES = ("smolvlm", "idefics3")

@@ -13,7 +13,8 @@ from tests.support.tiny import random_image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, ImageError, RequestError
-from vtx.runtime.vision.layout import limited_layout, read_layout, settings_for, spec_of
+from vtx.runtime.vision.layout import limited_layout, settings_for
+from vtx.runtime.vision.layouts import read_layout, spec_of
 from vtx.runtime.vision.layouts.native import Native
 from vtx.runtime.vision.layouts.single import Single
 from vtx.runtime.vision.tokens import ImageTokens

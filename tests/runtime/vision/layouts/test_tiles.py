@@ -16,7 +16,7 @@ from vtx.exporter.checkpoint.processor import read_image_processor, read_image_s
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError
-from vtx.runtime.vision.layout import read_layout, spec_of
+from vtx.runtime.vision.layouts import read_layout, spec_of
 from vtx.runtime.vision.layouts.tiles import Tiles
 
 TINY = Tiny(family="internvl", vision="internvl", text="qwen2", tokenizer="bytes", names="saved", feature_layer=-1)
