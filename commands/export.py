@@ -74,6 +74,9 @@ def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | No
            "or if that is unknown."),
     option("--activation-aware", bool, "With int4 or int8: scale the decoder's channels, without changing its outputs, "
            "so that rounding loses least on the questions of --calibration [for the demo: scenes]."),
+    option("--arithmetic", "auto", "Measure if bf16 and int8 arithmetic keep the answers on the questions of "
+           "--calibration [else scenes], and use what does by default: auto, if OpenVINO is installed and the faster "
+           "engine; f32, never.", type=click.Choice(["auto", "measured", "f32"])),
     option("--dialect dialects", str, "Operator sets of the graphs: ort always, trt for TensorRT, plain for OpenVINO "
            "and others [default: all].", metavar="ort,...",
            callback=lambda _, __, value: DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))),
@@ -99,6 +102,7 @@ def export(
     reductions: tuple[str, ...], retain: float | None, max_memory: int | None, force: bool, as_json: bool,
     activation_aware: bool, allow_changed_answers: bool,
     sign: Path | None, text_tower: str | None, tower: str | None, allow_pickle: bool, int4_block: str,
+    arithmetic: str,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run.
 
@@ -108,20 +112,22 @@ def export(
     need_exporter()
     from vtx.exporter.bundling import export as exporter
     from vtx.exporter.bundling.activation_aware import SAMPLES as AWARE_SAMPLES
-    from vtx.exporter.bundling.options import ActivationAware
+    from vtx.exporter.bundling.arithmetic import SAMPLES as ARITHMETIC_SAMPLES
+    from vtx.exporter.bundling.options import ActivationAware, MeasuredArithmetic
     from vtx.exporter.bundling.retain import SAMPLES as RETAIN_SAMPLES
     from vtx.exporter.bundling.retain import Retain
     from vtx.runtime.bundle.seal import SigningKey
+    from vtx.tools.data.items import SCENES, read_data
 
     if out is not None:
         exporter.check_target(out.expanduser().absolute(), force)
     key = SigningKey.load(sign) if sign else None
     template = exporter.load_template(chat_template) if chat_template else None
     one_k = ks == "auto" and gates is None
-    if calibration is not None and not one_k and retain is None and not activation_aware:
+    if calibration is not None and not one_k and retain is None and not activation_aware and arithmetic != "measured":
         raise click.UsageError(
-            "--calibration chooses one K, thresholds or factors; it goes with --k auto without --gates, --retain or "
-            "--activation-aware"
+            "--calibration chooses one K, thresholds, factors or arithmetic; it goes with --k auto without --gates, "
+            "--retain, --activation-aware or --arithmetic measured"
         )
     if images is not None and calibration is None:
         raise click.UsageError("--images has no effect without --calibration; leave it out")
@@ -130,14 +136,16 @@ def export(
     demo = model == exporter.DEMO
 
     def questions(purpose: str, samples: int) -> Data:
-        from vtx.tools.data.items import SCENES, read_data
-
         if calibration is None and not demo:
             raise click.UsageError(f"{purpose} questions about images; name some with --calibration DATA, or scenes")
         return read_data(calibration or SCENES, images, samples)
 
     retained = None if retain is None else Retain(retain, questions("--retain counts on", RETAIN_SAMPLES))
     aware = ActivationAware(questions("--activation-aware measures", AWARE_SAMPLES)) if activation_aware else None
+    measured = None
+    if arithmetic != "f32":
+        asked = read_data(SCENES if one_k else calibration or SCENES, images, ARITHMETIC_SAMPLES)
+        measured = MeasuredArithmetic(asked, arithmetic == "measured")
     chosen = None
     if calibration is not None and one_k:
         from vtx.commands.calibrate import calibrated
@@ -147,7 +155,7 @@ def export(
     options = exporter.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
         head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
-        allow_changed_answers,
+        allow_changed_answers, measured,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")
@@ -191,18 +199,35 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
             note(f"warning: to answer with onnxruntime here, {obstacle}")
     for spec in plan.reductions.specs:
         note(f"reduces:   {spec}")
+    exported_with: int | None = None
     with bar(in_bytes=("weights", "checksums")) as progress:
-        bundle = run_export(plan, out, force=force, report=progress, say=note, sign=sign)
+
+        def report(phase: str, done: int, total: int) -> None:
+            nonlocal exported_with
+            if phase == "arithmetic" and exported_with is None:  # the engine's memory comes after the export's own
+                exported_with = peak()
+            progress(phase, done, total)
+
+        bundle = run_export(plan, out, force=force, report=report, say=note, sign=sign)
 
     def compared(measured: int, predicted: int) -> str:
         error = f", {predicted / measured - 1:+.0%}" if measured else ""
         return f"{size(measured)} (predicted {size(predicted)}{error})"
 
     disk = sum(record.bytes for record in bundle.manifest.files.values())
+    memory = exported_with or peak() or 0
     note(
-        f"measured:  {compared(disk, predicted.disk)} of disk, {compared(peak() or 0, predicted.export_memory)} of "
-        f"memory, {duration(time.monotonic() - started)}"
+        f"measured:  {compared(disk, predicted.disk)} of disk, {compared(memory, predicted.export_memory)} of memory, "
+        f" {duration(time.monotonic() - started)}"
     )
+    if measured := bundle.manifest.record.get("arithmetic"):
+        shares = [
+            f"{kind} kept {found['kept']} of {measured['questions']} answers"
+            for kind, found in measured.items()
+            if isinstance(found, dict) and "kept" in found
+        ]
+        default = ", ".join(bundle.manifest.arithmetic) or "none of them"
+        note(f"arithmetic: {'; '.join(shares) or 'not measured here'}; used by default: {default}")
     if plan.options.retain is not None:
         retained = bundle.manifest.record["retain"]
         note(

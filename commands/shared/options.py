@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from vtx.runtime.backends.engines import COMPUTE, DEVICES
+from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.precision import PRECISIONS
 from vtx.tools.common.loading import Loading
@@ -68,8 +68,10 @@ def option(name: str, value: Any, help: str | None = None, **more: Any) -> Decla
 
 _LOADING: dict[str, Declare] = {  # by the field of `Loading` that each fills
     "device": option("--device", "auto", "Where to compute.", type=click.Choice(DEVICES, case_sensitive=False)),
-    "compute": option("--compute", click.Choice(COMPUTE, case_sensitive=False), "Arithmetic: bf16 or int8 with "
-                      "openvino, f16 with tensorrt [default: the device's first]."),
+    "compute": option("--compute", click.Choice([AUTO, *COMPUTE], case_sensitive=False), "Arithmetic: f32, bf16 or "
+                      "int8 with openvino, f16 with tensorrt; auto: the fastest that kept the answers at export "
+                      "[default: auto].",
+                      callback=lambda _, __, value: None if value == AUTO else value),
     "threads": option("--threads", int, "[default: all cores]"),
     "fit": option("--fit", click.Choice(["crop", "pad", "squash"]), "Images that are not square: crop their sides, pad "
                   "them with bars, or squash them [default: as the checkpoint's image processor does]."),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from vtx.exporter.bundling.arithmetic import candidates, measure_arithmetic
 from vtx.exporter.bundling.build import fill
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import check_disk, check_memory
@@ -77,6 +78,10 @@ def run_export(
         fill(folder, plan, journal, report)
         if plan.options.retain is not None:
             fit_thresholds(folder, plan.options.retain, report)
+        if wanted := plan.options.arithmetic:
+            manifest = Bundle.open(folder, check=False).manifest
+            if kinds := candidates(manifest, always=wanted.always):
+                measure_arithmetic(folder, kinds, wanted.data, report)
         if sign is not None:
             seal_manifest(folder, Bundle.open(folder, check=False).manifest, sign)
         for path in [*folder.rglob("*"), folder]:
@@ -98,7 +103,7 @@ def key_of(plan: Plan) -> str:
         source = file.entries[0].source.identity
         header = hashlib.sha256(file.header or b"").hexdigest()
         sources.append([file.name, str(file.source), source and source[1:], header])
-    options = replace(plan.options, retain=None, aware=None)  # `retain` changes only the manifest
+    options = replace(plan.options, retain=None, aware=None, arithmetic=None)  # others change only the manifest
     aware = plan.options.aware.digest() if plan.options.aware else None
     tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None
     identity = [plan.checkpoint.fingerprint(), tower, str(options), list(plan.ks), plan.template, sources, aware]

@@ -40,6 +40,14 @@ class ActivationAware:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredArithmetic:
+    """The questions whose answers narrower arithmetic must keep; `always`: also if onnxruntime is the default here."""
+
+    data: Data
+    always: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExportOptions:
     """The settings of an export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
 
@@ -51,6 +59,7 @@ class ExportOptions:
     the questions by whose activations the channels of quantised matrices are scaled. `text_tower` is the CLIP whose
     text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and
     `allow_pickle` allows weights that are pickles. `int4_block`: the most weights that share a scale in int4.
+    `arithmetic`: the questions with which narrower arithmetic is measured.
     """
 
     model: str = DEMO
@@ -72,6 +81,7 @@ class ExportOptions:
     allow_pickle: bool = False
     int4_block: int = BLOCK
     allow_changed_answers: bool = False
+    arithmetic: MeasuredArithmetic | None = None
 
     def __post_init__(self) -> None:
         precisions = self.precisions()

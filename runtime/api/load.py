@@ -45,8 +45,9 @@ def load(
         bundle: its directory.
         device: "cpu" (onnxruntime), "openvino", "cuda" (onnxruntime), "tensorrt" (engines of vtx-build), or "auto" for
             the best of those that are possible here.
-        compute: type of the arithmetic: "f32", or on TensorRT "f16", when left out; on OpenVINO also "bf16" and
-            "int8", which multiplies integers (docs/how-to/openvino.md).
+        compute: type of the arithmetic: "f32", on TensorRT also "f16", on OpenVINO also "bf16" and "int8", which
+            multiplies integers (docs/how-to/openvino.md). When left out, the fastest on this processor that kept the
+            bundle's answers when it was exported, else the device's first.
         threads: threads to compute with; all cores when left out.
         force: load even if the free memory looks too small for the weights.
         require_signature: a public key (Ed25519, PEM); only a bundle that the private half has signed is loaded. All

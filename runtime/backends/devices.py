@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from vtx.runtime.backends.backend import Backend
-from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES, Floats
+from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES, FASTER, Floats
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.gpu import find_gpu
+from vtx.runtime.host.machine import cpu_flags
 from vtx.runtime.precision import PRECISIONS
 
 
@@ -37,14 +39,16 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
         obstacle = _obstacle(bundle, device, compute)
         if obstacle:
             raise DeviceError(obstacle)
-        return DeviceChoice(device, compute or next(iter(ENGINES[device].compute)), "asked for")
+        return DeviceChoice(device, compute or default_compute(bundle.manifest, device), "asked for")
     obstacles: dict[str, str] = {}
     merits = {name: merit for name, engine in ENGINES.items() if (merit := engine.load().merit(bundle))}
     for name in sorted(merits, key=lambda name: (merits[name][0], name), reverse=True):
         obstacle = _obstacle(bundle, name, compute)
         if not obstacle:
             return DeviceChoice(
-                name, compute or next(iter(ENGINES[name].compute)), "; ".join([merits[name][1], *obstacles.values()])
+                name,
+                compute or default_compute(bundle.manifest, name),
+                "; ".join([merits[name][1], *obstacles.values()]),
             )
         obstacles[name] = obstacle
     able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
@@ -53,6 +57,19 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
     if ENGINES[first].gpu and cpu and find_gpu() is None:  # no package makes a GPU
         raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
     raise DeviceError(obstacle)
+
+
+def default_compute(manifest: Manifest, device: str) -> str:
+    """The fastest arithmetic of a device that kept the bundle's answers at export, or the device's first.
+
+    int4 weights do not multiply integers by default, since they would take three times the memory.
+    """
+    kinds, flags = tuple(ENGINES[device].compute), cpu_flags()
+    for kind in reversed(kinds):
+        wider = kind == "int8" and PRECISIONS[manifest.precision].bits == 4
+        if kind in manifest.arithmetic and FASTER[kind] & flags and not wider:
+            return kind
+    return kinds[0]
 
 
 def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:

@@ -31,3 +31,13 @@ def available_memory() -> int | None:
         return None
     table = dict(line.split(":", 1) for line in lines if ":" in line)
     return int(table["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in table else None
+
+
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets that every core has, as Linux names them; none on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    cores = [set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))]
+    return frozenset(set.intersection(*cores)) if cores else frozenset()

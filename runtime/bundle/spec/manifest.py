@@ -12,7 +12,7 @@ from vtx.runtime.bundle.spec.model_spec import ModelSpec, TextTowerSpec, require
 from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, kv_type
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError
-from vtx.runtime.precision import KV_DTYPES, PRECISIONS
+from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.strict import UPGRADE, optional
 
 FORMAT = 4
@@ -153,6 +153,7 @@ class Manifest:
     exported for, the first one used when none is asked for. `stages` cut the decoder, `gates` are the K that have
     one; both hold for every dialect. `token_inputs` are inputs of stages per token. `text_tower` is CLIP's, `video`
     declares videos; None if the bundle has none.
+    `arithmetic` names the types of arithmetic next to float32 that were measured to keep its answers.
     `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of
     the bundle but the manifest. `record` says how the bundle was made and is not interpreted.
     """
@@ -184,6 +185,7 @@ class Manifest:
     record: dict[str, Any]
     video: VideoSpec | None = optional(None)
     token_inputs: tuple[TokenInput, ...] = optional(())
+    arithmetic: tuple[str, ...] = optional(())
 
     def __post_init__(self) -> None:
         parts = self.precision, self.vision_precision, self.head_precision
@@ -192,6 +194,8 @@ class Manifest:
                 f"vtx.json: precision {', '.join(parts)} with KV type {self.kv_dtype!r} is unknown to this vtx; "
                 f"{UPGRADE}"
             )
+        unknown = set(self.arithmetic) - set(ARITHMETIC)
+        require(not unknown, f"arithmetic {', '.join(sorted(unknown))} is unknown to this vtx")
         context, image = self.max_context, self.layout.must_fit
         require(1 <= context < 1 << 24, f"max_context {context} is outside 1..16777215")
         require(image < context, f"an image of {image} tokens does not fit max_context {context}")

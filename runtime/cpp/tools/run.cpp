@@ -33,7 +33,7 @@ constexpr char kHelp[] =
     "  --max-tiles N           Most tiles of an image, where the model sees them so [default: its own].\n"
     "  --wait                  Wait for the end of the input after the last answer, to be looked at.\n"
     "  --device auto|cpu|openvino|tensorrt\n"
-    "  --compute TYPE          The type of the arithmetic [default: the device's].\n"
+    "  --compute TYPE          The type of the arithmetic [default: the fastest that kept the answers at export].\n"
     "  --library PATH          The engine's library: a file or a directory.\n"
     "  --require-signature PUBKEY\n"
     "                          Use the bundle only if the private half of this Ed25519 key (PEM) signed it.\n"

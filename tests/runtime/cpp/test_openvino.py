@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.openvino import backend as engine
 from vtx.runtime.backends.openvino.cache import FEW
+from vtx.runtime.bundle.bundle import seal_manifest
 from vtx.runtime.vision.tokens import TokenStates
 
 pytestmark = [needs_cpp, needs_openvino]
@@ -117,3 +119,17 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(json.dumps(answer))
     same = "token_ids", "k", "kv_slots", "vision_tokens_kept", "reused_image", "reused_layers", "reused_tokens"
     return {key: told[key] for key in same}
+
+
+@pytest.mark.parametrize("kept", [(), ("bf16",), ("bf16", "int8")])
+def test_both_runtimes_use_the_same_arithmetic_by_default(
+    kept: tuple[str, ...], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Whatever the processor here has instructions for."""
+    options = ExportOptions(str(tiny_checkpoint(Tiny())), (2,), "int8", dialects=("ort", "plain"))
+    made = export_with(options, tmp_path / "bundle")
+    seal_manifest(made.folder, replace(made.manifest, arithmetic=kept))
+    picture = write_pictures(tmp_path, [(64, 64)])[0]
+    words = ("--bundle", made.folder, "--device", "openvino", "--json", "--max-new-tokens", "2", picture, "red?")
+    with load(made.folder, device="openvino", threads=1) as model:
+        assert json.loads(output("run", *words))["compute"] == model.backend.compute

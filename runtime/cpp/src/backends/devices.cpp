@@ -1,6 +1,8 @@
 #include "backends/devices.hpp"
 
 #include <algorithm>
+#include <fstream>
+#include <sstream>
 
 namespace vtxcore {
 namespace {
@@ -31,6 +33,30 @@ std::string arithmetic() {
     for (const std::string& compute : engine.compute)
       if (std::find(out.begin(), out.end(), compute) == out.end()) out.push_back(compute);
   return joined(out);
+}
+
+// The instruction sets of the first core, as Linux names them; none on other systems.
+bool has_one_of(std::initializer_list<const char*> flags) {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
+    std::istringstream words(line);
+    for (std::string word; words >> word;)
+      if (std::find(flags.begin(), flags.end(), word) != flags.end()) return true;
+    return false;
+  }
+  return false;
+}
+
+// The fastest arithmetic that kept the bundle's answers at export, or the engine's first. int4 weights do not multiply
+// integers by default, since they would take three times the memory.
+std::string default_compute(const Engine& engine, const Manifest& m) {
+  auto kept = [&](const char* kind) {
+    return computes(engine, kind) && std::find(m.arithmetic.begin(), m.arithmetic.end(), kind) != m.arithmetic.end();
+  };
+  if (kept("int8") && m.precision != "int4" && has_one_of({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})) return "int8";
+  if (kept("bf16") && has_one_of({"avx512_bf16", "amx_bf16", "bf16"})) return "bf16";
+  return engine.compute.front();
 }
 
 // Why this engine cannot answer, and the fix; empty where it can.
@@ -68,7 +94,7 @@ std::unique_ptr<Backend> open_backend(const Bundle& bundle, const std::string& d
   if (!options.compute.empty() && devices(options.compute).empty())
     fail(Kind::device, "no device computes in '", options.compute.substr(0, 40), "'; there are: ", arithmetic());
   const Engine& engine = choose(bundle, device, options);
-  if (options.compute.empty()) options.compute = engine.compute.front();
+  if (options.compute.empty()) options.compute = default_compute(engine, bundle.manifest());
   return engine.open(bundle, options);
 }
 

@@ -399,6 +399,7 @@ Manifest read_manifest(const Json& root) {
   m.variants = fields.wholes("variants", 1, names::kMaxLayers);
   m.default_k = read_default(fields);
   m.reductions = fields.texts("reductions");
+  if (fields.has("arithmetic")) m.arithmetic = fields.texts("arithmetic");
   for (const Json& item : fields.list("stages")) {
     Fields stage(item, "vtx.json: stages");
     refuse(stage, "caches", "layers without K and V in slots");

@@ -121,6 +121,7 @@ struct Manifest {
   Ids variants;
   std::string default_k;  // "none", "auto" or a number
   std::vector<std::string> reductions;
+  std::vector<std::string> arithmetic;  // next to float32, that kept the answers at export
   std::vector<StageSpec> stages;
   Ids gates;
   std::map<std::string, Graphs> dialects;

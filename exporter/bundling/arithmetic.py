@@ -1,0 +1,80 @@
+"""Which arithmetic narrower than float32 keeps a bundle's answers, measured on the new bundle.
+
+OpenVINO multiplies bfloat16, or integers, several times faster than float32. A bundle uses such arithmetic by default
+if it gave float32's answers at export, on processors with instructions for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.api.load import load
+from vtx.runtime.api.options import Options
+from vtx.runtime.backends.engines import ENGINES, merit_on_cpu
+from vtx.runtime.bundle.bundle import Bundle, seal_manifest
+from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.errors import DeviceError
+from vtx.runtime.precision import PRECISIONS
+from vtx.runtime.units import Progress
+from vtx.tools.data.intervals import share_interval
+from vtx.tools.data.items import Data, Item
+
+DEVICE = "openvino"
+SAMPLES = 40  # questions
+TOKENS = 8  # of an answer, at most
+LEAST_KEPT = 0.9  # the lower end of the interval of the share of answers that stay the same
+
+
+def candidates(manifest: Manifest, *, always: bool) -> tuple[str, ...]:
+    """Types of arithmetic to measure: none if OpenVINO is not installed, or not the bundle's engine on CPUs.
+
+    `always`: also if onnxruntime is the faster one.
+    """
+    engine = ENGINES[DEVICE]
+    chosen = merit_on_cpu(manifest, openvino=True)[0] > merit_on_cpu(manifest, openvino=False)[0]
+    if find_spec(engine.module) is None or engine.dialect not in manifest.dialects or not (chosen or always):
+        return ()
+    return tuple(k for k in engine.compute if k != "f32" and (k != "int8" or PRECISIONS[manifest.precision].bits))
+
+
+def measure_arithmetic(folder: Path, kinds: Sequence[str], data: Data, report: Progress) -> None:
+    """Answer `data` in float32 and in each of `kinds`; write those that keep the answers into the manifest.
+
+    An answer is kept if its first `TOKENS` greedy tokens are the same. A type of arithmetic is written if the share of
+    kept answers is at least `LEAST_KEPT`, by the lower end of its 95% Wilson interval. Its record has every count.
+    """
+    manifest = Bundle.open(folder, check=False).manifest
+    done, total = 0, len(data.items) * (1 + len(kinds))
+
+    def ids(item: Item, model: Any) -> tuple[int, ...]:
+        nonlocal done
+        report("arithmetic", done, total)
+        done += 1
+        with model.open(list(item.images)) as images:
+            return tuple(images.ask(item.question, options=Options(TOKENS)).token_ids)
+
+    answers: dict[str, list[tuple[int, ...]]] = {}
+    measured: dict[str, Any] = {}
+    for kind in ("f32", *kinds):
+        try:
+            with load(folder, device=DEVICE, compute=kind) as model:
+                answers[kind] = [ids(item, model) for item in data.items]
+        except DeviceError as e:  # no memory, or no such arithmetic on this processor
+            measured[kind] = {"obstacle": str(e)}
+            if kind == "f32":
+                break
+            done += len(data.items)
+            continue
+        if kind != "f32":
+            kept = sum(got == want for got, want in zip(answers[kind], answers["f32"], strict=True))
+            low, high = dataclasses.astuple(share_interval(kept, len(data.items)))[1:3]
+            measured[kind] = {"kept": kept, "low": round(low, 4), "high": round(high, 4)}
+    report("arithmetic", total, total)
+    found = {"data": data.source, "questions": len(data.items), "tokens": TOKENS, "least": LEAST_KEPT, **measured}
+    keeping = tuple(kind for kind in kinds if measured.get(kind, {}).get("low", 0.0) >= LEAST_KEPT)
+    changed = dataclasses.replace(manifest, arithmetic=keeping, record={**manifest.record, "arithmetic": found})
+    seal_manifest(folder, changed)

@@ -1,0 +1,99 @@
+"""Arithmetic that keeps a bundle's answers is written into it and used by default; other arithmetic is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bundles import IGNORE, export
+from tests.support.tiny import Tiny
+from vtx.exporter.bundling import arithmetic
+from vtx.exporter.bundling.arithmetic import candidates, measure_arithmetic
+from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
+from vtx.runtime.api.load import load
+from vtx.runtime.backends import devices
+from vtx.runtime.backends.devices import choose, default_compute
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.errors import DeviceError
+from vtx.tools.data.items import Data, scene_items
+
+pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
+ENOUGH = 36  # questions: if every answer stays the same, the interval begins at 0.904
+FLAGS = frozenset({"avx512_vnni", "amx_bf16"})
+
+
+def questions(count: int) -> Data:
+    return Data("the drawn scenes", scene_items(count))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The demo in int8, exported as `vtx-export --arithmetic measured` does."""
+    wanted = MeasuredArithmetic(questions(ENOUGH), always=True)
+    plan = plan_export(ExportOptions(DEMO, (16,), "int8", dialects=("ort", "plain"), arithmetic=wanted))
+    return run_export(plan, tmp_path_factory.mktemp("arithmetic") / "demo", force=False, report=IGNORE)
+
+
+def test_what_keeps_the_answers_is_used_where_the_processor_is_faster_with_it(
+    demo: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = demo.manifest.record["arithmetic"]
+    able = [kind for kind in ("bf16", "int8") if "obstacle" not in found[kind]]
+    assert demo.manifest.arithmetic == tuple(able)
+    assert all(found[kind]["kept"] == ENOUGH and found[kind]["low"] > 0.9 for kind in able)
+    monkeypatch.setattr(devices, "cpu_flags", lambda: FLAGS)
+    whole = replace(demo.manifest, arithmetic=("bf16", "int8"))
+    assert default_compute(whole, "openvino") == "int8"
+    assert default_compute(replace(whole, precision="int4"), "openvino") == "bf16"
+    assert default_compute(replace(whole, arithmetic=("bf16",)), "openvino") == "bf16"
+    assert default_compute(replace(whole, arithmetic=()), "openvino") == "f32"
+    assert default_compute(whole, "cpu") == "f32"
+    monkeypatch.setattr(devices, "cpu_flags", frozenset)
+    assert default_compute(whole, "openvino") == "f32"
+    assert choose(demo, "openvino", "int8").compute == "int8"
+
+
+def test_the_bundle_answers_in_it_unless_told_otherwise(demo: Bundle) -> None:
+    with load(demo.folder, device="openvino") as ours, load(demo.folder, device="openvino", compute="f32") as plain:
+        assert ours.backend.compute == default_compute(demo.manifest, "openvino")
+        assert plain.backend.compute == "f32"
+
+
+def test_arithmetic_that_changes_answers_is_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Random weights: their largest logits are so close that bfloat16 changes the order."""
+    bundle = export(tiny_checkpoint(Tiny(layers=4)), tmp_path / "b", (2,), "fp32")
+    assert candidates(bundle.manifest, always=False) == ()  # onnxruntime is the faster engine of so small a model
+    assert candidates(bundle.manifest, always=True) == ("bf16",)  # int8 arithmetic is for integer weights
+    measure_arithmetic(bundle.folder, ("bf16",), questions(ENOUGH), IGNORE)
+    manifest = Bundle.open(bundle.folder).manifest
+    found = manifest.record["arithmetic"]["bf16"]
+    if "obstacle" in found:
+        pytest.skip(found["obstacle"])
+    assert found["kept"] < ENOUGH
+    assert found["low"] < 0.9
+    assert manifest.arithmetic == ()
+
+
+def test_few_questions_prove_nothing_and_a_failing_engine_is_recorded(
+    demo: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.bundles import copy
+
+    folder = copy(demo.folder, tmp_path / "b")
+
+    def failing(*given: Any, compute: str, **more: Any) -> Any:
+        if compute == "bf16":
+            raise DeviceError("this processor computes FP32, not bf16")
+        return load(*given, compute=compute, **more)
+
+    monkeypatch.setattr(arithmetic, "load", failing)
+    measure_arithmetic(folder, ("bf16", "int8"), questions(5), IGNORE)
+    manifest = Bundle.open(folder).manifest
+    assert manifest.arithmetic == ()
+    assert manifest.record["arithmetic"]["int8"]["kept"] == 5
+    assert manifest.record["arithmetic"]["bf16"] == {"obstacle": "this processor computes FP32, not bf16"}
