@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,9 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
 from vtx.tools.common.loading import Loading
 
+if TYPE_CHECKING:
+    from vtx.runtime.prompt.guiding import Guide
+
 
 @command(
     epilog="vtx-batch questions.jsonl answers.jsonl\nvtx-batch questions.jsonl answers.jsonl --images photos --k 16\n"
@@ -22,19 +26,19 @@ from vtx.tools.common.loading import Loading
 @click.argument("questions", type=PATH)
 @click.argument("answers", type=PATH)
 @options(
-    "bundle", "images", "k", "reduce", "max_new_tokens",
+    "bundle", "images", "k", "reduce", "max_new_tokens", "guide",
     option("--max-bad", 100, "End after more failed lines than this.", type=click.IntRange(0)),
     option("--ray-address", str, "Answer on a Ray cluster: host:port, or auto.", metavar="ADDR"),
     "device", "compute", "threads", "fit", "require_signature",
 )  # fmt: skip
 def batch(
     questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
-    max_new_tokens: int, max_bad: int, ray_address: str | None, loading: Loading,
+    max_new_tokens: int, guide: Guide | None, max_bad: int, ray_address: str | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
 
-    A line may have its own "k" and "reduce". After an interrupt, the same command resumes. Failed lines are
-    reported and have an "error" in ANSWERS; with any, the exit code is 1.
+    A line may have its own "k", "reduce", "about", "schema", "choices", "regex" or "grammar". After an interrupt, the
+    same command resumes. Failed lines are reported and have an "error" in ANSWERS; with any, the exit code is 1.
     """
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse
@@ -44,7 +48,7 @@ def batch(
     from vtx.tools.common.files import check_folder
 
     end_on_sigterm()
-    asking = Asking(k, reduce, Options(max_new_tokens), max_bad, loading)
+    asking = Asking(k, reduce, Options(max_new_tokens, guide=guide), max_bad, loading)
     if answers.exists() and questions.exists() and answers.samefile(questions):
         raise RequestError(f"{answers} holds the questions, which the answers would replace; name another file")
     check_folder(answers)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vtx.runtime.api.answer import Stats
     from vtx.runtime.api.conversation import Chat
     from vtx.runtime.api.model import Model
+    from vtx.runtime.api.options import Options
+    from vtx.runtime.prompt.guiding import Guide
 
 HELP = """/k N|none|auto   withdraw the image at another K, from the next question on
 /reduce SPEC     drop image tokens, as vtx-run --reduce does; none for none
@@ -35,23 +37,26 @@ HISTORY = 1000  # lines
 @command(epilog="vtx-chat photo.jpg\nvtx-chat photo.jpg --k 8\nvtx-chat --bundle llava-7b photo.jpg --device cpu")
 @click.argument("image", required=False)
 @options(
-    "bundle", "k", "reduce", "max_new_tokens",
+    "bundle", "k", "reduce", "max_new_tokens", "guide",
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
-def chat(image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_tokens: int, loading: Loading) -> None:
+def chat(
+    image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_tokens: int, guide: Guide | None,
+    loading: Loading,
+) -> None:  # fmt: skip
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse
     from vtx.runtime.vision.image import load_image
     from vtx.runtime.vision.video import as_video
 
-    Options(max_new_tokens)  # a wrong number or name is reported before a bundle is loaded
+    options = Options(max_new_tokens, guide=guide)  # a wrong number or name is reported before a bundle is loaded
     if reduce != "default":
         parse(reduce)
     if image and not as_video(image):
         load_image(image)
     model = loading.load(find_bundle(bundle, (k,)))
-    talk = _Talk(model, image, k, reduce, max_new_tokens)
+    talk = _Talk(model, image, k, reduce, options)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")
     for line in about_model(model.manifest.model.name):
@@ -83,7 +88,7 @@ class _Talk:
     image: str | None
     k: Depth
     reduce: str
-    max_new_tokens: int
+    options: Options
     stats: Stats | None = None
     _chat: Chat = field(init=False)
 
@@ -93,7 +98,7 @@ class _Talk:
 
     def ask(self, question: str) -> None:
         """Print the answer to the next turn as it comes; Ctrl-C ends it, and the turn does not count."""
-        stream = self._chat.stream(question, max_new_tokens=self.max_new_tokens)
+        stream = self._chat.stream(question, self.options)
         try:
             for piece in stream:
                 say(piece, line=False)

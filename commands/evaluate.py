@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from vtx.commands.shared.options import PATH, Depth, option, options
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, say_report
 from vtx.tools.common.loading import Loading
+
+if TYPE_CHECKING:
+    from vtx.runtime.prompt.guiding import Guide
 
 TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
 
@@ -34,6 +38,7 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
     option("--samples", int, "Questions at most; an image's questions are kept together [default: all]."),
     "seed",
     option("--max-new-tokens", 32),
+    "choices",
     option("--no-times", bool, "Leave out times, e.g. on a busy machine."),
     "device", "compute", "threads", "fit",
     option("--out", Path, "Output directory for answers, report and plot [default: vtx-eval-TASK-BUNDLE]."),
@@ -42,7 +47,7 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
 def evaluate(
     task: str, data: Path, bundle: str | None, images: Path | None, annotations: Path | None, split: str,
     ks: tuple[Depth, ...], reduces: tuple[str, ...], instruction: str | None, samples: int | None, seed: int,
-    max_new_tokens: int, no_times: bool, loading: Loading, out: Path | None, as_json: bool,
+    max_new_tokens: int, guide: Guide | None, no_times: bool, loading: Loading, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate a bundle on a benchmark, at every K and with every reduction: accuracy and cost.
 
@@ -77,7 +82,7 @@ def evaluate(
         amount = f"{counted(len(questions.questions), 'question')} of {questions.source}"
         with bar() as report:
             asked = ask_all(
-                model, questions, methods, max_new_tokens, target / "answers.jsonl", report=report,
+                model, questions, methods, max_new_tokens, target / "answers.jsonl", report=report, guide=guide,
                 predict=lambda seconds: note(
                     f"{amount}, {counted(len(methods), 'method')}; predicted: about {duration(seconds)}"
                 ),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from vtx.runtime.api.answer import Stats
     from vtx.runtime.api.stream import AnswerStream
+    from vtx.runtime.prompt.guiding import Guide
     from vtx.runtime.vision.video import Video
 
 
@@ -51,13 +52,14 @@ if TYPE_CHECKING:
     option("--seed", int, "Sampling seed, to repeat an answer when the temperature is above 0."),
     click.option("--prompt-lookup", type=int, default=0, metavar="N", help="Draft up to N tokens from the prompt and "
                  "the answer so far and verify them in one pass [default: 0, none]."),
+    "guide",
     "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
 )  # fmt: skip
 def run(
     arguments: tuple[str, ...], bundle: str | None, k: Depth, reduce: str, about: str | None, show_tokens: Path | None,
     gate_threshold: float, more: tuple[str, ...], videos: tuple[str, ...], frames: int | None, text_only: bool,
     chat: bool, as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
-    seed: int | None, prompt_lookup: int, loading: Loading,
+    seed: int | None, prompt_lookup: int, guide: Guide | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer questions about an image or a video. Several questions reuse it."""
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
@@ -73,7 +75,7 @@ def run(
             check_messages([{"role": "user", "content": question}])
         sampling = Sampling(temperature, top_p, top_k, seed)
         options = Options(
-            max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup, about=about
+            max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup, about=about, guide=guide
         )
         if show_tokens:
             from vtx.tools.common.files import check_folder
@@ -155,5 +157,7 @@ def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
     click.echo()
     for line in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
         note(line)
+    if stream.answer.stats.forced is not None and stream.answer.stopped != "end":
+        note("the answer was cut before its form was complete; raise --max-new-tokens")
     if stream.answer.stopped == "context":
         note(f"the answer ends here because the context is full; shorten the question for more{or_more_context}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -15,6 +16,9 @@ from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.precision import PRECISIONS
 from vtx.tools.common.loading import Loading
+
+if TYPE_CHECKING:
+    from vtx.runtime.prompt.guiding import Guide
 
 Declare = Callable[[Callable[..., None]], Callable[..., None]]
 PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
@@ -85,6 +89,12 @@ _LOADING: dict[str, Declare] = {  # by the field of `Loading` that each fills
     "require_signature": option("--require-signature", Path, "Use the bundle only if the private half of this Ed25519 "
                                 "key (PEM) signed it; every file is hashed first.", metavar="PUBKEY"),
 }  # fmt: skip
+_GUIDING: dict[str, Declare] = {  # by the argument of `_guide` that each fills
+    "json_schema": option("--json-schema", str, "The answer is JSON that this schema allows.", metavar="FILE|JSON"),
+    "choices": option("--choices", str, "The answer is one of these, also as a JSON list.", metavar="A,B,..."),
+    "regex": option("--regex", str, "The answer matches this regular expression."),
+    "grammar": option("--grammar", FILE, "The answer is of this grammar, in llguidance's Lark.", metavar="FILE"),
+}
 _SHARED: dict[str, Declare] = {
     "data": click.argument("data", default="scenes", metavar="[DATA]"),
     "bundle": option("--bundle", click.Path(), "Bundle directory [default: $VTX_BUNDLE, else the last one exported].",
@@ -118,22 +128,54 @@ _SHARED: dict[str, Declare] = {
 def options(*entries: str | Declare) -> Declare:
     """Give a command these options: by name those of several commands, else its own.
 
-    The values of those that a bundle is loaded with are its argument `loading`.
+    The values of those that a bundle is loaded with are its argument `loading`; "guide" stands for the options of
+    guided answers, which are its argument `guide`.
     """
+    entries = tuple(name for entry in entries for name in (_GUIDING if entry == "guide" else (entry,)))
     loading = [entry for entry in entries if isinstance(entry, str) and entry in _LOADING]
+    guiding = [entry for entry in entries if isinstance(entry, str) and entry in _GUIDING]
 
     def declare(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def collected(**values: Any) -> None:
-            given = {"loading": Loading(**{name: values.pop(name) for name in loading})} if loading else {}
+            given: dict[str, Any] = (
+                {"loading": Loading(**{name: values.pop(name) for name in loading})} if loading else {}
+            )
+            if guiding:
+                given["guide"] = _guide(**{name: values.pop(name) for name in guiding})
             function(**values, **given)
 
         made: Callable[..., None] = collected
         for entry in reversed(entries):
-            made = {**_LOADING, **_SHARED}[entry](made) if isinstance(entry, str) else entry(made)
+            made = {**_LOADING, **_GUIDING, **_SHARED}[entry](made) if isinstance(entry, str) else entry(made)
         return made
 
     return declare
+
+
+def _guide(
+    json_schema: str | None = None, choices: str | None = None, regex: str | None = None, grammar: Path | None = None
+) -> Guide | None:
+    """The form of answers that these options name, or None. Raises RequestError."""
+    if (json_schema, choices, regex, grammar) == (None, None, None, None):
+        return None
+    from vtx.runtime.bundle.files import read_named
+    from vtx.runtime.errors import RequestError
+    from vtx.runtime.prompt.guiding import MAX_GRAMMAR, MAX_SCHEMA, Guide
+    from vtx.runtime.prompt.text import utf8
+
+    def read(file: Path, limit: int) -> str:
+        return utf8(read_named(file, limit, error=RequestError), file.name, RequestError)
+
+    if json_schema is not None and not json_schema.lstrip().startswith("{"):
+        json_schema = read(Path(json_schema), MAX_SCHEMA)
+    listed = None if choices is None else choices.split(",")
+    if choices is not None and choices.lstrip().startswith("["):
+        try:
+            listed = json.loads(choices)
+        except ValueError as e:
+            raise RequestError(f"--choices is not a JSON list ({e}); write A,B,... or correct it") from e
+    return Guide(json_schema, listed, regex, None if grammar is None else read(grammar, MAX_GRAMMAR))
 
 
 def need_exporter() -> None:

@@ -19,6 +19,7 @@ from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.errors import DeviceError
 from vtx.runtime.server.compute.engines import Engine, Engines
 from vtx.runtime.server.compute.scheduler import Done, Event, Job, Piece
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
@@ -164,6 +165,11 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable
     """Read the images and videos and check the request, before anything is computed."""
     loaded = engine.model.loaded
     loaded.policy(chat.k, chat.options, chat.reduce)
+    if chat.options.guide is not None:
+        try:
+            loaded.guided(chat.options.guide)
+        except DeviceError as e:
+            raise Refusal(400, str(e), code="unsupported_value", param="response_format") from e
     sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
     for image in sources:
         if isinstance(image, Video):

@@ -12,6 +12,7 @@ from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.checks import check_text, check_whole
 from vtx.runtime.errors import RequestError
+from vtx.runtime.prompt.guiding import Guide
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
@@ -24,10 +25,13 @@ S = TypeVar("S", Options, Sampling)
 ROLES = ("system", "developer", "user", "assistant")
 # Fields of OpenAI's API without a meaning here, whatever their value.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+GUIDED = {  # vLLM's fields
+    "guided_json": "schema", "guided_choice": "choices", "guided_regex": "regex", "guided_grammar": "grammar",
+}  # fmt: skip
 # Fields that may be given with the value that changes nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "tools": ([],), "tool_choice": ("none", "auto"),
+    "modalities": (["text"],), "tools": ([],), "tool_choice": ("none", "auto"),
 }  # fmt: skip
 
 
@@ -76,6 +80,13 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
     options = fields.checked(
         replace(options, logprobs=fields.flag("logprobs")), "gate_threshold", "stop", "top_logprobs", "about"
     )
+    none: tuple[Guide, ...] = ()
+    guides = fields.take("response_format", none, _response_format)
+    for name, kind in GUIDED.items():
+        guides += fields.take(name, none, partial(_guides, kind))
+    if len(guides) > 1:
+        raise Refusal(400, f"{len(guides)} forms of the answer are given; give one", param="response_format")
+    options = replace(options, guide=guides[0]) if guides else options
     stream = fields.flag("stream")
     stream_options: dict[str, bool] = fields.take(
         "stream_options", {}, lambda value: _stream_options(value, stream=stream)
@@ -144,6 +155,26 @@ def _flag(name: str, value: Any) -> None:
 def _k(value: Any) -> None:
     if isinstance(value, bool) or not (isinstance(value, int) or value in ("none", "auto", DEFAULT)):
         raise RequestError(f'k is {value!r:.40}; it must be a whole number, "none", "auto" or "default"')
+
+
+def _guides(kind: str, value: Any) -> tuple[Guide, ...]:
+    return (Guide(**{kind: value}),)
+
+
+def _response_format(value: Any) -> tuple[Guide, ...]:
+    """The form that OpenAI's field asks for; none for text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    given = value.get("json_schema") if kind == "json_schema" else None
+    if kind == "json_object":
+        return (Guide(schema={"type": "object"}),)
+    if kind == "json_schema" and isinstance(given, dict) and given.get("schema") is not None:
+        return (Guide(schema=given["schema"]),)
+    if kind != "text":
+        raise RequestError(
+            f"response_format is {value!r:.60}; its type must be text, json_object or json_schema, the last with "
+            '"json_schema": {"schema": {...}}'
+        )
+    return ()
 
 
 def _stream_options(value: Any, *, stream: bool) -> None:

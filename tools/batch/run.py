@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import K, Options
+from vtx.runtime.api.options import K, Options, combined
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
 from vtx.runtime.session.encoded_images import PreparedImage
@@ -120,8 +120,8 @@ def answer_lines(model: Model, lines: Sequence[Line], asking: Asking) -> Iterato
                 if conversation is not None:
                     conversation.close()
                 conversation = Conversation(model.loaded, held)
-            asked = {"k": asking.k, "reduce": asking.reduce, **line.own}
-            k, reduce, options = asked["k"], asked["reduce"], replace(asking.options, about=asked.get("about"))
+            own = {"k": asking.k, "reduce": asking.reduce, **line.own}
+            k, reduce, options = own.pop("k"), own.pop("reduce"), combined(asking.options, own)
             answer = conversation.ask(line.question, k, options, reduce=reduce)
         except ModelClosedError:
             raise

@@ -13,7 +13,7 @@ from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.tools.data.items import MAX_FILE, Item, named_files, parse_line
 
-OWN = ("k", "reduce", "about")  # settings that a line may have
+OWN = ("k", "reduce", "about", "schema", "choices", "regex", "grammar")  # settings that a line may have
 FIELDS = ("question", "image", "video", "id", *OWN)
 UNUSED = ("answer",)  # the right answer, in files that vtx-calibrate reads too
 
@@ -22,7 +22,7 @@ UNUSED = ("answer",)  # the right answer, in files that vtx-calibrate reads too
 class Task:
     """One line, its number counted from 1: a question about images and videos; `id` is the line's own.
 
-    `own` holds the line's `k`, `reduce` and `about` if it has them.
+    `own` holds those of the line's settings, `OWN`, that it has.
     """
 
     number: int

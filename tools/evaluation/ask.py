@@ -14,6 +14,7 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
+from vtx.runtime.prompt.guiding import Guide
 from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.video import video
@@ -64,7 +65,7 @@ def check_methods(model: Model, methods: Sequence[Method]) -> None:
 
 def ask_all(
     model: Model, data: QuestionSet, methods: Sequence[Method], max_new_tokens: int, journal: Path, *,
-    report: Progress, predict: Callable[[float], None],
+    report: Progress, predict: Callable[[float], None], guide: Guide | None = None,
 ) -> Asked:  # fmt: skip
     """Ask what `journal` does not hold yet. `predict` gets the total seconds, estimated from the first question.
 
@@ -72,12 +73,13 @@ def ask_all(
     RequestError for a method that the bundle lacks, a journal of another bundle, or too many bad questions.
     """
     check_methods(model, methods)
-    options = Options(max_new_tokens=max_new_tokens)
+    options = Options(max_new_tokens=max_new_tokens, guide=guide)
     asker, skipped = Asker(model, options), list(data.skipped)
     kept, replies = list[TaskQuestion](), list[tuple[CostedAnswer, ...]]()
     identity = {
         "model": sha256(model.bundle.folder / "vtx.json"), "device": [model.backend.device, model.backend.compute],
         "--max-new-tokens": max_new_tokens, "--fit": model.loaded.fit,
+        **({} if guide is None else {"--choices": list(guide.choices or ())}),
     }  # fmt: skip
     with ResultJournal(journal, identity) as held:
         keys = [[f"{q.digest()} k={m.k} reduce={m.reduce}" for m in methods] for q in data.questions]

@@ -197,3 +197,39 @@ def test_a_form_that_cannot_be_had_is_refused_before_anything_is_computed(image:
         image.stream("red?", regex="((")
     with pytest.raises(RequestError, match="must be a vtx"):
         image.stream("red?", guide="yes")  # type: ignore[arg-type]
+
+
+def test_commands_guide_answers(model: Model, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from vtx.cli import batch, chat, run
+
+    def said(command: Any, *words: Any, code: int = 0, typed: str | None = None, noted: bool = False) -> str:
+        bundle = ["--bundle", str(model.bundle.folder), "--device", "cpu"]
+        done = CliRunner().invoke(command, [*map(str, words), *bundle], input=typed)
+        assert done.exit_code == code, done.output
+        return done.stdout if code == 0 and not noted else done.output
+
+    random_image(1).save(tmp_path / "a.png")
+    (tmp_path / "schema.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "form.lark").write_text('start: "a" | "b"')
+    picture = tmp_path / "a.png"
+    for schema in (tmp_path / "schema.json", json.dumps(SHAPE)):
+        jsonschema.validate(json.loads(said(run, picture, QUESTION, "--json-schema", schema)), SHAPE)
+    assert said(run, picture, QUESTION, "--choices", "yes,no").strip() in ("yes", "no")
+    assert said(run, picture, QUESTION, "--choices", '["a,b", "c"]').strip() in ("a,b", "c")
+    assert said(run, picture, QUESTION, "--regex", "[0-9]{3}").strip().isdigit()
+    assert said(run, picture, QUESTION, "--grammar", tmp_path / "form.lark").strip() in ("a", "b")
+    assert "cut before" in said(run, picture, QUESTION, "--regex", "[0-9]{9}", "--max-new-tokens", 1, noted=True)
+    assert said(chat, picture, "--choices", "yes,no", typed=f"{QUESTION}\n").strip() in ("yes", "no")
+    assert "give one" in said(run, picture, QUESTION, "--regex", "a", "--choices", "b", code=1)
+    assert "not a JSON list" in said(run, picture, QUESTION, "--choices", "[a", code=1)
+    own = [{"schema": SHAPE}, {"regex": "[0-9]"}, {}, {"choices": "no list"}]
+    lines = [json.dumps({"image": "a.png", "question": QUESTION, **line}) for line in own]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines))
+    said(batch, tmp_path / "q.jsonl", tmp_path / "answers.jsonl", "--choices", "yes,no", code=1)
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    jsonschema.validate(json.loads(answers[0]["text"]), SHAPE)
+    assert answers[1]["text"].isdigit()
+    assert answers[2]["text"] in ("yes", "no")
+    assert "must be a list" in answers[3]["error"]
