@@ -165,7 +165,10 @@ class Conversation:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of its caches: K and V, filled or not, and encoded images."""
+        """Bytes of memory that its caches take: K and V that were filled, in blocks of 32 slots, and encoded images.
+
+        GPUs reserve the whole context.
+        """
         caches = self._caches
         return caches.session.kv_slots * self.loaded.backend.kv_slot_bytes + caches.images.bytes
 

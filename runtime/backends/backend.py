@@ -25,6 +25,7 @@ class StageCache(Protocol):
 
     length: int
     capacity: int
+    resident: int  # slots that hold memory
     selects_outputs: bool  # True if hidden states that `append` need not return cost less
 
     def append(

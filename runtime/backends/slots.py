@@ -13,6 +13,7 @@ import numpy as np
 from vtx.runtime.backends.allocation import forget, zeros_in_small_pages
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
+BLOCK = 32  # slots that become resident together
 CACHES_OF_ONE = 2  # that a conversation has of a stage: full and pruned
 
 
@@ -69,14 +70,27 @@ class LanePool:
 class SlotCounter(ABC):
     """The base of every `StageCache`: `length` of `capacity` slots are filled, and no run may fill more.
 
-    Slots are forgotten by lowering `length`. `lane`: the cache's lane in a pool, None outside a pool.
+    Slots are forgotten by lowering `length`. `lane`: the cache's lane in a pool, None outside a pool. `resident`: slots
+    that hold memory: those that were ever filled, in blocks, or all of them if the engine reserves its caches whole.
     """
 
     selects_outputs = False
+    reserved_whole = False
     lane: Lane | None = None
 
     def __init__(self, capacity: int) -> None:
-        self.length, self.capacity = 0, capacity
+        self.capacity, self.resident = capacity, capacity if self.reserved_whole else 0
+        self.length = 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self._length = length
+        if length > self.resident:
+            self.resident = min(self.capacity, -(-length // BLOCK) * BLOCK)
 
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None

@@ -113,9 +113,9 @@ class Session:
 
     @property
     def kv_slots(self) -> int:
-        """Slots of all layers that its caches have room for, filled or not."""
+        """Slots of all layers that hold memory."""
         caches = [*self.caches.full.items(), *self.caches.pruned.items()]
-        return sum(cache.capacity * self._stages[number].layers for number, cache in caches)
+        return sum(cache.resident * self._stages[number].layers for number, cache in caches)
 
     def agreement(self, ids: Ids) -> tuple[int, int]:
         """The number of leading tokens of a prompt about these images that the conversation has, and of all it has.

@@ -57,6 +57,10 @@ class FusedCache:
         return self._cache.capacity
 
     @property
+    def resident(self) -> int:
+        return self._cache.resident
+
+    @property
     def selects_outputs(self) -> bool:
         return self._cache.selects_outputs
 

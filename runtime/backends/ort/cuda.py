@@ -144,6 +144,7 @@ class OrtCudaCache(OrtStageCache):
     """
 
     bound_once = False
+    reserved_whole = True
 
     def _allocate(
         self, shape: tuple[int, ...], kv_type: np.dtype[Any], number: int | None

@@ -36,6 +36,8 @@ class SavedSlots:
 class TensorrtStageCache(SlotCounter):
     """`StageCache` on the device. `capacity` is the requested one; the buffer `kv` is as long as the engine wants."""
 
+    reserved_whole = True
+
     def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         super().__init__(capacity)
         self._context, self._spec, self._graph = context, spec, graph

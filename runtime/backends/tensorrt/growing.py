@@ -22,6 +22,8 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 class GrowingStageCache(SlotCounter):
     """`StageCache` of two buffers [layers * 2, kv_heads, slots, head_dim]; slots are dropped when next used."""
 
+    reserved_whole = True
+
     def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         super().__init__(capacity)
         self._context, self._spec, self._graph = context, spec, graph

@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 
 from tests.support import bundles
+from tests.support.exported import THREADS
+from tests.support.tiny import Tiny, random_image
+from vtx.runtime.api.load import load
+from vtx.runtime.api.options import Options
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.engines import EXPANDED, INTEGERS, KEPT, NARROWED
 from vtx.runtime.backends.memory import answering_memory, needed_memory, weights_in_memory
@@ -33,6 +37,27 @@ def test_a_cache_filled_in_part_is_resident_in_part() -> None:
     assert resident() - before < filled + 4 * MB
     assert cache[..., :64, :].all()
     assert not cache[..., 64:, :].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+@pytest.mark.parametrize("k", [None, 2])
+def test_conversations_take_the_memory_that_they_report(
+    device: str, k: int | None, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """And not that of the context, 50 MB each: a head has 16 slots in a page."""
+    shape = Tiny(layers=3, hidden=256, heads=4, kv_heads=4, head_dim=64, context=8192)
+    folder = bundles.export(tiny_checkpoint(shape), tmp_path / "bundle", (2,), "fp32").folder
+    with load(folder, device=device, threads=THREADS) as model:
+        kept = [model.open(random_image(0))]
+        kept[0].ask("red?", k, Options(4))
+        before = resident()
+        for number in range(1, 13):
+            kept.append(model.open(random_image(number)))
+            kept[-1].ask("red?", k, Options(4))
+        grown, reported = resident() - before, sum(each.cache_bytes for each in kept[1:])
+    assert reported < 12 * 2 * MB
+    assert grown < 2 * reported + 8 * MB
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (1,), (0, 4)])
