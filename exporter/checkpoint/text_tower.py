@@ -92,13 +92,11 @@ def _check_clip(config: Mapping[str, Any]) -> None:
 
 
 def _check_fits(clip: Any, config: ModelConfig) -> None:
-    vision, views, problem = config.vision, config.layout.max_views, ""
+    vision, problem = config.vision, ""
     if vision.family != "clip":
         problem = f"a {vision.family} vision tower has no CLIP text tower"
     elif len(config.feature_layers) > 1:
         problem = f"CDPruner projects the hidden states of one layer, and this model uses {len(config.feature_layers)}"
-    elif views > 1:
-        problem = f"this model cuts images into up to {views} views, and CDPruner by the text tower supports one"
     if problem:
         raise UnsupportedModelError(f"--text-tower: {problem}; leave the option out, and use cdpruner:text=embedding")
     width = getattr(clip.vision_config, "hidden_size", None)

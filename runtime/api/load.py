@@ -15,7 +15,7 @@ from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.checks import MOST_THREADS, check_whole
-from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
 from vtx.runtime.vision.files.formats import check_formats
@@ -99,10 +99,6 @@ def choose_for(
 ) -> DeviceChoice:  # fmt: skip
     """The device on which `load` would answer a bundle. Raises as `load` does if the bundle or machine cannot do it."""
     layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
-    if bundle.manifest.text_tower is not None and layout.max_views > 1:
-        raise BundleError(
-            f"vtx.json: a text tower is for images of one view, and these have up to {layout.max_views}; export again"
-        )
     settings_for(layout, bundle.manifest.image, fit)
     for name, value in (("max_tiles", max_tiles), ("max_pixels", max_pixels)):
         if value is not None:

@@ -147,10 +147,11 @@ class Reduction:
     which tokens leave (0: none), all others the values of options at which they are needed, `Not(value)` for any
     other value. `conflicts` are values that do not go together, each with the message that refuses them.
 
-    `presets` are sets of options by name; `renumbers`: tokens that go on take new positions without gaps;
-    `whole`: at its cuts all image tokens leave, or none; `fixed`: the same tokens leave whatever is asked, so that
-    caches serve a prompt that goes on. `thresholds` names options that say how many tokens stay and may be scaled
-    together: with all at 0 none leaves, with all at 2 as many as can.
+    `presets` are sets of options by name; `renumbers`: tokens that go on take new positions without gaps; `per_view`:
+    its numbers are those of each view of an image in tiles; `whole`: at its cuts all image tokens leave, or none;
+    `fixed`: the same tokens leave whatever is asked, so that caches serve a prompt that goes on. `thresholds` names
+    options that say how many tokens stay and may be scaled together: with all at 0 none leaves, with all at 2 as many
+    as can.
     """
 
     __slots__ = ()
@@ -159,6 +160,7 @@ class Reduction:
     requires: ClassVar[dict[str, str | dict[str, Any]]] = {}
     conflicts: ClassVar[tuple[tuple[dict[str, Any], str], ...]] = ()
     whole: ClassVar[bool] = False
+    per_view: ClassVar[bool] = False
     fixed: ClassVar[bool] = False
     thresholds: ClassVar[tuple[str, ...]] = ()
 

@@ -55,8 +55,8 @@ class Patches:
 
     `indices`: the patch in raster order, view by view (of a merged window its first one; -1 the tower's class token, -2
     a newline between rows of tiles). `merged`: the token is a merged window. `signals`: further outputs of the vision
-    graph, [tokens] by name, if the bundle was exported for them. `views`: the pass of the tower that each token comes
-    from, -1 none; None: all from the first.
+    graph, [tokens] by name, if the bundle was exported for them. `views`: of an image in tiles, the one that each token
+    comes from, -1 none; None: there is one view.
     """
 
     indices: Ids
@@ -74,12 +74,16 @@ class Patches:
 
     def highest_of_each_view(self, signal: str, part: float) -> Mask:
         """Of each view the `part` of its tokens, rounded up, with the highest `signal`; never a newline."""
-        values, views = self.signals[signal], np.zeros(len(self), np.int64) if self.views is None else self.views
-        chosen = np.zeros(len(self), bool)
-        for view in np.unique(views[views >= 0]):
-            own = np.flatnonzero(views == view)
+        values, chosen = self.signals[signal], np.zeros(len(self), bool)
+        for own in self.of_views():
             chosen[own] = highest(values[own], share(part, len(own)))
         return chosen
+
+    def of_views(self) -> list[Ids]:
+        """The indices of each view's tokens, without newlines."""
+        if self.views is None:
+            return [np.arange(len(self))]
+        return [np.flatnonzero(self.views == view) for view in np.unique(self.views[self.views >= 0])]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

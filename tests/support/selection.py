@@ -60,6 +60,42 @@ def drawn(case: int) -> Drawn:
                  *(x.astype(np.float32) for x in (mean, embeddings)))  # fmt: skip
 
 
+def released_cdpruner(case: Drawn, raw: Tensor | None, count: int) -> list[int]:
+    """The released code over crops [crops, n, width], in double: `raw` relevance [tokens], None for none.
+
+    Relevance is scaled over all crops, newlines aside; each crop has its kernel and its `count`; all of a smaller one.
+    """
+    views = torch.zeros(len(case.hidden), dtype=torch.int64) if case.views is None else torch.tensor(case.views)
+    relevance = torch.ones(len(views), dtype=torch.float64)
+    if raw is not None:
+        seen = raw[views >= 0]
+        relevance = (raw - seen.min() + 1e-6) / (seen.max() - seen.min())
+    kept = list[int]()
+    for view in range(int(views.max()) + 1):
+        own = (views == view).nonzero()[:, 0]
+        x, r, picks = torch.tensor(case.hidden)[own].double(), relevance[own], list[int]()
+        unit = x / x.norm(dim=-1, keepdim=True)
+        kernel = r[:, None] * (unit @ unit.T).fill_diagonal_(1).float().double() * r
+        gain, rows = kernel.diagonal().clone(), torch.zeros(count, len(own), dtype=torch.float64)
+        for step in range(min(count, len(own))):
+            best = int(gain.argmax())
+            rows[step] = (kernel[best] - rows[:step, best] @ rows[:step]) / gain[best].sqrt()
+            gain -= rows[step] ** 2
+            gain[best] = -torch.inf
+            picks.append(best)
+        kept += own[picks].tolist()
+    return sorted(kept)
+
+
+def relevance(case: Drawn, text: str) -> Tensor | None:
+    """Minus the cosine with CLIP's vectors, or the cosine with the mean embedding, of each token."""
+    if text == "none":
+        return None
+    rows, texts = (case.patches, case.embeddings) if text == "tower" else (case.hidden, case.mean)
+    both = torch.tensor(rows).double()[:, None], torch.tensor(texts).double()[None]
+    return torch.cosine_similarity(*both, dim=-1).mean(1) * (-1 if text == "tower" else 1)
+
+
 def random_tokens(case: Drawn, count: int, seed: int) -> list[int]:
     """The `count` tokens with the lowest numbers drawn from `seed` and the image's key."""
     start = int.from_bytes(hashlib.sha256(f"{seed} {case.key}".encode()).digest()[:8], "big")

@@ -7,6 +7,7 @@ cache holds is written down row by row. This is what the product's runs are comp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -184,7 +185,12 @@ class Statement:
             return [self._placed(part, *grid) for part, grid in zip(parts, grids, strict=True)]
         is_image = inputs["input_ids"][0] == self._reference.image_token
         runs = [len(list(run)) for there, run in groupby(is_image.tolist()) if there]
-        return [self._whole(rows) for rows in features.split(runs)]
+        images = [self._whole(rows) for rows in features.split(runs)]
+        if self._config.model_type == "internvl":
+            each = self._config.image_seq_length
+            for image in images:
+                image.of_tile = [i // each for i in range(len(image.rows))] if len(image.rows) > each else []
+        return images
 
     @staticmethod
     def _whole(rows: Tensor) -> Image:
@@ -251,7 +257,8 @@ class Statement:
         attention = [0.0 if i < 0 else (tiles[i // each].attention or [0.0] * each)[i % each] for i in order]
         image = Image(
             rows, [-2 if i < 0 else i for i in order], [False] * len(order), attention, [None] * len(order),
-            rows[:, :0], of_tile=[-1 if i < 0 else i // each for i in order], placeholders=len(order),
+            torch.stack([tiles[i // each].hidden[i % each] * (i >= 0) for i in order]),
+            of_tile=[-1 if i < 0 else i // each for i in order], placeholders=len(order),
         )  # fmt: skip
         if method.cls_keep is not None:
             image = image.take(_highest_of_each(image, method.cls_keep))
@@ -268,7 +275,7 @@ class Statement:
             raw = {"none": lambda: None, "tower": lambda: self._by_clip(image.hidden, asked)}.get(
                 kind, lambda: torch.cosine_similarity(image.rows.double(), question.double()[None], dim=-1)
             )
-            return image.take(cdpruner(image.rows, raw(), count))
+            return image.take(cdpruner(image.rows, raw(), count, image.of_tile))
         if method.divprune is not None:
             return image.take(divprune(image.rows, method.divprune))
         if method.dart is not None and not method.dart[1]:
@@ -450,15 +457,29 @@ def _dual(out: Outcome, number: int, attention: Tensor, rows: list[Row], method:
     return kept
 
 
-def cdpruner(x: Tensor, raw: Tensor | None, count: int) -> list[int]:
+def cdpruner(x: Tensor, raw: Tensor | None, count: int, of_tile: Sequence[int] = ()) -> list[int]:
     """CDPruner: one by one the row that makes the determinant of the kernel over the rows chosen so far largest.
 
-    A row multiplies it by what is left of the row's own entry once the chosen rows are accounted for (Schur).
+    A row multiplies it by what is left of the row's own entry once the chosen rows are accounted for (Schur). Each tile
+    has a kernel of its own, and `count` rows; -1 is no tile.
     """
     x = x.double()
     relevance = torch.ones(len(x), dtype=torch.float64)
+    tiles = torch.tensor(of_tile or [0] * len(x))
     if raw is not None:
-        relevance = (raw - raw.min() + 1e-6) / (raw.max() - raw.min())
+        seen = raw[tiles >= 0]
+        relevance = (raw - seen.min() + 1e-6) / (seen.max() - seen.min())
+    if of_tile:
+        chosen = list[int]()
+        for tile in sorted({*of_tile} - {-1}):
+            own = (tiles == tile).nonzero()[:, 0]
+            least = min(count, len(own))
+            chosen += own[torch.tensor(_most_diverse(x[own], relevance[own], least))].tolist()
+        return sorted(chosen)
+    return _most_diverse(x, relevance, count)
+
+
+def _most_diverse(x: Tensor, relevance: Tensor, count: int) -> list[int]:
     unit = x / x.norm(dim=-1, keepdim=True)
     cosines = (unit @ unit.T).fill_diagonal_(1).float().double()  # kept with the image, to float32
     kernel = torch.diag(relevance) @ cosines @ torch.diag(relevance)

@@ -41,8 +41,8 @@ class Reduced:
     assumed: tuple[str, ...]
 
 
-def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int) -> Reduced:
-    """The tokens of one image of `vision` tokens in each layer, methods applied in the runtime's order.
+def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, views: int = 1) -> Reduced:
+    """The tokens of one image of `vision` tokens, of `views` views, in each layer, in the runtime's order of methods.
 
     Raises RequestError if a method works beyond the last layer; UnsupportedModelError if the model lacks what a method
     needs.
@@ -61,11 +61,12 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int) -> 
     for layer in range(1, model.decoder.layers + 1):
         for part in parts:
             if layer in part.needs().cuts or (layer == 1 and part.entry() is not None):
-                kept = part.number_kept(count, layer)
+                each = views if part.per_view else 1
+                kept = part.number_kept(count // each, layer)
                 if kept is None:
                     unknown[part.name] = None
                 else:
-                    count = kept
+                    count = kept * each
         counts.append(count)
     assumed = tuple(
         f"{name}: how many tokens leave depends on the picture and the question; counted as if none left, the "
@@ -249,7 +250,7 @@ def make_plan(
     """
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
-    reduced = reduce_counts(reductions, model, workload.vision)
+    reduced = reduce_counts(reductions, model, workload.vision, views)
     parts = {p: weights.precisions_of(model, p, vision_precision, head_precision) for p in precisions}
     size, depths = model.decoder, list[DepthCost]()
     full = flops.full_schedule(size.layers, text=workload.text, vision=workload.vision)

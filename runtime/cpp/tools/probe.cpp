@@ -148,6 +148,7 @@ void select(char** values, bool tiled) {
   ImageTokens image;
   image.rows = rows_of(tokens, width);
   image.key = sha256_hex({reinterpret_cast<char*>(image.rows.data.data()), image.rows.data.size() * sizeof(float)});
+  image.patches.places = count_up(0, tokens);
   image.patches.clip = rows_of(tokens, clip);
   if (tiled) {
     image.patches.views = Ids(tokens);
@@ -159,7 +160,7 @@ void select(char** values, bool tiled) {
   bool replaces = std::cin.peek() != std::istream::traits_type::eof();
   for (const PromptText& question : questions) {
     if (replaces && &question == &questions.back())
-      image.likeness = std::make_shared<Likeness>(Likeness{image.likeness->lengths, rows_of(tokens, tokens).data});
+      image.likeness[-1] = std::make_shared<Likeness>(Likeness{image.likeness[-1]->lengths, rows_of(tokens, tokens).data});
     std::clock_t start = std::clock();
     std::optional<Ids> kept = entry->select(image, &question);
     double ms = 1000.0 * static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;

@@ -23,14 +23,15 @@ NOISE = 1e-10  # relative: what differs by less is equal
 @reduction("cdpruner")
 @dataclass(frozen=True, slots=True)
 class CDPruner(Reduction, Entry):
-    """Of each image `keep` tokens enter: those that a determinantal point process picks greedily (CDPruner, MAP).
+    """Of each image, or of each tile of one, `keep` tokens enter: the greedy MAP of a determinantal point process.
 
     Its kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x. The relevance r, scaled to 0..1, is the
     cosine of x with the mean input embedding of the text after the images: the form for models without a text tower
     (text=embedding). With text=tower it is the authors' form for LLaVA: the cosine of patch and question in CLIP's
     space, its sign turned; of a text in several segments the mean. Presets set it. text=none leaves relevance out, so
     that every question shares one choice. `keep` is a share up to 1, rounded up, or a number of tokens. Tokens enter in
-    the order they have, at positions without gaps.
+    the order they have, at positions without gaps. An image in tiles has a kernel for each of its views, and relevance
+    is scaled over all of them; newlines leave.
 
     Hundreds of picks depend on each other, and gains often lie within a millionth: sums of float32, whose last bits
     depend on the library, would choose among them. So all of it is float64, but for the cosines, which are kept with
@@ -46,6 +47,7 @@ class CDPruner(Reduction, Entry):
         "64": {"keep": 64.0, "text": "tower"},
     }
 
+    per_view: ClassVar[bool] = True
     requires: ClassVar[dict[str, Any]] = {"text_tower": {"text": "tower"}}
 
     @property
@@ -59,14 +61,20 @@ class CDPruner(Reduction, Entry):
         return min(count, number_to_keep(self.keep, count))
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        count = self.number_kept(len(image), 1)
-        if count >= len(image):
+        views = image.patches.of_views()
+        counts = [self.number_kept(len(own), 1) for own in views]
+        if counts == [*map(len, views)]:
             return None
-        cosines = image_cosines(image)
-        if not self.uses_question:
-            return greedy(cosines, np.ones(len(cosines)), count)
-        assert question is not None
-        return greedy(cosines, scaled(self._relevance(image, question)), count)
+        relevance = np.ones(len(image))
+        if self.uses_question:
+            assert question is not None
+            seen = np.concatenate(views)
+            relevance[seen] = scaled(self._relevance(image, question)[seen])
+        parts = (
+            own[greedy(image_cosines(image, None if len(views) == 1 else own), relevance[own], count)]
+            for own, count in zip(views, counts, strict=True)
+        )
+        return np.sort(np.concatenate([*parts]))
 
     def _relevance(self, image: ImageTokens, question: PromptText) -> Exact:
         if self.text == "tower":
@@ -77,6 +85,8 @@ class CDPruner(Reduction, Entry):
             return turned
         mean = question.hidden[question.after].mean(0, dtype=np.float64)
         products: Exact = np.einsum("nw,w->n", image.hidden, mean, dtype=np.float64)
+        if LENGTHS not in image.derived:
+            image.derived[LENGTHS] = lengths_of(image.hidden)
         return products / (image.derived[LENGTHS] * lengths_of(mean))
 
 
@@ -95,12 +105,12 @@ def cosines_of(rows: Floats) -> Floats:
     return cosines
 
 
-def image_cosines(image: ImageTokens) -> Floats:
-    """The cosines of an image's tokens, kept with the image."""
-    if COSINES not in image.derived:
-        image.derived[LENGTHS] = lengths_of(image.hidden)
-        image.derived[COSINES] = cosines_of(image.hidden)  # last: conversations may share the image
-    return image.derived[COSINES]
+def image_cosines(image: ImageTokens, own: Ids | None = None) -> Floats:
+    """The cosines of an image's tokens, or of `own`, one of its views; kept with the image."""
+    name = COSINES if own is None else f"{COSINES} of the view at {own[0]}"
+    if name not in image.derived:
+        image.derived[name] = cosines_of(image.hidden if own is None else image.hidden[own])
+    return image.derived[name]
 
 
 def scaled(relevance: Exact) -> Exact:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import optional
@@ -76,4 +76,5 @@ class Frames:
                 ImageTokens(hidden.reshape(half**2, -1), view.patches.take(patches))
                 for hidden, view in zip(shrunk, views, strict=True)
             ]
-        return joined([*frames, ImageTokens.newlines(newline)] if self.newline else frames)
+        tokens = joined([*frames, ImageTokens.newlines(newline)] if self.newline else frames)
+        return replace(tokens, patches=replace(tokens.patches, views=None))  # frames compete with each other

@@ -159,9 +159,8 @@ def test_a_bundle_without_it_says_what_to_use_instead(tiny_checkpoint: Callable[
         (Tiny(vision="siglip"), "a siglip vision tower has no CLIP text tower"),
         (Tiny(feature_layer=(-3, -2)), "projects the hidden states of one layer, and this model uses 2"),
         (Tiny(vision_hidden=48, vision_heads=4), "its vision tower has hidden size 32, the LLaVA's has 48"),
-        (Tiny(family="llava_next"), "cuts images into up to"),
     ],
-    ids=["siglip", "two-feature-layers", "another-width", "tiles"],
+    ids=["siglip", "two-feature-layers", "another-width"],
 )
 def test_a_llava_that_it_does_not_fit_is_refused(
     tiny_checkpoint: Callable[..., Path], options: ExportOptions, tiny: Tiny, message: str

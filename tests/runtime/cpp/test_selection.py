@@ -193,6 +193,15 @@ def test_methods_that_look_at_the_image_alone_choose_as_their_statements(number:
     assert of_case(f"random:keep={count - 1},seed=1000000000", case) == random_tokens(case, count - 1, 10**9)
 
 
+@pytest.mark.parametrize("text", ["none", "embedding", "tower"])
+@pytest.mark.parametrize("number", [n for n in CASES if n % 4 in (0, 2)])
+def test_cdpruner_chooses_from_each_view_as_the_released_code(number: int, text: str) -> None:
+    case = selection.drawn(number)
+    case.embeddings = case.embeddings[:1]
+    found = of_case(f"cdpruner:keep=7,text={text}", case)
+    assert found == selection.released_cdpruner(case, selection.relevance(case, text), 7)
+
+
 @pytest.mark.parametrize("text_pivots", [0, 1])
 def test_dart_before_layer_1_chooses_as_python_among_equal_tokens_too(text_pivots: int) -> None:
     for seed, keep in ((1, 64), (2, 144), (3, 288)):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bundles import IGNORE, copy, forge, manifest
+from tests.support.bundles import IGNORE
 from tests.support.clip import make_clip
 from tests.support.cpp import ask, expected, needs_cpp, output, run
 from tests.support.exported import THREADS
@@ -18,7 +18,6 @@ from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.errors import BundleError
 
 pytestmark = needs_cpp
 
@@ -73,16 +72,23 @@ def test_answers_selected_by_the_tower_are_those_of_python(model: Model, tmp_pat
             assert expected(answer) == expected(turns.ask(question, max_new_tokens=5).to_dict())
 
 
-def test_a_tower_beside_images_of_several_views_is_refused_in_the_words_of_python(model: Model, tmp_path: Path) -> None:
-    forged, tokens = copy(model.bundle.folder, tmp_path / "forged"), model.manifest.layout.max_tokens
-    value = manifest(forged)
-    tiles = {"tile": model.manifest.model.tower.image, "tokens": tokens, "fewest": 1, "most": 2}
-    forge(forged, {**value, "layout": {"name": "tiles", "max_tokens": 3 * tokens, "parameters": tiles}})
-    with pytest.raises(BundleError, match=r"a text tower is for images of one view, .* up to 3; export") as refused:
-        load(forged, device="cpu", threads=THREADS)
-    random_image(3, (200, 100)).save(tmp_path / "a.png")
-    done = run("run", "--bundle", forged, tmp_path / "a.png", "red?", "--reduce", SPEC)
-    assert done.stderr.decode() == f"Error: {refused.value}\n"
+def test_tiles_are_selected_by_the_tower_as_in_python(
+    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path: Path
+) -> None:
+    tiny, spec = Tiny(family="llava_next"), "cdpruner:keep=5,text=tower"
+    clip = make_clip(tmp_path / "clip", reference(tiny))
+    options = ExportOptions(
+        str(tiny_checkpoint(tiny)), (3,), "fp32", dialects=("ort",), reductions=("none", spec), text_tower=str(clip)
+    )
+    folder = run_export(plan_export(options), tmp_path / "b", force=False, report=IGNORE).folder
+    random_image(3, (150, 60)).save(tmp_path / "a.png")
+    found = ask(folder, tmp_path / "a.png", *QUESTIONS, "--reduce", spec, "--max-new-tokens", "5")
+    with load(folder, device="cpu", threads=THREADS) as python, python.open(tmp_path / "a.png") as conversation:
+        views = len(conversation.images[0].views)
+        for question, answer in zip(QUESTIONS, found, strict=True):
+            want = conversation.ask(question, reduce=spec, max_new_tokens=5)
+            assert expected(answer) == expected(want.to_dict()), question
+            assert want.stats.vision_tokens == 5 * views > 10
 
 
 def test_a_bundle_without_the_tower_says_how_to_export_it(models: Callable[..., Model], tmp_path: Path) -> None:

@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.selection import CASES, divprune, divprune_count, drawn, random_tokens
+from tests.support.selection import (
+    CASES,
+    divprune,
+    divprune_count,
+    drawn,
+    random_tokens,
+    released_cdpruner,
+    relevance,
+)  # fmt: skip
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies import parse
+from vtx.runtime.policies import PromptText, parse
+from vtx.runtime.policies.methods.cdpruner import CDPruner
 from vtx.runtime.vision.tokens import ImageTokens
 
 
@@ -57,6 +66,33 @@ def test_random_keeps_the_tokens_that_the_seed_and_the_image_say(number: int) ->
     n = len(case.hidden)
     for seed, keep, count in ((0, "0.25", -(-n // 4)), (number, "0.5", -(-n // 2)), (10**9, str(n - 1), n - 1)):
         assert select(f"random:keep={keep},seed={seed}", case.image) == random_tokens(case, count, seed)
+
+
+@pytest.mark.parametrize("text", ["none", "embedding", "tower"])
+@pytest.mark.parametrize("number", [n for n in CASES if n % 4 in (0, 2)])
+def test_cdpruner_keeps_the_tokens_of_the_released_code_in_each_view(number: int, text: str) -> None:
+    """Of layouts with equal tokens or few dimensions, the released code divides by 0."""
+    case = drawn(number)
+    [method] = parse(f"cdpruner:keep=7,text={text}")
+    entry = method.entry()
+    assert entry is not None
+    found = entry.select(case.image, PromptText(np.zeros(1, np.int64), case.mean, np.ones(1, bool), case.embeddings))
+    assert found is not None
+    assert found.tolist() == released_cdpruner(case, relevance(case, text), 7)
+    assert len(found) == 7 * (1 if case.views is None else 3)
+
+
+def test_a_budget_beyond_a_view_keeps_all_of_it_and_beyond_all_views_the_whole_image() -> None:
+    case = next(drawn(n) for n in CASES if n % 4 == 2)
+    assert case.views is not None
+    views = case.views.copy()
+    views[np.flatnonzero(views == 1)[3:]] = 2  # a view of three tokens
+    image = replace(case.image, patches=replace(case.image.patches, views=views))
+    found = CDPruner(5, "none").select(image)
+    assert found is not None
+    assert np.bincount(views[found]).tolist() == [5, 3, 5]
+    assert CDPruner(10_000, "none").select(image) is None
+    assert CDPruner(1, "none").select(image) is None
 
 
 def test_another_seed_or_another_image_gives_other_random_tokens() -> None:

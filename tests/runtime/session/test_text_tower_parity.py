@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -206,3 +207,26 @@ def test_answers_of_the_api_are_those_of_the_statement(case: Case) -> None:
     assert [*found.token_ids] == wanted.ids
     assert found.stats.reduced is not None
     assert [*found.stats.reduced.kept[0].patches[0]] == wanted.images[0].places
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [3, 7])
+def test_tiles_have_a_budget_each_and_one_scale_of_relevance(
+    tiny_checkpoint: Checkpoints, reference: Callable[..., Reference], tmp_path: Path, keep: int
+) -> None:
+    tiny, method = Tiny(family="llava_next"), Method(cdpruner=(keep, "tower"))
+    judge = reference(tiny)
+    folder = make_clip(tmp_path / "clip", judge)
+    spec = f"cdpruner:keep={keep},text=tower"
+    options = ExportOptions(str(tiny_checkpoint(tiny)), (3,), "fp32", reductions=("none", spec), text_tower=str(folder))
+    bundle = run_export(plan_export(options), tmp_path / "b", force=False, report=IGNORE)
+    images, messages = [random_image(0, (60, 150)), random_image(1, (150, 60))], prompt_messages(QUESTIONS[0], 2)
+    wanted = Statement(judge, Clip(folder)).answer(judge.inputs(messages, images), method, STEPS, QUESTIONS[0])
+    ort = load(bundle.folder, device="cpu", threads=THREADS)
+    for model in (ort, *(Model(bundle, DialectBackend(bundle, name), 0) for name in DIALECTS if name != "ort")):
+        found = Talk(model).ask(messages, images, method, STEPS)
+        assert [image.indices.tolist() for image in found.done.images] == [i.places for i in wanted.images]
+        assert found.ids == wanted.ids
+        assert list(found.done.slots) == wanted.slots

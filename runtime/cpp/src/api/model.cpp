@@ -27,9 +27,6 @@ std::optional<PublicKey> key_of(const LoadOptions& options) {
 Model::Model(const std::string& bundle, const LoadOptions& options)
     : start_(std::chrono::steady_clock::now()), bundle_(bundle, key_of(options)), fit_(options.fit) {
   layout_ = read_layout(manifest().layout, manifest().model.tower);
-  if (manifest().text_tower && layout_->max_views() > 1)
-    fail(Kind::bundle, "vtx.json: a text tower is for images of one view, and these have up to ", layout_->max_views(),
-         "; export again");
   settings_for(*layout_, manifest().image, fit_);
   if (options.max_tiles != 0) layout_ = layout_->limited(options.max_tiles);
   newline_ = layout_->newline() ? read_newline(bundle_) : Rows(0, static_cast<size_t>(manifest().model.hidden));

@@ -22,17 +22,22 @@ Patches Patches::take(const Ids& which) const {
 
 Mask Patches::highest_of_each_view(const std::string& signal, double part) const {
   const Floats& values = signals.at(signal);
-  Ids numbers = views ? *views : Ids(count(), 0);
   Mask chosen(count(), 0);
-  for (int64_t view : std::set<int64_t>(numbers.begin(), numbers.end())) {
-    if (view < 0) continue;
-    Ids rows;
-    for (size_t i = 0; i < numbers.size(); ++i)
-      if (numbers[i] == view) rows.push_back(static_cast<int64_t>(i));
+  for (const Ids& rows : of_views()) {
     Mask best = highest(vtxcore::take(values, rows), share(part, static_cast<int64_t>(rows.size())));
     for (size_t i = 0; i < rows.size(); ++i) chosen[static_cast<size_t>(rows[i])] = best[i];
   }
   return chosen;
+}
+
+std::vector<Ids> Patches::of_views() const {
+  if (!views) return {count_up(0, count())};
+  std::map<int64_t, Ids> found;
+  for (size_t i = 0; i < count(); ++i)
+    if ((*views)[i] >= 0) found[(*views)[i]].push_back(static_cast<int64_t>(i));
+  std::vector<Ids> out;
+  for (auto& [view, rows] : found) out.push_back(std::move(rows));
+  return out;
 }
 
 std::shared_ptr<const ImageTokens> ImageTokens::take(const Ids& which, bool keep_positions) const {
@@ -115,6 +120,9 @@ std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<cons
       Floats values = signal == own.signals.end() ? Floats(own.count()) : signal->second;
       all.signals[name].insert(all.signals[name].end(), values.begin(), values.end());
     }
+    Rows clip = own.clip.width > 0 ? own.clip : Rows(own.count(), views.front()->patches.clip.width);
+    all.clip.width = clip.width;
+    all.clip.data.insert(all.clip.data.end(), clip.data.begin(), clip.data.end());
     before += static_cast<int64_t>(own.count());
     ++number;
   }

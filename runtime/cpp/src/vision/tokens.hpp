@@ -18,15 +18,16 @@ struct Patches {
   Mask merged;  // whether the token is a merged window
   std::map<std::string, Floats> signals;  // what else the vision graph says of each token
   Rows clip;                              // the tokens in the space of the text tower's embeddings, where there is one
-  std::optional<Ids> views;               // which pass of the tower each comes from, -1 none; none: all from the first
+  std::optional<Ids> views;               // of an image in tiles, which of them each comes from, -1 none
 
   size_t count() const { return places.size(); }
   Patches take(const Ids& which) const;
   // Of each view the `part` of its tokens, rounded up, with the highest `signal`; no newline is among them.
   Mask highest_of_each_view(const std::string& signal, double part) const;
+  std::vector<Ids> of_views() const;  // the tokens of each view, without newlines
 };
 
-// How alike an image's tokens are to each other, [n, n], and the length of each.
+// How alike an image's tokens, or those of one of its views, are to each other, [n, n], and the length of each.
 struct Likeness {
   Doubles lengths;
   Floats cosines;
@@ -41,7 +42,7 @@ struct ImageTokens {
   Patches patches;
   std::optional<Ids> offsets;
   int64_t span = 0;  // with `offsets`
-  mutable std::shared_ptr<const Likeness> likeness;
+  mutable std::map<int64_t, std::shared_ptr<const Likeness>> likeness;  // by the first token; -1: of all tokens
   mutable std::string key;
 
   int64_t positions() const { return offsets ? span : static_cast<int64_t>(rows.count()); }

@@ -50,9 +50,10 @@ Ids greedy(const Floats& cosines, const Doubles& relevance, size_t count) {
   return indices_of(taken);
 }
 
-// Of each image `keep` tokens enter: those that a determinantal point process picks greedily (CDPruner, MAP). Its
+// Of each image, or of each view of one in tiles, `keep` tokens enter: those that a determinantal point process picks greedily (CDPruner, MAP). Its
 // kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x; the relevance r is the cosine of x with the mean
-// input embedding of the text after the images, or CLIP's of patch and question (text=tower), scaled to 0..1. Sums are
+// input embedding of the text after the images, or CLIP's of patch and question (text=tower), scaled to 0..1 over all
+// views. Sums are
 // those of policies/methods/cdpruner.py, which says why they are in double.
 class CdPruner : public EntryReduction {
  public:
@@ -60,21 +61,41 @@ class CdPruner : public EntryReduction {
   bool uses_question() const override { return text_ != "none"; }
 
   std::optional<Ids> select(const ImageTokens& image, const PromptText* question) const override {
-    size_t n = image.rows.count();
-    int64_t count = number_to_keep(keep_, static_cast<int64_t>(n));
-    if (count >= static_cast<int64_t>(n)) return std::nullopt;
-    const Likeness& likeness = likeness_of(image);
-    Doubles relevance(n, 1.0);
+    const std::vector<Ids> views = image.patches.of_views();
+    Ids seen, kept, counts;
+    bool all = true;
+    for (const Ids& own : views) {
+      auto n = static_cast<int64_t>(own.size());
+      counts.push_back(std::min(n, number_to_keep(keep_, n)));
+      all &= counts.back() == n;
+      seen.insert(seen.end(), own.begin(), own.end());
+    }
+    if (all) return std::nullopt;
+    Doubles relevance(seen.size(), 1.0), lengths;  // view after view
+    std::vector<const Likeness*> likeness;
+    for (const Ids& own : views) {
+      likeness.push_back(&likeness_of(image, views.size() > 1 ? &own : nullptr));
+      lengths.insert(lengths.end(), likeness.back()->lengths.begin(), likeness.back()->lengths.end());
+    }
     if (uses_question()) {
-      relevance = text_ == "tower" ? seen_by_clip(image.patches.clip, question->embeddings)
-                                   : relevance_of(image.rows, likeness.lengths, *question);
+      relevance = text_ == "tower" ? take(seen_by_clip(image.patches.clip, question->embeddings), seen)
+                                   : relevance_of(image.rows, seen, lengths, *question);
       scale(relevance);
     }
-    return greedy(likeness.cosines, relevance, static_cast<size_t>(count));
+    auto from = relevance.begin();
+    for (size_t view = 0; view < views.size(); ++view) {
+      const Ids& own = views[view];
+      Doubles mine(from, from + static_cast<std::ptrdiff_t>(own.size()));
+      from += static_cast<std::ptrdiff_t>(own.size());
+      for (int64_t i : greedy(likeness[view]->cosines, mine, static_cast<size_t>(counts[view])))
+        kept.push_back(own[static_cast<size_t>(i)]);
+    }
+    std::sort(kept.begin(), kept.end());
+    return kept;
   }
 
  private:
-  static Doubles relevance_of(const Rows& rows, const Doubles& lengths, const PromptText& question) {
+  static Doubles relevance_of(const Rows& rows, const Ids& seen, const Doubles& lengths, const PromptText& question) {
     Ids after = indices_of(question.after);
     Doubles mean(rows.width);
     for (size_t d = 0; d < rows.width; ++d) {
@@ -82,8 +103,9 @@ class CdPruner : public EntryReduction {
       mean[d] /= static_cast<double>(after.size());
     }
     double length = length_of(mean.data(), mean.size());
-    Doubles out(rows.count());
-    for (size_t i = 0; i < out.size(); ++i) out[i] = product(rows.row(i), mean.data(), rows.width) / (lengths[i] * length);
+    Doubles out(seen.size());
+    for (size_t i = 0; i < out.size(); ++i)
+      out[i] = product(rows.row(static_cast<size_t>(seen[i])), mean.data(), rows.width) / (lengths[i] * length);
     return out;
   }
 

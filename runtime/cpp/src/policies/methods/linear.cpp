@@ -100,13 +100,16 @@ Floats cosines_of(const Rows& rows, const Doubles& lengths) {
   return out;
 }
 
-const Likeness& likeness_of(const ImageTokens& image) {
-  if (!image.likeness) {
-    Doubles lengths = lengths_of(image.rows);
-    Floats cosines = cosines_of(image.rows, lengths);
-    image.likeness = std::make_shared<Likeness>(Likeness{std::move(lengths), std::move(cosines)});
+const Likeness& likeness_of(const ImageTokens& image, const Ids* own) {
+  auto& found = image.likeness[own ? own->front() : -1];
+  if (!found) {
+    const Rows taken = own ? take(image.rows, *own) : Rows();
+    const Rows& rows = own ? taken : image.rows;
+    Doubles lengths = lengths_of(rows);
+    Floats cosines = cosines_of(rows, lengths);
+    found = std::make_shared<Likeness>(Likeness{std::move(lengths), std::move(cosines)});
   }
-  return *image.likeness;
+  return *found;
 }
 
 }  // namespace vtxcore

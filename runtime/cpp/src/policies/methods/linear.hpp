@@ -39,7 +39,7 @@ void subtract(double by, const double* from, double* to, size_t count);
 // Cosines [n, n] of rows of these lengths; that of a row with itself is 1.
 Floats cosines_of(const Rows& rows, const Doubles& lengths);
 
-// How alike an image's tokens are, kept with the image.
-const Likeness& likeness_of(const ImageTokens& image);
+// How alike an image's tokens are, or `own`, those of one of its views; kept with the image.
+const Likeness& likeness_of(const ImageTokens& image, const Ids* own = nullptr);
 
 }  // namespace vtxcore
