@@ -6,8 +6,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from tests.support.text import CHATML, MISTRAL, STRINGS, VICUNA, make_settings, make_tokenizer
-from vtx.exporter.checkpoint.resolving import with_forms
+from tests.support.text import CHATML, MISTRAL, STRINGS, VICUNA, make_settings, make_tokenizer, with_forms
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.prompt.messages import Message, Part
 

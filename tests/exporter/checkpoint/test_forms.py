@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,14 +24,21 @@ from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.strict import Strict, json_value
 
-FORMS = {name: resolved(template) for name, template in REGULAR.items()}
-SHAPING = {name: ShapingTemplate(template, FORMS[name]) for name, template in REGULAR.items()}
+
+@cache
+def forms(name: str) -> TextSettings:
+    return resolved(REGULAR[name])
+
+
+@cache
+def shaping(name: str) -> ShapingTemplate:
+    return ShapingTemplate(REGULAR[name], forms(name))
 
 
 @pytest.mark.parametrize("name", REGULAR)
 def test_regular_templates_have_forms(name: str) -> None:
-    assert FORMS[name].no_forms is None
-    assert FORMS[name].forms is not None
+    assert forms(name).no_forms is None
+    assert forms(name).forms is not None
 
 
 def test_a_template_that_leaves_out_an_empty_system_message_has_forms_that_do_not_cover_it() -> None:
@@ -50,13 +58,13 @@ def test_irregular_templates_have_none_and_a_reason(name: str) -> None:
 
 def held_to_the_template(name: str, chat: list[Message], reply: bool) -> bool:
     """Whether the forms cover the conversation; what they give is what the template gives."""
-    forms = FORMS[name].forms
-    assert forms is not None
+    made = forms(name).forms
+    assert made is not None
     if any(token in str(message) for message in chat for token in SPECIALS):  # these are masked before they come here
         return False
-    text = render_forms(forms, chat, add_generation_prompt=reply)
+    text = render_forms(made, chat, add_generation_prompt=reply)
     if text is not None:
-        assert text == SHAPING[name].render(chat, add_generation_prompt=reply)
+        assert text == shaping(name).render(chat, add_generation_prompt=reply)
     return text is not None
 
 
@@ -81,13 +89,13 @@ def test_forms_cover_an_ordinary_chat(name: str) -> None:
 
 
 def test_what_the_forms_do_not_cover_goes_to_the_template() -> None:
-    text = Text(make_tokenizer("first"), ALTERNATING, FORMS["alternating"])
+    text = Text(make_tokenizer("first"), ALTERNATING, forms("alternating"))
     with pytest.raises(TemplateError, match="no system message here"):
         text.prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], 4)
 
 
 def test_forms_survive_the_manifest() -> None:
-    for made in FORMS.values():
+    for made in map(forms, REGULAR):
         assert Strict().read(TextSettings, json_value(made), "text") == made
 
 
@@ -103,7 +111,7 @@ text = Text(Tokenizer.from_str(tokenizer), template, Strict().read(TextSettings,
 text.prompt([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what </s> is this?"}]}], 4)
 print("jinja2" in sys.modules)
 """
-    for made, expected in ((FORMS["vicuna"], "False"), (without_forms(FORMS["vicuna"]), "True")):
+    for made, expected in ((forms("vicuna"), "False"), (without_forms(forms("vicuna")), "True")):
         values: list[Any] = [make_tokenizer("first").to_str(), VICUNA, json_value(made)]
         child = subprocess.run(
             [sys.executable, "-c", code], input=json.dumps(values), capture_output=True, text=True, check=True

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers
 
-from tests.support.text import CHATML, KINDS, SPECIALS, VICUNA, WORDS, ask, make_settings, make_tokenizer
-from vtx.exporter.checkpoint.resolving import with_forms
+from tests.support.text import CHATML, KINDS, SPECIALS, VICUNA, WORDS, ask, make_settings, make_tokenizer, with_forms
 from vtx.exporter.checkpoint.tokenizer_spec import length_bound
 from vtx.runtime.bundle.spec.text_settings import LengthBound
 from vtx.runtime.errors import BundleError, ContextError, RequestError
@@ -40,8 +40,16 @@ def squeezing_tokenizer() -> Tokenizer:
 
 
 TOKENIZERS = {kind: make_tokenizer(kind) for kind in KINDS} | {"squeezing": squeezing_tokenizer()}
-BOUNDED = {name: make_text(tokenizer) for name, tokenizer in TOKENIZERS.items()}
-UNBOUNDED = {name: make_text(tokenizer, context=None) for name, tokenizer in TOKENIZERS.items()}
+
+
+@cache
+def bounded(name: str) -> Text:
+    return make_text(TOKENIZERS[name])
+
+
+@cache
+def unbounded(name: str) -> Text:
+    return make_text(TOKENIZERS[name], context=None)
 
 
 def test_the_bound_is_the_longest_token() -> None:
@@ -71,7 +79,7 @@ def test_long_text_is_refused_without_tokenising_it(name: str, monkeypatch: pyte
         monkeypatch.setattr(f"vtx.runtime.prompt.{module}.encode", never)
     message = r"^the prompt has 2,000,\d{3} characters, and at most \d+ can fit .* of 24 tokens; shorten it, or export$"
     with pytest.raises(ContextError, match=message):
-        BOUNDED[name].prompt([ask("x" * 2_000_000)], 4)
+        bounded(name).prompt([ask("x" * 2_000_000)], 4)
 
 
 SHREDS = st.sampled_from(
@@ -84,15 +92,15 @@ SHREDS = st.sampled_from(
 def test_what_fits_is_never_refused(name: str, question: str) -> None:
     chat: list[Message] = [ask(None, "?" + question)]
     try:
-        BOUNDED[name].prompt(chat, 1)
+        bounded(name).prompt(chat, 1)
     except ContextError:
-        assert len(UNBOUNDED[name].prompt(chat, 1)) > CONTEXT - 1
+        assert len(unbounded(name).prompt(chat, 1)) > CONTEXT - 1
     except RequestError:
         pass
 
 
 def test_spaces_that_the_normalizer_takes_away_or_the_template_strips_do_not_count() -> None:
-    assert BOUNDED["squeezing"].prompt([ask("a" + " " * 100_000 + "b")], 4).size < CONTEXT
+    assert bounded("squeezing").prompt([ask("a" + " " * 100_000 + "b")], 4).size < CONTEXT
     stripping = make_text(TOKENIZERS["bytes"], VICUNA.replace("c['text'] + ' '", "c['text'].strip() + ' '"))
     assert stripping.prompt([ask("a" + " " * 100_000)], 4).size < CONTEXT
 
