@@ -17,6 +17,9 @@ CLANG ?= clang++
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
 OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 
+# A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers pages docs wheel clean fuzz sequences
 
 help: ## this list

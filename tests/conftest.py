@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.covering import covering
 from tests.support.old_onnxruntime import skipped_where_it_is_too_old
 from tests.support.shared import Shared
 from tests.support.tiny import Tiny, make
@@ -67,9 +68,30 @@ def pytest_collection() -> Generator[None]:
         gc.set_threshold(20_000, 20, 20)
 
 
+def values(case: pytest.Function) -> dict[str, Hashable]:
+    """The values of a case by its parameters; those that one mark gives together are one."""
+    given = dict(case.callspec.params)
+    together = [marker.args[0] for marker in case.iter_markers("parametrize")]
+    groups = [[name.strip() for name in names.split(",")] if isinstance(names, str) else names for names in together]
+    groups += [[name] for name in given if not any(name in group for group in groups)]
+    # a value is one object in all cases that have it
+    return {",".join(group): tuple(id(given[name]) for name in group) for group in groups}
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow all but each n-th case of a test that is `sampled(n)`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that `covering` does not need; mark as slow all but each n-th case of a `sampled(n)` test."""
+    tests: dict[tuple[str, int], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("covering")):
+            tests.setdefault((item.nodeid.partition("[")[0], marker.args[0]), []).append(item)
+    left_out = set[pytest.Item]()
+    for (_, strength), cases in tests.items():
+        needed = {cases[number] for number in covering([values(case) for case in cases], strength)}
+        left_out.update(case for case in cases if case not in needed)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     seen = Counter[str]()
     for item in items:
         if marker := item.get_closest_marker("sampled"):

@@ -252,7 +252,7 @@ def test_prompts_of_any_template_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(templates(), st.lists(LONG_CHATS, min_size=30, max_size=30), st.booleans())
 def test_prompts_of_many_templates_are_those_of_transformers(
     template: str, chats: list[list[Message]], reply: bool

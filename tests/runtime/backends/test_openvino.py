@@ -92,13 +92,14 @@ def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], L
 # --- parity ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("count", [1, 2, 0], ids=["one-image", "two-images", "text-only"])
-@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("name", "count"), [*(("llama-clip-gqa", count) for count in (1, 0)), *((name, 2) for name in VARIANTS)]
+)
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
-    models: Get, reference: Callable[..., Reference], tiny: Tiny, count: int
+    models: Get, reference: Callable[..., Reference], name: str, count: int
 ) -> None:
-    model, judge = models(tiny), reference(tiny)
+    model, judge = models(VARIANTS[name]), reference(VARIANTS[name])
     images = [random_image(seed, (80 - 30 * seed, 60)) for seed in range(count)]
     messages = prompt_messages(QUESTIONS[2], count)
     inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
@@ -111,7 +112,8 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
         assert list(found.done.slots) == judge.kv_slots(inputs, k)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "compute", "tolerance"),
     [("fp16", "f32", FP16_TOLERANCE), ("fp32", "bf16", BF16_TOLERANCE), ("fp16", "bf16", BF16_TOLERANCE)],
@@ -448,7 +450,7 @@ def test_blocks_are_told_again_where_an_interrupt_came_while_they_were(
     assert np.array_equal(found, wanted)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 @pytest.mark.parametrize("earlier", [None, (1, None), (5, 2)])
 def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(

@@ -62,7 +62,7 @@ PROMPTS = {
 }
 
 
-# Of each family and tower one variant is asked about two images at every change; all is asked of all in the slow tests.
+# One variant is asked all prompts, the others about two images; of each family and tower one of them at every change.
 QUICK = {
     "llama-siglip-biases", "llama-wide-heads-llama3-layers", "mistral-clip-linear-new", "mistral-siglip-tied",
     "qwen2-clip-full-no-bias", "qwen2-siglip-three-layers", "qwen3-clip-biases",
@@ -70,11 +70,12 @@ QUICK = {
 
 
 def pairs() -> Iterator[Any]:
-    """Every variant with every prompt, most of them marked slow."""
+    """The first variant with every prompt, each other with two images, most of them marked slow."""
     for variant, tiny in VARIANTS.items():
-        for name, words in PROMPTS.items():
-            quick = variant == "llama-clip-gqa-hub" or (variant in QUICK and name == "two-images")
-            yield pytest.param(tiny, words, id=f"{variant}-{name}", marks=() if quick else pytest.mark.slow)
+        first = variant == "llama-clip-gqa-hub"
+        for name in PROMPTS if first else ("two-images",):
+            marks = () if first or variant in QUICK else pytest.mark.slow
+            yield pytest.param(tiny, PROMPTS[name], id=f"{variant}-{name}", marks=marks)
 
 
 @pytest.mark.parametrize(("tiny", "question"), list(pairs()))

@@ -38,7 +38,8 @@ VARIANTS = {
 QUESTION = "What is the colour of the square in the picture?"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.covering(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shapes", [(WIDE,), (HIGH,), (HIGH, WIDE)], ids=["wide", "high", "both"])
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(

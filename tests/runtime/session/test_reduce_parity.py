@@ -73,7 +73,8 @@ def case(request: pytest.FixtureRequest, cases: Cases) -> Case:
 # ---- each method -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.covering(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ["raster", "merged-first"])
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
 @pytest.mark.parametrize("share", SHARES.values(), ids=list(SHARES))
@@ -97,7 +98,8 @@ def released(case: Case) -> Method:
     return Method(tau=tau, key=0.08, layers=LAYERS, positions="renumber", order="merged-first", keys="last-block")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.covering(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", SHARES.values(), ids=list(SHARES))
 @pytest.mark.parametrize("seeds", [(4,), (4, 7)], ids=["one-image", "two-images"])
 def test_mustdrop_as_released(case: Case, seeds: tuple[int, ...], share: float) -> None:
@@ -163,6 +165,7 @@ def test_two_images(case: Case) -> None:
 # ---- composition -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
 def test_mustdrop_with_withdrawal(case: Case, k: int, positions: str) -> None:

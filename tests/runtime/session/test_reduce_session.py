@@ -166,7 +166,8 @@ def test_any_questions_in_any_order_equal_fresh_ones(
             assert np.array_equal(found, fresh[number, way][:n])
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.covering(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 @pytest.mark.parametrize("earlier", [None, "none", "withdrawal", "mustdrop"])
 @pytest.mark.parametrize("way", ["fastv then withdrawal", "mustdrop renumbering", "mustdrop then withdrawal"])

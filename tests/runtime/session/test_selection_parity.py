@@ -150,6 +150,7 @@ def test_fastv_before_or_behind_it(case: Case, way: str) -> None:
     assert_equal(*ask_both(case, Method(**WAYS[way], fastv=(2, 0.5))))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
 @pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
 def test_mustdrop_behind_it(case: Case, way: str, positions: str) -> None:
@@ -157,7 +158,8 @@ def test_mustdrop_behind_it(case: Case, way: str, positions: str) -> None:
     assert_equal(*ask_both(case, method, share=0.3))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str, Any]) -> None:
     talk, kept = Talk(case.model), []
@@ -171,6 +173,7 @@ def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str,
     assert kept[0] == kept[-1]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))

@@ -208,7 +208,8 @@ def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
 # --- interrupts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.covering(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 @pytest.mark.parametrize("earlier", [None, (1, None), (1, 3), (3, 5), (5, None)])
 def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(

@@ -41,11 +41,15 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("images", "videos"), [pytest.param(0, [WIDE], marks=slow), pytest.param(0, [HIGH, WIDE], marks=slow), (1, [HIGH])],
-    ids=["one", "two", "image and video"],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "tiny", [pytest.param(tiny, id=name, marks=slow if "multi-head" in name else ()) for name, tiny in VARIANTS.items()]
+    ("tiny", "images", "videos"),
+    [
+        pytest.param(VIDEO_LLAVA, 0, [WIDE], id="video_llava, one", marks=slow),
+        *(pytest.param(tiny, 0, [HIGH, WIDE], id=f"{tiny.family}, two", marks=slow) for tiny in FAMILIES),
+        *(
+            pytest.param(tiny, 1, [HIGH], id=f"{name}, image and video", marks=slow if "multi-head" in name else ())
+            for name, tiny in VARIANTS.items()
+        ),
+    ],
 )
 def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement(
     models: Models, reference: Callable[..., Reference], tiny: Tiny, images: int, videos: list[np.ndarray]
