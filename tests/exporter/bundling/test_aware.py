@@ -180,6 +180,7 @@ def stated_search(
     return errors, factors
 
 
+@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 @pytest.mark.parametrize("tiny", [MHA, GQA], ids=["mha", "gqa"])

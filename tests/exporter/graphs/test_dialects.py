@@ -68,7 +68,8 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
     return get
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.covering(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
@@ -118,7 +119,8 @@ def test_rows_in_chunks_equal_rows_at_once(dialect_models: Get, dialect: str, cu
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=2e-5, rtol=0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.covering(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", FEATURE_TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
