@@ -157,6 +157,9 @@ def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
     click.echo()
     for line in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
         note(line)
+    if stream.answer.choices is not None:
+        odds = sorted(stream.answer.choices.items(), key=lambda choice: -choice[1])
+        note(", ".join(f"{choice} {probability:.1%}" for choice, probability in odds))
     if stream.answer.stats.forced is not None and stream.answer.stopped != "end":
         note("the answer was cut before its form was complete; raise --max-new-tokens")
     if stream.answer.stopped == "context":

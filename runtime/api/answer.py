@@ -81,6 +81,8 @@ class Answer:
     complete. `logprobs` are the natural
     logarithms of the tokens' probabilities as the model gives them, before sampling, and `top_logprobs` the most likely
     tokens at each position with theirs, (id, log probability); None if not asked for.
+    `choices`: the probability of each choice that was given, normalised over them; None without choices, or if there
+    are more than `MAX_SCORED`.
     `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` prints on one line.
     """
 
@@ -90,6 +92,7 @@ class Answer:
     stopped: str
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[Likely, ...] | None = None
+    choices: dict[str, float] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -101,5 +104,6 @@ class Answer:
         facts |= facts.pop("reduced") or {}
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
+        facts |= {} if self.choices is None else {"choices": self.choices}
         unasked = {name for name in ("gate", "drafted", "accepted", "forced", "seg_states") if facts[name] is None}
         return {name: value for name, value in facts.items() if name not in unasked}

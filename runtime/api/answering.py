@@ -20,11 +20,12 @@ from vtx.runtime.errors import ContextError
 from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.make import decisions
 from vtx.runtime.policies.policy import Policy
+from vtx.runtime.prompt.guiding import MAX_SCORED
 from vtx.runtime.prompt.messages import Message, asking_about
 from vtx.runtime.prompt.tokenizer import Detokenizer
 from vtx.runtime.session.encoded_images import EncodedImages, make_prompt, selecting_text
 from vtx.runtime.session.generate import generate
-from vtx.runtime.session.sampling import Likely, Sampler, log_probability, most_likely
+from vtx.runtime.session.sampling import Likely, Sampler, log_probability, log_softmax, most_likely
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class AnswerInProgress:
         self._likely: list[Likely] = []
         self._seg_states: list[tuple[float, ...]] = []
         self._lookup: PromptLookup | None = None
+        self._choices: dict[str, float] | None = None
         guide = question.options.guide
         self._guided = None if guide is None else loaded.guided(guide)
         self._output = TextOutput(loaded.text.stream(), question.options.stop)
@@ -141,6 +143,7 @@ class AnswerInProgress:
                 self._result, self._prefilled = result, perf_counter()
                 self.session = caches.session
                 yield ""
+                yield from self._score_choices(caches.session, result)
                 stopped = yield from self._generate(caches.session, result, prompt)
                 self.end(stopped)
                 if self._completed is not None and self.answer is not None:
@@ -218,7 +221,25 @@ class AnswerInProgress:
             forced=self._guided.forced if self._guided else None,
             seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
         )
-        self.answer = Answer(self._output.text, tuple(self._ids), stats, stopped, logprobs, likely)
+        text, ids, choices = self._output.text, tuple(self._ids), self._choices
+        self.answer = Answer(text, ids, stats, stopped, logprobs, likely, choices)
+
+    def _score_choices(self, session: Session, result: PrefillResult) -> Generator[str]:
+        """Find the probability that the answer is a choice, up to its end token, for each; one pass a choice."""
+        guide, text, scores = self._question.options.guide, self._loaded.text, list[float]()
+        choices = guide.choices if guide is not None and guide.choices is not None else ()
+        if not choices or len(choices) > MAX_SCORED:
+            return
+        for choice in choices:
+            self.request.check()
+            ids, logits = text.answer_ids(choice), result.logits[None]
+            logits = np.concatenate([logits, session.try_tokens(ids)]) if ids else logits
+            known = log_softmax(logits)
+            end = np.logaddexp.reduce(known[-1, list(text.settings.end_ids)])
+            scores.append(float(known[np.arange(len(ids)), ids].sum() + end))
+            yield ""  # other answers continue between two passes
+        odds = np.exp(np.array(scores) - max(scores))
+        self._choices = dict(zip(choices, (odds / odds.sum()).tolist(), strict=True))
 
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
         """Yield the text of token after token; return why it ended."""

@@ -25,6 +25,7 @@ Schema = Mapping[str, Any] | str | bool
 MAX_SCHEMA, MAX_REGEX, MAX_GRAMMAR = 64 << 10, 4 << 10, 8 << 10  # bytes as UTF-8 text; of all choices as of a schema
 BYTES = {"schema": MAX_SCHEMA, "choices": MAX_SCHEMA, "regex": MAX_REGEX, "grammar": MAX_GRAMMAR}
 MAX_CHOICES = 1024
+MAX_SCORED = 64  # choices whose probabilities are computed, with a pass for each
 KEPT = 32  # compiled grammars of a bundle
 # llguidance's limits: of the work to compile a grammar, of each mask's, and of an answer's memory, 1 to 2 KB a state.
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
@@ -39,7 +40,7 @@ class Guide:
 
     Args:
         schema: a JSON schema, as an object or as JSON text; the answer is JSON that it allows. True: any JSON.
-        choices: the answer is one of these texts.
+        choices: the answer is one of these texts. The answer has the probability of each if they are at most 64.
         regex: a regular expression (in Rust's syntax) that matches the whole answer.
         grammar: a grammar in llguidance's variant of Lark.
 

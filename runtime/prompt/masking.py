@@ -77,6 +77,14 @@ class Masking:
             position = end
         return ids + suffix[::-1]
 
+    def continuation(self, before: str, text: str) -> list[int]:
+        """The ids of `text` behind the rendered `before`; control tokens in `text` are ordinary text."""
+        start = max((match.end() for match in self._pattern.finditer(before)), default=0)
+        known, elsewhere = before[start:], self._text_tokenizers[1]
+        tokenizer = elsewhere if start else self._text_tokenizers[0]
+        prefix, ids = encode(tokenizer, known).ids, encode(tokenizer, known + text).ids
+        return list(ids[len(prefix) :] if ids[: len(prefix)] == prefix else encode(elsewhere, text).ids)
+
     @cached_property
     def _text_tokenizers(self) -> tuple[Tokenizer, Tokenizer]:
         return without_control_tokens(self._tokenizer, self._control)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,17 +179,28 @@ class Text:
                 )
 
     @cached_property
+    def _before_answer(self) -> tuple[str, str]:
+        """The end of a prompt as text, and the space or nothing that the template prints between it and an answer."""
+        question: Message = {"role": "user", "content": "?"}
+        try:
+            before = self._renderer.render([question], add_generation_prompt=True)
+            after = self._renderer.render(
+                [question, {"role": "assistant", "content": "x"}], add_generation_prompt=False
+            )
+        except TemplateError:
+            return "", ""
+        return before, " " if after.startswith(f"{before} ") else ""
+
+    @property
     def may_begin_with_space(self) -> bool:
         """True if answers usually begin with a space, which the template prints or the tokenizer adds."""
-        asked, told = {"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}
-        question: list[Message] = [cast("Message", asked)]
-        try:
-            before = self._renderer.render(question, add_generation_prompt=True)
-            after = self._renderer.render([*question, cast("Message", told)], add_generation_prompt=False)
-        except TemplateError:
-            before = after = ""
         written = encode(self.tokenizer, "x").tokens
-        return after.startswith(f"{before} ") or (bool(written) and written[0].startswith("\u2581"))
+        return self._before_answer[1] == " " or (bool(written) and written[0].startswith("\u2581"))
+
+    def answer_ids(self, answer: str) -> list[int]:
+        """Token ids of an answer behind a prompt, as the template prints earlier ones, without an end token."""
+        before, space = self._before_answer
+        return self._masking.continuation(before, space + answer) if answer else []
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""

@@ -87,12 +87,17 @@ class Sampler:
 
 def log_probability(logits: NDArray[np.float32], token: int) -> float:
     """The natural logarithm of a token's probability under logits [vocab], as the model gives them."""
-    scores = logits.astype(np.float64) - float(logits.max())
-    return float(scores[token] - np.log(np.exp(scores).sum()))
+    return float(log_softmax(logits)[token])
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The logarithms of the probabilities of all tokens under logits [..., vocab], as the model gives them."""
+    scores = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    normed: NDArray[np.float64] = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    return normed
 
 
 def most_likely(logits: NDArray[np.float32], count: int) -> Likely:
     """The `count` most likely tokens under logits [vocab], the likeliest first, with their log probabilities."""
-    scores = logits.astype(np.float64) - float(logits.max())
-    scores -= np.log(np.exp(scores).sum())
+    scores = log_softmax(logits)
     return tuple((int(token), float(scores[token])) for token in np.argsort(-scores, kind="stable")[:count])

@@ -205,18 +205,29 @@ class Session:
             assert token == self._suffix[-1], "another token ran ahead"
             return ahead
         assert not self._drafts, "a draft is neither accepted nor forgotten"
-        self._check_room(self.length + len(draft))
-        tokens = self.caches.embed_text(np.array([token, *draft], np.int64))
-        for number in range(len(self._stages)):
-            first = self.next_position(number)
-            positions = np.arange(first, first + len(tokens), dtype=np.int64)
-            tokens = tokens.after(self.caches.cache(number).append(tokens, positions))
+        hidden = self._append([token, *draft])
         self._suffix.append(token)
-        hidden = tokens.hidden
         logits, self.state = self._backend.head(hidden), hidden[0]
         self._drafts.extend(zip(draft, logits[1:], hidden[1:], strict=True))
         first_logits: NDArray[np.float32] = logits[0]
         return first_logits
+
+    def try_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """The logits [tokens, vocab] after each of these next tokens, which leave the caches again."""
+        logits = self._backend.head(self._append(tokens))
+        for cache in self.decoding_caches:
+            cache.keep(cache.length - len(tokens))
+        return logits
+
+    def _append(self, ids: Sequence[int]) -> HiddenStates:
+        """Run these next tokens in one pass; the states [tokens, hidden] of the last layer."""
+        self._check_room(self.length + len(ids) - 1)
+        tokens = self.caches.embed_text(np.array(ids, np.int64))
+        for number in range(len(self._stages)):
+            first = self.next_position(number)
+            positions = np.arange(first, first + len(tokens), dtype=np.int64)
+            tokens = tokens.after(self.caches.cache(number).append(tokens, positions))
+        return tokens.hidden
 
     def accept(self, token: int) -> NDArray[np.float32] | None:
         """The logits [vocab] after a token that is the next one of the draft; None if it is not.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support.bundles import ORT, export
 from tests.support.exported import THREADS, Models, policy, prompt
 from tests.support.schemas import random_schema
+from tests.support.text import TEMPLATES, ask, make_text
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.prepare import demo_checkpoint
 from vtx.runtime.api.answer import Answer
@@ -220,6 +221,7 @@ def test_commands_guide_answers(model: Model, tmp_path: Path) -> None:
     assert said(run, picture, QUESTION, "--choices", '["a,b", "c"]').strip() in ("a,b", "c")
     assert said(run, picture, QUESTION, "--regex", "[0-9]{3}").strip().isdigit()
     assert said(run, picture, QUESTION, "--grammar", tmp_path / "form.lark").strip() in ("a", "b")
+    assert "%, " in said(run, picture, QUESTION, "--choices", "yes,no", noted=True)
     assert "cut before" in said(run, picture, QUESTION, "--regex", "[0-9]{9}", "--max-new-tokens", 1, noted=True)
     assert said(chat, picture, "--choices", "yes,no", typed=f"{QUESTION}\n").strip() in ("yes", "no")
     assert "give one" in said(run, picture, QUESTION, "--regex", "a", "--choices", "b", code=1)
@@ -233,3 +235,59 @@ def test_commands_guide_answers(model: Model, tmp_path: Path) -> None:
     assert answers[1]["text"].isdigit()
     assert answers[2]["text"] in ("yes", "no")
     assert "must be a list" in answers[3]["error"]
+
+
+def plain_scores(model: Model, choices: tuple[str, ...], k: int | None) -> list[float]:
+    """The probabilities of choices: each whole conversation as one new prompt, without caches or tries."""
+    user = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
+    asked, found = prompt(model, [user], [random_image(1)]), list[float]()
+    for choice in choices:
+        own = model.loaded.text.answer_ids(choice)
+        session = Session(model.backend, model.manifest)
+        rows = [session.prefill(asked, policy(k)).logits, *(session.decode(token) for token in own)]
+        known = [row.astype(np.float64) - np.logaddexp.reduce(row.astype(np.float64)) for row in rows]
+        ends = np.logaddexp.reduce(known[-1][list(model.manifest.text.end_ids)])
+        found.append(float(sum(row[token] for row, token in zip(known, own, strict=False)) + ends))
+    odds = np.exp(np.array(found) - np.logaddexp.reduce(found))
+    return [float(value) for value in odds]
+
+
+@pytest.mark.parametrize("lookup", [0, 3])
+def test_the_probabilities_of_choices_are_those_of_plain_scoring(
+    model: Model, image: Conversation, lookup: int
+) -> None:
+    choices = ("5", "4", "red", "red circle", "", "a picture of a square")
+    answer = image.ask(QUESTION, choices=choices, prompt_lookup=lookup)
+    assert answer.choices is not None
+    assert sum(answer.choices.values()) == pytest.approx(1)
+    assert list(answer.choices) == list(choices)
+    assert list(answer.choices.values()) == pytest.approx(
+        plain_scores(model, choices, model.manifest.default_k), abs=1e-4
+    )
+    assert answer.to_dict()["choices"] == answer.choices
+    assert image.ask(QUESTION, regex="a").choices is None
+    many = image.ask(QUESTION, choices=[str(n) for n in range(65)])
+    assert many.choices is None
+
+
+def test_the_demo_is_sure_of_what_it_knows(model: Model) -> None:
+    if "demo" not in model.manifest.model.name:
+        pytest.skip("a random model knows nothing")
+    scene = Path(__file__).parents[3] / "examples" / "scene-1.jpg"
+    with model.open(scene) as image:
+        answer = image.ask(QUESTION, choices=[str(n) for n in range(1, 10)])
+        assert answer.choices is not None
+        assert answer.text == max(answer.choices, key=lambda choice: answer.choices[choice]) == "5"
+        assert answer.choices["5"] > 0.9
+
+
+@pytest.mark.parametrize("kind", ["bytes", "first", "always", "never", "normalizer", "words"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_an_answer_s_tokens_are_those_of_the_conversation_that_holds_it(kind: str, template: str) -> None:
+    text = make_text(kind, TEMPLATES[template])
+    question = ask("what is this?")
+    before = text.prompt([question], 1).tolist()
+    for answer in ("a cat", "the picture is"):
+        whole = text.prompt([question, ask(answer, role="assistant")], 1, add_generation_prompt=False).tolist()
+        ids = [*before, *text.answer_ids(answer)]
+        assert whole[: len(ids)] == ids

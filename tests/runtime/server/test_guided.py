@@ -51,6 +51,8 @@ def test_answers_computed_together_are_those_of_fresh_runs(served: Served, local
         assert reply.status == 200, reply.body
         choice = reply.json["choices"][0]
         assert reply.json["usage"]["vtx"]["token_ids"] == list(answer.token_ids)
+        odds = reply.json["usage"]["vtx"].get("choices")
+        assert odds == (None if answer.choices is None else pytest.approx(answer.choices, abs=1e-6))
         assert choice["finish_reason"] == {"end": "stop", "length": "length"}[answer.stopped]
     jsonschema.validate(json.loads(replies[0].json["choices"][0]["message"]["content"]), SCHEMA)
 
