@@ -46,22 +46,15 @@ class TextOutput:
         self.text = ""  # the pieces so far
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """The text that is certain with one more token, maybe none."""
-        return self._give(self._detokenizer.push(token), last=False)
-
-    def finish(self) -> str:
-        """The rest."""
-        return self._give(self._detokenizer.finish(), last=True)
-
-    def _give(self, piece: str, *, last: bool) -> str:
-        text = self._waiting + piece
+    def push(self, token: int | None) -> str:
+        """The text that is certain with one more token, maybe none; None: the rest."""
+        text = self._waiting + (self._detokenizer.finish() if token is None else self._detokenizer.push(token))
         text = text if self.text else text.lstrip()
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         cut = len(text)
         if ends:
             self.stopped, cut = True, min(ends)[1]
-        elif not last:
+        elif token is not None:
             for count in range(min(self._longest, len(text)), 0, -1):
                 if any(stop.startswith(text[-count:]) for stop in self._stops):
                     cut -= count
@@ -187,12 +180,12 @@ class AnswerInProgress:
         slots = result.slots if result else ()
         decoding = self._last_token - self._first_token
         seconds = {
+            "load": self._loaded.load_ms / 1000,
             "vision": self._vision_seconds,
             "prefill": max(0.0, self._prefilled - self._start - self._vision_seconds),
             "first_token": self._first_token - self._start,
             "decode_per_token": decoding / (len(self._ids) - 1) if len(self._ids) > 1 else 0.0,
         }
-        timings = {name: round(1000 * value, 3) for name, value in seconds.items()}
         if result and policy.reductions:
             from vtx.runtime.session.reduction_report import reduced
 
@@ -212,7 +205,7 @@ class AnswerInProgress:
             device=backend.device,
             compute=backend.compute,
             precision=manifest.precision,
-            timings_ms={"load": round(self._loaded.load_ms, 3), **timings},
+            timings_ms={name: round(1000 * value, 3) for name, value in seconds.items()},
             gate=None if gate is None else tuple(gate),
             reduce=to_spec(policy.reductions),
             reduced=report,
@@ -278,7 +271,7 @@ class AnswerInProgress:
             yield piece
             if output.stopped:
                 return "stop"
-        rest = output.finish()
+        rest = output.push(None)
         if rest:
             yield rest
         if output.stopped:

@@ -26,7 +26,6 @@ from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
-from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.fit import fitted, note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import limited_layout, settings_for
@@ -86,7 +85,7 @@ class LoadedBundle:
         image_formats: Sequence[str] = DEFAULT_FORMATS,
     ) -> None:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
-        self.fit, self.image_formats = fit, check_formats(image_formats)
+        self.fit, self.image_formats = fit, image_formats
         self.manifest = manifest = bundle.manifest
         self.text = Text.load(
             bundle.read, manifest.text, max_context=manifest.max_context, or_more_context=manifest.or_more_context,
@@ -176,6 +175,8 @@ class LoadedBundle:
             else self.prepare(source, fit, of_images=number)
             for source in given
         ]
+        if number in (0, len(images)):
+            return tuple(images)
         order = self.text.order(messages or [{"role": "user", "content": opening_parts(images, "?")}])
         return tuple(images[number] for number in order)
 

@@ -6,18 +6,18 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from operator import or_
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.options import check_limits
+from vtx.runtime.policies.options import option_text
 from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches, Scores
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):
     """The parts of a bundle that a method requires.
 
     `cuts`: layers before which tokens may leave, so a stage begins there. `queries`: layers whose attention it reads.
@@ -43,10 +43,8 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         cuts, queries = sorted({*self.cuts, *other.cuts}), sorted({*self.queries, *other.queries})
-        shrinks = min((n for n in (self.shrinks, other.shrinks) if n is not None), default=None)
-        flags = ("merging", "attention", "last_attention", "final_norm", "text_tower")
-        either = (getattr(self, name) or getattr(other, name) for name in flags)
-        return Needs(tuple(cuts), tuple(queries), shrinks, *either)
+        shrinks = [layer for layer in (self.shrinks, other.shrinks) if layer is not None]
+        return Needs(tuple(cuts), tuple(queries), min(shrinks, default=None), *map(or_, self[3:], other[3:]))
 
 
 def _absent(*_: object) -> Any:
@@ -165,7 +163,10 @@ class Reduction:
     thresholds: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        check_limits(self, self.name)
+        for each in dataclasses.fields(cast(Any, self)):
+            limits, value = each.metadata.get("limits"), getattr(self, each.name)
+            if limits is not None and value is not None and not limits.allow(value):
+                raise RequestError(f"{self.name}: {each.name} is {option_text(value, exact=True)}; {limits.fix}")
         for values, message in self.conflicts:
             if all(getattr(self, option) == value for option, value in values.items()):
                 raise RequestError(f"{self.name}: {message}")

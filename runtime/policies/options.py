@@ -11,7 +11,6 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.tokens import share
 
 OFF = "off"
@@ -101,14 +100,6 @@ def options_of(kind: type) -> tuple[Option, ...]:
         value_type = typing.get_args(hint)[0] if optional else hint
         options.append(Option(field.name, value_type, optional, field.default, field.metadata.get("limits")))
     return tuple(options)
-
-
-def check_limits(part: Any, name: str) -> None:
-    """Raise RequestError if a value of the dataclass `part` is outside its option's limits."""
-    for field in dataclasses.fields(part):
-        limits, value = field.metadata.get("limits"), getattr(part, field.name)
-        if limits is not None and value is not None and not limits.allow(value):
-            raise RequestError(f"{name}: {field.name} is {option_text(value, exact=True)}; {limits.fix}")
 
 
 def option_text(value: Any, *, exact: bool = False) -> str:

@@ -56,6 +56,8 @@ class Text:
         self.settings = settings
         self.tokenizer, self._max_context, self._vocab = tokenizer, max_context, vocab
         self._or_more_context = or_more_context
+        video = settings.video_token_id
+        self._pictures = [settings.image_token_id, *([] if video is None else [video])]  # ids
         self._hidden = frozenset(id for id, token in added.items() if token.special)
         self._bytes = frozenset(tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._renderer = Renderer(template, settings)
@@ -132,12 +134,6 @@ class Text:
         left = {kind: iter([n for n, own in enumerate(kinds) if own == kind]) for kind in kinds}
         printed = ids[np.isin(ids, self._pictures)]
         return [next(left["image" if id == self.settings.image_token_id else "video"]) for id in printed.tolist()]
-
-    @property
-    def _pictures(self) -> list[int]:
-        """The ids of the tokens of images and videos."""
-        video = self.settings.video_token_id
-        return [self.settings.image_token_id, *([] if video is None else [video])]
 
     def _ids(
         self, messages: Sequence[Message], add_generation_prompt: bool, images: Sequence[PromptImage] = ()

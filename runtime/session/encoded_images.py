@@ -63,8 +63,7 @@ class PreparedImage:
 
 def vision_extras(entries: Sequence[Entry]) -> Extras:
     """The extra inputs of the vision graph that `entries` ask for, by name, [1] float32 each."""
-    inputs = (pair for entry in entries for pair in entry.vision_inputs().items())
-    return {name: np.array([value], np.float32) for name, value in inputs}
+    return {name: np.array([value], np.float32) for entry in entries for name, value in entry.vision_inputs().items()}
 
 
 def enter(tokens: ImageTokens, entries: Sequence[Entry], question: PromptText | None) -> ImageTokens:
@@ -123,7 +122,7 @@ class ImageCache:
 
 
 def nbytes(tokens: ImageTokens) -> int:
-    """Bytes of an image's tokens, of of their patches' signals, and of what policies derived from them."""
+    """Bytes of an image's tokens, of their patches' signals, and of what policies derived from them."""
     patches = tokens.patches
     known = [*patches.signals.values(), *list(tokens.derived.values())]  # a list at once: another thread may add to it
     return tokens.hidden.nbytes + patches.indices.nbytes + sum(array.nbytes for array in known)

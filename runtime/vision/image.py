@@ -41,18 +41,25 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
         with _image_errors("the array"):
             return to_rgb(from_array(source))
     if isinstance(source, Image.Image):
-        with _image_errors("the given image"):
-            check_size("the given image", *source.size)
-            source.load()  # before EXIF: TIFF turns itself upright while loading
-            return _upright(to_rgb(source), source.getexif().get(TAG, 1))
-    name, content = read_bytes(source)
+        name, content = "the given image", b""
+    else:
+        name, content = read_bytes(source)
     with _image_errors(name):
-        container = read_container(name, content, formats)
-        image = Image.open(_Metered(name, b"".join(container.pieces)), formats=(container.kind,))
-        if image.size != (container.width, container.height):
-            raise ImageError(f"{name} is damaged and cannot be decoded (it states two sizes); save or copy it again")
-        image.load()
-        return _upright(to_rgb(image), container.orientation)
+        if isinstance(source, Image.Image):
+            check_size(name, *source.size)
+            source.load()  # before EXIF: TIFF turns itself upright while loading
+            image, orientation = to_rgb(source), source.getexif().get(TAG, 1)
+        else:
+            container = read_container(name, content, formats)
+            file = Image.open(_Metered(name, b"".join(container.pieces)), formats=(container.kind,))
+            if file.size != (container.width, container.height):
+                raise ImageError(
+                    f"{name} is damaged and cannot be decoded (it states two sizes); save or copy it again"
+                )
+            file.load()
+            image, orientation = to_rgb(file), container.orientation
+        turn = UPRIGHT.get(orientation)
+        return image if turn is None else image.transpose(turn)
 
 
 def image_size(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) -> tuple[int, int]:
@@ -91,11 +98,6 @@ class _Metered(BytesIO):
                 f"{self._name} takes over {MAX_DECODE_SECONDS:g} s to decode, the limit; shrink it, or save it again"
             )
         return super().read(size)
-
-
-def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    turn = UPRIGHT.get(orientation)
-    return image if turn is None else image.transpose(turn)
 
 
 @contextlib.contextmanager

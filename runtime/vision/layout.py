@@ -133,7 +133,9 @@ def limited_layout(layout: Layout, max_tiles: int | None, max_pixels: int | None
 
 def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:
     """`fit.fitted`. Raises RequestError for a fit if images are seen in tiles or at their own resolution."""
-    if fit is not None and (layout.max_views > 1 or settings.own_size):
+    if fit is None:
+        return settings
+    if layout.max_views > 1 or settings.own_size:
         seen = "at their own resolution" if settings.own_size else "in tiles"
         raise RequestError(
             f"fit {fit!r:.20} has no effect here: this model sees images of any shape {seen}; leave it out"

@@ -115,8 +115,8 @@ class ImageTokens:
         patches = cls.one_per_patch(hidden).patches
         indices, merged = outputs.get(names.PATCH_INDEX, patches.indices), outputs.get(names.MERGED, patches.merged)
         present = np.flatnonzero(merged != names.GONE)
-        signals = {name: x for name, x in outputs.items() if name in names.VISION_SIGNALS}
-        signals |= {name: x for name, x in outputs.items() if name.startswith(names.TOKEN_INPUT)}
+        known = names.VISION_SIGNALS
+        signals = {name: x for name, x in outputs.items() if name in known or name.startswith(names.TOKEN_INPUT)}
         patches = Patches(indices, merged == names.WINDOW, signals)
         if len(present) == len(hidden):
             return cls(hidden, patches)

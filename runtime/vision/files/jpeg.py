@@ -21,24 +21,16 @@ _STANDALONE = (0x01, _START, _END)
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 
 
-class _Frame:
-    """Size of the picture, and the 8x8 blocks of each component by its id."""
-
-    def __init__(self, segment: bytes) -> None:
-        _, self.height, self.width, count = struct.unpack_from(">BHHB", segment)
-        if len(segment) != 6 + 3 * count or not 1 <= count <= 4:
-            raise DamagedError(f"its header names {count} components in {len(segment)} bytes")
-        parts = [(segment[i], segment[i + 1] >> 4, segment[i + 1] & 15) for i in range(6, len(segment), 3)]
-        if not all(1 <= h <= 4 and 1 <= v <= 4 for _, h, v in parts):
-            raise DamagedError("a component's sampling factor is not from 1 to 4")
-        across = -(-self.width // (8 * max(h for _, h, _ in parts)))
-        down = -(-self.height // (8 * max(v for _, _, v in parts)))
-        self.blocks = {component: across * h * down * v for component, h, v in parts}
-
-    def visited(self, scan: bytes) -> int:
-        """Blocks that a scan with this header visits."""
-        ids = scan[1 : 1 + 2 * scan[0] : 2]
-        return sum(self.blocks.get(component, 0) for component in ids)
+def _read_frame(segment: bytes) -> tuple[int, int, dict[int, int]]:
+    """Width and height of the picture, and the 8x8 blocks of each component by its id."""
+    _, height, width, count = struct.unpack_from(">BHHB", segment)
+    if len(segment) != 6 + 3 * count or not 1 <= count <= 4:
+        raise DamagedError(f"its header names {count} components in {len(segment)} bytes")
+    across, down = [byte >> 4 for byte in segment[7::3]], [byte & 15 for byte in segment[7::3]]
+    if not (min(across + down) >= 1 and max(across + down) <= 4):
+        raise DamagedError("a component's sampling factor is not from 1 to 4")
+    units = -(-width // (8 * max(across))) * -(-height // (8 * max(down)))
+    return width, height, {id: units * h * v for id, h, v in zip(segment[6::3], across, down, strict=True)}
 
 
 def read_jpeg(name: str, content: bytes) -> Container:
@@ -47,7 +39,7 @@ def read_jpeg(name: str, content: bytes) -> Container:
     Raises ImageError beyond `MAX_PARTS`, `MAX_SCANS` or `MAX_SCAN_BLOCKS`.
     """
     view, pieces = memoryview(content), []
-    frame: _Frame | None = None
+    frame: tuple[int, int, dict[int, int]] | None = None
     exif = xmp = None
     scans = visited = end = 0
     for _ in range(MAX_PARTS):
@@ -71,11 +63,13 @@ def read_jpeg(name: str, content: bytes) -> Container:
         if code in _FRAMES:
             if frame is not None:
                 raise DamagedError("it has two frame headers")
-            frame = _Frame(segment)
+            frame = _read_frame(segment)
         elif code == _SCAN:
             if frame is None or not segment:
                 raise DamagedError("a scan comes before the frame header")
-            scans, visited = scans + 1, visited + frame.visited(segment)
+            scans += 1
+            for component in segment[1 : 1 + 2 * segment[0] : 2]:
+                visited += frame[2].get(component, 0)
             if scans > MAX_SCANS:
                 raise too_many(name, "scans", MAX_SCANS)
             if visited > MAX_SCAN_BLOCKS:
@@ -93,4 +87,4 @@ def read_jpeg(name: str, content: bytes) -> Container:
     if frame is None:
         raise DamagedError("it has no frame header")
     closing = () if marker is None else (b"\xff\xd9",)
-    return Container("JPEG", frame.width, frame.height, (*pieces, *closing), exif or xmp or 1)
+    return Container("JPEG", *frame[:2], (*pieces, *closing), exif or xmp or 1)

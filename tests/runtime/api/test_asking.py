@@ -145,7 +145,7 @@ def shown(pieces: list[str], stops: tuple[str, ...]) -> tuple[list[str], bool]:
         if output.stopped:
             break
     else:
-        texts.append(output.finish())
+        texts.append(output.push(None))
     assert output.text == "".join(texts)
     return texts, output.stopped
 
