@@ -32,9 +32,7 @@ class Strict:
         Every field that is not `optional` must be there, and no other key. A tuple is a list in JSON, a float may be
         a whole number.
 
-        Raises:
-            VtxError: of the class `error`, naming the key by its path from `where`.
-
+        Raises VtxError: of the class `error`, naming the key by its path from `where`.
         """
         if not isinstance(data, dict):
             raise self.error(f"{where} is not an object; {self.cure}")

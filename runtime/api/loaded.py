@@ -129,9 +129,7 @@ class LoadedBundle:
     def policy(self, k: K = DEFAULT, options: Options | None = None, reduce: str | None = DEFAULT) -> Policy:
         """The policy that `k` and `reduce` mean for this bundle; its defaults if they are left out.
 
-        Raises:
-            RequestError: values of another type, or for which the bundle was not exported.
-
+        Raises RequestError: values of another type, or for which the bundle was not exported.
         """
         if reduce is not None and not isinstance(reduce, str):
             raise RequestError(f"reduce is {reduce!r:.40}; it must be a spec such as 'fastv:k=3', or 'none'")
@@ -221,9 +219,7 @@ class LoadedBundle:
     def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:
         """Token ids of messages, with all tokens of each image, or one for each if no images are given.
 
-        Raises:
-            RequestError: they cannot be asked.
-
+        Raises RequestError: they cannot be asked.
         """
         return self.text.prompt(messages, [image.in_prompt for image in images] or 1)
 
@@ -279,10 +275,8 @@ class LoadedBundle:
     def guided(self, guide: Guide) -> GuidedAnswer:
         """A new answer in a form; compiled forms are kept.
 
-        Raises:
-            DeviceError: llguidance is not installed.
-            RequestError: the form cannot be compiled or allows no answer, or llguidance does not read the tokenizer.
-
+        Raises DeviceError: llguidance is not installed; RequestError: the form cannot be compiled or allows no answer,
+        or llguidance does not read the tokenizer.
         """
         with self._lock:
             if self._grammars is None:

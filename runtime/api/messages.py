@@ -24,9 +24,7 @@ _FORMS = (
 def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ImageSource | Video], list[Message]]:
     """The images and videos of a message list in their order, and the messages with a mark for each.
 
-    Raises:
-        RequestError: what is not a message list, or an image that would have to be downloaded.
-
+    Raises RequestError: what is not a message list, or an image that would have to be downloaded.
     """
     if not isinstance(messages, list | tuple):
         raise RequestError(f"messages is a {type(messages).__name__}; it must be a list of dicts with role and content")

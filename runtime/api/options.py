@@ -141,9 +141,7 @@ class Settings:
     def of(cls, k: K, options: Options | None, keywords: Mapping[str, Any]) -> Settings:
         """The settings that the arguments of a question give.
 
-        Raises:
-            RequestError: a keyword that names no option, or a wrong value.
-
+        Raises RequestError: a keyword that names no option, or a wrong value.
         """
         changes = dict(keywords)
         reduce = changes.pop("reduce", DEFAULT)
@@ -158,9 +156,7 @@ _GUIDE = frozenset(field.name for field in dataclasses.fields(Guide))
 def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
     """`options`, or the defaults, with the fields that keywords name replaced.
 
-    Raises:
-        RequestError: a keyword that names no option, or a wrong value.
-
+    Raises RequestError: a keyword that names no option, or a wrong value.
     """
     base = Options() if options is None else options
     if not isinstance(base, Options):

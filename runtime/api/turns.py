@@ -100,10 +100,8 @@ class Turns:
     def hold(self, request: Request, *, closing: bool = False) -> Iterator[None]:
         """Hold the turn; when `closing`, cancel the answer that is being computed, whoever reads it.
 
-        Raises:
-            ConversationBusyError: another thread or task reads a stream, or this thread computes one.
-            Ended: cancelled or out of time while it waited.
-
+        Raises ConversationBusyError: another thread or task reads a stream, or this thread computes one; Ended:
+        cancelled or out of time while it waited.
         """
         with self._changed:
             while (holder := self._holder) is not None:

@@ -26,9 +26,7 @@ def zeros_in_small_pages(shape: tuple[int, ...], dtype: np.dtype[Any], *, reserv
     2 MiB, which numpy asks Linux for, all of it would become resident. Unless `reserved`, it may be larger than the
     memory of the machine.
 
-    Raises:
-        MemoryError: the address space or the system's limit is exhausted.
-
+    Raises MemoryError: the address space or the system's limit is exhausted.
     """
     if sys.platform != "linux":
         return np.zeros(shape, dtype)

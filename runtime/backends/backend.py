@@ -171,9 +171,7 @@ class BatchBackend(Backend, Protocol):
 
         Caches may swap lanes within a run, so all of them are for one thread from then on.
 
-        Raises:
-            DeviceError: this bundle's graphs take one conversation at a time, or there is no address space.
-
+        Raises DeviceError: this bundle's graphs take one conversation at a time, or there is no address space.
         """
         ...
 

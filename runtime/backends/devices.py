@@ -27,9 +27,7 @@ class DeviceChoice:
 def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> DeviceChoice:
     """The device that was asked for, or with "auto" the best of those that are possible.
 
-    Raises:
-        DeviceError: no such device, or it lacks its package, its graphs in this bundle, or the arithmetic asked for.
-
+    Raises DeviceError: no such device, or it lacks its package, its graphs in this bundle, or the arithmetic asked for.
     """
     if device not in DEVICES:
         raise DeviceError(f"device {device!r} is not available in this version; it runs on: {', '.join(DEVICES)}")

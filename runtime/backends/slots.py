@@ -29,9 +29,7 @@ class LanePool:
 
     It is only address space until a lane is written to, and `give_back` returns a lane's memory. Safe for threads.
 
-    Raises:
-        MemoryError: the address space or the system's limit is exhausted.
-
+    Raises MemoryError: the address space or the system's limit is exhausted.
     """
 
     def __init__(self, layers: int, lanes: int, shape: Sequence[int], dtype: np.dtype[Any]) -> None:

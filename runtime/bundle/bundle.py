@@ -46,9 +46,7 @@ class Bundle:
         With a `key` the manifest's signature is verified before anything else is read or parsed, and every file is
         hashed, large ones too.
 
-        Raises:
-            BundleError: no bundle, a damaged or hostile one, one from another version, or not signed by `key`.
-
+        Raises BundleError: no bundle, a damaged or hostile one, one from another version, or not signed by `key`.
         """
         try:
             path = Path(folder).expanduser().absolute()
@@ -84,9 +82,7 @@ class Bundle:
     def read(self, name: str, limit: int) -> bytes:
         """A file of at most `limit` bytes, whole; the manifest's checksum was compared with these very bytes.
 
-        Raises:
-            BundleError: the file is missing, larger, altered, or no regular file of the bundle.
-
+        Raises BundleError: the file is missing, larger, altered, or no regular file of the bundle.
         """
         with self._open(name, limit) as file:
             content = read_all(file, name, BundleError)
@@ -110,9 +106,7 @@ class Bundle:
         Before and after, all files must be the ones that were checked: the same inodes, sizes and times of change. A
         change that is undone within the block is not noticed.
 
-        Raises:
-            BundleError: a file is missing, or was replaced or written to since it was checked.
-
+        Raises BundleError: a file is missing, or was replaced or written to since it was checked.
         """
         used = [file for file in self.manifest.files if file == name or not file.endswith(".onnx")]
         for yielded in (False, True):

@@ -94,9 +94,7 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
 
     They are built after a bundle was signed, so their record has a signature of its own, by the same key.
 
-    Raises:
-        BundleError: there are none, the record is damaged, or not signed although the bundle must be.
-
+    Raises BundleError: there are none, the record is damaged, or not signed although the bundle must be.
     """
     where, cure = f"{FOLDER}/{target}/{RECORD}", build_command(bundle, target)
     if not bundle.files.exists(where):
@@ -151,9 +149,7 @@ def check_sources(bundle: Bundle, engines: EngineSet, graph: str) -> EngineRecor
 def open_engine(bundle: Bundle, engines: EngineSet, record: EngineRecord, *, whole: bool = False) -> BinaryIO:
     """The engine's file, open; its size and, up to 64 MB or with `whole`, its checksum are as recorded.
 
-    Raises:
-        BundleError: the file is missing, of another size, altered, or no regular file of the bundle.
-
+    Raises BundleError: the file is missing, of another size, altered, or no regular file of the bundle.
     """
     cure = build_command(bundle, engines.target)
     file = dataclasses.replace(bundle.files, cure=cure).open(f"{FOLDER}/{engines.target}/{record.file}")

@@ -38,9 +38,7 @@ def rope_at(tables: RopeTables, sections: Sequence[int], positions: NDArray[np.i
 def read_kv_scales(bundle: Bundle) -> dict[str, Floats]:
     """`names.key_scale` and `names.value_scale` of every layer, each [1, kv_heads, 1, head_dim].
 
-    Raises:
-        BundleError: a scale is missing, has another shape or type, or is not positive and finite.
-
+    Raises BundleError: a scale is missing, has another shape or type, or is not positive and finite.
     """
     model = bundle.manifest.model
     layers = range(1, model.layers + 1)

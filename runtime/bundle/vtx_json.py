@@ -35,10 +35,8 @@ def write_manifest(manifest: Manifest) -> str:
 def parse_manifest(text: str | bytes, folder: str | None = None) -> Manifest:
     """Read the text of `vtx.json`; `folder` is named in the command that makes a bundle of an older format again.
 
-    Raises:
-        BundleError: unknown, missing or mistyped keys, another format, or graphs that take or give something else
-            than this vtx knows.
-
+    Raises BundleError: unknown, missing or mistyped keys, another format, or graphs that take or give something else
+    than this vtx knows.
     """
     raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     data = parse_json(raw, "vtx.json", error=BundleError)

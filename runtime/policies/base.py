@@ -103,9 +103,7 @@ class Boundary:
 
         Mean over heads, then over the question's tokens, or `last_only` its last one.
 
-        Raises:
-            BundleError: the attention is not a number.
-
+        Raises BundleError: the attention is not a number.
         """
         return self.scores(last_only)
 

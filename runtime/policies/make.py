@@ -38,10 +38,8 @@ def make_policy(
     "none" or None; `dialect` that of the graphs that will run. `final_norm` reads the weight of
     the decoder's last norm; it is called if a reduction needs it.
 
-    Raises:
-        RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; reductions that are
-            not known, do not go together, or for which the bundle was not exported.
-
+    Raises RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; reductions that are
+    not known, do not go together, or for which the bundle was not exported.
     """
     reductions = parse(reduce) if reduce is not None else ()
     check_provided(reductions, manifest, dialect)

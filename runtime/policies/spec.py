@@ -21,9 +21,7 @@ ENTRY_POINTS = "vtx.policies"
 def kinds() -> dict[str, type[Reduction]]:
     """Every registered method by its name; imports the files of this package, then the ones of other packages.
 
-    Raises:
-        RequestError: an installed package announces a policy that cannot be loaded.
-
+    Raises RequestError: an installed package announces a policy that cannot be loaded.
     """
     import vtx.runtime.policies.methods as package
     from vtx.runtime.modules import modules_of
@@ -58,9 +56,7 @@ def _load_entry_points() -> None:
 def parse(text: str) -> tuple[Reduction, ...]:
     """The methods that a spec names, in the order in which they work; "none" names none.
 
-    Raises:
-        RequestError: unknown names, options or values, or methods that do not go together.
-
+    Raises RequestError: unknown names, options or values, or methods that do not go together.
     """
     if len(text) > MAX_SPEC:
         raise RequestError(f"the reduction spec has {len(text):,} characters, the limit is {MAX_SPEC:,}; shorten it")

@@ -105,10 +105,7 @@ def _schema_text(schema: Schema) -> str:
 class Grammars:
     """The compiled grammars of a bundle's tokenizer, the least recently used dropped; safe for many threads.
 
-    Raises:
-        DeviceError: llguidance is not installed.
-        RequestError: llguidance does not read the tokenizer.
-
+    Raises DeviceError: llguidance is not installed; RequestError: llguidance does not read the tokenizer.
     """
 
     def __init__(self, text: Text, vocab: int) -> None:
@@ -135,9 +132,7 @@ class Grammars:
     def start(self, guide: Guide) -> GuidedAnswer:
         """A new answer in this form.
 
-        Raises:
-            RequestError: what is given cannot be compiled, is beyond the limits, or allows no answer.
-
+        Raises RequestError: what is given cannot be compiled, is beyond the limits, or allows no answer.
         """
         with self._lock:
             matcher = self._compiled.pop(guide, None)
@@ -193,9 +188,7 @@ class GuidedAnswer:
     def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The logits [vocab], minus infinity for tokens that may not come next.
 
-        Raises:
-            RequestError: the grammar became too large, or no token can continue the answer.
-
+        Raises RequestError: the grammar became too large, or no token can continue the answer.
         """
         allowed = np.zeros(len(logits), bool)
         if self._forced:

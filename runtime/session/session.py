@@ -147,11 +147,8 @@ class Session:
         slots are reused as far as the ids agree. If another question has been answered since, `after` is run again
         first. `check` is called before every image and stage and may raise, to stop there.
 
-        Raises:
-            ContextError: the prompt and one new token do not fit.
-            RequestError: there is no text after the last image.
-            BundleError: a gate or an attention gives what is not a number.
-
+        Raises ContextError: the prompt and one new token do not fit; RequestError: there is no text after the last
+        image; BundleError: a gate or an attention gives what is not a number.
         """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length, key = prompt.prefix_length, prompt.prefix_key

@@ -40,10 +40,8 @@ def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
     engine's settings say in which type. A token sees its own slot and the ones before, as by the mask. `model` is an
     openvino.Model and is changed.
 
-    Raises:
-        BundleError: attention is written in another way than vtx writes it.
-        DeviceError: this release of OpenVINO lacks the operator.
-
+    Raises BundleError: attention is written in another way than vtx writes it; DeviceError: this release of OpenVINO
+    lacks the operator.
     """
     from openvino import opset13 as ops
 
@@ -79,9 +77,7 @@ def select_outputs(model: Any) -> None:
 
     `model` is an openvino.Model whose caches are paged already, and is changed.
 
-    Raises:
-        BundleError: a layer is written in another way than vtx writes it.
-
+    Raises BundleError: a layer is written in another way than vtx writes it.
     """
     selected = add_parameter(model, OUTPUTS, [-1], "i32")
     attention = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"][-1]

@@ -35,10 +35,8 @@ class OrtLoader:
     def load(self, name: str, promised: graphs.GraphIO) -> OrtGraph:
         """The graph in the file `name`, checked against its contract.
 
-        Raises:
-            DeviceError: there is too little memory.
-            BundleError: onnxruntime does not load it, or it is not the graph that the manifest promises.
-
+        Raises DeviceError: there is too little memory; BundleError: onnxruntime does not load it, or it is not the
+        graph that the manifest promises.
         """
         with self.bundle.graph_path(name) as path:
             try:

@@ -52,10 +52,8 @@ NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
     """The bundle's engines for this machine and the module that runs them.
 
-    Raises:
-        BundleError: the bundle holds no engines.
-        DeviceError: none of them fits; the message says what was built, what this machine has, and the fix.
-
+    Raises BundleError: the bundle holds no engines; DeviceError: none of them fits; the message says what was built,
+    what this machine has, and the fix.
     """
     if bundle.manifest.image.own_size:
         raise DeviceError(f"{NOT_BUILT}; use --device cpu or openvino")

@@ -121,9 +121,7 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 def tied_head(requested: str | None, table: str) -> str:
     """The precision of a head that is the embedding table, which is stored as `table` (a safetensors dtype).
 
-    Raises:
-        RequestError: another precision was requested.
-
+    Raises RequestError: another precision was requested.
     """
     precision = next(row.name for row in PRECISIONS.values() if row.stored == table)
     if requested not in (None, precision):
