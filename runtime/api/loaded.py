@@ -57,7 +57,6 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """End a running answer and free the caches."""
-        ...
 
 
 def opening_parts(images: Sequence[PreparedImage], question: str) -> list[Part]:
@@ -151,8 +150,6 @@ class LoadedBundle:
             )
         return policy
 
-    # ---- images ------------------------------------------------------------------------------------------------------
-
     def prepare_all(
         self,
         sources: Sequence[Picture],
@@ -213,8 +210,6 @@ class LoadedBundle:
             key += f" of {width}x{height}"
         arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
         return PreparedImage(views, key, layout.prompt_image(width, height), image.size, arrange)
-
-    # ---- prompts -----------------------------------------------------------------------------------------------------
 
     def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:
         """Token ids of messages, with all tokens of each image, or one for each if no images are given.

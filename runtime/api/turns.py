@@ -36,11 +36,9 @@ class Stream(Protocol):
     @property
     def running(self) -> bool:
         """True while some thread computes the next piece."""
-        ...
 
     def cancel(self) -> None:
         """End it: at once if it is paused, else at its next check."""
-        ...
 
 
 class Request:

@@ -40,7 +40,6 @@ class StageCache(Protocol):
         `query`: keep the queries of the stage's last layer for `attention`; only for a stage that has them by the
         manifest.
         """
-        ...
 
     def attention(self, *, last_only: bool = False) -> Scores:
         """The attention of the tokens last appended with `query` to each slot, in the stage's last layer.
@@ -48,23 +47,18 @@ class StageCache(Protocol):
         Softmax attention, mean over heads: its sum and maximum over these tokens, or over their last one only, each
         [length] float32. These tokens must still fill the last slots.
         """
-        ...
 
     def keys(self) -> NDArray[np.float32]:
         """The rotated keys of the stage's last layer, [kv_heads, length, head_dim] float32."""
-        ...
 
     def keep(self, length: int) -> None:
         """Forget every slot from `length` on."""
-        ...
 
     def read(self, slots: Ids) -> Any:
         """A copy of the K/V of some slots, rising, on the backend's device; only `write` reads it."""
-        ...
 
     def write(self, slots: Ids, kv: Any, *, length: int) -> None:
         """Put K/V that `read` returned into the same number of slots; then the first `length` slots are filled."""
-        ...
 
 
 class Backend(Protocol):
@@ -80,7 +74,6 @@ class Backend(Protocol):
 
         Of the manifest's `token_inputs` it has those that the embed graph gives.
         """
-        ...
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         """One image [1, 3, height, width] to its tokens.
@@ -88,37 +81,30 @@ class Backend(Protocol):
         `extras` are extra inputs of the vision graph, [1] each; only inputs that the manifest declares. One that
         is not given has the value that changes nothing.
         """
-        ...
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
         """One frame of a video [1, 3, height, width] to its tokens. Only if the manifest declares videos.
 
         Raises DeviceError if this engine has no graph for it.
         """
-        ...
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
         """Hidden states [n, hidden] to logits [n, vocab]."""
-        ...
 
     def gate(self, k: int, hidden: HiddenStates) -> NDArray[np.float32]:
         """The odds [2] (stay, withdraw) of the gate before layer `k` for a question's hidden states [n, hidden]."""
-        ...
 
     def text_tower(self, ids: Ids) -> NDArray[np.float32]:
         """Ids [n] of a text by the text tower's own tokenizer to the embedding [1, width] of the last.
 
         Only if the manifest declares a text tower.
         """
-        ...
 
     def stage(self, index: int, capacity: int) -> StageCache:
         """An empty cache of `capacity` slots for stage `index` (from 0)."""
-        ...
 
     def close(self) -> None:
         """Release the engine and its weights. The backend and its caches may not be used afterwards."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +130,18 @@ class EngineBackend(Backend, Protocol):
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
         """A rank for a bundle among the engines, and the reason for it; None if it is not to be tried."""
-        ...
 
     @staticmethod
     def obstacle(bundle: Bundle) -> str | None:
         """The reason why it cannot answer a bundle here, and the fix; None if it can. Its module is installed."""
-        ...
 
     @staticmethod
     def state(machine: Device) -> DeviceState:
         """The report of vtx-doctor on this machine."""
-        ...
 
     @classmethod
     def of(cls, bundle: Bundle, threads: int | None, compute: str) -> Backend:
         """Load a bundle's graphs."""
-        ...
 
 
 @runtime_checkable
@@ -173,11 +155,9 @@ class BatchBackend(Backend, Protocol):
 
         Raises DeviceError: this bundle's graphs take one conversation at a time, or there is no address space.
         """
-        ...
 
     def reaches(self, caches: Sequence[StageCache]) -> bool:
         """True if these caches are in the pool, so that `append_each` can run them."""
-        ...
 
     def append_each(
         self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids
@@ -186,4 +166,3 @@ class BatchBackend(Backend, Protocol):
 
         Positions are [n]; returns the hidden states [n, hidden], as of `append` but for the order of sums.
         """
-        ...

@@ -102,9 +102,6 @@ def first_difference(graphs: list[GraphDifference]) -> TensorDifference | None:
     return next((graph.worst for graph in graphs if not graph.worst.passed), None)
 
 
-# --- the inputs -----------------------------------------------------------------------------------
-
-
 def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterator[tuple[GraphPart, Tensors, float]]:
     """Each graph with its inputs, computed by the reference, and its limit; all layers see the whole prompt."""
     m = bundle.manifest
@@ -138,9 +135,6 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
         hidden = reference.run(GraphPart("stage", number), {names.HIDDEN: hidden})[names.HIDDEN_OUT]
     head_limit = max(limit, PRECISIONS[m.head_precision].tolerance)
     yield GraphPart("head"), {names.HIDDEN: hidden[-HEAD_TOKENS:]}, head_limit
-
-
-# --- Polygraphy -----------------------------------------------------------------------------------
 
 
 def _differences(

@@ -90,9 +90,6 @@ class BundleReport:
         }  # fmt: skip
 
 
-# --- the machine ----------------------------------------------------------------------------------
-
-
 def look_at_machine(device: Device | None = None) -> MachineReport:
     """All facts that matter to vtx here; `device` is the result of `recognise` unless it is passed."""
     device = device or recognise()
@@ -141,9 +138,6 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or "unknown processor"
-
-
-# --- a bundle -------------------------------------------------------------------------------------
 
 
 def altered_files(bundle: Bundle, progress: Progress) -> list[str]:

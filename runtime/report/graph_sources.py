@@ -58,7 +58,6 @@ class GraphSource(Protocol):
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         """Compute one graph."""
-        ...
 
 
 def open_source(bundle: Bundle, name: str) -> GraphSource:

@@ -69,9 +69,6 @@ def draw_tokens(
     return _sheet(rows, _legend(any(map(any, (r.merged for r in reports))), any(map(any, (r.keys for r in reports)))))
 
 
-# --- panels ---------------------------------------------------------------------------------------
-
-
 def _panel(pixels: NDArray[np.float64], side: int, report: ReductionReport, kept: Kept, number: int) -> Image.Image:
     """The image, `side` patches a side, `kept` ones lit; of several views the first, which shows all of the image."""
     merged, alive = set(report.merged[number]), {index for index in kept.patches[number] if 0 <= index < side**2}
@@ -104,9 +101,6 @@ def _frame(draw: ImageDraw.ImageDraw, x: float, y: float, size: float) -> None:
 
 def _corner(draw: ImageDraw.ImageDraw, x: float, y: float, size: float) -> None:
     draw.polygon([(x, y), (x + size / 2, y), (x, y + size / 2)], fill=KEY)
-
-
-# --- the sheet ------------------------------------------------------------------------------------
 
 
 def _sheet(rows: Sequence[tuple[str, Sequence[Panel]]], legend: Image.Image) -> Image.Image:

@@ -51,8 +51,6 @@ class PrefixCaches:
         assert pruned is not None
         return pruned
 
-    # ---- a new prefix ------------------------------------------------------------------------------------------------
-
     def embed(self, prompt: Prompt, check: Check) -> Prefix:
         """A prompt's prefix before the decoder: its text embedded, its images encoded."""
         length = prompt.prefix_length
@@ -90,8 +88,6 @@ class PrefixCaches:
     def _empty_prefix(self) -> Prefix:
         hidden = np.zeros((0, self._width), np.float32)
         return Prefix((b"", ()), np.zeros(0, bool), (), np.zeros(0, np.int64), 0, (hidden,))
-
-    # ---- its way through the stages ----------------------------------------------------------------------------------
 
     def prepare(self, policy: Policy) -> None:
         """Before a question: full caches whole again, and hidden states held wherever the policy may drop tokens."""
@@ -227,8 +223,6 @@ class PrefixCaches:
             layer + 1, hidden, prefix.images, before.present[prefix.is_vision], scores, image_hidden, keys,
             policy.final_norm, positions,
         )  # fmt: skip
-
-    # ---- caches that shrink after the prompt -------------------------------------------------------------------------
 
     def shrink(
         self, numbers: Iterable[int], survivors: Mask, layouts: Sequence[PrefixSlots], suffix: int

@@ -20,15 +20,12 @@ class Drafts(Protocol):
 
     def push(self, token: int) -> bool:
         """One more token of the answer; True if nothing may follow it."""
-        ...
 
     def accept(self) -> None:
         """The token last pushed is the draft's next one."""
-        ...
 
     def draft(self, most: int) -> list[int]:
         """Tokens to run in the pass of the token last pushed, at most `most`."""
-        ...
 
 
 def generate(

@@ -251,8 +251,6 @@ class Session:
         """The most tokens of a draft behind the next token."""
         return max(0, self.capacity - 2 - self.length)
 
-    # ---- decoding together with other sessions -----------------------------------------------------------------------
-
     @property
     def decoding_caches(self) -> list[StageCache]:
         """The cache in which each stage decodes."""
@@ -275,8 +273,6 @@ class Session:
                 f"the prompt takes {tokens} tokens{images}, and {self.capacity - 1} fit into this bundle beside the "
                 f"answer; shorten it by {tokens + 1 - self.capacity} tokens{self._or_more_context}"
             )
-
-    # ---- the suffix --------------------------------------------------------------------------------------------------
 
     def _select(self, selection: Selection) -> HiddenStates:
         """Run a question through all stages, asking its policy at each boundary which image tokens continue."""
@@ -311,8 +307,6 @@ class Session:
     def _sees_image(self, number: int) -> bool:
         """True if the suffix sees an image token in stage `number`."""
         return bool((self._layouts[number].present & self.caches.prefix.is_vision).any())
-
-    # ---- the result --------------------------------------------------------------------------------------------------
 
     def _result(self, logits: NDArray[np.float32], reused: bool, reused_suffix: int) -> PrefillResult:
         """`reused`: the prefix was known; `reused_suffix`: tokens of the suffix that the caches held."""
