@@ -42,12 +42,7 @@ class Model:
     """
 
     def __init__(
-        self,
-        bundle: Bundle,
-        backend: Backend,
-        load_ms: float,
-        why: str = "asked for",
-        **images: Unpack[ImageKeywords],
+        self, bundle: Bundle, backend: Backend, load_ms: float, why: str = "asked for", **images: Unpack[ImageKeywords]
     ) -> None:
         self.loaded = LoadedBundle(bundle, backend, load_ms, why, **images)
         self.bundle, self.backend, self.manifest = bundle, backend, bundle.manifest

@@ -20,13 +20,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.report.golden import DECODED_TOKENS, decoded_ids, read_golden
-from vtx.runtime.report.graph_sources import (
-    GraphPart,
-    GraphSource,
-    Tensors,
-    graph_file,
-    open_source,
-)
+from vtx.runtime.report.graph_sources import GraphPart, GraphSource, Tensors, graph_file, open_source
 
 HEAD_TOKENS = 4  # of the prompt's end
 F16_TOLERANCE = 1e-2  # engines whose arithmetic is float16

@@ -133,12 +133,7 @@ class Session:
         return int(text[first]) if first < len(text) else len(ids), len(held) + int(is_vision.sum())
 
     def prefill(
-        self,
-        prompt: Prompt,
-        policy: Policy,
-        *,
-        after: Selection | None = None,
-        check: Check = no_check,
+        self, prompt: Prompt, policy: Policy, *, after: Selection | None = None, check: Check = no_check
     ) -> PrefillResult:
         """Run a prompt and return the logits [vocab] at its last token.
 

@@ -399,7 +399,7 @@ SETTINGS = ImageSettings((122, 116, 104), 336, "bicubic", (336, 300), 1 / 255, (
 
 def test_settings_survive_json():
     assert Strict().read(ImageSettings, json.loads(json.dumps(json_value(SETTINGS))), "image") == SETTINGS
-    assert (SETTINGS.height, SETTINGS.width) == (336, 300)
+    assert SETTINGS.size == (336, 300)
 
 
 @pytest.mark.parametrize(
