@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +71,31 @@ class Arithmetic:
     tolerance: float
 
 
-PRECISIONS: Mapping[str, Precision] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            Precision("fp32", "F32", None, "float32", 1e-4, "fp32", "fp32", 2048),
-            Precision("fp16", "F16", None, "float16", 1e-2, "fp16", "fp16", 896),
-            Precision("bf16", "BF16", None, "bfloat16", 1e-2, "bf16", "fp16", 896),
-            Precision("int8", "I8", 8, "float16", 0.15, "int8", "fp16", 896, 128, {"bf16": 256}),
-            Precision("int4", "I4", 4, "float16", 0.15, "int8", "fp16", 896, 64, {"f32": 256, "bf16": 256}),
-        )
-    }
-)
-KV_TYPES: Mapping[str, KVType] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            KVType("fp32", "float32", "f32", 4, 0.0),
-            KVType("fp16", "float16", "f16", 2, 5e-3),
-            KVType("int8", "int8", "u8", 1, 0.15, scaled=True),
-        )
-    }
-)
-KV_DTYPES: Mapping[str, KVType] = MappingProxyType({row.dtype: row for row in KV_TYPES.values()})
-ARITHMETIC: Mapping[str, Arithmetic] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            Arithmetic("f32", "fp32", 4, 0.0),
-            Arithmetic("bf16", "bf16", 2, 5e-2),
-            Arithmetic("f16", "fp16", 2, 1e-2),
-            Arithmetic("int8", "fp32", 4, 5e-2),
-        )
-    }
-)
+PRECISIONS: Mapping[str, Precision] = {
+    row.name: row
+    for row in (
+        Precision("fp32", "F32", None, "float32", 1e-4, "fp32", "fp32", 2048),
+        Precision("fp16", "F16", None, "float16", 1e-2, "fp16", "fp16", 896),
+        Precision("bf16", "BF16", None, "bfloat16", 1e-2, "bf16", "fp16", 896),
+        Precision("int8", "I8", 8, "float16", 0.15, "int8", "fp16", 896, 128, {"bf16": 256}),
+        Precision("int4", "I4", 4, "float16", 0.15, "int8", "fp16", 896, 64, {"f32": 256, "bf16": 256}),
+    )
+}
+KV_TYPES: Mapping[str, KVType] = {
+    row.name: row
+    for row in (
+        KVType("fp32", "float32", "f32", 4, 0.0),
+        KVType("fp16", "float16", "f16", 2, 5e-3),
+        KVType("int8", "int8", "u8", 1, 0.15, scaled=True),
+    )
+}
+KV_DTYPES: Mapping[str, KVType] = {row.dtype: row for row in KV_TYPES.values()}
+ARITHMETIC: Mapping[str, Arithmetic] = {
+    row.name: row
+    for row in (
+        Arithmetic("f32", "fp32", 4, 0.0),
+        Arithmetic("bf16", "bf16", 2, 5e-2),
+        Arithmetic("f16", "fp16", 2, 1e-2),
+        Arithmetic("int8", "fp32", 4, 5e-2),
+    )
+}

@@ -23,7 +23,7 @@ from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.guiding import MAX_SCORED
 from vtx.runtime.prompt.messages import Message, asking_about
 from vtx.runtime.prompt.tokenizer import Detokenizer
-from vtx.runtime.session.encoded_images import EncodedImages, make_prompt, selecting_text
+from vtx.runtime.session.encoded_images import EncodedImages, selecting_text
 from vtx.runtime.session.generate import generate
 from vtx.runtime.session.sampling import Likely, Sampler, log_probability, log_softmax, most_likely
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
@@ -125,10 +125,8 @@ class AnswerInProgress:
             with self._lease(self.request) as caches:
                 before = caches.images.seconds
                 try:
-                    text = self._selecting_text()
-                    encoders = caches.images.encoders(policy.entries, text, check)
-                    expand = partial(loaded.text.prompt, question.messages)
-                    prompt = make_prompt(ids, token, encoders, policy, expand, check)
+                    text, expand = self._selecting_text(), partial(loaded.text.prompt, question.messages)
+                    prompt = caches.images.prompt(ids, token, policy, text, expand, check)
                     self._prompt_tokens = len(prompt.ids)
                     result = caches.session.prefill(prompt, policy, after=question.after, check=check)
                 finally:

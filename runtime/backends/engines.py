@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from vtx.runtime.precision import PRECISIONS
@@ -21,11 +20,11 @@ AUTO = "auto"
 Floats = Mapping[str, int]  # bytes in memory of a float of each of safetensors' types
 # onnxruntime's CPU provider computes in float32 and expands narrower floats to it; OpenVINO packs them as they are, and
 # all of them in bfloat16 if it computes in that.
-EXPANDED: Floats = MappingProxyType({"F32": 4, "F16": 4, "BF16": 4})
-KEPT: Floats = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
-NARROWED: Floats = MappingProxyType({"F32": 2, "F16": 2, "BF16": 2})
+EXPANDED: Floats = {"F32": 4, "F16": 4, "BF16": 4}
+KEPT: Floats = {"F32": 4, "F16": 2, "BF16": 2}
+NARROWED: Floats = {"F32": 2, "F16": 2, "BF16": 2}
 # The same for products of integers: an int4 weight of a stage takes a byte more, in the form for many tokens.
-INTEGERS: Floats = MappingProxyType({**KEPT, "I4": 1})
+INTEGERS: Floats = {**KEPT, "I4": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +51,20 @@ class EngineSpec:
         return backend
 
 
-ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
-    {
-        "cpu": EngineSpec("onnxruntime", "onnxruntime", "cpu", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend"),
-        "openvino": EngineSpec(
-            "OpenVINO", "openvino", "openvino", "plain", {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS},
-            "openvino.backend:OpenvinoBackend",
-        ),
-        "cuda": EngineSpec(
-            "onnxruntime on CUDA", "onnxruntime", "gpu", "ort", {"f32": EXPANDED}, "ort.cuda:OrtCudaBackend", gpu=True
-        ),
-        "tensorrt": EngineSpec(
-            "TensorRT", "cuda", "rtx", "trt", {"f16": KEPT, "f32": EXPANDED}, "tensorrt.backend:TensorrtBackend",
-            gpu=True,
-        ),
-    }
-)  # fmt: skip
+ENGINES: Mapping[str, EngineSpec] = {
+    "cpu": EngineSpec("onnxruntime", "onnxruntime", "cpu", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend"),
+    "openvino": EngineSpec(
+        "OpenVINO", "openvino", "openvino", "plain", {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS},
+        "openvino.backend:OpenvinoBackend",
+    ),
+    "cuda": EngineSpec(
+        "onnxruntime on CUDA", "onnxruntime", "gpu", "ort", {"f32": EXPANDED}, "ort.cuda:OrtCudaBackend", gpu=True
+    ),
+    "tensorrt": EngineSpec(
+        "TensorRT", "cuda", "rtx", "trt", {"f16": KEPT, "f32": EXPANDED}, "tensorrt.backend:TensorrtBackend",
+        gpu=True,
+    ),
+}  # fmt: skip
 DEVICES = (AUTO, *ENGINES)
 # Flags of processors, as Linux names them, of which one makes products of this arithmetic faster than float32's.
 FASTER: Mapping[str, set[str]] = MappingProxyType(

@@ -17,7 +17,7 @@ from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, PromptText
 from vtx.runtime.policies.policy import Policy
-from vtx.runtime.session.prefix import Check, ImageEncoders, Prompt, no_check
+from vtx.runtime.session.prefix import Check, Prompt, no_check
 from vtx.runtime.session.session import Selection
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage
 
@@ -144,21 +144,36 @@ class EncodedImages:
         encoded = sum(nbytes(tokens) for images in self._encoded.values() for tokens in images.values())
         return encoded + sum(image.views.nbytes for image in self.images)
 
-    def encoders(
-        self, entries: Sequence[Entry], question: PromptText | None = None, check: Check = no_check
-    ) -> ImageEncoders:
-        """A key for the tokens of each image, and the call that gives them.
+    def prompt(
+        self,
+        ids: Ids,
+        image_token_id: int,
+        policy: Policy,
+        question: PromptText | None,
+        expand: Callable[[Sequence[int]], Ids],
+        check: Check = no_check,
+    ) -> Prompt:
+        """The prompt of `ids` [n], which hold all tokens of every image, or of the ones that entries leave.
 
-        `question` is the text by which entries select, if they use one. `check` is called before every view of an image
+        How many tokens an image has after entries, only its pixels say: `expand` gives the ids for these numbers.
+        `question` is the text by which entries select, if they use one. `check` is called before every image and view
         and may raise, to stop there.
         """
-        settings = "".join(f" {entry!r}" for entry in entries)
-        if question is not None and any(entry.uses_question for entry in entries):
+        settings, skipped = "".join(f" {entry!r}" for entry in policy.entries), 0
+        if question is not None and any(entry.uses_question for entry in policy.entries):
             settings += f" {question.key}"
-        return tuple(
-            (image.key + settings, cache(partial(self._entering, image, entries, question, check)))
+        encoders = tuple(
+            (image.key + settings, cache(partial(self._entering, image, policy.entries, question, check)))
             for image in self.images
         )
+        if policy.entries and encoders:
+            images = list[ImageTokens]()
+            for _, encode in encoders:
+                check()
+                images.append(encode())
+            ids = expand([len(image) for image in images])
+            skipped = max(0, sum(image.positions - len(image) for image in images))
+        return Prompt(ids, ids == image_token_id, encoders, skipped)
 
     def _entering(
         self, image: PreparedImage, entries: Sequence[Entry], question: PromptText | None, check: Check
@@ -207,27 +222,3 @@ def selecting_text(
     text = np.concatenate([before, question])
     seen = embeddings() if policy.needs().text_tower else None
     return PromptText(text, backend.embed(text).hidden, np.arange(len(text)) >= len(before), seen)
-
-
-def make_prompt(
-    ids: Ids,
-    image_token_id: int,
-    encoders: ImageEncoders,
-    policy: Policy,
-    expand: Callable[[Sequence[int]], Ids],
-    check: Check = no_check,
-) -> Prompt:
-    """The prompt of `ids` [n], which hold all tokens of every image, or of those ids that the policy's entries leave.
-
-    How many tokens an image has after entries, only its pixels say: `expand` gives the ids for these numbers. `check`
-    is called before every image and may raise, to stop there.
-    """
-    skipped = 0
-    if policy.entries and encoders:
-        images = list[ImageTokens]()
-        for _, encode in encoders:
-            check()
-            images.append(encode())
-        ids = expand([len(image) for image in images])
-        skipped = max(0, sum(image.positions - len(image) for image in images))
-    return Prompt(ids, ids == image_token_id, encoders, skipped)

@@ -30,7 +30,7 @@ from vtx.runtime.report.traces.files import (
     write_images,
     write_index,
 )
-from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, make_prompt, selecting_text
+from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, selecting_text
 from vtx.runtime.session.session import PrefillResult, Selection, Session
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.fit import without_notes
@@ -167,8 +167,8 @@ class _Recorder:
         after = self._selection if question.continues else None
         ids, token = model.loaded.prompt_ids(messages, prepared), model.manifest.text.image_token_id
         text = selecting_text(model.backend, ids, token, policy, after, partial(model.loaded.embed_question, messages))
-        encoders = EncodedImages(model.backend, tuple(prepared)).encoders(policy.entries, text)
-        prompt = make_prompt(ids, token, encoders, policy, partial(model.loaded.text.prompt, messages))
+        images, expand = EncodedImages(model.backend, tuple(prepared)), partial(model.loaded.text.prompt, messages)
+        prompt = images.prompt(ids, token, policy, text, expand)
         result = self._session.prefill(prompt, policy, after=after)
         self._selection = result.selection
         recorded: dict[str, NDArray[Any]] = {"ids": prompt.ids, "is_vision": prompt.is_vision.astype(np.uint8)}
