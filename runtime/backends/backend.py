@@ -139,8 +139,7 @@ class EngineBackend(Backend, Protocol):
     def state(machine: Device) -> DeviceState:
         """The report of vtx-doctor on this machine."""
 
-    @classmethod
-    def of(cls, bundle: Bundle, threads: int | None, compute: str) -> Backend:
+    def __init__(self, bundle: Bundle, threads: int | None, compute: str) -> None:
         """Load a bundle's graphs."""
 
 

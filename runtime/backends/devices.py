@@ -96,4 +96,4 @@ def float_bytes(chosen: DeviceChoice) -> Floats:
 
 def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:
     """Load the bundle's graphs on a device that `choose` gave."""
-    return ENGINES[chosen.device].load().of(bundle, threads, chosen.compute)
+    return ENGINES[chosen.device].load()(bundle, threads, chosen.compute)

@@ -67,12 +67,10 @@ ENGINES: Mapping[str, EngineSpec] = {
 }  # fmt: skip
 DEVICES = (AUTO, *ENGINES)
 # Flags of processors, as Linux names them, of which one makes products of this arithmetic faster than float32's.
-FASTER: Mapping[str, set[str]] = MappingProxyType(
-    {
-        "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
-        "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"},
-    }
-)
+FASTER: Mapping[str, set[str]] = {
+    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"},
+}
 COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))
 
 

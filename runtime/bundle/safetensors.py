@@ -317,14 +317,23 @@ def _parse(raw: bytes, path: Path, size: int, identity: Identity | None, error: 
         (_tensor_info(name, entry, path, start, identity, error) for name, entry in parsed.items()),
         key=lambda info: (info.offset, info.nbytes),
     )
-    _check_coverage(infos, path, start, size, error)
+    end = start
+    for info in infos:  # they follow each other without overlap or gap, and end where the file ends
+        if info.offset != end:
+            fault = "overlaps the tensor before it" if info.offset < end else "leaves a gap before it"
+            raise error(f"tensor {shown(info.name)} in {path.name} {fault}; the format forbids that: download it again")
+        end += info.nbytes
+    if end > size:
+        raise error(f"{path.name} holds {size:,} bytes, its header says {end:,}; download it again")
+    if end < size:
+        raise error(f"{path.name} holds {size - end:,} bytes after its last tensor; download it again")
     return Header({info.name: info for info in infos}, metadata)
 
 
 def _tensor_info(
     name: str, entry: object, path: Path, start: int, identity: Identity | None, error: type[VtxError]
 ) -> TensorInfo:
-    """Check one entry on its own; its place among the others is `_check_coverage`'s business."""
+    """Check one entry on its own; its place among the others is checked by `_parse`."""
     where = f"tensor {shown(name)} in {path.name}"
     if not isinstance(entry, dict):
         raise error(f"{where} is not described as the format demands; download it again")
@@ -365,20 +374,6 @@ def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
     if total % 8:
         raise ValueError(f"{total} bits of {dtype} are not a whole number of bytes")
     return total // 8
-
-
-def _check_coverage(infos: list[TensorInfo], path: Path, start: int, size: int, error: type[VtxError]) -> None:
-    """Require that the sorted tensors follow each other without overlap or gap, and end where the file ends."""
-    end = start
-    for info in infos:
-        if info.offset != end:
-            fault = "overlaps the tensor before it" if info.offset < end else "leaves a gap before it"
-            raise error(f"tensor {shown(info.name)} in {path.name} {fault}; the format forbids that: download it again")
-        end += info.nbytes
-    if end > size:
-        raise error(f"{path.name} holds {size:,} bytes, its header says {end:,}; download it again")
-    if end < size:
-        raise error(f"{path.name} holds {size - end:,} bytes after its last tensor; download it again")
 
 
 def _stored_dtype(info: TensorInfo, error: type[VtxError]) -> np.dtype[Any]:

@@ -124,10 +124,6 @@ class OpenvinoBackend(HostBackend):
             return DeviceState("openvino", False, False, 'not installed: pip install "vtx-edge[openvino]"')
         return DeviceState("openvino", True, True, f"openvino {number}")
 
-    @classmethod
-    def of(cls, bundle: Bundle, threads: int | None, compute: str) -> OpenvinoBackend:
-        return cls(bundle, threads, compute)
-
     def _read(self, name: str, promised: graphs.GraphIO) -> Any:
         with self._bundle.graph_path(name) as path:
             try:

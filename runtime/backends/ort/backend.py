@@ -39,7 +39,7 @@ class OrtBackend(HostBackend):
     loads_in_parallel = True
     _batches: Sequence[OrtStageBatch]
 
-    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
+    def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32") -> None:
         super().__init__(bundle)
         self._ort = load_onnxruntime()
         m, files = self._manifest, self._graphs
@@ -92,10 +92,6 @@ class OrtBackend(HostBackend):
             return DeviceState("cpu", True, False, broken)
         number = version(package) or onnxruntime.__version__
         return DeviceState("cpu", True, True, "; ".join((f"{package} {number}", *lacks(number))))
-
-    @classmethod
-    def of(cls, bundle: Bundle, threads: int | None, _: str) -> OrtBackend:
-        return cls(bundle, threads)
 
     def _session_options(self, threads: int) -> Any:
         options = session_options(self._ort, threads)

@@ -76,7 +76,9 @@ def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
 class TensorrtBackend:
     """`Backend` on one NVIDIA GPU."""
 
-    def __init__(self, bundle: Bundle, gpu: Gpu | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, threads: int | None = None, compute: str | None = None, *, gpu: Gpu | None = None
+    ) -> None:
         self.device = "tensorrt"
         self._bundle, self._manifest = bundle, bundle.manifest
         self.engine_set, trt = find_engines(bundle, gpu or find_gpu())
@@ -137,10 +139,6 @@ class TensorrtBackend:
             lacking = f"{', '.join(flavours)}; pip install cuda-python to run engines"
             return DeviceState("tensorrt", True, False, lacking)
         return DeviceState.on_gpu("tensorrt", ", ".join(flavours), machine)
-
-    @classmethod
-    def of(cls, bundle: Bundle, _: int | None, __: str) -> TensorrtBackend:
-        return cls(bundle)
 
     def embed(self, ids: Ids) -> TokenStates:
         graph, m = self._graphs.embed, self._manifest

@@ -296,7 +296,7 @@ def test_engines_of_a_flavour_that_is_not_installed_say_what_to_install(
     monkeypatch.setitem(sys.modules, TENSORRT, None)
     rewrite(bundle, flavour=TENSORRT)
     with pytest.raises(DeviceError, match=r'TensorRT is not installed; pip install "vtx-edge\[tensorrt\]"'):
-        TensorrtBackend(Bundle.open(bundle), CARD)
+        TensorrtBackend(Bundle.open(bundle), gpu=CARD)
 
 
 def test_a_bundle_without_engines_says_how_to_build_them(exported: Path, tmp_path: Path, device: Gpu) -> None:
