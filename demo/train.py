@@ -164,6 +164,51 @@ def make_optimizers(model: Llava, aux: Auxiliary, lr: float) -> list[torch.optim
     ]
 
 
+def learn(
+    model: Llava, aux: Auxiliary, optimizers: list[torch.optim.Optimizer], batch: dict[str, Tensor], at: int,
+    k: int | None, lr: float, right: dict[str, float], losses: list[float],
+) -> list[float]:  # fmt: skip
+    """One step at the rate `lr`: the running means of the losses after it; those in `right` are updated."""
+    with torch.autocast(batch["ids"].device.type, torch.bfloat16):
+        loss, extra, answered = step_loss(model, aux, batch, at, k)
+    (loss + 0.3 * extra).backward()
+    nn.utils.clip_grad_norm_([*model.parameters(), *aux.parameters()], 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    for number, kind in enumerate(KINDS):
+        if len(chosen := answered[batch["kinds"] == number]):
+            right[kind] = 0.95 * right[kind] + 0.05 * chosen.float().mean().item()
+    return [0.95 * a + 0.05 * b.item() for a, b in zip(losses, (loss, extra), strict=True)]
+
+
+def save(path: Path, model: Llava, aux: Auxiliary, optimizers: list[torch.optim.Optimizer], **more: Any) -> None:
+    """Replace the checkpoint at `path`."""
+    state = {"model": model.state_dict(), "aux": aux.state_dict(), "layers": model.shape.layers, **more,
+             "optimizers": [optimizer.state_dict() for optimizer in optimizers]}  # fmt: skip
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+
+
+def start(parser: argparse.ArgumentParser, out: str, threads: int) -> argparse.Namespace:
+    """The options of a training: those of `parser`, and those that all have."""
+    parser.add_argument("--out", type=Path, default=Path(out))
+    parser.add_argument("--batch", type=int, default=32, help="pictures a step")
+    parser.add_argument("--questions", type=int, default=12, help="questions a picture")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--threads", type=int, default=threads)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="needs a C compiler")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.compile:
+        Layer.forward = torch.compile(Layer.forward)  # type: ignore[method-assign]
+        VisionLayer.forward = torch.compile(VisionLayer.forward)  # type: ignore[method-assign]
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
 def deepen(model: Llava, layers: int) -> Llava:
     """The same function with more layers: those added at the end begin as the identity."""
     deeper = Llava(replace(model.shape, layers=layers))
@@ -180,10 +225,6 @@ def rate(share: float) -> float:
     if share < 0.005:
         return max(0.05, share / 0.005)
     return 1.0 if share < 0.65 else max(0.0, (1 - share) / 0.35)
-
-
-def pick_k(rng: random.Random, layers: int, first: int, none: float) -> int | None:
-    return None if rng.random() < none else rng.randint(first, layers)
 
 
 class Training:
@@ -218,8 +259,16 @@ class Training:
                 share = (time.time() - self.began) / (60 * self.args.minutes)
                 if share >= 1 or (self.args.steps and self.step >= self.args.steps):
                     break
-                self._deepen(share)
-                self._learn({name: value.to(self.device) for name, value in batch.items()}, share)
+                if share >= self.args.grow_at and self.model.shape.layers < self.full.layers:
+                    self.model = deepen(self.model, self.full.layers).to(self.device)
+                    self.optimizers = make_optimizers(self.model, self.aux, self.args.lr)
+                seen = {name: value.to(self.device) for name, value in batch.items()}
+                none = self.rng.random() < self.args.none
+                k = None if none else self.rng.randint(self.args.first_k, self.model.shape.layers)
+                self.losses = learn(
+                    self.model, self.aux, self.optimizers, seen, self.at, k, self.args.lr * rate(share),
+                    self.batches.right, self.losses,
+                )  # fmt: skip
                 self.step += 1
                 if self.step % LOG_STEPS == 0:
                     seconds, tick = (time.time() - tick) / LOG_STEPS, time.time()
@@ -230,29 +279,6 @@ class Training:
                     raise SystemExit(f"the loss is {self.losses[0]} at step {self.step}: lower --lr")
         self._save()
 
-    def _deepen(self, share: float) -> None:
-        if share >= self.args.grow_at and self.model.shape.layers < self.full.layers:
-            self.model = deepen(self.model, self.full.layers).to(self.device)
-            self.optimizers = make_optimizers(self.model, self.aux, self.args.lr)
-
-    def _learn(self, batch: dict[str, Tensor], share: float) -> None:
-        """One step of all optimizers, and what it says of the losses and of the kinds of question."""
-        k = pick_k(self.rng, self.model.shape.layers, self.args.first_k, self.args.none)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            loss, extra, right = step_loss(self.model, self.aux, batch, self.at, k)
-        (loss + 0.3 * extra).backward()
-        nn.utils.clip_grad_norm_([*self.model.parameters(), *self.aux.parameters()], 1.0)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.args.lr * rate(share)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        for number, kind in enumerate(KINDS):
-            chosen = right[batch["kinds"] == number]
-            if len(chosen):
-                self.batches.right[kind] = 0.95 * self.batches.right[kind] + 0.05 * chosen.float().mean().item()
-        self.losses = [0.95 * a + 0.05 * b.item() for a, b in zip(self.losses, (loss, extra), strict=True)]
-
     def _log(self, log: TextIO, share: float, seconds: float) -> None:
         line = {"step": self.step, "share": round(share, 4), "s/step": round(seconds, 3),
                 "layers": self.model.shape.layers, "loss": round(self.losses[0], 4), "aux": round(self.losses[1], 4),
@@ -262,41 +288,19 @@ class Training:
         log.flush()
 
     def _save(self) -> None:
-        state = {
-            "model": self.model.state_dict(), "aux": self.aux.state_dict(), "layers": self.model.shape.layers,
-            "step": self.step, "spent": time.time() - self.began, "right": self.batches.right,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }  # fmt: skip
-        partial = self.last.with_suffix(".tmp")
-        torch.save(state, partial)
-        partial.replace(self.last)
+        save(self.last, self.model, self.aux, self.optimizers, step=self.step, spent=time.time() - self.began,
+             right=self.batches.right)  # fmt: skip
 
 
-def options() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/demo-train"))
     parser.add_argument("--minutes", type=float, default=100, help="time to train in all, resumed runs included")
-    parser.add_argument("--batch", type=int, default=32, help="pictures a step")
-    parser.add_argument("--questions", type=int, default=12, help="questions a picture")
-    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--shallow", type=int, default=8, help="layers before the model is deepened")
     parser.add_argument("--grow-at", type=float, default=0.5, help="share of the time after which it is")
     parser.add_argument("--first-k", type=int, default=5, help="smallest withdrawal depth in training")
     parser.add_argument("--none", type=float, default=0.4, help="share of batches without withdrawal")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="needs a C compiler")
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps (for a trial)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = options()
-    torch.set_num_threads(args.threads)
-    if args.compile:
-        Layer.forward = torch.compile(Layer.forward)  # type: ignore[method-assign]
-        VisionLayer.forward = torch.compile(VisionLayer.forward)  # type: ignore[method-assign]
-    args.out.mkdir(parents=True, exist_ok=True)
-    Training(args).run()
+    Training(start(parser, "build/demo-train", 2)).run()
 
 
 if __name__ == "__main__":
