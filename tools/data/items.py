@@ -69,14 +69,19 @@ class Data:
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        total = len(self.items) + len(self.skipped)
-        if self.skipped and (not self.items or len(self.skipped) > MAX_SKIPPED * total):
-            raise RequestError(
-                f"{len(self.skipped)} of {total} items of {self.source} cannot be used, the limit is "
-                f"{MAX_SKIPPED:.0%}; fix the data, or give the image directory with --images. First: {self.skipped[0]}"
-            )
+        check_skipped(self.source, len(self.items), self.skipped, "items")
         if not self.items:
             raise RequestError(f"{self.source} is empty; give at least one question about an image")
+
+
+def check_skipped(source: str, used: int, skipped: Sequence[str], noun: str) -> None:
+    """Raise RequestError if too many of the data, the `noun`, cannot be used."""
+    total = used + len(skipped)
+    if skipped and (not used or len(skipped) > MAX_SKIPPED * total):
+        raise RequestError(
+            f"{len(skipped)} of {total} {noun} of {source} cannot be used, the limit is {MAX_SKIPPED:.0%}; fix the "
+            f"data, or give the image directory with --images. First: {skipped[0]}"
+        )
 
 
 def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> Data:
@@ -165,12 +170,9 @@ def _item(record: Any, folder: Path) -> Item:
         raise RequestError(f"a JSON {type(record).__name__} is not an object with image and question")
     if record.get("video") is not None:
         raise RequestError("it names a video, and models are measured on images; give frames of it as images")
-    names = record.get("image")
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+    paths = named_files(record, "image", folder)
+    if not paths:
         raise RequestError("it names no image")
-    if len(names) > MAX_IMAGES:
-        raise RequestError(f"it names {len(names)} images, the limit is {MAX_IMAGES}")
     question, answer, turns = record.get("question"), record.get("answer"), record.get("conversations")
     if turns is not None:  # the first two turns of a conversation
         by_role: dict[str, str] = {}
@@ -183,10 +185,9 @@ def _item(record: Any, folder: Path) -> Item:
     if not isinstance(question, str) or not question.strip():
         raise RequestError("it has no question")
     answer = answer.strip() if isinstance(answer, str) else None
-    paths = [inside(folder, name) for name in names]
     for path in paths:
         load_image(path)
-    return Item(tuple(paths), question.strip(), answer or None)
+    return Item(paths, question.strip(), answer or None)
 
 
 def named_files(record: Mapping[str, Any], kind: str, folder: Path) -> tuple[Path, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vtx.tools.data.scenes import COLORS, GRID, PLACES, SHAPES, Scene, Thing
@@ -84,21 +84,21 @@ def _thing(rng: random.Random) -> str:
     return rng.choice(("shape", "thing", "object"))
 
 
-@_kind("count")
-def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    return _how_many(rng, rng.choice(("shapes", "shapes", "things", "objects")), len(scene.things))
-
-
 def _how_many(rng: random.Random, noun: str, number: int) -> tuple[str, str]:
     return _ask(rng, HOW_MANY, n=noun), str(number)
 
 
-def _present_or_any(rng: random.Random, present: list[str], anything: list[str]) -> str:
+def _present_or_any(rng: random.Random, present: list[str], anything: Sequence[str]) -> str:
     return rng.choice(present) if rng.random() < 0.75 else rng.choice(anything)
 
 
 def _plural(shape: str) -> str:
-    return shape + ("es" if shape == "cross" else "s")
+    return shape + ("es" if shape.endswith("cross") else "s")
+
+
+@_kind("count")
+def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    return _how_many(rng, rng.choice(("shapes", "shapes", "things", "objects")), len(scene.things))
 
 
 @_kind("count of a colour")
@@ -109,26 +109,24 @@ def _count_color(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 @_kind("count of a shape")
 def _count_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    shape = _present_or_any(rng, [t.shape for t in scene.things], list(SHAPES))
+    shape = _present_or_any(rng, [t.shape for t in scene.things], SHAPES)
     return _how_many(rng, _plural(shape), sum(t.shape == shape for t in scene.things))
 
 
 @_kind("colour of a shape")
 def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
-    choices = _unique(scene, lambda t: t.shape)
-    if not choices:
-        return None
-    thing = rng.choice(choices)
-    return _ask(rng, WHICH_COLOR, s=thing.shape), thing.color
+    if choices := _unique(scene, lambda t: t.shape):
+        thing = rng.choice(choices)
+        return _ask(rng, WHICH_COLOR, s=thing.shape), thing.color
+    return None
 
 
 @_kind("shape of a colour")
 def _shape(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
-    choices = _unique(scene, lambda t: t.color)
-    if not choices:
-        return None
-    thing = rng.choice(choices)
-    return _ask(rng, WHICH_SHAPE, c=thing.color, n=_thing(rng)), thing.shape
+    if choices := _unique(scene, lambda t: t.color):
+        thing = rng.choice(choices)
+        return _ask(rng, WHICH_SHAPE, c=thing.color, n=_thing(rng)), thing.shape
+    return None
 
 
 @_kind("place")
@@ -157,33 +155,24 @@ def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
         thing = rng.choice(unique)
         color = thing.color if rng.random() < 0.5 else rng.choice([c for c in COLORS if c != thing.color])
         return _ask(rng, HAS_COLOR, s=thing.shape, c=color), "yes" if color == thing.color else "no"
-    if chance < 0.4:
-        return _exists_part(scene, rng)
-    names = {t.name for t in scene.things}
-    name = rng.choice(sorted(names)) if rng.random() < 0.5 else _absent(scene, rng, names)
-    return _is_there(rng, name, name + ("es" if name.endswith("cross") else "s")), "yes" if name in names else "no"
-
-
-def _exists_part(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """A question about a shape of any colour, or a colour of any shape."""
-    by_shape = rng.random() < 0.5
-    present = {t.shape if by_shape else t.color for t in scene.things}
-    absent = [name for name in (SHAPES if by_shape else COLORS) if name not in present]
-    name = rng.choice(sorted(present) if rng.random() < 0.5 or not absent else absent)
-    noun = name if by_shape else f"{name} {_thing(rng)}"
-    return _is_there(rng, noun, _plural(noun) if by_shape else noun + "s"), "yes" if name in present else "no"
-
-
-def _is_there(rng: random.Random, name: str, plural: str) -> str:
-    return _ask(rng, IS_THERE, a="an" if name.startswith("orange") else "a", n=name, ns=plural)
+    if chance < 0.4:  # about a shape of any colour, or a colour of any shape
+        by_shape = rng.random() < 0.5
+        present = {t.shape if by_shape else t.color for t in scene.things}
+        absent = [name for name in (SHAPES if by_shape else COLORS) if name not in present]
+        name = rng.choice(sorted(present) if rng.random() < 0.5 or not absent else absent)
+        noun = name if by_shape else f"{name} {_thing(rng)}"
+    else:
+        present = {t.name for t in scene.things}
+        noun = name = rng.choice(sorted(present)) if rng.random() < 0.5 else _absent(scene, rng, present)
+    article = "an" if noun.startswith("orange") else "a"
+    return _ask(rng, IS_THERE, a=article, n=noun, ns=_plural(noun)), "yes" if name in present else "no"
 
 
 def _absent(scene: Scene, rng: random.Random, names: set[str]) -> str:
     """A colour and shape that is absent; mostly a near miss, with one of the two present."""
-    colors, shapes = list(COLORS), list(SHAPES)
     mixed, thing = rng.random(), rng.choice(scene.things)
-    if mixed < 0.6:
-        colors, shapes = ([thing.color], shapes) if mixed < 0.3 else (colors, [thing.shape])
+    colors = [thing.color] if mixed < 0.3 else list(COLORS)
+    shapes = [thing.shape] if 0.3 <= mixed < 0.6 else list(SHAPES)
     absent = [f"{c} {s}" for c in colors for s in shapes if f"{c} {s}" not in names]
     return rng.choice(absent or [f"{c} {s}" for c in COLORS for s in SHAPES if f"{c} {s}" not in names])
 

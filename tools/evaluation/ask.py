@@ -21,8 +21,9 @@ from vtx.runtime.vision.video import video
 from vtx.tools.bench.methods import NONE, Method
 from vtx.tools.bench.stopwatch import timed
 from vtx.tools.bench.work import WorkCounter
+from vtx.tools.data.items import check_skipped
 from vtx.tools.data.journal import ResultJournal
-from vtx.tools.evaluation.questions import QuestionSet, TaskQuestion, check_skipped
+from vtx.tools.evaluation.questions import QuestionSet, TaskQuestion
 
 BAD = (ImageError, RequestError, TemplateError)  # a question's own fault; anything else ends the evaluation
 STRICT = Strict(RequestError, "answers.jsonl is damaged, remove it")
@@ -92,7 +93,7 @@ def ask_all(
                 answers = asker(data.questions[n], tuple(missing), turn)
             except BAD as e:
                 skipped.append(f"{data.questions[n].text[:40]!r}: {e}")
-                check_skipped(data.source, len(keys), skipped)
+                check_skipped(data.source, len(keys), skipped, "questions")
                 continue
             held.add({missing[method]: json_value(reply) for method, reply in answers.items()})
             if turn == 0:
@@ -102,7 +103,7 @@ def ask_all(
             if all(name in held.results for name in names):
                 kept.append(question)
                 replies.append(tuple(STRICT.read(CostedAnswer, held.results[name], "an answer") for name in names))
-    check_skipped(data.source, len(kept), skipped)
+    check_skipped(data.source, len(kept), skipped, "questions")
     return Asked(tuple(kept), tuple(methods), tuple(replies), tuple(skipped))
 
 

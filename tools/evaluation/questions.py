@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.runtime.errors import ImageError, RequestError
-from vtx.tools.data.items import MAX_SKIPPED, Item
+from vtx.tools.data.items import Item, check_skipped
 
 Record = tuple[str, Any]  # its position, for messages, and its content
 
@@ -73,19 +73,9 @@ class QuestionSet:
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_skipped(self.source, len(self.questions), self.skipped)
-
-
-def check_skipped(source: str, used: int, skipped: Sequence[str]) -> None:
-    """Raise RequestError if too few questions are left."""
-    total = used + len(skipped)
-    if not total:
-        raise RequestError(f"{source} is empty; give at least one question")
-    if skipped and (not used or len(skipped) > MAX_SKIPPED * total):
-        raise RequestError(
-            f"{len(skipped)} of {total} questions of {source} cannot be used, the limit is {MAX_SKIPPED:.0%}; fix the "
-            f"data, or give the image directory with --images. First: {skipped[0]}"
-        )
+        check_skipped(self.source, len(self.questions), self.skipped, "questions")
+        if not self.questions:
+            raise RequestError(f"{self.source} is empty; give at least one question")
 
 
 def read_questions(
