@@ -74,8 +74,7 @@ def make_app(
         return Response(content, headers={**SECURITY, "content-type": kind})
 
     async def figures(_: Request) -> Response:
-        gauges = {**engines.gauges(), **{f"{name}_total": value for name, value in engines.counters().items()}}
-        return Response(metrics.text(gauges), media_type=CONTENT_TYPE)
+        return Response(metrics.text(engines.figures()), media_type=CONTENT_TYPE)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:

@@ -168,28 +168,10 @@ class Engines:
         """Seconds since the last sign of life of each loaded model's thread, by name."""
         return {engine.name: engine.scheduler.silence for engine in self.loaded}
 
-    def gauges(self) -> dict[str, float]:
-        """The current state, for the metrics."""
+    def figures(self) -> dict[str, float]:
+        """The current state for the metrics, and the counts (`_total`) of the loaded engines since they were loaded."""
         engines = self.loaded
-        return {
-            "models_loaded": len(engines),
-            "requests_active": sum(engine.scheduler.active for engine in engines),
-            "requests_waiting": sum(engine.scheduler.waiting for engine in engines),
-            "kv_kept_bytes": sum(engine.pool.kept_bytes for engine in engines),
-            "image_cache_bytes": sum(engine.images.bytes for engine in engines),
-        }
-
-    def counters(self) -> dict[str, float]:
-        """The counts of the loaded engines since they were loaded, for the metrics."""
-        engines = self.loaded
-        return {
-            "conversation_hits": sum(engine.pool.hits for engine in engines),
-            "conversation_misses": sum(engine.pool.misses for engine in engines),
-            "image_cache_hits": sum(engine.images.hits for engine in engines),
-            "image_cache_misses": sum(engine.images.misses for engine in engines),
-            "batched_passes": sum(engine.batching.passes for engine in engines),
-            "batched_tokens": sum(engine.batching.tokens for engine in engines),
-        }
+        return {"models_loaded": len(engines)} | {name: sum(map(of, engines)) for name, of in FIGURES.items()}
 
     def describe(self) -> list[dict[str, Any]]:
         """The objects of /v1/models."""
@@ -210,6 +192,20 @@ class Engines:
             }  # fmt: skip
             objects.append({"id": name, "object": "model", "created": 0, "owned_by": "vtx", "vtx": facts})
         return objects
+
+
+FIGURES: dict[str, Callable[[Engine], float]] = {
+    "requests_active": lambda engine: engine.scheduler.active,
+    "requests_waiting": lambda engine: engine.scheduler.waiting,
+    "kv_kept_bytes": lambda engine: engine.pool.kept_bytes,
+    "image_cache_bytes": lambda engine: engine.images.bytes,
+    "conversation_hits_total": lambda engine: engine.pool.hits,
+    "conversation_misses_total": lambda engine: engine.pool.misses,
+    "image_cache_hits_total": lambda engine: engine.images.hits,
+    "image_cache_misses_total": lambda engine: engine.images.misses,
+    "batched_passes_total": lambda engine: engine.batching.passes,
+    "batched_tokens_total": lambda engine: engine.batching.tokens,
+}
 
 
 def named(specs: tuple[str, ...]) -> dict[str, Path]:
