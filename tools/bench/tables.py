@@ -11,6 +11,9 @@ from vtx.tools.bench.report import BenchReport, Depth
 from vtx.tools.bench.series import Series, shown
 from vtx.tools.data.intervals import MeanInterval, ShareInterval
 
+MEMORY = (
+    "KV cache", "memory held", "peak", "vision, % of peak GEMM", "prefill, % of peak GEMM", "a token, % of bandwidth",
+)  # fmt: skip
 FIRST = ("vision", "prefill", "first_token", "second_question", "second_at_another_k", "decode_per_token")
 
 
@@ -61,11 +64,6 @@ def report_tables(report: BenchReport) -> list[str | WideTable]:
     ]
 
 
-MEMORY = (
-    "KV cache", "memory held", "peak", "vision, % of peak GEMM", "prefill, % of peak GEMM", "a token, % of bandwidth",
-)  # fmt: skip
-
-
 def _shown(series: Series | None) -> str:
     return shown(series) if series else "-"
 
@@ -75,34 +73,26 @@ def comparison_tables(report: Comparison) -> list[str | WideTable]:
     model, data = report.model, report.data
     skipped = f", {len(data.skipped)} skipped" if data.skipped else ""
     cut_short = " INTERRUPTED: fewer questions than requested." if report.interrupted else ""
+    table = [
+        [m.name, _percent(m.right), _percent(m.same), f"{m.full_layers:.1f}", f"{m.vision_rows:.1f}",
+         f"{m.flops / 1e9:.3g}", f"{m.flops_ratio:.0%}", *(_shown(m.ms[phase]) for phase in PHASES),
+         f"{m.reused_layers:.1f}", size(m.kv_bytes)]
+        for m in report.methods
+    ]  # fmt: skip
     parts: list[str | WideTable] = [
         report.machine.in_words(),
         f"{model.name}, {model.layers} layers, {model.vision_tokens} vision tokens an image, "
         f"{model.precision} weights, on {model.device} in {model.compute} arithmetic with "
         f"{counted(model.threads, 'thread')}; {counted(data.items, 'question')} of {data.source}{skipped}.{cut_short} "
         "Milliseconds are medians with quartiles, the rest means.",
-        WideTable(
-            "",
-            METHOD_HEADS,
-            [
-                [
-                    method.name, _percent(method.right), _percent(method.same), f"{method.full_layers:.1f}",
-                    f"{method.vision_rows:.1f}", f"{method.flops / 1e9:.3g}", f"{method.flops_ratio:.0%}",
-                    *(_shown(method.ms[phase]) for phase in PHASES), f"{method.reused_layers:.1f}",
-                    size(method.kv_bytes),
-                ]
-                for method in report.methods
-            ],
-        ),
-    ]  # fmt: skip
+        WideTable("", METHOD_HEADS, table),
+    ]
     if report.compared:
-        compared = list[list[str]]()
-        for row in report.compared:
-            equal = row.as_accurate
-            compared.append([
-                row.method, row.withdrawal, f"{row.flops_ratio:.0%}", _points(row.difference, "+"), row.verdict,
-                *(["none of them", "-"] if equal is None else [equal.withdrawal, f"{equal.flops_ratio:.0%}"]),
-            ])  # fmt: skip
+        compared = [
+            [row.method, row.withdrawal, f"{row.flops_ratio:.0%}", _points(row.difference, "+"), row.verdict,
+             *([equal.withdrawal, f"{equal.flops_ratio:.0%}"] if (equal := row.as_accurate) else ["none of them", "-"])]
+            for row in report.compared
+        ]  # fmt: skip
         parts += [
             "Each pruning method, the withdrawal of nearest FLOPs, and the cheapest withdrawal that answers at least "
             "as many questions:",

@@ -16,7 +16,6 @@ from vtx.tools.estimate.sizes import KNOWN
 PRECISIONS = ("fp16", "int8", "int4")
 WORK = (64, 256)  # text tokens in addition to one image, and tokens of the answer
 EXPORTED = ("llava-1.5-7b", "llava-1.5-13b")  # the known models that vtx-export can export
-NOTHING = 0  # no K fits
 GPU_SHARE = 0.9  # of a GPU's memory, without a profile to give the system's part
 
 
@@ -85,8 +84,7 @@ def what_fits(
         ks = (None, *range(model.decoder.layers, 1, -1))  # from no withdrawal to the earliest
         for precision in precisions:
             plan = make_plan(model, work, ks, [precision], profile, floats=floats)
-            fitting = (depth.k for depth in plan.depths if depth.precisions[precision].peak_bytes <= free)
-            k = next(fitting, NOTHING)
-            fits.append(Fit(name, precision, k != NOTHING, None if k == NOTHING else k))
+            fitting = [depth.k for depth in plan.depths if depth.precisions[precision].peak_bytes <= free]
+            fits.append(Fit(name, precision, bool(fitting), fitting[0] if fitting else None))
         found[name] = tuple(fits)
     return found

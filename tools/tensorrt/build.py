@@ -161,8 +161,7 @@ def build_engines(plan: EnginePlan, report: Progress) -> Iterator[EngineOutcome]
             if replace(recorded, engines={}) == plan.record({}):  # else of another TensorRT or other options
                 known = dict(recorded.engines)
         for job in plan.jobs:
-            record = known.get(job.graph.name)
-            built = None
+            record, built = known.get(job.graph.name), None
             if record is None or not _is_current(plan, job, record):
                 record, built = _build_job(plan, job, report)
                 known[job.graph.name] = record

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from vtx.runtime.errors import ExportError
 from vtx.tools.tensorrt.profiles import Shapes
@@ -79,26 +79,15 @@ def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        if result is None:
-            raise ExportError(_death_message(child.returncode, request, log))
+        log.seek(0)
+        last = " ".join(log.read()[-2000:].split())[-400:]
+    if result is None:
+        code, fix = child.returncode, "the bundle is unchanged; try another --workspace or another release of TensorRT"
+        if code == -signal.SIGKILL:
+            fix = "the memory was probably too small: free some, or export with a smaller precision or with more K"
+        how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        raise ExportError(f"the builder of {request.graph.name} died ({how}){last and ': ' + last}; {fix}")
     if "error" in result:
-        raise ExportError(
-            f"TensorRT cannot build {request.graph.name}: {_short(result['error'])}; the bundle is unchanged"
-        )
+        reason = " ".join(result["error"].split())[-400:]
+        raise ExportError(f"TensorRT cannot build {request.graph.name}: {reason}; the bundle is unchanged")
     return BuiltEngine(**result)
-
-
-def _death_message(code: int, request: BuildRequest, log: IO[str]) -> str:
-    log.seek(0)
-    last = log.read()[-2000:]
-    how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-    fix = (
-        "the memory was probably too small: free some, or export with a smaller precision or with more K"
-        if code == -signal.SIGKILL
-        else "the bundle is unchanged; try another --workspace or another release of TensorRT"
-    )
-    return f"the builder of {request.graph.name} died ({how}){': ' + _short(last) if last.strip() else ''}; {fix}"
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[-400:]
