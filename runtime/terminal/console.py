@@ -126,23 +126,15 @@ def bar(in_bytes: Collection[str] = ()) -> Iterator[Progress]:
 
     `in_bytes` names the phases whose amounts are bytes.
     """
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskID,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    tasks: dict[str, TaskID] = {}
+    tasks: dict[str, rich.TaskID] = {}
     columns = (
-        TextColumn("{task.description:>10}"), BarColumn(24), TaskProgressColumn(), TextColumn("{task.fields[amount]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
+        rich.TextColumn("{task.description:>10}"), rich.BarColumn(24), rich.TaskProgressColumn(),
+        rich.TextColumn("{task.fields[amount]}"), rich.TimeElapsedColumn(), rich.TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with rich.Progress(*columns, console=Console(stderr=True)) as progress:
 
         def report(phase: str, done: int, total: int) -> None:
             if phase not in tasks:

@@ -138,22 +138,18 @@ def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequenc
     best = {name: find_best(ladder or {}, trial.methods, scores, values, budgets) for name, values in costs.items()}
     best = {name: rows for name, rows in best.items() if rows}
     sentences = [line for cost, rows in best.items() if scores.any() for line in verdict(rows, COSTS[cost])]
-    manifest, backend = trial.model.manifest, trial.model.backend
+    m, backend = trial.model.manifest, trial.model.backend
     return Comparison(
         machine=describe(),
         model=ComparedModel(
-            manifest.model.name, manifest.model.layers, manifest.layout.max_tokens, manifest.precision,
-            backend.device, backend.compute, trial.threads,
+            m.model.name, m.model.layers, m.layout.max_tokens, m.precision, backend.device, backend.compute,
+            trial.threads,
         ),
         data=ComparedData(trial.data.source, len(trial.answers), tuple(trial.skipped)),
-        score="right" if known else "same",
-        interrupted=trial.interrupted,
-        predicted_s=trial.predicted_s,
-        methods=tuple(methods),
-        compared=tuple(compared),
+        score="right" if known else "same", interrupted=trial.interrupted, predicted_s=trial.predicted_s,
+        methods=tuple(methods), compared=tuple(compared),
         families={family: tuple(method.name for method in settings) for family, settings in (ladder or {}).items()},
-        budgets=best,
-        verdict=(*_verdict(methods, compared, len(trial.answers), scores), *sentences),
+        budgets=best, verdict=(*_verdict(methods, compared, len(trial.answers), scores), *sentences),
     )  # fmt: skip
 
 

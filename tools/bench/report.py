@@ -93,24 +93,20 @@ class BenchReport:
 def make_report(bench: Bench, result: BenchResult) -> BenchReport:
     """The whole report, with every K that was measured."""
     ceilings = result.ceilings.report() if result.ceilings else None
-    manifest, backend, options = bench.model.manifest, bench.model.backend, bench.options
+    m, backend, options = bench.model.manifest, bench.model.backend, bench.options
     stats = next(iter(result.turns.values()))[0].stats
     return BenchReport(
         machine=result.machine,
         model=BenchedModel(
-            bundle=bench.model.bundle.folder.name, name=manifest.model.name, layers=manifest.model.layers,
-            hidden=manifest.model.hidden, precision=manifest.precision, kv_dtype=manifest.kv_dtype,
-            weights_read_as=bench.counter.weights, device=backend.device, compute=backend.compute,
+            bench.model.bundle.folder.name, m.model.name, m.model.layers, m.model.hidden, m.precision, m.kv_dtype,
+            bench.counter.weights, backend.device, backend.compute,
         ),
         workload=BenchWorkload(
             stats.prompt_tokens, stats.vision_tokens, options.new_tokens, options.repeats, options.warmup,
             options.threads,
         ),
-        interrupted=result.interrupted,
-        predicted_s=result.predicted_s,
-        load_ms=bench.model.loaded.load_ms,
-        loaded_bytes=result.loaded,
-        ceilings=ceilings,
+        interrupted=result.interrupted, predicted_s=result.predicted_s, load_ms=bench.model.loaded.load_ms,
+        loaded_bytes=result.loaded, ceilings=ceilings,
         depths=tuple(_depth(bench, result, k, ceilings) for k in bench.ks if k in result.turns),
     )  # fmt: skip
 
@@ -126,17 +122,14 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
         "second_at_another_k": spread(switched) if switched else None,
     }
     work = bench.counter.count(turns[0].prefill, turns[0].decode)
+    stages = [
+        StageTimes(stage.first, stage.last, spread([
+            sum(call.ms for call in turn.prefill if call.stage == number) for turn in turns
+        ]))
+        for number, stage in enumerate(bench.model.manifest.stages)
+    ]  # fmt: skip
     return Depth(
-        k=k, full_layers=stats.full_layers, ms=ms,
-        prefill_stages=tuple(
-            StageTimes(
-                stage.first,
-                stage.last,
-                spread([sum(call.ms for call in turn.prefill if call.stage == number) for turn in turns]),
-            )
-            for number, stage in enumerate(bench.model.manifest.stages)
-        ),
-        kv_bytes=stats.kv_bytes, kv_slots=stats.kv_slots, steady_bytes=result.memory[k].steady,
-        peak_bytes=result.memory[k].peak, **dataclasses.asdict(work),
-        shares=shares(work, ms, ceilings) if ceilings else None,
+        k=k, full_layers=stats.full_layers, ms=ms, prefill_stages=tuple(stages), kv_bytes=stats.kv_bytes,
+        kv_slots=stats.kv_slots, steady_bytes=result.memory[k].steady, peak_bytes=result.memory[k].peak,
+        shares=shares(work, ms, ceilings) if ceilings else None, **dataclasses.asdict(work),
     )  # fmt: skip

@@ -147,18 +147,16 @@ def make_report(
                 groups=of_group,
             )
         )  # fmt: skip
-    manifest, backend, shares = model.manifest, model.backend, tuple(sorted(tallies[0].shares))
+    m, backend, shares = model.manifest, model.backend, tuple(sorted(tallies[0].shares))
     return Evaluation(
         machine=describe(),
         model=EvaluatedModel(
-            manifest.model.name, model.bundle.folder.name, manifest.model.layers, manifest.precision, backend.device,
-            backend.compute,
+            m.model.name, model.bundle.folder.name, m.model.layers, m.precision, backend.device, backend.compute
         ),
         task=EvaluatedTask(
             task, source, len(questions), len(tallies[0].counts), asked.skipped, instruction, main, shares
         ),
-        confidence=CONFIDENCE,
-        methods=tuple(methods),
+        confidence=CONFIDENCE, methods=tuple(methods),
         front={cost: _front(methods, cost, main) for cost in COSTS if times or cost != "first_token_ms"},
     )  # fmt: skip
 
