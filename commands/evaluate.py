@@ -61,10 +61,9 @@ def evaluate(
     from vtx.tools.evaluation.ask import ask_all, check_methods, make_methods
     from vtx.tools.evaluation.formats import FORMATS
     from vtx.tools.evaluation.metrics import METRICS
-    from vtx.tools.evaluation.plots import draw_report
     from vtx.tools.evaluation.questions import QuestionFiles, read_questions
     from vtx.tools.evaluation.report import make_report
-    from vtx.tools.evaluation.tables import in_tables
+    from vtx.tools.evaluation.tables import draw_report, in_tables
 
     named = make_methods(ks or (None,), reduces or ("none",)) if ks or reduces else ()
     folder = data if data.is_dir() else data.parent
