@@ -84,7 +84,7 @@ def doctor(
 def _machine(*, as_json: bool) -> None:
     from vtx.runtime.report.doctor import look_at_machine
     from vtx.runtime.units import size
-    from vtx.tools.estimate.fits import PRECISIONS, fits_here
+    from vtx.tools.estimate.fits import SHOWN, fits_here
 
     report = look_at_machine()
     fits = [] if report.problems else fits_here(report.device, report.cpu_device)
@@ -98,7 +98,7 @@ def _machine(*, as_json: bool) -> None:
         for entry in fits:
             title = f"models that fit into {size(entry.usable)} on {entry.device}, by calculation (vtx-plan)"
             rows = [[model, *map(str, precisions)] for model, precisions in entry.models.items()]
-            table(title, ["model", *PRECISIONS], rows)
+            table(title, ["model", *SHOWN], rows)
     if report.problems:
         raise DeviceError("vtx cannot run here yet: " + "; ".join(report.problems))
 

@@ -182,7 +182,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
 
     from vtx.exporter.bundling.export import run_export
     from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
-    from vtx.runtime.precision import PRECISIONS
+    from vtx.runtime.precision import KV_TYPES, PRECISIONS
     from vtx.runtime.report.inspect import INT8_KV
     from vtx.runtime.units import duration, size
     from vtx.tools.common.memory import peak
@@ -193,7 +193,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     expanded = sorted({part for part in (p.decoder, p.vision, p.head) if PRECISIONS[part].expands})
     wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
     note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
-    if p.kv == "int8":
+    if KV_TYPES[p.kv].scaled:
         note(INT8_KV)
         if (release := onnxruntime_release()) and (obstacle := int8_kv_obstacle(release)):
             note(f"warning: to answer with onnxruntime here, {obstacle}")

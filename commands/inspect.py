@@ -16,6 +16,7 @@ from vtx.tools.common.loading import Loading
 def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
     """Show the contents of a bundle: stages, precision, sizes, KV bytes per K [default: the last one exported]."""
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.precision import KV_DTYPES
     from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe, images_seen
     from vtx.runtime.units import size
 
@@ -34,7 +35,7 @@ def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
         frames = facts["video"]["parameters"]["frames"]
         click.echo(f"videos: {frames} frames (--frames), {facts['video']['max_tokens']} tokens")
     whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
-    if facts["kv_dtype"] == "int8":
+    if KV_DTYPES[facts["kv_dtype"]].scaled:
         click.echo(INT8_KV)
     click.echo(f"context {facts['max_context']}; {whole}, {weights} of it weights")
     if facts["activation_aware"]:

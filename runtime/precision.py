@@ -1,7 +1,7 @@
 """Types of weights, of K and V and of arithmetic: one row each, with every fact that depends on the type.
 
-A new precision is a row here, its rounding in `exporter/weights/quantize.py`, and its product in
-`exporter/graphs/builder.py`.
+A new precision of weights is a row here, its rounding in `exporter/weights/quantize.py`, and its product in
+`exporter/graphs/builder.py`; libvtx has its name in `runtime/cpp/src/bundle/manifest.cpp`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Precision:
     name of the type that graphs compute in if they state one. `tolerance`: the largest difference to the float32
     reference with the same weights, as a share of its largest magnitude; quantised matrices are multiplied with
     activations of 8 bits. `other_parts`: the default precision of tower and head next to such a decoder; `kv`: the
-    default type of K and V.
+    default type of K and V. `opset`: the first of ONNX whose standard operators read such weights.
 
     On OpenVINO: `openvino_hidden` is the smallest hidden size at which it was measured to be faster than onnxruntime
     on a CPU (docs/how-to/openvino.md). `openvino_group`: values of a hidden state that share a scale in products of
@@ -36,6 +36,7 @@ class Precision:
     openvino_hidden: int
     openvino_group: int = 0
     openvino_tokens: Mapping[str, int] = field(default_factory=dict)
+    opset: int = 17
 
     @property
     def expands(self) -> bool:
@@ -78,9 +79,10 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("fp16", "F16", None, "float16", 1e-2, "fp16", "fp16", 896),
         Precision("bf16", "BF16", None, "bfloat16", 1e-2, "bf16", "fp16", 896),
         Precision("int8", "I8", 8, "float16", 0.15, "int8", "fp16", 896, 128, {"bf16": 256}),
-        Precision("int4", "I4", 4, "float16", 0.15, "int8", "fp16", 896, 64, {"f32": 256, "bf16": 256}),
+        Precision("int4", "I4", 4, "float16", 0.15, "int8", "fp16", 896, 64, {"f32": 256, "bf16": 256}, 21),
     )
 }
+STORED: Mapping[str, Precision] = {row.stored: row for row in PRECISIONS.values()}
 KV_TYPES: Mapping[str, KVType] = {
     row.name: row
     for row in (

@@ -70,10 +70,7 @@ class ChannelFactors:
 def measure_factors(plan: Plan, aware: ActivationAware, report: Progress) -> ChannelFactors:
     """Run the reference over the items of `aware` and find every layer's factors. `report` gets (phase, done, total).
 
-    Raises:
-        RequestError: too many items cannot be used.
-        CheckpointError: the model computes NaN or infinity.
-
+    Raises RequestError if too many items cannot be used; CheckpointError if the model computes NaN or infinity.
     """
     import torch
 

@@ -51,6 +51,7 @@ from vtx.runtime.bundle.spec.stored import BLOCK
 from vtx.runtime.bundle.tensors import NEWLINE_TENSOR
 from vtx.runtime.bundle.tensors import WEIGHT as FINAL_NORM_WEIGHT
 from vtx.runtime.errors import ExportError
+from vtx.runtime.precision import KV_TYPES
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.strict import json_value
@@ -153,7 +154,7 @@ def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:
     from vtx.exporter.reference.kv_scales import record_kv_scales
     from vtx.exporter.reference.model import Reference
 
-    scaled = plan.precisions.kv_dtype == "int8"
+    scaled = KV_TYPES[plan.precisions.kv].scaled
     layer = counter(report, "reference", plan.config.text.layers * (1 + scaled))
     layer(0)
     reference = Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored))
@@ -228,7 +229,7 @@ def _manifest(
         chat_template=TEMPLATE,
         rope=ROPE,
         golden=GOLDEN,
-        kv_scales=KV_SCALES if precisions.kv_dtype == "int8" else None,
+        kv_scales=KV_SCALES if KV_TYPES[precisions.kv].scaled else None,
         text_tower=plan.text_tower.spec if plan.text_tower else None,
         image=plan.image,
         text=plan.text,

@@ -47,13 +47,10 @@ def run_export(
 
     `sign` is the key that signs the manifest once it is complete.
 
-    An interrupted export leaves its hidden staging directory next to `out`; the same export resumes there.
-
-    Raises:
-        ExportError: `out` exists, the disk is too small or full; nothing is left behind.
-        RequestError: no thresholds retain that number of tokens; nothing is left behind.
-        CheckpointError: a weight is NaN, or a file changed during the export.
-
+    An interrupted export leaves its hidden staging directory next to `out`; the same export resumes there. Raises
+    ExportError if `out` exists, the disk is too small or full (nothing is left behind); RequestError if no thresholds
+    retain that number of tokens (nothing is left behind); CheckpointError if a weight is NaN, or a file changed during
+    the export.
     """
     try:
         out = out.expanduser().absolute()

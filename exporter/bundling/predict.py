@@ -77,7 +77,7 @@ def predict(
     writing = max((entry.source.nbytes + entry.end - entry.target.offset for entry in rewritten), default=0)
     # While the reference computes: a layer's largest matrix, stored and as float32, and its hidden states.
     golden = config.layout.count(*golden_image().size)
-    tokens = golden + PASSAGE_TOKENS if kv_dtype == "int8" else DECODED_TOKENS + QUESTION_TOKENS
+    tokens = golden + PASSAGE_TOKENS if KV_DTYPES[kv_dtype].scaled else DECODED_TOKENS + QUESTION_TOKENS
     checking = (4 + 2 + 4) * text.hidden * max(text.ffn, text.heads * text.head_dim) + 4 * 4 * tokens * text.ffn
     # While activations are measured: a layer as float32, its largest matrix as stored, hidden states, the search.
     measuring = 0

@@ -124,12 +124,9 @@ class Plan:
 def plan_export(options: ExportOptions) -> Plan:
     """Read and check everything but the weights themselves; write nothing.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged or hostile; its subclass UnsupportedModelError if vtx
-            does not export this kind of model.
-        RequestError: a K out of range, a wrong reduction, or a context larger than the model's.
-        DeviceError: a library of the [export] extra is missing.
-
+    Raises CheckpointError for a damaged or hostile checkpoint, its subclass UnsupportedModelError for a kind of model
+    that vtx does not export; RequestError for a K out of range, a wrong reduction, or a context larger than the
+    model's; DeviceError if a library of the [export] extra is missing.
     """
     for library in ("torch", "transformers"):  # fail now if one that the last step of an export needs is missing
         if find_spec(library) is None:

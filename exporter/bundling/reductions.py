@@ -29,10 +29,8 @@ class Reductions:
 def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
     """Read and check the specs of `--reduce`.
 
-    Raises:
-        RequestError: an unknown reduction or option, a layer that the model does not have, one variant named twice.
-        UnsupportedModelError: the model's vision tower lacks an input of a reduction.
-
+    Raises RequestError for an unknown reduction or option, a layer that the model does not have, one variant named
+    twice; UnsupportedModelError if the model's vision tower lacks an input of a reduction.
     """
     needs, specs, vision = Needs(), list[str](), config.vision
     for text in texts:

@@ -47,9 +47,7 @@ class Retain:
 def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
     """Find the thresholds with the bundle in `folder` and write the spec with them into its manifest.
 
-    Raises:
-        RequestError: no thresholds keep that number of tokens.
-
+    Raises RequestError if no thresholds keep that number of tokens.
     """
     model = load(folder)
     manifest = model.manifest

@@ -150,9 +150,7 @@ def write_report(report: CalibrationReport, folder: Path) -> Path:
 def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
     """The choice of a vtx-calibrate report on disk.
 
-    Raises:
-        RequestError: the report is missing, was measured on another model, or picks no K.
-
+    Raises RequestError if the report is missing, was measured on another model, or picks no K.
     """
     report = read_json_object(path, MAX_REPORT, error=RequestError)
     if report.get("format") != FORMAT:

@@ -199,9 +199,7 @@ def part_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def parse(kind: str, config: Mapping[str, Any], name: str = "config.json") -> Any:
     """The contents of the file `name` as transformers' configuration class `kind`, with its defaults.
 
-    Raises:
-        CheckpointError: it is not valid for that class.
-
+    Raises CheckpointError if it is not valid for that class.
     """
     import transformers
 
@@ -219,10 +217,7 @@ def parse(kind: str, config: Mapping[str, Any], name: str = "config.json") -> An
 def parse_parts(kind: str, config: Mapping[str, Any], text: str, towers: tuple[str, ...]) -> Any:
     """`parse`, once the model_type of both parts is known to be supported: `text` and the first of `towers` by default.
 
-    Raises:
-        UnsupportedModelError: another text model or tower.
-        CheckpointError: it is not valid for that class.
-
+    Raises UnsupportedModelError for another text model or tower; CheckpointError if it is not valid for that class.
     """
     for key, part, default, known in (
         ("text_config", "text model", text, TEXT_FAMILIES),

@@ -60,12 +60,9 @@ class Rope:
 def read_rope(config: Any, head_dim: int, *, three_part: bool) -> Rope:
     """The rotary embedding of a text model's parsed configuration.
 
-    "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context.
-
-    Raises:
-        UnsupportedModelError: another kind, frequencies that differ between layers, or partly rotated heads.
-        CheckpointError: a missing or invalid number.
-
+    "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context. Raises
+    UnsupportedModelError for another kind, frequencies that differ between layers, or partly rotated heads;
+    CheckpointError for a missing or invalid number.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))

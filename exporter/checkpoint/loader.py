@@ -147,12 +147,8 @@ def open_model(
     `check` raises for a config to refuse, before weights are downloaded; `rename` gives a tensor's canonical name.
     `parts` are the folders of the tensors if they are not in the config's; names then begin with the folder. Without
     `weights` only settings are downloaded and read. With `allow_pickle` files of `torch.save` are read if there is no
-    safetensors file.
-
-    Raises:
-        CheckpointError: a damaged, hostile, incomplete or unreachable checkpoint.
-        DeviceError: huggingface_hub is not installed.
-
+    safetensors file. Raises CheckpointError for a damaged, hostile, incomplete or unreachable checkpoint; DeviceError
+    if huggingface_hub is not installed.
     """
     if os.path.isdir(model):
         folder = Path(model).resolve()

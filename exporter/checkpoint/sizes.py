@@ -20,11 +20,8 @@ from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size, spec_size
 def find_size(model: str) -> ModelSize:
     """Sizes of a known name, of a bundle's directory, or of a checkpoint's directory or `config.json`.
 
-    Raises:
-        RequestError: `model` is none of these; the message lists the known names.
-        BundleError: a damaged bundle.
-        CheckpointError: a damaged configuration, or one that vtx does not export.
-
+    Raises RequestError if `model` is none of these (the message lists the known names); BundleError for a damaged
+    bundle; CheckpointError for a damaged configuration, or one that vtx does not export.
     """
     if model in KNOWN:
         return KNOWN[model]

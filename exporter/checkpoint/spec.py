@@ -41,9 +41,7 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
 def config_of(manifest: Manifest) -> ModelConfig:
     """The part of a checkpoint's configuration that its bundle holds.
 
-    Raises:
-        BundleError: an unknown flag of the decoder or the tower.
-
+    Raises BundleError for an unknown flag of the decoder or the tower.
     """
     m, tower, rope = manifest.model, manifest.model.tower, manifest.model.rope
     sizes = _configured(m, TextConfig) | {

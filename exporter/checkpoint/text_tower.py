@@ -42,12 +42,9 @@ class TextTowerCheckpoint:
 def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_pickle: bool) -> TextTowerCheckpoint:
     """Open the CLIP in directory `path`, or on the hub, whose vision tower the LLaVA has.
 
-    With `allow_pickle` files of `torch.save` are read if there is no safetensors file.
-
-    Raises:
-        CheckpointError: a damaged, hostile or incomplete checkpoint.
-        UnsupportedModelError: not a CLIPModel, or it does not fit the LLaVA's vision tower.
-
+    With `allow_pickle` files of `torch.save` are read if there is no safetensors file. Raises CheckpointError for a
+    damaged, hostile or incomplete checkpoint; UnsupportedModelError if it is not a CLIPModel, or does not fit the
+    LLaVA's vision tower.
     """
 
     def canonical(name: str) -> str:

@@ -40,10 +40,8 @@ class Gates:
 def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
     """Read and check a gate file for a model. A gate on the last layer is ignored, as nothing is withdrawn there.
 
-    Raises:
-        CheckpointError: names or shapes that do not fit the model, NaN, or gates trained for another model or on
-            other inputs.
-
+    Raises CheckpointError for names or shapes that do not fit the model, NaN, or gates trained for another model or on
+    other inputs.
     """
     header = read_header(path)
     pairs: dict[int, dict[str, TensorInfo]] = {}

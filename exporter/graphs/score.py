@@ -11,6 +11,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.precision import KV_DTYPES
 
 UNSEEN = np.array(-1e30, np.float32)  # a masked product, 0 after the softmax
 
@@ -30,7 +31,7 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     key = b.dialect.filled(b, key, total)
     if kv_type != FLOAT:
         key = b.op("Cast", key, to=FLOAT.value)
-    if kv_type == ir.DataType.INT8:
+    if KV_DTYPES[kv_type.numpy().name].scaled:
         key = b.op("Mul", key, b.input(names.KEY_SCALE, FLOAT, [1, c.kv_heads, 1, c.head_dim]))
     tokens, slots = b.op("Shape", query, start=0, end=1), b.op("Shape", key, start=2, end=3)
     # scaled products [heads, tokens, slots] of the queries with their groups' keys [kv_heads, slots, head_dim]

@@ -27,9 +27,7 @@ class PreparedItem:
 def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[PreparedItem], list[str]]:
     """Tokenise every item; items that cannot be asked, or do not fit the context, are reported instead.
 
-    Raises:
-        RequestError: too many items cannot be used.
-
+    Raises RequestError if too many items cannot be used.
     """
     prepared, skipped, room = [], list(data.skipped), source.context - max(max_new_tokens, MAX_REFERENCE)
     for number, item in enumerate(data.items, 1):

@@ -59,9 +59,7 @@ class StateFile:
     def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
         """Set the weights and the optimizer to the saved state and return its step, 0 if nothing is saved.
 
-        Raises:
-            RequestError: the file is damaged, or belongs to another tuning.
-
+        Raises RequestError if the file is damaged, or belongs to another tuning.
         """
         if not self.path.exists():
             return 0

@@ -108,10 +108,8 @@ class Trainer:
     def run(self, state: StateFile, out: Path, report: Callable[[int, int], None]) -> int:
         """Train from the saved state to the end, saving on the way; return the number of steps run here.
 
-        Raises:
-            RequestError: the loss or its gradient is not finite; the last saved state is left as it is.
-            ExportError: a file cannot be written.
-
+        Raises RequestError if the loss or its gradient is not finite (the last saved state stays); ExportError if a
+        file cannot be written.
         """
         first, total = state.load(self._parameters, self._optimizer), self.order.steps
         main = self._accelerator.is_main_process

@@ -62,14 +62,9 @@ def tune(options: TuneOptions, out: Path, report: Progress, say: Callable[[str],
 
     `out` gets `merged` (a checkpoint), `adapter` (unless whole layers are trained), `log.csv`, `report.json`, and the
     state that an interrupted run resumes from. `report` gets (phase, done, total), `say` a line at a time; both on the
-    main process only.
-
-    Raises:
-        RequestError: the data or an option cannot be used, the training diverged, or `out` holds another tuning.
-        CheckpointError: the checkpoint is damaged or of a kind that vtx does not read.
-        ExportError: the disk is too small, or a file cannot be written.
-        DeviceError: peft or accelerate is missing.
-
+    main process only. Raises RequestError if the data or an option cannot be used, the training diverged, or `out`
+    holds another tuning; CheckpointError if the checkpoint is damaged or of a kind that vtx does not read; ExportError
+    if the disk is too small, or a file cannot be written; DeviceError if peft or accelerate is missing.
     """
     return run(open_workspace(options, out, say), options, out, report, say)
 

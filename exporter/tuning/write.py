@@ -82,10 +82,8 @@ def checkpoint_bytes(source: Source) -> int:
 def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None:
     """Write the whole checkpoint to the directory `out`, which is replaced only once the new one is complete.
 
-    Raises:
-        ExportError: the disk is full or refuses; the previous content of `out` remains.
-        CheckpointError: a file of the original cannot be read.
-
+    Raises ExportError if the disk is full or refuses (the previous content of `out` remains); CheckpointError if a file
+    of the original cannot be read.
     """
     partial = out.with_name(f".{out.name}.partial")
     try:

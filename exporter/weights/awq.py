@@ -42,12 +42,8 @@ def find_factors(
 ) -> tuple[float, Floats]:
     """Alpha and the factors of the source's channels with the least loss.
 
-    `sizes` [in] are mean magnitudes of the inputs of `matrices`, some rows [n, in] of each reader; `inputs`
-    [tokens, in] is a sample of them.
-
-    Raises:
-        ExportError: a weight is so large that no scale reaches it.
-
+    `sizes` [in] are mean magnitudes of the inputs of `matrices`, some rows [n, in] of each reader; `inputs` [tokens,
+    in] is a sample of them. Raises ExportError if a weight is so large that no scale reaches it.
     """
     pooled, outputs = channels.pooled(sizes), [inputs @ matrix.T for matrix in matrices]
 

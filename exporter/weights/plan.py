@@ -93,11 +93,8 @@ def plan_weights(
 ) -> WeightPlan:
     """Check that every needed tensor exists in its shape, and lay out the files.
 
-    A file that holds one of the tensors `scaled`, whose values will change, is not used whole.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape than the configuration states.
-
+    A file that holds one of the tensors `scaled`, whose values will change, is not used whole. Raises CheckpointError
+    if a tensor is missing or has another shape than the configuration states.
     """
     by_source: dict[Path, list[tuple[str, TensorInfo]]] = {}
     for name, shape in needed:
@@ -137,7 +134,7 @@ def _laid_out(
             specs.append((name, dtype, info.shape))
         else:
             rows, width = info.shape
-            specs.append((name, "I8" if scheme.bits == 8 else "U8", (rows, scheme.nbytes(width))))
+            specs.append((name, scheme.held, (rows, scheme.nbytes(width))))
             specs.append((f"{name}.scales", "F16", (rows, scheme.scales(width))))
     header, targets = layout(Path(file), specs)
     by_name = {target.name: target for target in targets}

@@ -60,8 +60,8 @@ class BundleWeights:
         if stored.scales is None:
             return _widened(self._info(stored, stored.dtype, stored.shape), rows)
         count, width = stored.shape
-        scheme = Scheme(4 if stored.dtype == "I4" else 8, width // stored.scales.shape[1])
-        integers = self._info(stored, "U8" if stored.dtype == "I4" else "I8", (count, scheme.nbytes(width)))
+        scheme = Scheme(stored.dtype, width // stored.scales.shape[1])
+        integers = self._info(stored, scheme.held, (count, scheme.nbytes(width)))
         scales = self._info(stored.scales, "F16", stored.scales.shape)
         parts = (
             dequantise(read_bits(integers, part), read_bits(scales, part), scheme)

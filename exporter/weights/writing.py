@@ -29,7 +29,7 @@ from vtx.exporter.weights.scaling import Scaling
 from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, read_bits, widen_bf16
 from vtx.runtime.bundle.spec.manifest import FileRecord
 from vtx.runtime.errors import CheckpointError, ExportError
-from vtx.runtime.precision import PRECISIONS
+from vtx.runtime.precision import STORED
 
 CHUNK = 1 << 18  # elements that one thread converts at a time: their float32 copies stay in a core's cache
 THREADS = min(2, os.cpu_count() or 1)
@@ -52,12 +52,8 @@ def write_weights(
 
     The weights named in `scalings` are multiplied first.
 
-    Returns size and checksum of each file by its name in the bundle.
-
-    Raises:
-        CheckpointError: a weight is NaN or infinite, or a source file has changed.
-        ExportError: the disk is full, or a value does not fit the precision.
-
+    Returns size and checksum of each file by its name in the bundle. Raises CheckpointError if a weight is NaN or
+    infinite, or a source file has changed; ExportError if the disk is full, or a value does not fit the precision.
     """
     (folder / "weights").mkdir(exist_ok=True)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -231,9 +227,8 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
         if largest > LARGEST[entry.dtype]:
             rounded = widen_bf16(out) if entry.dtype == "BF16" else out
             if not np.isfinite(rounded).all():
-                precision = next(row.name for row in PRECISIONS.values() if row.stored == entry.dtype)
                 raise ExportError(
-                    f"tensor {entry.name} holds {largest:g}, {precision} reaches "
+                    f"tensor {entry.name} holds {largest:g}, {STORED[entry.dtype].name} reaches "
                     f"{LARGEST[entry.dtype]:g} at most; export with --precision fp32"
                 )
     return out.tobytes(), b"", stored.nbytes

@@ -7,7 +7,8 @@ import math
 from vtx.runtime.backends.engines import EXPANDED, Floats
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
-from vtx.runtime.precision import KV_DTYPES
+from vtx.runtime.bundle.spec.stored import Precisions
+from vtx.runtime.precision import KV_DTYPES, PRECISIONS, STORED
 
 # A scale is kept in float32 twice, next to and inside the packed matrix, and with it the sum of its block.
 SCALE_BYTES = 12
@@ -30,14 +31,17 @@ def resident_bytes(dtype: str, shape: tuple[int, ...], scales: int = 0, floats: 
     count = math.prod(shape)
     if not scales:
         return floats[dtype] * count
-    blocks = max(scales, -(-count // KERNEL_BLOCK)) if dtype == "I8" else scales
-    return (count if dtype == "I8" else count // 2) + SCALE_BYTES * blocks
+    bits = STORED[dtype].bits or 8
+    blocks = max(scales, -(-count // KERNEL_BLOCK)) if bits == 8 else scales
+    return count * bits // 8 + SCALE_BYTES * blocks
 
 
 def weights_in_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
     """Bytes that all graphs of a bundle keep resident. The embedding table stays in its file unless it is the head."""
     tensors: dict[str, TensorInfo] = {}
-    for name in bundle.manifest.files:
+    m = bundle.manifest
+    precisions = Precisions(m.precision, m.vision_precision, m.head_precision, KV_DTYPES[m.kv_dtype].name)
+    for name in m.files:
         if name.startswith("weights/"):
             tensors |= bundle.header(name).tensors
     tied = not any(name.endswith(HEAD) for name in tensors)
@@ -49,10 +53,10 @@ def weights_in_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
         if scales is None:
             total += resident_bytes("F32" if name.startswith(TOWER) else info.dtype, info.shape, floats=floats)
             continue
-        octets = math.prod(info.shape)
-        count, dtype = (octets, "I8") if info.dtype == "I8" else (2 * octets, "I4")
-        total += resident_bytes(dtype, (count,), math.prod(scales.shape), floats)
-        total += floats.get(dtype, 0) * count if name.startswith(STAGES) else 0
+        row = PRECISIONS[precisions.of(name)]
+        count = math.prod(info.shape) * 8 // (row.bits or 8)
+        total += resident_bytes(row.stored, (count,), math.prod(scales.shape), floats)
+        total += floats.get(row.stored, 0) * count if name.startswith(STAGES) else 0
     return total
 
 

@@ -34,6 +34,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.host.machine import cores
+from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.vision.tokens import ImageTokens, TokenStates
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -104,7 +105,7 @@ class DialectSource:
         self._kv_type = names.kv_type(dialect, bundle.manifest.kv_dtype)
         check_opset(self._ort, dialect)
         check_release(self._ort, self._kv_type)
-        self._scales = read_kv_scales(bundle) if self._kv_type == "int8" else {}
+        self._scales = read_kv_scales(bundle) if KV_DTYPES[self._kv_type].scaled else {}
         self._rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:

@@ -10,10 +10,11 @@ from vtx.runtime.backends.engines import ENGINES, EXPANDED
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.host.profiles import Profile, load_profile
+from vtx.runtime.precision import PRECISIONS
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
 
-PRECISIONS = ("fp16", "int8", "int4")
+SHOWN = ("fp16", *(row.name for row in PRECISIONS.values() if row.bits))
 WORK = (64, 256)  # text tokens in addition to one image, and tokens of the answer
 EXPORTED = ("llava-1.5-7b", "llava-1.5-13b")  # the known models that vtx-export can export
 GPU_SHARE = 0.9  # of a GPU's memory, without a profile to give the system's part
@@ -68,7 +69,7 @@ def fits_here(device: Device, cpu_device: str | None) -> list[Fits]:
 
 
 def what_fits(
-    profile: Profile | None, usable: int | None = None, precisions: Sequence[str] = PRECISIONS,
+    profile: Profile | None, usable: int | None = None, precisions: Sequence[str] = SHOWN,
     models: Sequence[str] = EXPORTED, *, floats: Mapping[str, int] = EXPANDED,
 ) -> dict[str, tuple[Fit, ...]]:  # fmt: skip
     """Some models in some precisions, against `usable` bytes [default: the profile's].

@@ -98,7 +98,8 @@ def latency(
     the prompt.
     """
     size, wide = model.decoder, widens(profile)
-    peak = profile.fp32 if precisions.decoder == "fp32" or profile.fp16 is None else profile.fp16
+    exact = PRECISIONS[precisions.decoder].arithmetic == "float32"
+    peak = profile.fp32 if exact or profile.fp16 is None else profile.fp16
     matrices = weights.stored_bytes([*weights.layer_weights(size), *weights.head_weights(size)], precisions, wide=wide)
     cache = sum(flops.kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
     tower = weights.vision_weights(model.vision) if model.vision is not None and views else ()
@@ -288,7 +289,8 @@ def _cost(
         if on_cpu
         else weights.stored_bytes(weights.all_weights(model), precisions)
     )
-    activations = activation_bytes(model, slots, views, 4 if on_cpu or precisions.decoder == "fp32" else 2)
+    wide = on_cpu or PRECISIONS[precisions.decoder].arithmetic == "float32"
+    activations = activation_bytes(model, slots, views, 4 if wide else 2)
     peak = held + sum(cache) + answer + activations + RUN_BASE
     if profile is None:
         return PrecisionCost(cache, held, activations, peak)

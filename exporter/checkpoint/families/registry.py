@@ -23,9 +23,7 @@ REFUSED: Mapping[str, str] = MappingProxyType({"eagle_llama": "its five towers a
 def find_family(config: Mapping[str, Any]) -> Family:
     """The family of a checkpoint, by the architecture and the model_type of its `config.json`.
 
-    Raises:
-        UnsupportedModelError: another family.
-
+    Raises UnsupportedModelError for another family.
     """
     kind, listed = config.get("model_type"), config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
@@ -45,9 +43,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """The configuration of a model's graphs, from its `config.json`.
 
-    Raises:
-        UnsupportedModelError: a family, or a part of the model, that vtx does not export, by name.
-        CheckpointError: invalid sizes.
-
+    Raises UnsupportedModelError for a family, or a part of the model, that vtx does not export, by name;
+    CheckpointError for invalid sizes.
     """
     return find_family(config).read(config)

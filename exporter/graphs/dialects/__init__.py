@@ -20,12 +20,12 @@ ARITHMETIC = {
 def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataType | None = None) -> Dialect:
     """The dialect of that name, one of `names.DIALECTS`, for a graph whose weights have `precision`.
 
-    `kv_type` is the type of its caches if it has any: float32 K and V mean float32 arithmetic. The plain dialect needs
-    opset 21 for weights of 4 bits only.
+    `kv_type` is the type of its caches if it has any: float32 K and V mean float32 arithmetic.
     """
     if name == "trt":
         compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else ARITHMETIC[PRECISIONS[precision].arithmetic]
         return Trt(compute=compute, capacity=max_context)
     if name == "plain":
-        return Plain(opsets={"": 21}, ir_version=10) if PRECISIONS[precision].bits == 4 else Plain()
+        opset = PRECISIONS[precision].opset
+        return Plain(opsets={"": opset}, ir_version=10 if opset > 17 else 8)
     return Ort()

@@ -13,6 +13,7 @@ from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder, Dialect
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.stored import INT8_ACTIVATIONS, power_of_two_in
+from vtx.runtime.precision import KV_DTYPES, STORED
 
 LARGEST_BLOCK = {8: 64, 4: 128}  # values that MatMulNBits groups, by bits; int8 has one scale a row
 
@@ -44,7 +45,8 @@ class Ort(Dialect):
         """MatMulNBits on the stored bytes. It reads them as unsigned: one bit of each integer is flipped."""
         stored = b.location(weight)
         assert stored.scales is not None
-        (rows, width), bits = stored.shape, 8 if stored.dtype == "I8" else 4
+        (rows, width), bits = stored.shape, STORED[stored.dtype].bits
+        assert bits is not None
         apart = stored.scales.shape[1]
         block = power_of_two_in(width // apart, LARGEST_BLOCK[bits])
         octets = b.octets(weight, rows, width // block, block * bits // 8)
@@ -111,11 +113,15 @@ class OrtAttention:
             q, k, v = (b.op("Cast", part, to=kv_type.value) for part in (q, k, v))
         scales: list[ir.Value | None] = []
         rounding: dict[str, Any] = {}
-        if kv_type == ir.DataType.INT8:  # keep K and V as integers times scales
+        if KV_DTYPES[kv_type.numpy().name].scaled:  # keep K and V as integers times scales
             skipped = [None] * 5  # tables of a rotation, positions, a bias, sinks
             shape = (1, c.kv_heads, 1, c.head_dim)
             scales = [*skipped, *(b.input(name(layer), FLOAT, shape) for name in (names.key_scale, names.value_scale))]
-            rounding = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+            rounding = {
+                "k_quant_type": "PER_CHANNEL",
+                "v_quant_type": "PER_CHANNEL",
+                "kv_cache_bit_width": kv_type.bitwidth,
+            }
         y, key, value = b.ops(
             "GroupQueryAttention", q, k, v, *past, *self._slots, *scales, outputs=3, domain=MICROSOFT,
             num_heads=c.heads, kv_num_heads=c.kv_heads, scale=c.head_dim**-0.5, **rounding,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.precision import KV_TYPES, PRECISIONS
+from vtx.runtime.precision import KV_TYPES, PRECISIONS, STORED
 
 EMBEDDING = "text.embed_tokens.weight"
 BLOCK = 64
@@ -16,10 +16,19 @@ INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The storage of a matrix [out, in]: `bits` a weight, `block` weights of a row to a scale (`in`: the whole row)."""
+    """The storage of a matrix [out, in]: weights as `dtype`, `block` weights of a row to a scale (`in`: all)."""
 
-    bits: int
+    dtype: str
     block: int
+
+    @property
+    def bits(self) -> int:
+        return STORED[self.dtype].bits or 8
+
+    @property
+    def held(self) -> str:
+        """The safetensors dtype of the bytes; numpy knows no narrower type than int8."""
+        return "I8" if self.dtype == "I8" else "U8"
 
     def scales(self, width: int) -> int:
         """Scales of a row of `width` weights."""
@@ -39,9 +48,8 @@ def scheme(precision: str, shape: tuple[int, ...], block: int = BLOCK) -> Scheme
     width = shape[-1]
     if width % MIN_BLOCK or not all(shape):
         return None
-    if PRECISIONS[precision].bits == 8:
-        return Scheme(8, width)
-    return Scheme(4, power_of_two_in(width, block))
+    row = PRECISIONS[precision]
+    return Scheme(row.stored, width if row.bits == 8 else power_of_two_in(width, block))
 
 
 def power_of_two_in(width: int, most: int) -> int:
@@ -70,7 +78,7 @@ class Precisions:
             raise RequestError(f"--kv-precision {self.kv!r} is not among {', '.join(KV_TYPES)}")
         if self.block not in BLOCKS:
             raise RequestError(f"--int4-block {self.block} is not among {', '.join(map(str, BLOCKS))}")
-        if self.block != BLOCK and "int4" not in (self.decoder, self.vision, self.head):
+        if self.block != BLOCK and not any(PRECISIONS[p].bits == 4 for p in (self.decoder, self.vision, self.head)):
             raise RequestError(f"--int4-block {self.block} is for int4 weights; add --precision int4, or leave it out")
 
     @classmethod
@@ -121,9 +129,9 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 def tied_head(requested: str | None, table: str) -> str:
     """The precision of a head that is the embedding table, which is stored as `table` (a safetensors dtype).
 
-    Raises RequestError: another precision was requested.
+    Raises RequestError if another precision was requested.
     """
-    precision = next(row.name for row in PRECISIONS.values() if row.stored == table)
+    precision = STORED[table].name
     if requested not in (None, precision):
         raise RequestError(
             f"--head-precision {requested} would store a weight twice: this model's head is its embedding table, "

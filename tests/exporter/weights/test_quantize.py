@@ -45,31 +45,33 @@ def test_unpacking_undoes_packing() -> None:
     assert np.array_equal(unpack(pack(every)), every)
 
 
-@pytest.mark.parametrize(("how", "most"), [(Scheme(4, 32), 0.090), (Scheme(4, 64), 0.098), (Scheme(8, 256), 0.008)])
+@pytest.mark.parametrize(
+    ("how", "most"), [(Scheme("I4", 32), 0.090), (Scheme("I4", 64), 0.098), (Scheme("I8", 256), 0.008)]
+)
 def test_the_error_of_gaussian_weights_is_the_promised_share(how: Scheme, most: float) -> None:
     weights = matrix(256)
     assert np.sqrt(np.mean((restored(weights, how) - weights) ** 2)) / weights.std() < most
 
 
 def test_chosen_scales_beat_those_that_reach_the_largest_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, how = matrix(256), Scheme(4, 64)
+    weights, how = matrix(256), Scheme("I4", 64)
     chosen = np.mean((restored(weights, how) - weights) ** 2)
     monkeypatch.setitem(quantize.RATIOS, 4, (1.0,))
     assert chosen < 0.85 * np.mean((restored(weights, how) - weights) ** 2)
 
 
 def test_no_integer_is_further_than_half_a_step_where_scales_reach_every_weight() -> None:
-    weights, how = matrix(), Scheme(8, 256)
+    weights, how = matrix(), Scheme("I8", 256)
     step = quantise(weights, how, "w")[1].astype(np.float32)
     assert (np.abs(restored(weights, how) - weights) <= 0.501 * step).all()
 
 
 def test_rows_are_quantised_alike_whichever_rows_are_beside_them() -> None:
-    weights, how = matrix(), Scheme(4, 64)
+    weights, how = matrix(), Scheme("I4", 64)
     assert np.array_equal(restored(weights, how)[5:9], restored(weights[5:9], how))
 
 
-@pytest.mark.parametrize("how", [Scheme(4, 64), Scheme(8, 256)])
+@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I8", 256)])
 def test_blocks_of_zeros_stay_zeros_and_no_scale_is_zero(how: Scheme) -> None:
     weights = matrix()
     weights[3] = 0
@@ -80,7 +82,7 @@ def test_blocks_of_zeros_stay_zeros_and_no_scale_is_zero(how: Scheme) -> None:
     assert not restored(weights, how)[4, 64:128].any()
 
 
-@pytest.mark.parametrize("how", [Scheme(4, 64), Scheme(8, 256)])
+@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I8", 256)])
 @pytest.mark.parametrize("scale", [1e-4, 1e-6, 1e-9, 1e-42])
 def test_weights_too_small_for_a_normal_scale_lose_at_most_its_smallest_step(how: Scheme, scale: float) -> None:
     weights = matrix(scale=scale)
@@ -90,7 +92,7 @@ def test_weights_too_small_for_a_normal_scale_lose_at_most_its_smallest_step(how
     assert np.abs(restored(weights, how) - weights).max() <= max(0.3 * reach, LEAST)
 
 
-@pytest.mark.parametrize("how", [Scheme(4, 64), Scheme(8, 256)])
+@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I8", 256)])
 def test_a_weight_beyond_the_largest_scale_is_named_with_the_cure(how: Scheme) -> None:
     weights = matrix()
     weights[7, 9] = -1e9
@@ -101,12 +103,12 @@ def test_a_weight_beyond_the_largest_scale_is_named_with_the_cure(how: Scheme) -
 @pytest.mark.parametrize(
     ("precision", "width", "how"),
     [
-        ("int4", 4096, Scheme(4, 64)),
-        ("int4", 4304, Scheme(4, 16)),
-        ("int4", 96, Scheme(4, 32)),
+        ("int4", 4096, Scheme("I4", 64)),
+        ("int4", 4304, Scheme("I4", 16)),
+        ("int4", 96, Scheme("I4", 32)),
         ("int4", 100, None),
         ("int4", 65, None),
-        ("int8", 4304, Scheme(8, 4304)),
+        ("int8", 4304, Scheme("I8", 4304)),
         ("int8", 65, None),
     ],
 )

@@ -146,7 +146,7 @@ def _in_blocks(kind: Kind, rows: int, depth: int, width: int) -> bytes:
 def _dequantised(kind: Kind, rows: int, depth: int, width: int) -> bytes:
     """As in the dialect `plain`: a scale per row for int8, per block for int4."""
     attributes: Mapping[str, int]
-    if kind.stored == "int8":
+    if PRECISIONS[kind.stored].bits == 8:
         weights = _constant("w", "INT8", (width, depth), _octets(width * depth))
         scales, attributes = _scales(width), {"axis": 0}
     else:
@@ -158,6 +158,7 @@ def _dequantised(kind: Kind, rows: int, depth: int, width: int) -> bytes:
 
 
 GRAPHS = {
-    ("cpu", "float"): _floats, ("cpu", "int8"): _in_blocks, ("cpu", "int4"): _in_blocks,
-    ("openvino", "float"): _floats, ("openvino", "int8"): _dequantised, ("openvino", "int4"): _dequantised,
-}  # fmt: skip
+    (device, stored): _floats if stored == "float" else quantised
+    for device, quantised in (("cpu", _in_blocks), ("openvino", _dequantised))
+    for stored in ("float", *(row.name for row in PRECISIONS.values() if row.bits))
+}
