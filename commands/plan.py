@@ -57,7 +57,7 @@ def plan(
     max_new_tokens: int, profile: str | None, as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Compute the cost of a model: arithmetic, weights, KV cache and memory per K and precision."""
-    from vtx.exporter.checkpoint.sizes import find_size
+    from vtx.exporter.checkpoint.spec import find_size
     from vtx.runtime.host.profiles import load_profile
     from vtx.runtime.policies.spec import parse
     from vtx.tools.estimate.plan import Workload, make_plan

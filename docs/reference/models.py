@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.bundling.reductions import plan_reductions
+from vtx.exporter.bundling.prepare import plan_reductions
 from vtx.exporter.checkpoint.config import TEXT_FAMILIES, VISION_FAMILIES, ModelConfig
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
 from vtx.exporter.checkpoint.family import Family

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from vtx.exporter.bundling.options import ActivationAware
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.loader import check_finite
-from vtx.exporter.weights.awq import TOKENS, find_factors, tried
-from vtx.exporter.weights.scaling import Floats, quantised_channels
+from vtx.exporter.weights.scaling import TOKENS, Floats, find_factors, quantised_channels, tried
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16, write_safetensors
 from vtx.runtime.bundle.spec.stored import scheme

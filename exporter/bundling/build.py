@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
 
 from vtx import __version__
 from vtx.exporter.bundling.activation_aware import FACTORS, ChannelFactors, measure_factors
-from vtx.exporter.bundling.materials import DISTRIBUTION, packages
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.graphs.builder import Builder
-from vtx.exporter.graphs.decoder import build_embed, build_head, build_stage
+from vtx.exporter.graphs.decoder import build_embed, build_head, build_score, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
+from vtx.exporter.graphs.encoder import build_text_tower
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
-from vtx.exporter.graphs.score import build_score
-from vtx.exporter.graphs.text_tower import build_text_tower
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.graphs.vision import build_vision, of_video
 from vtx.exporter.weights.journal import JOURNAL, ExportJournal
@@ -86,10 +87,10 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
         report("graphs", number, len(plan.dialects))
     factors = None
     if plan.options.aware is not None:
-        if not journal.factors:
+        if "factors" not in journal.parts:
             measure_factors(plan, plan.options.aware, report).write(folder / FACTORS)
             sync_file(folder / FACTORS)
-            journal.add_factors()
+            journal.add_part("factors")
         factors = ChannelFactors.read(folder / FACTORS)
     scaled = scalings(plan.config.text, factors.by_source) if factors else {}
     records = write_weights(plan.weights, folder, journal, counter(report, "weights", plan.prediction.work), scaled)
@@ -99,10 +100,10 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
     if plan.config.layout.newline:
         newline = BundleWeights(folder, plan.weights.stored).read(IMAGE_NEWLINE).numpy()
         write_safetensors(folder / NEWLINE, {NEWLINE_TENSOR: newline}, None)
-    if not journal.golden:
+    if "golden" not in journal.parts:
         with returning_memory() if plan.prediction.disk > LARGE else nullcontext():
             _write_golden(folder, plan, report)
-        journal.add_golden()
+        journal.add_part("golden")
     manifest = _manifest(folder, plan, records, factors, started, report)
     journal.remove()
     (folder / FACTORS).unlink(missing_ok=True)
@@ -150,8 +151,7 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
 
 
 def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:
-    from vtx.exporter.reference.golden import record_golden
-    from vtx.exporter.reference.kv_scales import record_kv_scales
+    from vtx.exporter.reference.golden import record_golden, record_kv_scales
     from vtx.exporter.reference.model import Reference
 
     scaled = KV_TYPES[plan.precisions.kv].scaled
@@ -237,3 +237,37 @@ def _manifest(
         record=record,
         video=plan.video,
     )
+
+
+DISTRIBUTION = "vtx-edge"
+REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*(?:\[(?P<extras>[^]]*)\])?[^;]*(?:;(?P<marker>.*))?")
+
+
+@cache
+def packages(requirement: str) -> Mapping[str, str]:
+    """Name and version of every installed distribution that `requirement` leads to, itself included, by name.
+
+    Dependencies of an extra count only if that extra was asked for; other markers count as met. Distributions that are
+    not installed are left out. Cached: reading the metadata takes longer than writing the graphs of a small model.
+    """
+    versions: dict[str, str] = {}
+    pending, seen = [requirement], set[tuple[str, str]]()
+    while pending:
+        match = REQUIREMENT.match(pending.pop())
+        if match is None:
+            continue
+        name, extras = match["name"].lower().replace("_", "-"), match["extras"] or ""
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        versions[name] = distribution.version
+        wanted = {extra.strip() for extra in extras.split(",")}
+        for line in distribution.requires or ():
+            extra = re.search(r"extra\s*==\s*[\"']([^\"']+)", line)
+            if extra is None or extra[1] in wanted:
+                pending.append(line)
+    return MappingProxyType(dict(sorted(versions.items())))

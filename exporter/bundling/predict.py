@@ -10,8 +10,8 @@ from pathlib import Path
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.decoder import layer_tensors
-from vtx.exporter.weights.awq import OUTPUTS, TOKENS
 from vtx.exporter.weights.plan import WeightPlan
+from vtx.exporter.weights.scaling import OUTPUTS, TOKENS
 from vtx.runtime.backends.memory import answering_memory, resident_bytes
 from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.errors import ExportError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -10,7 +11,6 @@ from pathlib import Path
 
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import Prediction, predict, small_files
-from vtx.exporter.bundling.reductions import Reductions, plan_reductions
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
@@ -22,24 +22,39 @@ from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors
+from vtx.exporter.graphs.encoder import text_tower_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
-from vtx.exporter.graphs.text_tower import text_tower_tensors
+from vtx.exporter.graphs.merge import SIDE
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.source import Source
-from vtx.exporter.weights.agreement import UNTIED, unused_weights, with_own_head
-from vtx.exporter.weights.plan import WeightPlan, plan_weights
+from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_weights, with_own_head
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
-from vtx.runtime.policies.make import TEXT_TOWER_FIX
+from vtx.runtime.policies.base import Needs
+from vtx.runtime.policies.make import NOT_RENUMBERED, TEXT_TOWER_FIX, check_depth, check_layout, check_patches
+from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.vision.layouts import spec_of
 
 DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Reductions:
+    """The canonical specs, the default first, and their needs together."""
+
+    specs: tuple[str, ...] = ()
+    needs: Needs = Needs()  # noqa: RUF009 - frozen
+
+    def cuts(self, ks: Sequence[int]) -> list[int]:
+        """Layers, rising, before which the decoder is cut."""
+        return sorted({*ks, *self.needs.boundaries})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +75,7 @@ class Plan:
     prediction: Prediction
     precisions: Precisions
     text_tower: TextTowerCheckpoint | None = None
-    reductions: Reductions = Reductions()  # noqa: RUF009 - frozen
+    reductions: Reductions = Reductions()
     video: VideoSpec | None = None
     disagreements: tuple[str, ...] = ()
 
@@ -281,3 +296,48 @@ def load_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise RequestError(f"the chat template {path} cannot be read ({e}); name a text file") from e
+
+
+def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
+    """Read and check the specs of `--reduce`.
+
+    Raises RequestError for an unknown reduction or option, a layer that the model does not have, one variant named
+    twice; UnsupportedModelError if the model's vision tower lacks an input of a reduction.
+    """
+    needs, specs, vision = Needs(), list[str](), config.vision
+    for text in texts:
+        parts = parse(text)
+        check_depth(parts, config.text.layers)
+        for part in parts:
+            own = part.needs()
+            if part.renumbers and config.text.rope.sections:
+                raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
+            check_patches(part, vision.shuffle, class_token=vision.class_token)
+            if own.merging and vision.grid < SIDE:
+                raise UnsupportedModelError(
+                    f"{part.name} merges windows of {SIDE} x {SIDE} patches, the tower has {vision.grid} x "
+                    f"{vision.grid}; leave merging out (mustdrop:...,tau=off)"
+                )
+            if own.merging and config.layout.max_views > 1:
+                raise UnsupportedModelError(
+                    f"{part.name} merges windows of patches, and this model's images come in tiles that form one grid; "
+                    "leave merging out (mustdrop:...,tau=off)"
+                )
+            if own.merging and 0 in config.feature_layers:
+                raise UnsupportedModelError(
+                    f"{part.name} merges patches after the tower's first layer, and the model also uses the hidden "
+                    "states before it (vision_feature_layer 0); leave merging out (mustdrop:...,tau=off)"
+                )
+        check_layout(parts, config.layout)
+        if (canonical := to_spec(parts)) in specs:
+            raise RequestError(f"--reduce {canonical} is given twice; name each variant once")
+        specs.append(canonical)
+        needs |= Policy(parts).needs()
+    # One vision graph serves all variants, so the merging of one changes the attention that another reads.
+    too_early = needs.attention and max(config.feature_layers) < 2
+    if needs.merging and (too_early or (needs.last_attention and config.vision.layers < 2)):
+        raise UnsupportedModelError(
+            "merging and the class token's attention need two layers of the tower, and the model uses one; "
+            "leave out merging (tau=off) or key tokens (key=0)"
+        )
+    return Reductions(tuple(specs), needs)

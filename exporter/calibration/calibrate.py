@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.bundling.predict import export_base
-from vtx.exporter.calibration.measurement import ItemResult, Measurement, read_result, written
+from vtx.exporter.calibration.report import ItemResult, Measurement, read_result, written
 from vtx.exporter.calibration.source import OpenedModel, answering
-from vtx.exporter.checkpoint.sizes import model_size
+from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.reference.attention import AttentionMeter
 from vtx.exporter.reference.model import Reference, Sample
 from vtx.exporter.reference.prompts import PreparedItem, prepare

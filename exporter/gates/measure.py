@@ -1,13 +1,19 @@
 """Training data of the gates, measured on the frozen model: one full pass per item, and per K a text-only continuation.
 
 The inputs of all gates come from the full pass, the labels of all K from the continuations along one answer.
+
+On a Ray cluster each shard is a task of Ray Data. Tasks hold no state but the opened model, so Ray can repeat the tasks
+of a dead worker elsewhere. The shards come back to this process, which alone writes them: workers need the model and
+the images under the same paths, and no directory to write to.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,8 +26,13 @@ from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirec
 from vtx.exporter.reference.model import Encoded, Reference, Sample
 from vtx.exporter.reference.prompts import answer_ids, prompt_ids
 from vtx.exporter.reference.source import Source
-from vtx.runtime.errors import CheckpointError, RequestError, VtxError
+from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, VtxError
+from vtx.tools.common.cluster import connected, cores
 from vtx.tools.data.items import Item, plain
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 HEAD_TOKENS = 512  # tokens whose logits are in memory at once
 UNKNOWN = 2
@@ -200,3 +211,53 @@ def measure(measurer: Measurer, work: WorkDirectory, report: Callable[[int], Non
     for shard in work.missing():
         work.write(shard, *measurer(shard))
         report(len(shard.items))
+
+
+def measure_on_cluster(
+    address: str,
+    origin: Origin,
+    options: MeasureOptions,
+    work: WorkDirectory,
+    report: Callable[[int], None],
+) -> None:
+    """Measure what is missing on the cluster at `address`: host:port of its head, or auto.
+
+    `report` gets the number of items done. A machine of the cluster measures one shard at a time, on all its cores.
+    Raises DeviceError if Ray is not installed, the cluster cannot be reached, or it fails, or a worker cannot measure;
+    RequestError if too many items cannot be measured.
+    """
+    from safetensors.numpy import load
+
+    missing = {shard.number + (1 << 32) * shard.held_out: shard for shard in work.missing()}
+    if not missing:
+        return
+    with connected(address) as ray:
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        shards = ray.put(missing)
+        tasks = ray.data.from_items([{"shard": key} for key in missing], override_num_blocks=len(missing))
+        task = functools.partial(_measure, shards=shards, origin=origin, options=options)
+        done = tasks.map_batches(task, batch_size=1, num_cpus=min(cores(ray)))
+        for output in done.iter_rows():
+            shard = missing[int(output["shard"])]
+            if output["error"]:
+                raise DeviceError(f"a worker of the cluster at {address} cannot measure: {output['error']}")
+            work.write(shard, load(output["tensors"]), json.loads(output["skipped"]))
+            report(len(shard.items))
+
+
+_opened = functools.cache(Measurer.open)  # once in each process of a worker
+
+
+def _measure(batch: dict[str, NDArray[Any]], *, shards: Any, origin: Origin, options: MeasureOptions) -> dict[str, Any]:
+    """One shard, on a worker: its tensors as the bytes of a safetensors file, or the error."""
+    import ray
+    from safetensors.numpy import save
+
+    key = int(batch["shard"][0])
+    try:
+        tensors, skipped = _opened(origin, options)(ray.get(shards)[key])
+    except VtxError as e:
+        return {"shard": [key], "tensors": [b""], "skipped": ["[]"], "error": [str(e)]}
+    raw = save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
+    return {"shard": [key], "tensors": [raw], "skipped": [json.dumps(skipped)], "error": [""]}

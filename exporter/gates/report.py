@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from vtx.exporter.gates.fit import GateWeights, gate_odds
 from vtx.exporter.gates.measure import UNKNOWN
 from vtx.exporter.gates.workdir import WorkDirectory
 from vtx.runtime.strict import json_value, optional
+from vtx.tools.common.plots import COLORS, draw, headline, integer_axis, percent_axis
 from vtx.tools.data.intervals import mean_intervals, share_interval
 from vtx.tools.estimate.flops import total_flops, withdrawal_schedule
 from vtx.tools.estimate.sizes import ModelSize
@@ -231,3 +233,26 @@ def _verdict(gates: GatesOutcome) -> str:
         f"({rival.what}) on {rival.agreement:.1%}; the difference lies between {100 * least:+.1f} and "
         f"{100 * most:+.1f} points: {end}"
     )
+
+
+def draw_judgement(judgement: Judgement, path: Path) -> None:
+    """Draw agreement over full layers, and the exits of the questions, into `path`. Raises as `draw` does."""
+    draw(path, lambda figure: _fill(figure, judgement))
+
+
+def _fill(figure: Any, judgement: Judgement) -> None:
+    curve, histogram = figure.subplots(1, 2)
+    lines: tuple[tuple[str, Sequence[Outcome]], ...]
+    lines = (("fixed K", judgement.fixed), ("gates, by threshold", judgement.gates))
+    for name, points in lines:
+        curve.plot([p.full_layers for p in points], [100 * p.agreement for p in points], label=name)
+    percent_axis(curve, "same answer as the full model, %", min(100 * p.agreement for p in judgement.fixed))
+    curve.set(title="Agreement over cost")
+    integer_axis(curve, "layers that see the image, mean")
+    curve.legend()
+    chosen = judgement.gates[0]
+    histogram.bar(range(len(chosen.exits)), chosen.exits.values(), color=COLORS[1])
+    histogram.set_xticks(range(len(chosen.exits)), list(chosen.exits), rotation=90, fontsize=8)
+    histogram.grid(visible=False, axis="x")
+    histogram.set(title=f"K that the gates choose above {chosen.threshold:g}", xlabel="K", ylabel="questions")
+    headline(figure, "Gates against a fixed K", f"{judgement.items} held-out items, {judgement.layers} layers")

@@ -10,11 +10,10 @@ from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.checkpoint.sizes import model_size
+from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
-from vtx.exporter.gates.measure import Measurer, Origin, measure
-from vtx.exporter.gates.plots import draw_judgement
-from vtx.exporter.gates.report import GatesReport, HeldOut, Training, judge
+from vtx.exporter.gates.measure import Measurer, Origin, measure, measure_on_cluster
+from vtx.exporter.gates.report import GatesReport, HeldOut, Training, draw_judgement, judge
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, WorkDirectory, make_shards
 from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import DeviceError, RequestError
@@ -80,8 +79,6 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     if options.ray_address is None:
         measure(Measurer(source, options.measure), work, count)
     else:
-        from vtx.exporter.gates.cluster import measure_on_cluster
-
         model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
         origin = Origin(model, source.fingerprint, options.tower, options.allow_pickle)
         measure_on_cluster(options.ray_address, origin, options.measure, work, count)

@@ -11,10 +11,9 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.graphs.encoder import block_tensors, build_block, projected
+from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows
 from vtx.exporter.graphs.native import build_native, native_tensors
-from vtx.exporter.graphs.text_tower import project_patches
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 

@@ -18,16 +18,24 @@ import torch
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import OpenedModel, open_source
-from vtx.exporter.checkpoint.sizes import model_size
-from vtx.exporter.tuning.card import TrainingRecord, model_card, versions
+from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
-from vtx.exporter.tuning.encoder import ImageEncoder
 from vtx.exporter.tuning.judge import judge
 from vtx.exporter.tuning.options import TuneOptions, check_tunable
 from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, image_key, pack, read_questions
 from vtx.exporter.tuning.state import StateFile, seconds_of_steps
-from vtx.exporter.tuning.train import Trainer
-from vtx.exporter.tuning.write import CARD, Changed, changes, checkpoint_bytes, write_adapters, write_merged
+from vtx.exporter.tuning.train import ImageEncoder, Trainer
+from vtx.exporter.tuning.write import (
+    CARD,
+    Changed,
+    TrainingRecord,
+    changes,
+    checkpoint_bytes,
+    model_card,
+    versions,
+    write_adapters,
+    write_merged,
+)
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, size

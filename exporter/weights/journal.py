@@ -46,19 +46,14 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class _Golden:
-    golden: bool
+class _Part:
+    """A finished part of another kind: golden vectors or factors."""
+
+    part: str
 
 
-@dataclass(frozen=True, slots=True)
-class _FactorsFound:
-    factors: bool
-
-
-Line = _Begun | _Finished | Written | _Golden | _FactorsFound
-LINES: Mapping[str, type[Line]] = {
-    "key": _Begun, "file": _Finished, "of": Written, "golden": _Golden, "factors": _FactorsFound,
-}  # fmt: skip
+Line = _Begun | _Finished | Written | _Part
+LINES: Mapping[str, type[Line]] = {"key": _Begun, "file": _Finished, "of": Written, "part": _Part}
 
 
 class ExportJournal:
@@ -71,21 +66,19 @@ class ExportJournal:
         self._path = folder / JOURNAL
         self.files: dict[str, FileRecord] = {}
         self.tensors: dict[str, list[Written]] = {}
-        self.golden = self.factors = False
+        self.parts: set[str] = set()
         for line in _lines(self._path):
             match line:
                 case _Finished(name, size, digest):
                     self.files[name] = FileRecord(size, digest)
                 case Written(of=file):
                     self.tensors.setdefault(file, []).append(line)
-                case _Golden():
-                    self.golden = True
-                case _FactorsFound():
-                    self.factors = True
+                case _Part(part):
+                    self.parts.add(part)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.files or self.tensors or self.factors)
+        return bool(self.files or self.tensors or self.parts)
 
     def add_file(self, name: str, record: FileRecord) -> None:
         self.files[name] = record
@@ -94,13 +87,9 @@ class ExportJournal:
     def add_tensor(self, written: Written) -> None:
         _append(self._path, written)
 
-    def add_golden(self) -> None:
-        self.golden = True
-        _append(self._path, _Golden(golden=True))
-
-    def add_factors(self) -> None:
-        self.factors = True
-        _append(self._path, _FactorsFound(factors=True))
+    def add_part(self, part: str) -> None:
+        self.parts.add(part)
+        _append(self._path, _Part(part))
 
     def remove(self) -> None:
         """Remove the journal, which does not belong to the bundle."""

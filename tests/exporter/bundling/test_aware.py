@@ -31,10 +31,9 @@ from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.reference.prompts import messages
 from vtx.exporter.weights import writing
-from vtx.exporter.weights.awq import factors_of
 from vtx.exporter.weights.plan import plan_weights
 from vtx.exporter.weights.quantize import dequantise, quantise
-from vtx.exporter.weights.scaling import Scaling, channels, scalings
+from vtx.exporter.weights.scaling import Scaling, channels, factors_of, scalings
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex
 from vtx.runtime.bundle.spec.stored import scheme

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from vtx.exporter.bundling.materials import DISTRIBUTION, packages
+from vtx.exporter.bundling.build import DISTRIBUTION, packages
 
 
 def test_every_package_that_took_part_is_named_with_its_version() -> None:

@@ -16,8 +16,7 @@ from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bundling.build import fill
 from vtx.exporter.calibration.choosing import Choosing
-from vtx.exporter.calibration.measurement import ItemResult, Measurement
-from vtx.exporter.calibration.report import make_report, write_report
+from vtx.exporter.calibration.report import ItemResult, Measurement, make_report, write_report
 from vtx.exporter.calibration.source import open_source
 from vtx.runtime.bundle.bundle import Bundle
 

@@ -16,8 +16,7 @@ from vtx.exporter.calibration.choosing import (
     choose_by_eta,
     choose_by_kept,
 )
-from vtx.exporter.calibration.measurement import ItemResult, Measurement
-from vtx.exporter.calibration.report import make_curve
+from vtx.exporter.calibration.report import ItemResult, Measurement, make_curve
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.choice import RecordedChoice, changed_answers
 from vtx.tools.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval

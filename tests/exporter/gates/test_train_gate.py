@@ -23,7 +23,7 @@ from vtx import cli
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.checkpoint.sizes import model_size
+from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels
 from vtx.exporter.gates.measure import Measurer, Origin, gate_input, measure
 from vtx.exporter.gates.report import FixedRival, HeldOut, judge
@@ -438,7 +438,7 @@ RAY = importlib.util.find_spec("ray") is not None
 def on_cluster(
     address: str, model: Path, source: Source, work: WorkDirectory, report: Callable[[int], None] = QUIET
 ) -> None:
-    from vtx.exporter.gates.cluster import measure_on_cluster
+    from vtx.exporter.gates.measure import measure_on_cluster
 
     measure_on_cluster(address, Origin(str(model), source.fingerprint), MEASURE, work, report)
 

@@ -13,8 +13,8 @@ import torch
 
 from tests.support.graphs import TEXT, session
 from vtx.exporter.graphs.builder import Builder
+from vtx.exporter.graphs.decoder import build_score
 from vtx.exporter.graphs.dialects import make_dialect
-from vtx.exporter.graphs.score import build_score
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.tools.tensorrt.graph import load_graph
 from vtx.tools.tensorrt.lint import lint

@@ -14,9 +14,9 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.reference.source import Source
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model, tensors_of
-from vtx.exporter.tuning.encoder import ImageEncoder
 from vtx.exporter.tuning.options import Learning, Packing
 from vtx.exporter.tuning.packing import Row, pack, read_questions
+from vtx.exporter.tuning.train import ImageEncoder
 from vtx.tools.data.items import Item
 
 GQA, MHA = Tiny(layers=4), Tiny(layers=4, kv_heads=4)

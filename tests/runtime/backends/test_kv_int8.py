@@ -24,7 +24,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.reference.kv_scales import MARGIN
+from vtx.exporter.reference.golden import MARGIN
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options

@@ -17,8 +17,7 @@ from vtx.exporter.calibration.report import (
     CalibrationReport,
     MeanAttention,
 )
-from vtx.exporter.gates.plots import draw_judgement
-from vtx.exporter.gates.report import FixedOutcome, FixedRival, GatesOutcome, Judgement
+from vtx.exporter.gates.report import FixedOutcome, FixedRival, GatesOutcome, Judgement, draw_judgement
 from vtx.runtime.host.profiles import load_profile
 from vtx.tools.bench.compare import ComparedData, ComparedModel, Comparison, MethodResult
 from vtx.tools.bench.machine import Machine

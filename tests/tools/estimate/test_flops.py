@@ -17,7 +17,7 @@ from tests.support.exported import THREADS
 from tests.support.tiny import Tiny
 
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.checkpoint.sizes import config_size, model_size
+from vtx.exporter.checkpoint.spec import config_size, model_size
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.backends.ort.library import session_options

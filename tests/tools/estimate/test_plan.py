@@ -20,7 +20,7 @@ from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.checkpoint.sizes import find_size, model_size
+from vtx.exporter.checkpoint.spec import find_size, model_size
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import CheckpointError, RequestError

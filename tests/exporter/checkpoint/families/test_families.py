@@ -15,7 +15,7 @@ from vtx.exporter.checkpoint import families
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED, find_family, read_config
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.processor import read_image_settings
-from vtx.exporter.checkpoint.sizes import config_size
+from vtx.exporter.checkpoint.spec import config_size
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.tools.estimate.sizes import KNOWN
 
