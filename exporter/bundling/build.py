@@ -18,6 +18,7 @@ import onnx_ir as ir
 from vtx import __version__
 from vtx.exporter.bundling.activation_aware import FACTORS, ChannelFactors, measure_factors
 from vtx.exporter.bundling.prepare import Plan
+from vtx.exporter.checkpoint.fields import rope_tables
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_score, build_stage
@@ -74,7 +75,7 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
     _write_file(folder / TEMPLATE, plan.template)
     if plan.text_tower is not None:
         _write_file(folder / plan.text_tower.spec.tokenizer, plan.text_tower.tokenizer)
-    cos, sin = plan.config.text.rope.tables(plan.max_context)
+    cos, sin = rope_tables(plan.config.text.rope, plan.max_context)
     write_safetensors(folder / ROPE, {names.COS: cos, names.SIN: sin}, None)
     stored = dict(plan.weights.stored)
     if plan.gates is not None:

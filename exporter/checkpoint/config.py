@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vtx.exporter.checkpoint.fields import MAX_WIDTH, Rope, number, read_rope, size
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
+from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, RopeSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
@@ -39,7 +39,7 @@ class TextConfig:
     o_bias: bool
     mlp_bias: bool
     tied: bool
-    rope: Rope
+    rope: RopeSpec
     max_positions: int
     qk_norm: bool = False
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.bundle.spec.model_spec import RopeSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 MAX_WIDTH = 1 << 20
@@ -35,29 +35,14 @@ def number(parameters: Mapping[str, Any], name: str, default: float | None = Non
     return float(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding: `inverse_frequencies` [head_dim / 2] float32.
-
-    `sections`: the numbers of frequencies rotated by a position's time, row and column; empty if positions are single
-    numbers. `scale` multiplies cos and sin.
-    """
-
-    kind: str
-    theta: float
-    inverse_frequencies: tuple[float, ...]
-    sections: tuple[int, ...] = ()
-    scale: float = 1.0
-
-    def tables(self, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cos and sin, each [positions, head_dim / 2] float32."""
-        rates = np.array(self.inverse_frequencies, np.float32)
-        angles = np.arange(positions, dtype=np.float32)[:, None] * rates
-        scale = np.float32(self.scale)
-        return np.cos(angles) * scale, np.sin(angles) * scale
+def rope_tables(rope: RopeSpec, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cos and sin, each [positions, head_dim / 2] float32."""
+    angles = np.arange(positions, dtype=np.float32)[:, None] * np.array(rope.frequencies, np.float32)
+    scale = np.float32(rope.scale)
+    return np.cos(angles) * scale, np.sin(angles) * scale
 
 
-def read_rope(config: Any, head_dim: int, *, three_part: bool) -> Rope:
+def read_rope(config: Any, head_dim: int, *, three_part: bool) -> RopeSpec:
     """The rotary embedding of a text model's parsed configuration.
 
     "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context. Raises
@@ -95,7 +80,7 @@ def read_rope(config: Any, head_dim: int, *, three_part: bool) -> Rope:
             f"config.json: mrope_section {sections!r:.60} does not divide the {head_dim // 2} frequencies of a head "
             "into three; correct config.json"
         )
-    return Rope(kind, theta, tuple(float(r) for r in rates.astype(np.float32)), tuple(sections), scale)
+    return RopeSpec(kind, theta, tuple(float(r) for r in rates.astype(np.float32)), tuple(sections), scale)
 
 
 def _yarn(

@@ -14,12 +14,11 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
-from vtx.exporter.checkpoint.fields import Rope
 from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object, read_settings
 from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, RopeSpec, TowerSpec
+from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layouts import read_layout
 from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size, spec_size
@@ -27,7 +26,7 @@ from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size, spec_size
 
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:
     """The sizes of a model called `name`."""
-    text, vision, rope = config.text, config.vision, config.text.rope
+    text, vision = config.text, config.vision
     tower = TowerSpec(
         **_declared(vision, TowerSpec),
         intermediate=vision.ffn,
@@ -41,10 +40,7 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
         config.projector_norm_eps,
         config.projector_layers,
     )
-    sizes = _declared(text, ModelSpec) | {
-        "rope": RopeSpec(rope.kind, rope.theta, rope.inverse_frequencies, rope.sections, rope.scale)
-    }
-    return ModelSpec(**sizes, name=name, intermediate=text.ffn, tower=tower, projector=projector)
+    return ModelSpec(**_declared(text, ModelSpec), name=name, intermediate=text.ffn, tower=tower, projector=projector)
 
 
 def config_of(manifest: Manifest) -> ModelConfig:
@@ -52,12 +48,9 @@ def config_of(manifest: Manifest) -> ModelConfig:
 
     Raises BundleError for an unknown flag of the decoder or the tower.
     """
-    m, tower, rope = manifest.model, manifest.model.tower, manifest.model.rope
-    sizes = _configured(m, TextConfig) | {
-        "rope": Rope(rope.kind, rope.theta, rope.frequencies, rope.sections, rope.scale)
-    }
+    m, tower = manifest.model, manifest.model.tower
     return ModelConfig(
-        text=TextConfig(**sizes, ffn=m.intermediate),
+        text=TextConfig(**_configured(m, TextConfig), ffn=m.intermediate),
         vision=VisionConfig(**_configured(tower, VisionConfig), ffn=tower.intermediate),
         feature_layers=tower.feature_layers,
         select=tower.select,

@@ -366,12 +366,8 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(c: TextConfig, x: Tensor, positions: Tensor) -> Tensor:
-    if positions.ndim > 1:
-        parts = torch.arange(positions.shape[1]).repeat_interleave(torch.tensor(c.rope.sections))
-        own = positions[:, parts]
-    else:
-        own = positions[:, None]
-    angles = own.float() * torch.tensor(c.rope.inverse_frequencies)
+    own = positions[:, c.rope.axes] if positions.ndim > 1 else positions[:, None]
+    angles = own.float() * torch.tensor(c.rope.frequencies)
     cos, sin = angles.cos() * c.rope.scale, angles.sin() * c.rope.scale
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

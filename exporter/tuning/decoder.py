@@ -154,7 +154,7 @@ class WithdrawingDecoder(nn.Module):
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cos and sin [1, n, head_dim] of positions [n]."""
         rope = self.text.rope
-        rates = torch.tensor(rope.inverse_frequencies, device=positions.device)
+        rates = torch.tensor(rope.frequencies, device=positions.device)
         angles = (positions[:, None].float() * rates).repeat(1, 2)[None]
         return (angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype)
 

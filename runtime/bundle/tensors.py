@@ -25,12 +25,12 @@ def read_rope(bundle: Bundle) -> RopeTables:
     return tables[names.COS], tables[names.SIN]
 
 
-def rope_at(tables: RopeTables, sections: Sequence[int], positions: NDArray[np.int64]) -> RopeTables:
+def rope_at(tables: RopeTables, axes: Sequence[int], positions: NDArray[np.int64]) -> RopeTables:
     """Tables of n rows, one a token, for positions [n, 3]: token i is at position i of these.
 
-    `sections` divide the columns: the first are read at the position's time, then at its row, then at its column.
+    `axes` are `RopeSpec.axes`: each column is read at that part of the position.
     """
-    read_at = positions[:, np.repeat(np.arange(len(sections)), sections)]
+    read_at = positions[:, axes]
     cos, sin = (np.ascontiguousarray(np.take_along_axis(table, read_at, 0)) for table in tables)
     return cos, sin
 

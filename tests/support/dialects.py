@@ -89,7 +89,7 @@ class _Cache:
         self._backend, self._session, self.capacity = backend, session, capacity
         self._layers, self._reads = spec.cached, spec.inputs
         model = backend.manifest.model
-        self._sections = model.rope.sections
+        self._axes = model.rope.axes
         empty = np.zeros(
             (1, model.kv_heads, self.first_slots(), model.head_dim),
             names.kv_type(backend.dialect, backend.manifest.kv_dtype),
@@ -112,7 +112,7 @@ class _Cache:
         assert self.length + len(hidden) <= self.capacity
         rope = self._backend.rope
         if positions.ndim > 1:  # tables of these tokens alone, as long as the bundle's
-            cos, sin = rope_at((rope[names.COS], rope[names.SIN]), self._sections, positions)
+            cos, sin = rope_at((rope[names.COS], rope[names.SIN]), self._axes, positions)
             room = ((0, len(rope[names.COS]) - len(hidden)), (0, 0))
             rope, positions = {names.COS: np.pad(cos, room), names.SIN: np.pad(sin, room)}, np.arange(len(hidden))
         inputs = {names.HIDDEN: hidden, names.POSITIONS: positions[None], **rope, **self._kv}

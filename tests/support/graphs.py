@@ -8,16 +8,16 @@ from typing import Any
 
 from tests.support.exported import THREADS
 from vtx.exporter.checkpoint.config import TextConfig
-from vtx.exporter.checkpoint.fields import Rope
 from vtx.exporter.graphs.builder import Builder, Dialect
 from vtx.exporter.graphs.dialects.ort import Ort
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.runtime.backends.ort.library import session_options
+from vtx.runtime.bundle.spec.model_spec import RopeSpec
 
 TEXT = TextConfig(
     family="llama", layers=1, hidden=48, ffn=64, heads=6, kv_heads=2, head_dim=8, vocab=32, eps=1e-5,
     activation="silu", qkv_bias=False, o_bias=False, mlp_bias=False, tied=False,
-    rope=Rope("default", 1e4, (1.0,) * 4), max_positions=64,
+    rope=RopeSpec("default", 1e4, (1.0,) * 4), max_positions=64,
 )  # fmt: skip
 
 

@@ -145,8 +145,8 @@ class OpenvinoStageCache(SlotCounter):
         count, rope = len(tokens), self._context.rope
         own_rope: dict[str, NDArray[np.float32]] = {}  # tables of these tokens alone
         if positions.ndim > 1:
-            sections = self._context.model.rope.sections
-            cos, sin = rope_at((rope[names.COS], rope[names.SIN]), sections, positions)
+            axes = self._context.model.rope.axes
+            cos, sin = rope_at((rope[names.COS], rope[names.SIN]), axes, positions)
             own_rope, positions = {names.COS: cos, names.SIN: sin}, np.arange(count)
         if count == 1:
             self._row.hidden[:], self._row_position[:] = tokens.hidden, positions

@@ -115,7 +115,7 @@ class OrtStageCache(SlotCounter):
         own = {names.HIDDEN: hidden, **{names.token_input(name): tokens.inputs[name] for name in self._spec.inputs}}
         self._last[0], self._total[0] = self.length + count - 1, self.length + count
         if positions.ndim > 1:
-            cos, sin = rope_at(self._context.tables, self._context.model.rope.sections, positions)
+            cos, sin = rope_at(self._context.tables, self._context.model.rope.axes, positions)
             own, positions = {**own, names.COS: cos, names.SIN: sin}, np.arange(count)
         elif count == 1 and self.bound_once and not query:
             self._row_position[:] = positions

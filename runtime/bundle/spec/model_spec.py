@@ -39,6 +39,11 @@ class RopeSpec:
             f"model.rope.sections {list(sections)!s:.60} do not divide {count} frequencies in {PARTS}",
         )
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The part of a position that each frequency rotates by; empty if a position is one number."""
+        return tuple(part for part, count in enumerate(self.sections) for _ in range(count))
+
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
