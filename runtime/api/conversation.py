@@ -163,6 +163,13 @@ class Conversation:
         """The number of leading tokens of a prompt that the caches hold, and of all that they hold."""
         return self._caches.session.agreement(ids)
 
+    def share_prefix(self, other: Conversation) -> None:
+        """Begin with what another conversation about the same images, which computes nothing now, has of their prefix.
+
+        Its system text and images are encoded and in the caches then, as far as they are there.
+        """
+        self._caches.session.caches.copy_prefix(other._caches.session.caches)
+
     @property
     def cache_bytes(self) -> int:
         """Bytes of memory that its caches take: K and V that were filled, in blocks of 32 slots, and encoded images.

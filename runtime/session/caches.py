@@ -85,6 +85,25 @@ class PrefixCaches:
         self._pruned_prefix = None
         self.prefix = prefix
 
+    def copy_prefix(self, other: PrefixCaches) -> None:
+        """Begin with the prefix of another conversation, as far as it has come there, and copies of its K and V."""
+        prefix, pruned = other.prefix, other._pruned_prefix
+        if prefix.saved_kv:  # some of it is not in its caches
+            return
+        first = other.first_pruned
+        if pruned is None or first == len(self.stages):
+            pruned, first = None, len(self.stages)
+        for number in range(len(self.stages)):
+            if number < prefix.depth:
+                mine, theirs, size = self.full, other.full, prefix.size
+            elif pruned is not None and first <= number < pruned.depth:
+                mine, theirs, size = self.pruned, other.pruned, pruned.size
+            else:
+                continue
+            mine[number] = self._backend.stage(number, theirs[number].capacity)
+            mine[number].write(np.arange(size), theirs[number].read(np.arange(size)), length=size)
+        self.prefix, self._pruned_prefix = prefix, pruned
+
     def _empty_prefix(self) -> Prefix:
         hidden = np.zeros((0, self._width), np.float32)
         return Prefix((b"", ()), np.zeros(0, bool), (), np.zeros(0, np.int64), 0, (hidden,))

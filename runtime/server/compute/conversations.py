@@ -43,6 +43,12 @@ class ConversationPool:
         elif conversation is None:
             self.misses += 1
             conversation = Conversation(self._loaded, tuple(images))
+            is_image = ids == self._loaded.manifest.text.image_token_id
+            prefix = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
+            for other in [*self._leased, *self._kept] if prefix else ():
+                if [image.key for image in other.images] == keys and other.agreement(ids)[0] >= prefix:
+                    conversation.share_prefix(other)
+                    break
         else:
             self.hits += 1
             self._kept.remove(conversation)

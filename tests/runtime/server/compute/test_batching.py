@@ -17,12 +17,14 @@ from tests.support.serving import asking, serving, user
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.server.compute.batching import FAILURES, Batching
+from vtx.runtime.server.compute.conversations import ConversationPool
 from vtx.runtime.session.sampling import Sampling
 
 LISA = Tiny(family="lisa", context=512)
@@ -281,3 +283,36 @@ def test_a_model_that_cannot_says_why() -> None:
 
     assert Batching(cast("Model", Calculator()), 8, 4).obstacle == "abacus computes one conversation at a time"
     assert Batching(cast("Model", Calculator()), 1, 4).obstacle == "--max-batch is 1"
+
+
+SETTINGS = [(None, "none"), (3, "none"), (5, "fastv:k=3"), (None, DUAL), (3, "random:keep=5")]
+
+
+@pytest.mark.parametrize("first", SETTINGS)
+@pytest.mark.parametrize("second", SETTINGS)
+def test_questions_about_a_picture_in_use_share_its_prefix(
+    first: tuple[int | None, str], second: tuple[int | None, str], model: Model
+) -> None:
+    """Each begins while those before it decode, and answers as alone; with equal settings the picture runs once."""
+    pool, images = ConversationPool(model.loaded, 1 << 30, 8), [model.loaded.prepare(random_image(4, (126, 126)))]
+
+    def stream(conversation: Conversation | None, words: str, settings: tuple[int | None, str]) -> AnswerStream:
+        messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": words}]}]
+        conversation = conversation or pool.lease(images, model.loaded.prompt_ids(messages, images))
+        options = Options(6, ignore_eos=True, logprobs=True)
+        return conversation.stream_messages(messages, Settings(settings[0], options, settings[1]), resume=True)
+
+    asked = [("red?", first), ("what is the shape?", second), ("how many?", first)]
+    streams = []
+    for words, settings in asked:
+        streams.append(stream(None, words, settings))
+        streams[-1].step()
+    answers = [each.read() for each in streams]
+    assert pool.misses == 3, "each has a conversation of its own"
+    for (words, settings), answer in zip(asked, answers, strict=True):
+        alone = stream(Conversation(model.loaded, tuple(images)), words, settings).read()
+        same(answer, alone)
+        assert answer.stats.kv_slots == alone.stats.kv_slots
+    if first == second and first[1] != DUAL:  # whose caches have shrunk by then
+        assert all(answer.stats.reused_image for answer in answers[1:])
+        assert answers[1].stats.reused_layers == answers[2].stats.reused_layers > 0
