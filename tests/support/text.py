@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from vtx.exporter.checkpoint import resolving
 from vtx.exporter.checkpoint.resolving import control_tokens
+from vtx.exporter.checkpoint.resolving import with_forms as derived
 from vtx.exporter.checkpoint.text import read_text
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.prompt.messages import Message
@@ -140,12 +140,12 @@ _DERIVED: dict[tuple[object, ...], TextSettings] = {}
 
 
 def with_forms(settings: TextSettings, template: str) -> TextSettings:
-    """As `resolving.with_forms`, which tries thousands of conversations: once for all settings that print alike."""
+    """As the exporter's `with_forms`, which tries thousands of conversations: once for all settings that print alike."""
     printed = template, settings.image_token, settings.video_token, *settings.variables().items()
     if printed not in _DERIVED:
-        _DERIVED[printed] = resolving.with_forms(settings, template)
-    derived = _DERIVED[printed]
-    return dataclasses.replace(settings, forms=derived.forms, no_forms=derived.no_forms)
+        _DERIVED[printed] = derived(settings, template)
+    known = _DERIVED[printed]
+    return dataclasses.replace(settings, forms=known.forms, no_forms=known.no_forms)
 
 
 def make_text(kind: str = "first", template: str = VICUNA, *, forms: bool = True) -> Text:
