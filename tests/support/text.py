@@ -140,7 +140,7 @@ _DERIVED: dict[tuple[object, ...], TextSettings] = {}
 
 
 def with_forms(settings: TextSettings, template: str) -> TextSettings:
-    """As the exporter's `with_forms`, which tries thousands of conversations: once for all settings that print alike."""
+    """As the exporter's `with_forms`, which tries thousands of conversations: once for settings that print alike."""
     printed = template, settings.image_token, settings.video_token, *settings.variables().items()
     if printed not in _DERIVED:
         _DERIVED[printed] = derived(settings, template)
