@@ -77,8 +77,9 @@ _LOADING: dict[str, Declare] = {  # by the field of `Loading` that each fills
                       "[default: auto].",
                       callback=lambda _, __, value: None if value == AUTO else value),
     "threads": option("--threads", int, "[default: all cores]"),
-    "fit": option("--fit", click.Choice(["crop", "pad", "squash"]), "Images that are not square: crop their sides, pad "
-                  "them with bars, or squash them [default: as the checkpoint's image processor does]."),
+    "fit": option("--fit", click.Choice(["crop", "pad", "squash", "released"]), "Images that are not square: crop "
+                  "their sides, pad with bars, or squash them; released: LLaVA-NeXT's tiles as in CDPruner's code "
+                  "[default: as the checkpoint's image processor does]."),
     "max_tiles": option("--max-tiles", int, "For models that see images in tiles: at most N tiles per image, including "
                         "the one of the whole image.", metavar="N"),
     "max_pixels": option("--max-pixels", int, "For models that see images at their own resolution: shrink images of "

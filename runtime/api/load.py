@@ -53,7 +53,8 @@ def load(
         require_signature: a public key (Ed25519, PEM); only a bundle that the private half has signed is loaded. All
             its files are hashed before it is used, about a second for each 0.5 GB.
         fit: the treatment of images of another shape than the model's: "crop" cuts off the sides, "pad" puts bars
-            around them, "squash" stretches them; when left out, as the checkpoint's processor says.
+            around them, "squash" stretches them, "released" sees LLaVA-NeXT's tiles as CDPruner's code does; when left
+            out, as the checkpoint's processor says.
         max_tiles: if the model sees images in tiles, the most of an image, the whole image in one tile counted.
         max_pixels: if the model sees images at their own resolution, the most of an image; larger ones are shrunk.
         image_formats: formats of image files that are read, of "JPEG", "PNG", "WEBP", "BMP", "GIF" and "PPM"; all but

@@ -198,8 +198,9 @@ class LoadedBundle:
 
     def prepare(self, source: ImageSource, fit: str | None = None, *, of_images: int = 1) -> PreparedImage:
         """Read and preprocess an image of a prompt with `of_images` images."""
-        layout = self.layout.for_images(of_images)
-        settings = settings_for(self.layout, self.manifest.image, self.fit if fit is None else fit)
+        fit, layout = self.fit if fit is None else fit, self.layout.for_images(of_images)
+        settings = settings_for(self.layout, self.manifest.image, fit)
+        layout = self.layout.released() if fit == "released" else layout
         image = load_image(source, self.image_formats)
         width, height = image.size
         note_discarded(width, height, settings)
@@ -207,7 +208,7 @@ class LoadedBundle:
         key = hashlib.sha256(views.tobytes()).hexdigest()
         # Tiles alone do not tell how much of them is padding, nor an image's sides from their product.
         if len(views) > 1 or settings.own_size:
-            key += f" of {width}x{height}"
+            key += f" of {width}x{height}" + " released" * (fit == "released")
         arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
         return PreparedImage(views, key, layout.prompt_image(width, height), image.size, arrange)
 

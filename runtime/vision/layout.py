@@ -67,6 +67,13 @@ class Layout(ABC):
         """The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total."""
         return None
 
+    def released(self) -> Layout:
+        """The layout in which the released code of CDPruner sees LLaVA-NeXT's images: fit "released"."""
+        raise RequestError(
+            "fit 'released' is the layout in which CDPruner's code sees LLaVA-NeXT's images, and this model sees them "
+            "otherwise; leave it out"
+        )
+
     def for_images(self, count: int) -> Layout:
         """The layout of each of `count` images in one prompt."""
         return self
@@ -132,7 +139,10 @@ def limited_layout(layout: Layout, max_tiles: int | None, max_pixels: int | None
 
 
 def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:
-    """`fit.fitted`. Raises RequestError for a fit if images are seen in tiles or at their own resolution."""
+    """`fit.fitted`. Raises RequestError for a fit that images seen in tiles or at their own resolution do not have."""
+    if fit == "released":
+        layout.released()
+        return settings
     if fit is None:
         return settings
     if layout.max_views > 1 or settings.own_size:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ class Anyres(Layout):
 
     `shrink`: a grid of clearly more tokens than `shrink` tiles have is shrunk to about that number, bilinearly, before
     the newlines; and each of several images in a prompt is one tile, padded to a square. 0: neither. `padded`: the only
-    tile shows the image so.
+    tile shows the image so. `unpads`: tokens of padding are cut off and newlines added.
     """
 
     newline = True
@@ -51,6 +52,7 @@ class Anyres(Layout):
     rounded: bool
     shrink: int = optional(0)
     padded: bool = optional(False)
+    unpads: bool = optional(True)
 
     def __post_init__(self) -> None:
         sound = self.tile >= 1 and self.grid >= 1 and len(self.resolutions) <= MAX_RESOLUTIONS
@@ -93,6 +95,16 @@ class Anyres(Layout):
         most = (max_views - 1) * self.tile**2
         return replace(self, resolutions=tuple(size for size in self.resolutions if size[0] * size[1] <= most))
 
+    def released(self) -> Anyres:
+        """Always two tiles by two and the squeezed image, all their tokens and no newline."""
+        if self.shrink:
+            return cast(Anyres, Layout.released(self))
+        if self.max_views < 5:
+            raise RequestError(
+                f"fit 'released' takes 5 tiles and an image has at most {self.max_views} here; leave max_tiles out"
+            )
+        return replace(self, resolutions=((2 * self.tile, 2 * self.tile),), unpads=False)
+
     def for_images(self, count: int) -> Anyres:
         return replace(self, resolutions=(), padded=True) if self.shrink and count > 1 else self
 
@@ -101,7 +113,7 @@ class Anyres(Layout):
             return self.one_tile + 1
         left, top, right, bottom = self._unpadded(width, height)
         across, down = self.shrunk(right - left, bottom - top)
-        return self.one_tile + down * (across + 1)
+        return self.one_tile + down * (across + self.unpads)
 
     def passes(self, width: int, height: int) -> int:
         if not self.resolutions:
@@ -153,7 +165,8 @@ class Anyres(Layout):
             shrunk = bilinear.resized(candidates.hidden[grid], down, across)
             grid = grid[bilinear.nearest(grid.shape[0], down)[:, None], bilinear.nearest(grid.shape[1], across)]
         ends = np.full((down, 1), len(candidates) - 1)  # the one newline serves all rows
-        tokens = candidates.take(np.concatenate([whole, np.concatenate([grid, ends], 1).ravel()]))
+        grid = np.concatenate([grid, ends], 1) if self.unpads else grid
+        tokens = candidates.take(np.concatenate([whole, grid.ravel()]))
         if shrinks:
             tokens.hidden[self.one_tile :].reshape(down, across + 1, -1)[:, :-1] = shrunk
         return tokens
@@ -172,6 +185,8 @@ class Anyres(Layout):
         """Left, top, right and bottom of the part of the grid of tokens that shows the image."""
         resolution = self._resolution(width, height)
         across, down = (side // self.tile * self.grid for side in resolution)
+        if not self.unpads:
+            return 0, 0, across, down
         if width / height > across / down:
             padding = (down - self._whole(height, across / width)) // 2
             return 0, padding, across, down - padding

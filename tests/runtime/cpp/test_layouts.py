@@ -91,6 +91,32 @@ def test_reductions_of_tiles_are_those_of_python(models: Callable[..., Model], p
                 assert expected(answer) == expected(conversation.ask(question, reduce=spec, max_new_tokens=6).to_dict())
 
 
+def test_the_layout_of_cdpruners_code_is_that_of_python(models: Callable[..., Model], pictures: list[Path]) -> None:
+    model, spec = models(LLAVA_NEXT, (3, 5)), "cdpruner:keep=5"
+    options = ("--fit", "released", "--reduce", spec, "--max-new-tokens", "6")
+    with load(model.bundle.folder, device="cpu", threads=1, fit="released") as released:
+        for picture in pictures:
+            found = ask(model.bundle.folder, picture, *QUESTIONS, *options)
+            with released.open(picture) as conversation:
+                for question, answer in zip(QUESTIONS, found, strict=True):
+                    want = conversation.ask(question, reduce=spec, max_new_tokens=6)
+                    assert expected(answer) == expected(want.to_dict())
+                    assert want.stats.vision_tokens == 25
+            with model.open(picture, fit="released") as conversation:
+                assert conversation.ask("red?", reduce="none", max_new_tokens=1).stats.vision_tokens == 80
+
+
+@pytest.mark.parametrize("tiny", [ONEVISION, Tiny()], ids=["onevision", "llava"])
+def test_the_released_layout_is_refused_where_images_are_seen_otherwise(
+    models: Callable[..., Model], pictures: list[Path], tiny: Tiny
+) -> None:
+    model = models(tiny, (3, 5))
+    with pytest.raises(RequestError) as refused:
+        model.open(pictures[0], fit="released")
+    done = run("run", "--bundle", model.bundle.folder, pictures[0], "red?", "--fit", "released")
+    assert done.stderr.decode() == f"Error: {refused.value}\n"
+
+
 def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:
     model = models(LLAVA_NEXT, (3, 5))
     [found] = ask(model.bundle.folder, pictures[1], "red?", "--max-tiles", "1", "--max-new-tokens", "4")

@@ -62,7 +62,7 @@ typedef struct vtx_load_options {
   const char* library; /* the engine's library, a file or a directory; NULL: $VTX_ONNXRUNTIME, $VTX_OPENVINO or
                           $VTX_TENSORRT, then the system's */
   int32_t threads;     /* to compute with, at most 1024; 0: all cores */
-  const char* fit;     /* images of another shape: "crop", "pad", "squash"; NULL: as in the model's training */
+  const char* fit;     /* images of another shape: "crop", "pad", "squash", "released" (tiles); NULL: as in the model's training */
   const char* compute; /* the type of the arithmetic, such as "f32"; NULL: the fastest that kept the answers at export */
   int32_t max_tiles;   /* where images are seen in tiles, the most of an image, the whole one counted; 0: the model's own */
   const char* require_signature; /* the file of a public key (Ed25519, PEM): only a bundle that the private half signed

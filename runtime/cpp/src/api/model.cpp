@@ -50,7 +50,8 @@ const Text& Model::text() const {
 
 PreparedImage Model::prepare(const Picture& picture, const std::string& fit, size_t among) const {
   ImageSettings settings = settings_for(*layout_, manifest().image, fit.empty() ? fit_ : fit);
-  LayoutPtr layout = layout_of(layout_, among);
+  bool released = (fit.empty() ? fit_ : fit) == "released";
+  LayoutPtr layout = released ? layout_->released() : layout_of(layout_, among);
   PreparedImage out{layout->views(picture, settings),
                     "",
                     0,
@@ -62,7 +63,7 @@ PreparedImage Model::prepare(const Picture& picture, const std::string& fit, siz
   for (const Floats& view : out.views) hash.update(view.data(), view.size() * sizeof(float));
   out.key = hash.hex();
   // Of tiles alone one cannot tell how much of them is padding.
-  if (out.views.size() > 1) out.key += cat(" of ", picture.width, "x", picture.height);
+  if (out.views.size() > 1) out.key += cat(" of ", picture.width, "x", picture.height, released ? " released" : "");
   out.tokens = layout->count(picture.width, picture.height);
   out.arrange = [layout, width = out.width, height = out.height, newline = newline_](const Views& views) {
     return layout->arrange(views, width, height, newline);

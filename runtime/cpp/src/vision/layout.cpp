@@ -25,7 +25,16 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
   return layout;
 }
 
+LayoutPtr Layout::released() const {
+  fail(Kind::request, "fit 'released' is the layout in which CDPruner's code sees LLaVA-NeXT's images, and this model sees ",
+       "them otherwise; leave it out");
+}
+
 ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, const std::string& fit) {
+  if (fit == "released") {
+    layout.released();
+    return settings;
+  }
   if (!fit.empty() && layout.max_views() > 1)
     fail(Kind::request, "fit '", fit.substr(0, 20), "' has no effect here: this model sees images of any shape in tiles; ",
          "leave it out");

@@ -27,6 +27,8 @@ class Layout {
   virtual std::shared_ptr<const Layout> limited(int64_t max_views) const = 0;
   // The layout of each of so many images in one prompt; null: this one.
   virtual std::shared_ptr<const Layout> among(size_t) const { return nullptr; }
+  // How the released code of CDPruner sees LLaVA-NeXT's images. Throws Error(request): images are not seen so.
+  virtual std::shared_ptr<const Layout> released() const;
   virtual int64_t count(int64_t width, int64_t height) const = 0;
   // Whether text stands among the tokens of an image.
   virtual bool has_marks() const { return false; }

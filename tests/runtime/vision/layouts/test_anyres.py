@@ -89,6 +89,27 @@ def test_tokens_stand_where_transformers_puts_them(theirs: tuple[Path, Any], sha
     np.testing.assert_array_equal(found.patches.views, np.where(places < 0, -1, places // 16))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_released_layout_is_that_of_cdpruners_code(theirs: tuple[Path, Any], shape: tuple[int, int]) -> None:
+    """Always two tiles by two, padded; the base first, then the grid in raster order: every token and no newline."""
+    folder, processor = theirs
+    config, image = read_settings(folder, "config.json"), random_image(3, shape)
+    settings, own = read_image_settings(folder, find_family(config).processors), read_config(config).layout
+    assert isinstance(own, Anyres)
+    layout, side = own.released(), 2 * own.tile
+    pixels = processor.image_processor(image, image_grid_pinpoints=[[side, side]], return_tensors="pt")["pixel_values"]
+    np.testing.assert_array_equal(layout.views(image, settings), pixels[0].numpy())
+    numbers = torch.arange(80.0).view(5, 16)
+    views = [ImageTokens.one_per_patch(view[:, None].numpy()) for view in numbers]
+    grid = numbers[1:].view(2, 2, 4, 4).permute(0, 2, 1, 3).flatten()
+    found = layout.arrange(views, *shape, np.array([[-1.0]], np.float32))
+    np.testing.assert_array_equal(found.hidden[:, 0], torch.cat([numbers[0], grid]).numpy())
+    assert len(found) == layout.count(*shape) == 80
+    assert np.bincount(found.patches.views if found.patches.views is not None else []).tolist() == [16] * 5
+    with pytest.raises(RequestError, match="fit 'released' takes 5 tiles and an image has at most 1 here"):
+        own.limited(1).released()
+
+
 ONEVISION = Tiny(
     family="llava_onevision", vision="siglip", text="qwen2", tokenizer="bytes", feature_layer=-1, select="full",
     vision_head=False,

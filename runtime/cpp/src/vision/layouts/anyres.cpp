@@ -30,12 +30,12 @@ double floored(double value, double by) {
 // first is taken. `rounded`: the rows and columns left after unpadding are rounded to 7 digits before they are cut down to
 // whole numbers, as transformers does it. `shrink`: a grid of clearly more tokens than that many tiles have is shrunk to
 // about as many, bilinearly, before the newlines; and each of several images in a prompt is one tile, padded to a square.
-// 0: neither. `padded`: the only tile shows the image so.
+// 0: neither. `padded`: the only tile shows the image so. `unpads`: tokens of padding are cut off and newlines added.
 class Anyres : public TiledLayout {
  public:
-  Anyres(int64_t tile, int64_t grid, std::vector<Size> resolutions, bool rounded, int64_t shrink, bool padded)
+  Anyres(int64_t tile, int64_t grid, std::vector<Size> resolutions, bool rounded, int64_t shrink, bool padded, bool unpads)
       : TiledLayout(tile, grid * grid), grid_(grid), resolutions_(std::move(resolutions)), rounded_(rounded),
-        shrink_(shrink), padded_(padded) {
+        shrink_(shrink), padded_(padded), unpads_(unpads) {
     bool sound = resolutions_.size() <= static_cast<size_t>(names::kMaxResolutions) && shrink >= 0 &&
                  shrink <= names::kMaxTiles && !(padded && !resolutions_.empty());
     for (auto [width, height] : resolutions_)
@@ -59,14 +59,21 @@ class Anyres : public TiledLayout {
   bool newline() const override { return true; }
   LayoutPtr among(size_t images) const override {
     if (shrink_ == 0 || images < 2) return nullptr;
-    return std::make_shared<Anyres>(tile_, grid_, std::vector<Size>(), rounded_, shrink_, true);
+    return std::make_shared<Anyres>(tile_, grid_, std::vector<Size>(), rounded_, shrink_, true, unpads_);
+  }
+  LayoutPtr released() const override {
+    if (shrink_ > 0) return Layout::released();
+    if (max_views() < 5)
+      fail(Kind::request, "fit 'released' takes 5 tiles and an image has at most ", max_views(),
+           " here; leave max_tiles out");
+    return std::make_shared<Anyres>(tile_, grid_, std::vector<Size>{{2 * tile_, 2 * tile_}}, rounded_, 0, false, false);
   }
 
   int64_t count(int64_t width, int64_t height) const override {
     if (resolutions_.empty()) return tokens_ + 1;
     Part part = unpadded(width, height);
     auto [across, down] = shrunk(part.right - part.left, part.bottom - part.top);
-    return tokens_ + down * (across + 1);
+    return tokens_ + down * (across + unpads_);
   }
 
   std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
@@ -103,7 +110,7 @@ class Anyres : public TiledLayout {
     };
     for (int64_t row : rows_of) {
       for (int64_t column : columns_of) which.push_back(at(row, column));
-      which.push_back(end);
+      if (unpads_) which.push_back(end);
     }
     auto taken = every->take(which, false);
     if (across == wide_part && down == high_part) return taken;
@@ -124,7 +131,7 @@ class Anyres : public TiledLayout {
     std::vector<Size> left;
     for (auto [width, height] : resolutions_)
       if ((width / tile_) * (height / tile_) <= max_views - 1) left.emplace_back(width, height);
-    return std::make_shared<Anyres>(tile_, grid_, std::move(left), rounded_, shrink_, padded_);
+    return std::make_shared<Anyres>(tile_, grid_, std::move(left), rounded_, shrink_, padded_, unpads_);
   }
 
  private:
@@ -188,6 +195,7 @@ class Anyres : public TiledLayout {
   Part unpadded(int64_t width, int64_t height) const {
     auto [wide, high] = resolution(width, height);
     int64_t across = wide / tile_ * grid_, down = high / tile_ * grid_;
+    if (!unpads_) return {0, 0, across, down};
     if (real_of(width) / real_of(height) > real_of(across) / real_of(down)) {
       int64_t padding = (down - whole(height, real_of(across) / real_of(width))) / 2;
       return {0, padding, across, down - padding};
@@ -205,7 +213,7 @@ class Anyres : public TiledLayout {
   std::vector<Size> resolutions_;
   bool rounded_;
   int64_t shrink_;
-  bool padded_;
+  bool padded_, unpads_;
 };
 
 }  // namespace
@@ -225,7 +233,8 @@ LayoutPtr make_anyres(Fields& parameters) {
   bool rounded = parameters.flag("rounded");
   int64_t shrink = parameters.has("shrink") ? parameters.whole("shrink", 0, names::kMaxTiles) : 0;
   bool padded = parameters.has("padded") && parameters.flag("padded");
-  return std::make_shared<Anyres>(tile, grid, std::move(resolutions), rounded, shrink, padded);
+  bool unpads = !parameters.has("unpads") || parameters.flag("unpads");
+  return std::make_shared<Anyres>(tile, grid, std::move(resolutions), rounded, shrink, padded, unpads);
 }
 
 }  // namespace vtxcore
