@@ -19,19 +19,12 @@ SECTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("Images and videos", "", (vtx.bgr, vtx.video)),
     ("Options", "", (vtx.Options, vtx.Sampling, vtx.Guide)),
     ("Answers", "", (vtx.AnswerStream, vtx.AsyncAnswerStream, vtx.Answer, vtx.Stats)),
-    (
-        "Reductions of your own",
-        "A package announces a reduction by an entry point of the group `vtx.policies`, whose name is that of the\n"
-        "reduction. It then works in `--reduce`, `vtx.export(reduce=...)` and `ask(reduce=...)`;\n"
-        "`examples/python/vtx-policy-every` is one.",
-        (Reduction,),
-    ),
-    (
-        "Errors",
-        "Everything raised on purpose derives from `vtx.VtxError` and is one line.",
-        tuple(sorted((getattr(vtx, n) for n in vtx.__all__ if n.endswith("Error")), key=lambda e: e.__name__)),
-    ),
-)
+    ("Reductions of your own", "A package announces a reduction by an entry point of the group `vtx.policies`, whose "
+     "name is that of the\nreduction. It then works in `--reduce`, `vtx.export(reduce=...)` and `ask(reduce=...)`;\n"
+     "`examples/python/vtx-policy-every` is one.", (Reduction,)),
+    ("Errors", "Everything raised on purpose derives from `vtx.VtxError` and is one line.",
+     tuple(sorted((getattr(vtx, n) for n in vtx.__all__ if n.endswith("Error")), key=lambda e: e.__name__))),
+)  # fmt: skip
 MADE_BY_USERS = (vtx.Options, vtx.Sampling, vtx.Guide)  # other classes are what functions return
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}
 
