@@ -15,27 +15,13 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
 LOOK: dict[str, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": GREY,
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "font.size": 10,
-    "grid.color": "#E4E4E4",
-    "legend.fontsize": 9,
-    "legend.frameon": True,
-    "legend.framealpha": 0.9,
-    "legend.edgecolor": "none",
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5,
+    "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.grid": True, "axes.spines.right": False,
+    "axes.spines.top": False, "axes.titlelocation": "left", "axes.titlesize": 11, "font.size": 10,
+    "grid.color": "#E4E4E4", "legend.fontsize": 9, "legend.frameon": True, "legend.framealpha": 0.9,
+    "legend.edgecolor": "none", "lines.linewidth": 1.8, "lines.markersize": 5,
     "svg.hashsalt": "vtx",  # the same picture twice is the same file
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
-}
+    "xtick.color": GREY, "ytick.color": GREY, "xtick.labelcolor": "black", "ytick.labelcolor": "black",
+}  # fmt: skip
 
 
 def draw(path: Path, fill: Callable[[Any], None], width: float = 10, height: float = 4.5) -> None:
