@@ -1,9 +1,8 @@
-"""Result files, written whole or not at all."""
+"""Result files, written whole or not at all; locks that end with the process that holds them, killed or not."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -69,6 +68,8 @@ def locked(descriptor: int, *, wait: bool = False) -> bool:
 
     Raises OSError on a file system without locks.
     """
+    import fcntl  # which Windows does not have
+
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
