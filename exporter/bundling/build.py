@@ -224,6 +224,7 @@ def _manifest(
         default_k=plan.default_k,
         reductions=plan.reductions.specs,
         stages=plan.stages,
+        token_inputs=tuple(plan.config.token_inputs.values()),
         gates=plan.gated_ks,
         dialects=plan.dialects,
         tokenizer=TOKENIZER,

@@ -107,7 +107,13 @@ class Plan:
         """The stages of the decoder, in every dialect."""
         cuts, queries = self.reductions.cuts(self.ks), self.reductions.needs.queries
         spans = pairwise([1, *cuts, self.config.text.layers + 1])
-        return tuple(StageSpec(first, after - 1, after - 1 in queries) for first, after in spans)
+        inputs = self.config.token_inputs
+        return tuple(
+            StageSpec(
+                first, after - 1, after - 1 in queries, tuple(inputs[n].name for n in inputs if first <= n < after)
+            )
+            for first, after in spans
+        )
 
     @property
     def dialects(self) -> dict[str, Graphs]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
+from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, RopeSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
@@ -154,6 +155,11 @@ class ModelConfig:
         if vision.shuffle > 1:
             return (-(-vision.grid // vision.shuffle)) ** 2
         return (vision.states - (self.select == "default")) // vision.pool**2
+
+    @property
+    def token_inputs(self) -> dict[int, TokenInput]:
+        """What a decoder layer, by its number from 1, reads of each token besides hidden states; nothing so far."""
+        return {}
 
     @property
     def frames(self) -> ModelConfig | None:
