@@ -21,16 +21,10 @@ log = logging.getLogger(__name__)
 
 
 def export(
-    model: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    k: Sequence[int] | int | None = None,
-    precision: str = "fp16",
-    reduce: Sequence[str] | str | None = None,
-    max_context: int | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
-) -> Bundle:
+    model: str | os.PathLike[str], out: str | os.PathLike[str], *, k: Sequence[int] | int | None = None,
+    precision: str = "fp16", reduce: Sequence[str] | str | None = None, max_context: int | None = None,
+    force: bool = False, progress: Progress | None = None,
+) -> Bundle:  # fmt: skip
     """Export a checkpoint to the bundle directory `out`, as `vtx-export` does.
 
     Args:

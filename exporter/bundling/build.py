@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
@@ -272,4 +271,4 @@ def packages(requirement: str) -> Mapping[str, str]:
             extra = re.search(r"extra\s*==\s*[\"']([^\"']+)", line)
             if extra is None or extra[1] in wanted:
                 pending.append(line)
-    return MappingProxyType(dict(sorted(versions.items())))
+    return dict(sorted(versions.items()))

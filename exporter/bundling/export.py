@@ -35,14 +35,9 @@ from vtx.tools.common.files import sync_file
 
 
 def run_export(
-    plan: Plan,
-    out: Path,
-    *,
-    force: bool,
-    report: Progress,
-    say: Callable[[str], None] = lambda _: None,
+    plan: Plan, out: Path, *, force: bool, report: Progress, say: Callable[[str], None] = lambda _: None,
     sign: SigningKey | None = None,
-) -> Bundle:
+) -> Bundle:  # fmt: skip
     """Write the bundle `out`. `report` gets (phase, done, total) as the work proceeds, `say` a line for the user.
 
     `sign` is the key that signs the manifest once it is complete.

@@ -258,12 +258,9 @@ def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> Video
 
 
 def _weights(
-    options: ExportOptions,
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    text_tower: TextTowerCheckpoint | None,
+    options: ExportOptions, checkpoint: Checkpoint, config: ModelConfig, text_tower: TextTowerCheckpoint | None,
     reductions: Reductions,
-) -> WeightPlan:
+) -> WeightPlan:  # fmt: skip
     """The location in the bundle of every tensor that a graph needs."""
     precisions = options.precisions()
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.bundling.predict import export_base
-from vtx.exporter.calibration.report import ItemResult, Measurement, read_result, written
+from vtx.exporter.calibration.report import ItemResult, Measurement, read_result
 from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.reference.attention import AttentionMeter
@@ -30,6 +30,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.errors import CheckpointError, RequestError
+from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, counter
 from vtx.tools.data.items import Data, plain
 from vtx.tools.data.journal import ResultJournal
@@ -103,7 +104,7 @@ def calibrate(
         layer = counter(report, "measuring", len(batches) * source.config.text.layers)
         for batch in batches:
             measured = measurer.batch([items[digest] for digest in batch], layer)
-            journal.add({digest: written(result) for digest, result in zip(batch, measured, strict=True)})
+            journal.add({digest: json_value(result) for digest, result in zip(batch, measured, strict=True)})
         results = tuple(read_result(journal.results[digest], len(ks)) for digest in items)
         return Measurement(ks, results, tuple(skipped))
 

@@ -221,12 +221,6 @@ class Measurement:
     skipped: tuple[str, ...]
 
 
-def written(result: ItemResult) -> dict[str, Any]:
-    """The result as its line holds it."""
-    values: dict[str, Any] = json_value(result)
-    return values
-
-
 def read_result(line: dict[str, Any], ks: int) -> ItemResult:
     """The result that a line holds. RequestError if it does not have a figure for each of `ks` K's."""
     result = Strict(RequestError, DAMAGED).read(ItemResult, line, "an item")

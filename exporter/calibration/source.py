@@ -34,13 +34,9 @@ class OpenedModel(Source):
 
 
 def open_source(
-    model: str,
-    bundle: Path | None = None,
-    template: str | None = None,
-    tower: str | None = None,
-    *,
+    model: str, bundle: Path | None = None, template: str | None = None, tower: str | None = None, *,
     allow_pickle: bool = False,
-) -> OpenedModel:
+) -> OpenedModel:  # fmt: skip
     """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle if one is given.
 
     `template` is a chat template for a checkpoint without one, `tower` the vision tower of one that only names it;

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from vtx.exporter.checkpoint.config import VISION_FAMILIES
@@ -41,12 +41,8 @@ TOWER = "vision."
 
 
 def open_checkpoint(
-    model: str,
-    *,
-    tower: str | None = None,
-    allow_pickle: bool = False,
-    progress: Callable[[str], None] | None = None,
-) -> Checkpoint:
+    model: str, *, tower: str | None = None, allow_pickle: bool = False, progress: Callable[[str], None] | None = None,
+) -> Checkpoint:  # fmt: skip
     """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
 
     `tower` is the vision tower of a checkpoint that only names one. With `allow_pickle` files of `torch.save` are read
@@ -114,41 +110,37 @@ def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, 
     assert layout.tower is not None
     own = {name: info for name, info in checkpoint.tensors.items() if name.startswith(TOWER)}
     uses_own = bool(own) and layout.own_tower(config)
-    found = find_tower(layout.tower(config), tower, checkpoint, weights=not uses_own, allow_pickle=allow_pickle)
+    vision, processor, opened = find_tower(
+        layout.tower(config), tower, checkpoint, weights=not uses_own, allow_pickle=allow_pickle
+    )
     tensors, notes = dict(checkpoint.tensors), checkpoint.notes
     if uses_own:
         notes = (*notes, "the vision tower is the checkpoint's own, which was trained with it")
     else:
-        assert found.checkpoint is not None
+        assert opened is not None
         tensors = {name: info for name, info in tensors.items() if name not in own}
-        tensors |= {name: info for name, info in found.checkpoint.tensors.items() if name.startswith(TOWER)}
-        notes = (*notes, f"the vision tower is from {found.checkpoint.folder}", *found.checkpoint.notes)
+        tensors |= {name: info for name, info in opened.tensors.items() if name.startswith(TOWER)}
+        notes = (*notes, f"the vision tower is from {opened.folder}", *opened.notes)
     return replace(
         checkpoint,
-        config={**config, "vision_config": dict(found.config)},
+        config={**config, "vision_config": dict(vision)},
         tensors=tensors,
         notes=notes,
-        original=OriginalParts(layout.processor(config, found.processor), layout.template(config), checkpoint.folder),
+        original=OriginalParts(layout.processor(config, processor), layout.template(config), checkpoint.folder),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTower:
-    """A tower's `vision_config`, its image processor's configuration, and its checkpoint if one was opened."""
-
-    config: Config
-    processor: Config
-    checkpoint: Checkpoint | None
-
-
-def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool, allow_pickle: bool) -> NamedTower:
+def find_tower(
+    name: str, given: str | None, model: Checkpoint, *, weights: bool, allow_pickle: bool
+) -> tuple[Config, Config, Checkpoint | None]:
     """The tower called `name` by the checkpoint `model`, or the one `given` by the user.
 
-    Without `weights` the checkpoint holds those itself. Raises CheckpointError if it is damaged, hostile, or not found
+    It is a `vision_config`, an image processor's configuration, and the tower's checkpoint if one was opened. Without
+    `weights` the model holds those itself. Raises CheckpointError if it is damaged, hostile, or not found
     (the message says how to give it); UnsupportedModelError for another kind of tower.
     """
     if given is None and not weights and name == CLIP_L_336:
-        return NamedTower(CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None)
+        return CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None
     address = given
     if (
         address is None
@@ -171,9 +163,9 @@ def find_tower(name: str, given: str | None, model: Checkpoint, *, weights: bool
         ) from cause
     if found.config.get("model_type") == INTERNVIT:
         found = replace(found, tensors=dict(thirds(found.tensors)))
-        return NamedTower(internvit_config(found.config, name), internvit_processor(name), found)
+        return internvit_config(found.config, name), internvit_processor(name), found
     config = {**found.config.get("vision_config", found.config), "model_type": _kind(found.config)}
-    return NamedTower(config, read_image_processor(found.folder), found)
+    return config, read_image_processor(found.folder), found
 
 
 def _tower_name(name: str) -> str:

@@ -136,11 +136,9 @@ class Family:
 
 
 def read_llava_like(
-    config: Config,
-    kind: str,
-    layout: Callable[[Any, VisionConfig, str], Layout],
+    config: Config, kind: str, layout: Callable[[Any, VisionConfig, str], Layout],
     video: Callable[[Any, ModelConfig], VideoConfig] | None = None,
-) -> ModelConfig:
+) -> ModelConfig:  # fmt: skip
     """Read `config.json` with transformers' class `kind` and its defaults.
 
     `layout` gets the parsed configuration, the tower and the selection strategy, `video` the parsed configuration and

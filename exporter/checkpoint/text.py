@@ -39,18 +39,10 @@ RESOLVED: dict[str, Any] = {}  # by digest: an export that tries two precisions 
 
 
 def read_text(
-    folder: Path,
-    image_token_id: int,
-    text_config: Mapping[str, Any],
-    top_config: Mapping[str, Any],
-    template: str | None = None,
-    limits: ChildLimits = LIMITS,
-    *,
-    original: bool = False,
-    video_token_id: int | None = None,
-    seg_token: str | None = None,
-    end_ids: tuple[int, ...] | None = None,
-) -> tuple[str, str, TextSettings]:
+    folder: Path, image_token_id: int, text_config: Mapping[str, Any], top_config: Mapping[str, Any],
+    template: str | None = None, limits: ChildLimits = LIMITS, *, original: bool = False,
+    video_token_id: int | None = None, seg_token: str | None = None, end_ids: tuple[int, ...] | None = None,
+) -> tuple[str, str, TextSettings]:  # fmt: skip
     """The tokenizer as tokenizer.json, the chat template, and the settings for `vtx.runtime.prompt.text.Text`.
 
     The tokenizer is the one that transformers' AutoTokenizer makes of the checkpoint's data files, without any code of

@@ -58,15 +58,9 @@ def block_tensors(e: Encoder, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def build_block(
-    b: Builder,
-    e: Encoder,
-    x: ir.Value,
-    name: str,
-    shape: tuple[int, int, int],
-    seen: ir.Value | None = None,
-    *,
+    b: Builder, e: Encoder, x: ir.Value, name: str, shape: tuple[int, int, int], seen: ir.Value | None = None, *,
     causal: bool = False,
-) -> tuple[ir.Value, ir.Value, ir.Value]:
+) -> tuple[ir.Value, ir.Value, ir.Value]:  # fmt: skip
     """One block on [batch, tokens, hidden], and its q and k.
 
     `shape` restores that from [batch * tokens, hidden]. `seen`: the tokens that are attended to, None for all;

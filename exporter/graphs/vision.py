@@ -102,14 +102,9 @@ class _Tower:
 
 
 def build_vision(
-    b: Builder,
-    c: ModelConfig,
-    *,
-    merges: bool = False,
-    attention: bool = False,
-    last_attention: bool = False,
+    b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False, last_attention: bool = False,
     text_tower: TextTowerSpec | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """[images, 3, side, side] float32 to [images, view_tokens, hidden] float32.
 
     `merges`: windows of similar patches merge after the first block. The graph then computes one image at a time, and

@@ -42,13 +42,9 @@ def golden_ids(text: Text, layout: Layout, question: str = QUESTION) -> NDArray[
 
 
 def record_golden(
-    path: Path,
-    reference: Reference,
-    text: Text,
-    settings: ImageSettings,
-    ks: Sequence[int | None],
+    path: Path, reference: Reference, text: Text, settings: ImageSettings, ks: Sequence[int | None],
     report: Callable[[int], None],
-) -> None:
+) -> None:  # fmt: skip
     """Run the reference at every K of `ks` and write its features and logits to `path`."""
     config, image = reference.config, golden_image()
     ids = golden_ids(text, config.layout)
@@ -73,12 +69,8 @@ PASSAGE = (
 
 
 def record_kv_scales(
-    path: Path,
-    reference: Reference,
-    text: Text,
-    settings: ImageSettings,
-    report: Callable[[int], None],
-) -> None:
+    path: Path, reference: Reference, text: Text, settings: ImageSettings, report: Callable[[int], None],
+) -> None:  # fmt: skip
     """Run the reference over the golden picture and a passage of text, and write each layer's scales to `path`.
 
     They are [1, kv_heads, 1, head_dim] float32, by their names in the graphs. `report` gets 1 a layer.

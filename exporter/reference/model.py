@@ -150,14 +150,11 @@ class Reference:
         return chosen.flatten(0, 1)
 
     def hidden(
-        self,
-        samples: Sequence[Sample],
-        ks: Sequence[int | None],
-        report: Callable[[int], None] = lambda _: None,
+        self, samples: Sequence[Sample], ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None,
         attend: Callable[[int, int, Tensor, Tensor], None] | None = None,
         watch: Callable[[int, int, Tensor], None] = lambda *_: None,
         feed: Callable[[int, int, str, Tensor], None] | None = None,
-    ) -> list[dict[int | None, Tensor]]:
+    ) -> list[dict[int | None, Tensor]]:  # fmt: skip
         """Last hidden states [last, hidden] of each sample at each K (None: no withdrawal), before the final norm.
 
         Each layer's weights are read once for all samples and all K. `report` gets 1 a layer. `attend` gets layer
@@ -205,12 +202,9 @@ class Reference:
             report(1)
 
     def greedy(
-        self,
-        samples: Sequence[Sample],
-        end_ids: Collection[int],
-        max_new_tokens: int,
+        self, samples: Sequence[Sample], end_ids: Collection[int], max_new_tokens: int,
         report: Callable[[int], None] = lambda _: None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]:  # fmt: skip
         """Each sample's greedy answer without withdrawal, up to `max_new_tokens` ids, an end token included.
 
         Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
@@ -243,12 +237,9 @@ class Reference:
         return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
 
     def logits(
-        self,
-        ids: NDArray[np.int64],
-        features: Encoded,
-        ks: Sequence[int | None],
+        self, ids: NDArray[np.int64], features: Encoded, ks: Sequence[int | None],
         report: Callable[[int], None] = lambda _: None,
-    ) -> dict[int | None, Tensor]:
+    ) -> dict[int | None, Tensor]:  # fmt: skip
         """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
         hidden = self.hidden([Sample(ids, features)], ks, report)[0]
         logits = self.head(torch.cat([hidden[k] for k in ks]))
@@ -313,15 +304,10 @@ class Reference:
 
 
 def _decoder_layer(
-    c: TextConfig,
-    x: Tensor,
-    positions: Tensor,
-    weights: LayerWeights,
-    see: Callable[[Tensor, Tensor], None] | None = None,
-    feed: Callable[[str, Tensor], None] | None = None,
-    *,
+    c: TextConfig, x: Tensor, positions: Tensor, weights: LayerWeights,
+    see: Callable[[Tensor, Tensor], None] | None = None, feed: Callable[[str, Tensor], None] | None = None, *,
     cache: list[Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One layer of the llama family over hidden states [batch, n, hidden] at `positions` [n]; causal among these.
 
     Positions of three parts are [n, 3].

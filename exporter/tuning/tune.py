@@ -157,13 +157,9 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
 
 
 def _teacher_answers(
-    work: Workspace,
-    decoder: WithdrawingDecoder,
-    encoder: ImageEncoder,
-    options: TuneOptions,
-    out: Path,
+    work: Workspace, decoder: WithdrawingDecoder, encoder: ImageEncoder, options: TuneOptions, out: Path,
     report: Progress,
-) -> dict[int, Ids]:
+) -> dict[int, Ids]:  # fmt: skip
     """The untuned model's greedy answer to every question without one, kept in `out` as they are made."""
     missing = [n for n, question in enumerate(work.questions) if question.answer is None]
     if not missing:

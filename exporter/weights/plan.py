@@ -87,11 +87,9 @@ class WeightPlan:
 
 
 def plan_weights(
-    checkpoint: Checkpoint,
-    needed: Iterable[tuple[str, tuple[int, ...]]],
-    precisions: Precisions,
+    checkpoint: Checkpoint, needed: Iterable[tuple[str, tuple[int, ...]]], precisions: Precisions,
     scaled: Collection[str] = (),
-) -> WeightPlan:
+) -> WeightPlan:  # fmt: skip
     """Check that every needed tensor exists in its shape, and lay out the files.
 
     A file that holds one of the tensors `scaled`, whose values will change, is not used whole. Raises CheckpointError

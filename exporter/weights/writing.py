@@ -42,12 +42,9 @@ NONE: Mapping[str, Scaling] = {}
 
 
 def write_weights(
-    plan: WeightPlan,
-    folder: Path,
-    journal: ExportJournal,
-    report: Callable[[int], None],
+    plan: WeightPlan, folder: Path, journal: ExportJournal, report: Callable[[int], None],
     scalings: Mapping[str, Scaling] = NONE,
-) -> dict[str, FileRecord]:
+) -> dict[str, FileRecord]:  # fmt: skip
     """Write all weight files under `folder` that `journal` lacks; `report` gets the source bytes of each block.
 
     The weights named in `scalings` are multiplied first.
@@ -141,13 +138,9 @@ def pieces(size: int) -> Iterator[int]:
 
 
 def _rewrite(
-    file: WeightFile,
-    target: Path,
-    pool: ThreadPoolExecutor,
-    journal: ExportJournal,
-    report: Callable[[int], None],
+    file: WeightFile, target: Path, pool: ThreadPoolExecutor, journal: ExportJournal, report: Callable[[int], None],
     scalings: Mapping[str, Scaling],
-) -> str:
+) -> str:  # fmt: skip
     """Write the file's unfinished tensors in their new form, converted by chunks in `pool`. Returns its SHA-256."""
     header, finished = file.header or b"", 0
     digest = hashlib.sha256(header)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import vtx.exporter.checkpoint.families as package
@@ -17,7 +16,7 @@ from vtx.runtime.modules import modules_of
 # Every file of this folder and its subfolders that declares a `FAMILY`.
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
 # Known, and not exported: the missing part, by model_type or architecture.
-REFUSED: Mapping[str, str] = MappingProxyType({"eagle_llama": "its five towers are not supported"})
+REFUSED: Mapping[str, str] = {"eagle_llama": "its five towers are not supported"}
 
 
 def find_family(config: Mapping[str, Any]) -> Family:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 _VICUNA = (
     "A chat between a curious {0} and an artificial intelligence assistant. "
@@ -52,25 +51,21 @@ def _chatml(system: str, after: str) -> str:
     return _template(opening, given, user, reply + _TEXTS + end, reply)
 
 
-INTERNVL_SYSTEMS: Mapping[str, str] = MappingProxyType(
-    {
-        "internlm2-chat": (
-            "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, "  # noqa: RUF001
-            "是一个有用无害的人工智能助手。"
-        ),
-        "internvl2_5": (
-            "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、"  # noqa: RUF001
-            "清华大学及多家合作单位联合开发的多模态大语言模型。"
-        ),
-    }
-)
-TEMPLATES: Mapping[str, str] = MappingProxyType(
-    {
-        "vicuna_v1": _speakers(_VICUNA.format("user")),
-        "llava_v1": _speakers(_VICUNA.format("human")),
-        "llava_llama_2": _instructions(_LLAMA_2, "{{ bos_token }}"),
-        "mistral_instruct": _instructions("", ""),
-        "internlm2-chat": _chatml(INTERNVL_SYSTEMS["internlm2-chat"], ""),
-        "internvl2_5": _chatml(INTERNVL_SYSTEMS["internvl2_5"], "\n"),
-    }
-)
+INTERNVL_SYSTEMS: Mapping[str, str] = {
+    "internlm2-chat": (
+        "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, "  # noqa: RUF001
+        "是一个有用无害的人工智能助手。"
+    ),
+    "internvl2_5": (
+        "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、"  # noqa: RUF001
+        "清华大学及多家合作单位联合开发的多模态大语言模型。"
+    ),
+}
+TEMPLATES: Mapping[str, str] = {
+    "vicuna_v1": _speakers(_VICUNA.format("user")),
+    "llava_v1": _speakers(_VICUNA.format("human")),
+    "llava_llama_2": _instructions(_LLAMA_2, "{{ bos_token }}"),
+    "mistral_instruct": _instructions("", ""),
+    "internlm2-chat": _chatml(INTERNVL_SYSTEMS["internlm2-chat"], ""),
+    "internvl2_5": _chatml(INTERNVL_SYSTEMS["internvl2_5"], "\n"),
+}
