@@ -18,7 +18,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.session.encoded_images import PreparedImage
-from vtx.runtime.vision.tokens import PromptImage
+from vtx.runtime.vision.tokens import ImageTokens, PromptImage
 
 GOOD = asking(user("red?"))
 LIMITS = Limits(seconds=20, stall_seconds=600)
@@ -115,6 +115,7 @@ def test_each_view_of_an_image_is_a_sign_of_life_of_its_own() -> None:
 
     seen: list[Any] = []
     views = np.zeros((5, 3, 2, 2), np.float32)
-    image = PreparedImage(views, "key", PromptImage((5,)), (2, 2), lambda tokens: tokens)  # type: ignore[arg-type, return-value]
+    tokens = ImageTokens(np.zeros((1, 4), np.float32), np.zeros(1, np.int64))
+    image = PreparedImage(views, "key", PromptImage((5,)), (2, 2), lambda _: tokens)
     image.encode(Tower(), {}, lambda: beats.append(1))  # type: ignore[arg-type]
     assert len(beats) == 5
