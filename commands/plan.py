@@ -107,6 +107,9 @@ def _show_plan(
         click.echo(f"an image of {picture[0]}x{picture[1]} pixels (--image-size){larger}")
     if costs.reduced is not None:
         click.echo(f"reduced by {costs.reduced.spec}: vision tokens in {_spans(costs.reduced.vision_tokens)}")
+        paper = costs.reduced.paper_ratio
+        counted = "" if paper is None else f", {paper:.1%} as its paper counts"
+        click.echo(f"the image alone in the decoder: {costs.reduced.image_ratio:.1%} of the arithmetic{counted}")
         for line in costs.reduced.assumed:
             click.echo(f"assumed: {line}")
     for engine in engines:

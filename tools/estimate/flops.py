@@ -61,7 +61,7 @@ def calflops(size: DecoderSize, tokens: Sequence[int]) -> float:
 
 def total_flops(size: DecoderSize, tokens: Sequence[int], vision: VisionSize | None = None, views: int = 0) -> int:
     """DyVTE's convention, in FLOPs: `views` passes of the whole tower and the projector, then the decoder."""
-    return encode_flops(vision, views, whole=True) + 2 * _decoder_macs(size, tokens)
+    return encode_flops(vision, views, whole=True) + 2 * decoder_macs(size, tokens)
 
 
 def encode_flops(vision: VisionSize | None, views: int, *, whole: bool = False, merged: int = 0) -> int:
@@ -85,7 +85,7 @@ def text_tower_flops(tower: TextTowerSpec, tokens: int) -> int:
 
 def prefill_flops(size: DecoderSize, tokens: Sequence[int]) -> int:
     """FLOPs of the decoder's graphs for a prompt in one chunk: all tokens, and the head on the last one."""
-    return 2 * (_decoder_macs(size, tokens) + size.head_macs)
+    return 2 * (decoder_macs(size, tokens) + size.head_macs)
 
 
 def decode_flops(size: DecoderSize, slots: Sequence[int]) -> int:
@@ -105,7 +105,7 @@ def attention_macs(size: DecoderSize, tokens: int, slots: int) -> int:
     return 2 * tokens * slots * size.heads * size.head_dim
 
 
-def _decoder_macs(size: DecoderSize, tokens: Sequence[int]) -> int:
+def decoder_macs(size: DecoderSize, tokens: Sequence[int]) -> int:
     _check_layers(size, tokens)
     return sum(count * size.layer_macs + attention_macs(size, count, count) for count in tokens)
 

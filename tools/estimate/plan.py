@@ -34,11 +34,17 @@ ESTIMATE = (
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """`vision_tokens` of each layer; `assumed` has a sentence for each method whose numbers depend on the data."""
+    """`vision_tokens` of each layer; `assumed` has a sentence for each method whose numbers depend on the data.
+
+    `image_ratio`: FLOPs of a prompt of these alone in the decoder's layers, over those without a method; `paper_ratio`
+    as the method's paper counts them, if that differs.
+    """
 
     spec: str
     vision_tokens: tuple[int, ...]
     assumed: tuple[str, ...]
+    image_ratio: float = 1.0
+    paper_ratio: float | None = None
 
 
 def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, views: int = 1) -> Reduced:
@@ -73,7 +79,17 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
         "upper limit"
         for name in unknown
     )
-    return Reduced(to_spec(parts), tuple(counts), assumed)
+    size, full = model.decoder, [vision] * len(counts)
+    ratio = flops.decoder_macs(size, counts) / max(1, flops.decoder_macs(size, full))
+    fewer = parts[0].paper_layers if len(parts) == 1 and parts[0].needs().cuts else None
+    paper = None
+    if fewer is not None:
+        runs, whole = (
+            flops.decoder_macs(size, tokens) - sum(tokens) * size.hidden * size.ffn
+            for tokens in ([*counts[fewer:], *counts[-1:] * fewer], full)
+        )
+        paper = runs / max(1, whole)
+    return Reduced(to_spec(parts), tuple(counts), assumed, ratio, paper)
 
 
 @dataclass(frozen=True, slots=True)

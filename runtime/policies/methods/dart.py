@@ -48,6 +48,7 @@ class Dart(Reduction, Entry):
         "64": {"keep": 64.0, "order": "code"},
     }
 
+    paper_layers: ClassVar[int | None] = 1
     requires: ClassVar[dict[str, Any]] = {"cuts": "k", "final_norm": {"k": Not(0)}}
     conflicts: ClassVar[tuple[tuple[dict[str, Any], str], ...]] = (
         ({"order": "code", "k": 0}, "order=code, which presets set, works only after a layer; with k=0 use order=size"),

@@ -19,7 +19,8 @@ from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
 SEVEN = KNOWN["llava-1.5-7b"]
 ANSWERED = (
     "fastv:k=2,ratio=0.5", "fastv:k=2,ratio=0.3", "cls:keep=0.3", "cdpruner:keep=5", "cdpruner:keep=0.3,text=none",
-    "dart:keep=0.6,k=2,pivots=1,text_pivots=2", "dart:keep=7,k=0", "cls:keep=0.75+fastv:k=3,ratio=0.5",
+    "dart:keep=0.6,k=2,pivots=1,text_pivots=2", "dart:keep=7,k=0", "divprune:keep=0.3", "divprune:keep=5", "random",
+    "random:keep=3,seed=5", "cls:keep=0.75+fastv:k=3,ratio=0.5",
 )  # fmt: skip
 
 
@@ -34,6 +35,33 @@ def test_answers_have_the_tokens_that_the_plan_counts(models: Models, spec: str)
         stats = image.ask("what is red?", None, Options(2, ignore_eos=True), reduce=spec).stats
     assert stats.vision_tokens_kept == counts(spec, bundle_size(model.bundle), 16)
     assert min(stats.vision_tokens_kept) < 16
+
+
+def test_each_method_has_its_schedule_for_given_counts() -> None:
+    next_7b = KNOWN["llava-next-7b"]
+    for spec, kept in (("cdpruner:64", 5 * 64), ("cdpruner:keep=0.25,text=none", 5 * 144), ("divprune", 282),
+                       ("random:keep=0.1", 288), ("dart:keep=100,k=0", 100), ("cls:keep=0.1", 288)):  # fmt: skip
+        assert reduce_counts(parse(spec), next_7b, 2880, 5).vision_tokens == (kept,) * 32
+    for spec, kept in (("dart:keep=320", 324), ("fastv:k=2,ratio=0.9", 288)):
+        assert reduce_counts(parse(spec), next_7b, 2880, 5).vision_tokens == (2880,) * 2 + (kept,) * 30
+
+
+def test_flops_are_those_that_run_and_beside_them_darts_own_count() -> None:
+    """LLaVA-NeXT-7B, 320 of 2,880: two full layers and 324 tokens run, 15.8%; the paper says 12.8%."""
+    h, m, s = 4096, 11008, 2880
+
+    def layer(tokens: int, matrices: int) -> int:
+        return tokens * (4 * h * h + matrices * h * m) + 2 * tokens * tokens * h
+
+    found = reduce_counts(parse("dart:keep=320"), KNOWN["llava-next-7b"], s, 5)
+    assert found.image_ratio == pytest.approx((2 * layer(s, 3) + 30 * layer(324, 3)) / (32 * layer(s, 3)), abs=1e-9)
+    assert round(found.image_ratio, 3) == 0.158
+    assert found.paper_ratio == pytest.approx((layer(s, 2) + 31 * layer(324, 2)) / (32 * layer(s, 2)), abs=1e-9)
+    assert round(found.paper_ratio or 0, 3) == 0.128
+    for spec in ("fastv", "dart:keep=320,k=0", "cdpruner:64", "dart:keep=320+fastv:k=5"):
+        assert reduce_counts(parse(spec), KNOWN["llava-next-7b"], s, 5).paper_ratio is None
+    done = CliRunner().invoke(cli.plan, ["--model", "llava-next-7b", "--sequence", "2944", "--reduce", "dart:keep=320"])
+    assert "the image alone in the decoder: 15.8% of the arithmetic, 12.8% as its paper counts" in done.stdout
 
 
 def test_what_depends_on_the_data_is_counted_in_full_and_said() -> None:
