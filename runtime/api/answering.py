@@ -31,6 +31,8 @@ from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Sessio
 if TYPE_CHECKING:
     from vtx.runtime.prompt.lookup import PromptLookup
 
+NOTHING = PrefillResult(np.zeros(0, np.float32), None, False, 0, 0, 0, (), ())  # of a prompt stopped before its end
+
 
 class TextOutput:
     """Tokens in, pieces of `text` out: no leading space, nothing of a stop string.
@@ -173,9 +175,7 @@ class AnswerInProgress:
         logprobs = tuple(self._logprobs) if options.logprobs else None
         likely = tuple(self._likely) if options.top_logprobs else None
         manifest, backend, policy = self._loaded.manifest, self._loaded.backend, self._question.policy
-        result, gate, report = self._result, decisions(policy), None
-        k = result.k if result else None
-        slots = result.slots if result else ()
+        result, gate, report = self._result or NOTHING, decisions(policy), None
         decoding = self._last_token - self._first_token
         seconds = {
             "load": self._loaded.load_ms / 1000,
@@ -184,22 +184,22 @@ class AnswerInProgress:
             "first_token": self._first_token - self._start,
             "decode_per_token": decoding / (len(self._ids) - 1) if len(self._ids) > 1 else 0.0,
         }
-        if result and policy.reductions:
+        if self._result and policy.reductions:
             from vtx.runtime.session.reduction_report import reduced
 
             report = reduced(policy, result)
         stats = Stats(
-            k=k,
-            full_layers=k - 1 if k else manifest.model.layers,
-            exit_layer=k - 1 if k else None,
+            k=result.k,
+            full_layers=result.k - 1 if result.k else manifest.model.layers,
+            exit_layer=result.k - 1 if result.k else None,
             prompt_tokens=self._prompt_tokens,
-            vision_tokens=result.vision_tokens if result else 0,
-            vision_tokens_kept=result.vision_kept if result else (),
-            kv_slots=slots,
-            kv_bytes=sum(slots) * backend.kv_slot_bytes,
-            reused_image=result.reused_image if result else False,
-            reused_layers=result.reused_layers if result else 0,
-            reused_tokens=result.reused_tokens if result else 0,
+            vision_tokens=result.vision_tokens,
+            vision_tokens_kept=result.vision_kept,
+            kv_slots=result.slots,
+            kv_bytes=sum(result.slots) * backend.kv_slot_bytes,
+            reused_image=result.reused_image,
+            reused_layers=result.reused_layers,
+            reused_tokens=result.reused_tokens,
             device=backend.device,
             compute=backend.compute,
             precision=manifest.precision,

@@ -116,14 +116,10 @@ class Precisions:
         precision = PRECISIONS[self.of(name)]
         if precision.bits is None:
             return precision.stored, None
-        quantised = scheme(precision.name, shape, self.block) if is_matrix(name, shape) else None
+        multiplied = len(shape) == 2 and "embed" not in name  # tables and convolutions are not
+        quantised = scheme(precision.name, shape, self.block) if multiplied else None
         half = source if source in ("F16", "BF16") else "F16"
         return (precision.stored, quantised) if quantised else (half, None)
-
-
-def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """True for weights of products: tables and convolutions are none."""
-    return len(shape) == 2 and "embed" not in name
 
 
 def tied_head(requested: str | None, table: str) -> str:

@@ -131,7 +131,7 @@ def _write(model: Model, folder: Path, progress: Progress) -> Traces:
     traces = Traces(
         format=FORMAT,
         runtime=f"vtx {model.manifest.vtx}",
-        manifest=manifest_digest(model),
+        manifest=hashlib.sha256(model.bundle.files.read(MANIFEST, MAX_BYTES, links=False)).hexdigest(),
         device=model.backend.device,
         compute=model.backend.compute,
         steps=STEPS,
@@ -141,12 +141,6 @@ def _write(model: Model, folder: Path, progress: Progress) -> Traces:
     )
     write_index(folder, traces)
     return traces
-
-
-def manifest_digest(model: Model) -> str:
-    """SHA-256 of the bundle's `vtx.json`."""
-    with model.bundle.files.open(MANIFEST, links=False) as file:
-        return hashlib.sha256(file.read(MAX_BYTES)).hexdigest()
 
 
 class _Recorder:
@@ -183,11 +177,5 @@ class _Recorder:
 
     def _by_layer(self) -> dict[int, Ids]:
         """The positions of the filled slots of every layer."""
-        stages = stage_of_layers(self._model.manifest)
-        return {layer: self._backend.used[stage].positions for layer, stage in stages.items()}
-
-
-def stage_of_layers(manifest: Manifest) -> dict[int, int]:
-    """The stage, from 0, of each layer, from 1."""
-    spans = enumerate(manifest.stages)
-    return {layer: number for number, stage in spans for layer in range(stage.first, stage.last + 1)}
+        stages = enumerate(self._model.manifest.stages)
+        return {n: self._backend.used[i].positions for i, stage in stages for n in range(stage.first, stage.last + 1)}
