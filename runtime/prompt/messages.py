@@ -68,6 +68,7 @@ def check_messages(messages: Sequence[Message]) -> list[str]:
     """The types of the images and videos, in their order. Raises `RequestError` if they cannot be asked."""
     if not messages:
         raise RequestError("the conversation is empty; ask a question")
+    kinds, question, length = list[str](), "", 0
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError("a message must be a dict with a role and content; got " + type(message).__name__)
@@ -82,16 +83,18 @@ def check_messages(messages: Sequence[Message]) -> list[str]:
                     'a part must be {"type": "image"}, {"type": "video"} or {"type": "text", "text": ...}; got '
                     + repr(part)[:99]
                 )
-        for text in (message["role"], *texts_of(message)):
+            if kind != "text":
+                kinds.append(kind)
+        texts = texts_of(message)
+        length += sum(map(len, texts))
+        question = "".join(texts) if message["role"] == "user" else question
+        for text in (message["role"], *texts):
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as e:
                 raise RequestError(f"character {e.start} of the text is half of a surrogate pair; remove it") from e
-    texts = ["".join(texts_of(message)) for message in messages]
-    length = sum(map(len, texts))
     if length > MAX_TEXT:
         raise RequestError(f"the conversation has {length:,} characters, the limit is {MAX_TEXT:,}; shorten it")
-    questions = [text for message, text in zip(messages, texts, strict=True) if message["role"] == "user"]
-    if not questions or not questions[-1].strip():
+    if not question.strip():
         raise RequestError("the question is empty; write at least one word")
-    return [part["type"] for message in messages for part in parts_of(message) if part["type"] != "text"]
+    return kinds
