@@ -7,7 +7,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +136,13 @@ def test_what_a_run_reads_is_held_until_it_is_over(
 ) -> None:
     """Older releases bind the memory of an array and do not keep the array."""
     bound: list[weakref.ref[Any]] = []
-    run = OrtGraph.run_bound
+    import onnxruntime
 
-    def value(array: Any) -> Any:
+    make, run = onnxruntime.OrtValue.ortvalue_from_numpy, OrtGraph.run_bound
+
+    def value(array: Any, *memory: Any) -> Any:
         bound.append(weakref.ref(array))
-        return ort_value(array)
+        return make(array, *memory)
 
     def run_bound(graph: OrtGraph, binding: Any) -> None:
         assert bound
@@ -152,11 +153,12 @@ def test_what_a_run_reads_is_held_until_it_is_over(
     def as_before(binding: Any, name: str, value: Any) -> None:
         binding._iobinding.bind_ortvalue_input(name, value._ortvalue)
 
-    with vtx.load(export(tiny_checkpoint(), tmp_path / "bundle", (3,)).folder, device="cpu", threads=1) as model:
-        cache: Any = model.backend.stage(0, 64)
+    folder = export(tiny_checkpoint(), tmp_path / "bundle", (3,)).folder
+    monkeypatch.setattr("onnxruntime.OrtValue.ortvalue_from_numpy", value)
+    with vtx.load(folder, device="cpu", threads=1) as model:
+        cache = model.backend.stage(0, 64)
         bound.clear()
         monkeypatch.setattr("onnxruntime.IOBinding.bind_ortvalue_input", as_before)
-        ort_value, cache._context = cache._context.value, replace(cache._context, value=value)
         monkeypatch.setattr(OrtGraph, "run_bound", run_bound)
         rows = np.ones((5, model.manifest.model.hidden), np.float32)
         cache.append(TokenStates(rows), np.arange(5))
