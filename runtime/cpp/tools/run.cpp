@@ -105,6 +105,8 @@ Arguments parse(int count, char** values) {
       out.ask.reduce = next();
     else if (word == "--about")
       out.ask.about = next();
+    else if (word == "--json-schema" || word == "--choices" || word == "--regex" || word == "--grammar")
+      usage(word + " needs guided decoding, which libvtx does not have; use vtx-run");
     else if (word == "--gate-threshold")
       out.ask.gate_threshold = number(word, next());
     else if (word == "--image")

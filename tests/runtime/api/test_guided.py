@@ -10,12 +10,12 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from benchmarks.schemas import random_schema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.bundles import ORT, export
 from tests.support.exported import THREADS, Models, policy, prompt
-from tests.support.schemas import random_schema
 from tests.support.text import TEMPLATES, ask, make_text
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.prepare import demo_checkpoint

@@ -178,6 +178,7 @@ def test_pictures_of_another_shape_fit_as_in_python(model: Model, pictures: list
         (["--temperature", "nan"], "temperature is nan; it must be 0"),
         (["--timeless"], "there is no option --timeless"),
         (["--chat=no"], "--chat takes no value"),
+        (["--json-schema", "{}"], "--json-schema needs guided decoding, which libvtx does not have; use vtx-run"),
         (["--seed", "18446744073709551616"], "--seed takes a whole number from 0 to 18446744073709551615"),
         (["--max-new-tokens", "1.5"], "--max-new-tokens takes a whole number"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0; it must be at least 1 and at most 9007199254740992"),
