@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import logging
 import os
 import re
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -57,12 +59,18 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     option("--memory", float, "Memory of all loaded bundles [default: free memory].", callback=_amount, metavar="GB"),
     option("--image-host image_hosts", str, "Also fetch images from https addresses of this host [default: data URLs "
            "only].", multiple=True, metavar="HOST"),
+    option("--allow-origin origins", str, "Pages of this origin, e.g. http://localhost:3000, may send requests.",
+           multiple=True, metavar="URL"),
+    option("--api-keys", Path, "A file with a key in each line; a client must send one of them.", metavar="FILE"),
+    option("--unix-socket", Path, "Listen at this path instead of --host and --port.", metavar="PATH"),
+    option("--lenient", bool, "Ignore fields and values that are not supported; usage.vtx.ignored names them."),
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
 def serve(
     bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
-    kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...], loading: Loading,
+    kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...], origins: tuple[str, ...],
+    api_keys: Path | None, unix_socket: Path | None, lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. If $VTX_API_KEY is set, every client must send it as its key."""
     try:
@@ -70,15 +78,26 @@ def serve(
         import uvicorn
     except ModuleNotFoundError as e:
         raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
+    from vtx.runtime.bundle.files import read_named
+    from vtx.runtime.prompt.text import utf8
     from vtx.runtime.server.app import is_local, make_app
     from vtx.runtime.server.compute.engines import Engines, named
     from vtx.runtime.server.limits import MAX_KEY, Limits
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
     from vtx.runtime.server.watchdog import Watchdog, systemd
 
-    key = os.environ.get(KEY) or None
-    if key is not None and (len(key) > MAX_KEY or not key.isascii() or key != key.strip()):
-        raise RequestError(f"{KEY} must be at most {MAX_KEY} ASCII characters, without spaces around them")
+    keys = [os.environ[KEY]] if os.environ.get(KEY) else []
+    if api_keys is not None:
+        lines = utf8(read_named(api_keys, 1 << 20, error=RequestError), api_keys.name, RequestError).splitlines()
+        listed = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not listed:
+            raise RequestError(f"{api_keys} holds no key; write one a line")
+        keys += listed
+    if any(len(key) > MAX_KEY or not key.isascii() or key != key.strip() for key in keys):
+        raise RequestError(f"an API key must be at most {MAX_KEY} ASCII characters, without spaces around them")
+    for origin in origins:
+        if not re.fullmatch(r"https?://[^/\s]+|\*", origin):
+            raise RequestError(f"--allow-origin {origin!r:.80} is not an origin, e.g. http://localhost:3000, or *")
     hosts = checked_hosts(image_hosts)
     notify, interval = systemd()
     changes = {
@@ -103,14 +122,17 @@ def serve(
     folders = named(bundles or (str(find_bundle(os.environ.get("VTX_BUNDLE"))),))
     room = None if memory is None else int(memory * 1e9)
     engines = Engines(folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit)
-    with listening(host, port) as at:
+    with listening(host, port) if unix_socket is None else listening_at(unix_socket) as at:
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
             pass
-        note(f"serving {', '.join(engines.names)} at {page_url(host, at)}; Ctrl-C ends")
-        if not is_local(host) and key is None:
+        note(f"serving {', '.join(engines.names)} at {unix_socket or page_url(host, at)}; Ctrl-C ends")
+        if unix_socket is None and not is_local(host) and not keys:
             note(f"warning: no authentication on {host}; set {KEY}")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
-        app = make_app(engines, limits, api_key=key, local_hosts=is_local(host), image_hosts=hosts, watchdog=watchdog)
+        app = make_app(
+            engines, limits, api_keys=keys, local_hosts=unix_socket is None and is_local(host), image_hosts=hosts,
+            watchdog=watchdog, origins=origins, lenient=lenient,
+        )  # fmt: skip
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
@@ -147,6 +169,22 @@ def listening(host: str, port: int) -> socket.socket:
             return at
     except OSError as e:
         raise RequestError(f"cannot listen at {host} port {port} ({e.strerror or e}); choose another --port") from e
+
+
+def listening_at(path: Path) -> socket.socket:
+    """A Unix socket at this path, in place of one that nobody listens at. Raises RequestError if it cannot be made."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+            if path.is_socket() and other.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
+        with ExitStack() as closing:
+            at = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            at.bind(str(path))
+            at.listen()
+            closing.pop_all()
+            return at
+    except OSError as e:
+        raise RequestError(f"cannot listen at {path} ({e.strerror or e}); remove it, or choose another path") from e
 
 
 def page_url(host: str, at: socket.socket) -> str:

@@ -41,7 +41,11 @@ class TextOutput:
     stop string is complete, and is cut where that string begins; token boundaries play no part.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), begun: Sequence[int] = ()) -> None:
+        """`begun`: tokens that the answer continues; its text then keeps a leading space."""
+        for token in begun:
+            detokenizer.push(token)
+        self._continues = bool(begun)
         self._detokenizer, self._stops = detokenizer, tuple(stops)
         self._longest = max(map(len, self._stops), default=1) - 1  # characters that may begin a stop string
         self._waiting = ""
@@ -51,7 +55,7 @@ class TextOutput:
     def push(self, token: int | None) -> str:
         """The text that is certain with one more token, maybe none; None: the rest."""
         text = self._waiting + (self._detokenizer.finish() if token is None else self._detokenizer.push(token))
-        text = text if self.text else text.lstrip()
+        text = text if self.text or self._continues else text.lstrip()
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         cut = len(text)
         if ends:
@@ -115,7 +119,8 @@ class AnswerInProgress:
         self._choices: dict[str, float] | None = None
         guide = question.options.guide
         self._guided = None if guide is None else loaded.guided(guide)
-        self._output = TextOutput(loaded.text.stream(), question.options.stop)
+        begun = loaded.text.begun(question.messages)
+        self._output = TextOutput(loaded.text.stream(), question.options.stop, begun)
 
     def pieces(self) -> Generator[str]:
         """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
@@ -127,7 +132,7 @@ class AnswerInProgress:
             with self._lease(self.request) as caches:
                 before = caches.images.seconds
                 try:
-                    text, expand = self._selecting_text(), partial(loaded.text.prompt, question.messages)
+                    text, expand = self._selecting_text(), partial(loaded.text.asked, question.messages)
                     prompt = caches.images.prompt(ids, token, policy, text, expand, check)
                     self._prompt_tokens = len(prompt.ids)
                     result = caches.session.prefill(prompt, policy, after=question.after, check=check)

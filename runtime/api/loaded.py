@@ -217,7 +217,7 @@ class LoadedBundle:
 
         Raises RequestError: they cannot be asked.
         """
-        return self.text.prompt(messages, [image.in_prompt for image in images] or 1)
+        return self.text.asked(messages, [image.in_prompt for image in images] or 1)
 
     def check_system(self, messages: Sequence[Message]) -> None:
         """Raise RequestError if the chat template silently drops a system prompt."""

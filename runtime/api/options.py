@@ -121,6 +121,10 @@ class OptionKeywords(TypedDict, total=False):
     top_k: int
     seed: int | None
     repetition_penalty: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
 
 
 class QuestionKeywords(OptionKeywords, total=False):

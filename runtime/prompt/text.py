@@ -174,6 +174,17 @@ class Text:
                     + _TEMPLATE_CURE.format(kind)
                 )
 
+    def asked(self, messages: Sequence[Message], images: int | Sequence[int | PromptImage]) -> NDArray[np.int64]:
+        """As `prompt`; an assistant's message at the end is the beginning of the answer, which continues it."""
+        begun = self.begun(messages)
+        prompt = self.prompt(messages[:-1] if begun else messages, images)
+        return np.concatenate([prompt, np.array(begun, np.int64)]) if begun else prompt
+
+    def begun(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of an answer that the last message begins; none if that is a question."""
+        last = messages[-1] if messages else None
+        return self.answer_ids("".join(texts_of(last))) if last and last["role"] == "assistant" else []
+
     @cached_property
     def _before_answer(self) -> tuple[str, str]:
         """The end of a prompt as text, and the space or nothing that the template prints between it and an answer."""

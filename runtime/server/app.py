@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -40,19 +41,26 @@ OPEN = {"/livez", "/readyz", "/health", *PAGE}  # need no key: they contain nobo
 
 
 def make_app(
-    engines: Engines, limits: Limits, *, api_key: str | None = None, local_hosts: bool = True,
+    engines: Engines, limits: Limits, *, api_keys: Collection[str] = (), local_hosts: bool = True,
     image_hosts: Collection[str] = (), watchdog: Watchdog | None = None,
+    origins: Collection[str] = (), lenient: bool = False,
 ) -> Callable[[Scope, Receive, Send], Awaitable[None]]:  # fmt: skip
     """The ASGI application over `engines`, which it closes at its end.
 
     `local_hosts`: accept only requests that name this machine in their Host header, so that pages of other hosts cannot
     send any through a browser. `image_hosts`: images may be given by their address there.
+    `origins`: pages of these may send requests. `lenient`: ignore what is not supported, and say so.
     `watchdog` runs as long as the application.
     """
     metrics = Metrics()
     folder = files("vtx.runtime.server").joinpath("page")
     pages = {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in PAGE.items()}
-    chat = ChatCompletions(engines, limits, metrics, frozenset(image_hosts))
+    chat = ChatCompletions(engines, limits, metrics, frozenset(image_hosts), lenient=lenient)
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        engines.check(name)
+        return JSONResponse(next(found for found in engines.describe() if found["id"] == name))
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": engines.describe()})
@@ -85,29 +93,38 @@ def make_app(
 
     routes = [
         Route("/v1/chat/completions", endpoint=chat, methods=["POST"]), Route("/v1/models", endpoint=models),
+        Route("/v1/models/{name:path}", endpoint=model),
         *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
         Route("/metrics", endpoint=figures), *(Route(path, endpoint=page) for path in PAGE),
     ]  # fmt: skip
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _refuse, 405: _refuse, 500: _refuse})
-    return Guard(app, api_key, local_hosts=local_hosts)
+    app = Starlette(
+        routes=routes, lifespan=lifespan,
+        exception_handlers={404: _refuse, 405: _refuse, 500: _refuse, Refusal: _refuse},
+    )  # fmt: skip
+    guarded = Guard(app, api_keys, local_hosts=local_hosts)
+    if not origins:
+        return guarded
+    return CORSMiddleware(
+        guarded, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
+    )
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         refusal = refusal_of(error)
         return JSONResponse(refusal.body(), refusal.status)
-    known = "POST /v1/chat/completions, GET /v1/models, /livez, /readyz, /health, /metrics and /"
+    known = "POST /v1/chat/completions, GET /v1/models, /v1/models/NAME, /livez, /readyz, /health, /metrics and /"
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
     return JSONResponse(refusal.body(), refusal.status, headers=error.headers)
 
 
 class Guard:
-    """Refuses requests that do not name this machine, if `local_hosts`, or that lack the `api_key`, if there is one."""
+    """Refuses requests that do not name this machine, if `local_hosts`, or that have none of the `keys`, if any."""
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_key: str | None, *, local_hosts: bool
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], keys: Collection[str], *, local_hosts: bool
     ) -> None:
-        self._app, self._key, self._local_hosts = app, None if api_key is None else api_key.encode(), local_hosts
+        self._app, self._keys, self._local_hosts = app, [key.encode() for key in keys], local_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None
@@ -118,9 +135,9 @@ class Guard:
                 refusal = Refusal(
                     421, "the Host header names another machine; ask for localhost, or start vtx-serve with --host"
                 )
-            elif self._key is None or scope["path"] in OPEN:
+            elif not self._keys or scope["path"] in OPEN:
                 pass
-            elif scheme.lower() != "bearer" or not hmac.compare_digest(key, self._key):
+            elif scheme.lower() != "bearer" or not any([hmac.compare_digest(key, own) for own in self._keys]):
                 refusal = Refusal(
                     401, "the API key is missing or wrong; send it as Authorization: Bearer KEY",
                     code="invalid_api_key",

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,11 @@ class Prepared:
 class ChatCompletions:
     """An ASGI application for one address. Images are fetched from `hosts` only. `close` ends its threads."""
 
-    def __init__(self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = ()) -> None:
+    def __init__(
+        self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = (),
+        *, lenient: bool = False,
+    ) -> None:  # fmt: skip
+        self._lenient = lenient
         self._engines, self._limits, self._metrics, self._hosts = engines, limits, metrics, hosts
         self._readers: Executor = ThreadPoolExecutor(READERS, "vtx-serve-read")
         self._video_readers: Executor = ThreadPoolExecutor(VIDEO_READERS, "vtx-serve-video")
@@ -100,7 +105,9 @@ class ChatCompletions:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + seconds
             body = await read_json_body(scope, receive, self._limits)
-            chat = await loop.run_in_executor(self._readers, read_request, body, self._limits, self._hosts)
+            read = partial(read_request, body, self._limits, self._hosts, lenient=self._lenient)
+            chat = await loop.run_in_executor(self._readers, read)
+            del read
             del body
             if any(isinstance(image, RemoteImage) for image in chat.images):
                 chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
@@ -114,19 +121,20 @@ class ChatCompletions:
                 reading = loop.run_in_executor(readers, prepare, engine, chat, self._limits, stopping.is_set)
                 prepared = await _while_wanted(reading, receive, stopping, deadline, seconds)
                 chat = prepared.chat  # without the images' text, which may be large
-                objects = Objects(chat.model, engine.model, chat.options.logprobs)
+                objects = Objects(chat.model, engine.model, chat.options.logprobs, notes=chat.notes)
                 async with aclosing(_events(engine, prepared, receive, deadline, seconds)) as events:
-                    answer = await _send_answer(reply, events, objects, chat)
+                    answers = await _send_answer(reply, events, objects, chat, self._limits.comment_seconds)
         finally:
             self._inside -= 1
-        stats, times = answer.stats, answer.stats.timings_ms
-        totals = {
-            "prompt_tokens": stats.prompt_tokens, "completion_tokens": len(answer.token_ids),
-            "reused_tokens": stats.reused_tokens,
-            "withdrawn_tokens": stats.vision_tokens - stats.vision_tokens_kept[-1] if stats.vision_tokens_kept else 0,
-        }  # fmt: skip
-        token = times["decode_per_token"] / 1000 if len(answer.token_ids) > 1 else None
-        self._metrics.answer(totals, times["first_token"] / 1000, token)
+        for answer in answers:
+            stats, times = answer.stats, answer.stats.timings_ms
+            kept = stats.vision_tokens_kept
+            totals = {
+                "prompt_tokens": stats.prompt_tokens, "completion_tokens": len(answer.token_ids),
+                "reused_tokens": stats.reused_tokens, "withdrawn_tokens": stats.vision_tokens - kept[-1] if kept else 0,
+            }  # fmt: skip
+            token = times["decode_per_token"] / 1000 if len(answer.token_ids) > 1 else None
+            self._metrics.answer(totals, times["first_token"] / 1000, token)
 
 
 def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
@@ -164,7 +172,7 @@ async def _while_wanted(
 def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> Prepared:
     """Read the images and videos and check the request, before anything is computed."""
     loaded = engine.model.loaded
-    loaded.policy(chat.k, chat.options, chat.reduce)
+    policy = loaded.policy(chat.k, chat.options, chat.reduce)
     if chat.options.guide is not None:
         try:
             loaded.guided(chat.options.guide)
@@ -183,44 +191,51 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable
     images = loaded.prepare_all(sources, messages=chat.messages, stopped=stopped)
     loaded.check_system(chat.messages)
     ids = loaded.prompt_ids(chat.messages, images)
+    room = loaded.manifest.max_context - len(ids)
+    if not policy.entries and 0 < room < chat.options.max_new_tokens:
+        chat = replace(chat, notes={**chat.notes, "max_tokens": room})  # where the context ends the answer
     return Prepared(replace(chat, images=()), images, ids)
 
 
 async def _events(
     engine: Engine, prepared: Prepared, receive: Receive, deadline: float, seconds: float
-) -> AsyncGenerator[Piece | Done]:
-    """The events of a request, to its end; left early, it is cancelled.
+) -> AsyncGenerator[tuple[int, Piece | Done]]:
+    """The events of a request, each with the number of its answer, to its end; left early, it is cancelled.
 
     Raises ClientLeft if the client has gone; Refusal if it took too long (408), or could not be answered.
     """
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-    def emit(event: Event) -> None:
+    def emit(number: int, event: Event) -> None:
         with suppress(RuntimeError):  # the loop has ended, and nobody listens
-            loop.call_soon_threadsafe(queue.put_nowait, event)
+            loop.call_soon_threadsafe(queue.put_nowait, (number, event))
 
-    job = job_of(engine, prepared, emit, time.monotonic() + deadline - loop.time())
+    ends_at, left = time.monotonic() + deadline - loop.time(), prepared.chat.n
+    jobs = [job_of(engine, prepared, partial(emit, number), ends_at, number) for number in range(left)]
     leaving = asyncio.ensure_future(until_left(receive))
     getting = asyncio.ensure_future(queue.get())
-    engine.scheduler.submit(job)
     try:
+        for job in jobs:
+            engine.scheduler.submit(job)
         while True:
             await asyncio.wait({getting, leaving}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
                 raise ClientLeft
             if not getting.done():
                 raise _too_slow(seconds)
-            event = getting.result()
+            number, event = getting.result()
             if isinstance(event, Exception):
                 raise event
             if isinstance(event, Done) and event.answer.stopped == "timeout":
                 raise _too_slow(seconds)
-            yield event
-            if isinstance(event, Done):
+            yield number, event
+            left -= isinstance(event, Done)
+            if not left:
                 return
             getting = asyncio.ensure_future(queue.get())
     finally:
-        job.cancel()
+        for job in jobs:
+            job.cancel()
         leaving.cancel()
         getting.cancel()
 
@@ -229,16 +244,21 @@ def _too_slow(seconds: float) -> Refusal:
     return Refusal(408, f"the answer was not complete after {seconds:g} s, the limit; ask for fewer tokens")
 
 
-def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends_at: float) -> Job:
-    """The work of a request in its engine's thread; it ends at `ends_at` of the monotonic clock."""
+def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends_at: float, number: int = 0) -> Job:
+    """One answer's work in its engine's thread; it ends at `ends_at` of the monotonic clock.
+
+    The answers of a request with a seed have seeds of their own, one more for each `number`.
+    """
     chat, leased = prepared.chat, list[Conversation]()
+    seed = chat.options.sampling.seed
+    sampling = replace(chat.options.sampling, seed=None if seed is None else seed + number)
 
     def begin() -> AnswerStream:
         conversation = engine.pool.lease(prepared.images, prepared.ids, reuse=chat.reuse)
         leased.append(conversation)
         try:
             remaining = max(1e-3, ends_at - time.monotonic())
-            settings = Settings(chat.k, replace(chat.options, timeout=remaining), chat.reduce)
+            settings = Settings(chat.k, replace(chat.options, timeout=remaining, sampling=sampling), chat.reduce)
             stream = conversation.stream_messages(chat.messages, settings, resume=True)
             stream.on_progress(engine.scheduler.heartbeat.beat)
             return stream
@@ -253,24 +273,45 @@ def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], en
 
 
 async def _send_answer(
-    reply: Reply, events: AsyncIterator[Piece | Done], objects: Objects, chat: ChatRequest
-) -> Answer:
-    """Send the answer whole, or as server-sent events from its first token on; an error before has its own status."""
-    async for event in events:
-        if chat.stream and not reply.status:
-            await reply.begin_events()
-            await reply.event(objects.chunk({"role": "assistant", "content": ""}))
-        if isinstance(event, Done):
-            break
-        if chat.stream:
-            await reply.event(objects.chunk({"content": event.text}, event.progress))
-    assert isinstance(event, Done), "events end with the answer"
-    answer = event.answer
+    reply: Reply, events: AsyncIterator[tuple[int, Piece | Done]], objects: Objects, chat: ChatRequest, pause: float
+) -> list[Answer]:
+    """Send the answers whole, or as server-sent events from the first token on; an error before has its own status.
+
+    A stream without an event for `pause` seconds gets a comment, which keeps its connection open.
+    """
+    answers, begun = dict[int, Answer](), set[int]()
+    getting = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            await asyncio.wait({getting}, timeout=pause if chat.stream else None)
+            if not getting.done():
+                if not reply.status:
+                    await reply.begin_events()
+                await reply.comment("computing")
+                continue
+            if (found := getting.result()) is None:
+                break
+            index, event = found
+            getting = asyncio.ensure_future(anext(events, None))
+            if chat.stream and not reply.status:
+                await reply.begin_events()
+            if chat.stream and index not in begun:
+                begun.add(index)
+                await reply.event(objects.chunk({"role": "assistant", "content": ""}, index=index))
+            if isinstance(event, Done):
+                answers[index] = event.answer
+                if chat.stream:
+                    await reply.event(objects.chunk({}, finish=FINISHED[event.answer.stopped], index=index))
+            elif chat.stream:
+                await reply.event(objects.chunk({"content": event.text}, event.progress, index=index))
+    finally:
+        getting.cancel()
+        await asyncio.wait({getting})
+    given = [answers[index] for index in sorted(answers)]
     if not chat.stream:
-        await reply.json(200, objects.completion(answer))
-        return answer
-    await reply.event(objects.chunk({}, finish=FINISHED[answer.stopped]))
+        await reply.json(200, objects.completion(given))
+        return given
     if chat.include_usage:
-        await reply.event({**objects.head("chat.completion.chunk"), "choices": [], "usage": objects.usage(answer)})
+        await reply.event({**objects.head("chat.completion.chunk"), "choices": [], "usage": objects.usage(given)})
     await reply.end_events()
-    return answer
+    return given

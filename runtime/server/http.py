@@ -89,6 +89,10 @@ class Reply:
         body = f"data: {text}\n\n".encode("utf-8", "replace")
         await self._put({"type": "http.response.body", "body": body, "more_body": True})
 
+    async def comment(self, text: str) -> None:
+        """A comment of the stream, which clients ignore."""
+        await self._put({"type": "http.response.body", "body": f": {text}\n\n".encode(), "more_body": True})
+
     async def end_events(self) -> None:
         """The end of a stream as OpenAI's clients know it."""
         await self.event("[DONE]")

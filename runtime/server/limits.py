@@ -18,8 +18,9 @@ class Limits:
     model that are computed at the same time, `batch` of them at most in one pass; `queue`: requests of one model that
     wait. `kept`: conversations of one model that are kept for later requests. `body_seconds`: for a
     request to arrive. `seconds`: from there to the answer's end, with waiting. `write_seconds`: for a client to
-    receive what was sent. `stall_seconds`: without a sign of life of a thread that computes. `fetch_seconds`: for an
-    image at an address, which may have as many bytes as a body. `kv`: of K and V, in use or kept for later requests;
+    receive what was sent. `comment_seconds`: without an event of a stream, after which it gets a comment.
+    `stall_seconds`: without a sign of life of a thread that computes. `fetch_seconds`: for an image at an address,
+    which may have as many bytes as a body. `kv`: of K and V, in use or kept for later requests;
     `image_tokens`: of encoded images kept.
     """
 
@@ -35,6 +36,7 @@ class Limits:
     seconds: float = 600.0
     write_seconds: float = 30.0
     fetch_seconds: float = 10.0
+    comment_seconds: float = 15.0
     stall_seconds: float = 600.0
     kv: int = 2 << 30
     image_tokens: int = 256 << 20

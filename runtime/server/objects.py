@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,35 +22,43 @@ class Objects:
     model: Model
     logprobs: bool
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    notes: Mapping[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def completion(self, answer: Answer) -> dict[str, Any]:
-        """The whole answer."""
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {
-            "index": 0, "message": message, "finish_reason": FINISHED[answer.stopped],
-            "logprobs": self._logprobs(Progress(answer.token_ids, answer.logprobs or (), answer.top_logprobs or ())),
-        }  # fmt: skip
-        return {**self.head("chat.completion"), "choices": [choice], "usage": self.usage(answer)}
+    def completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The whole answer, or several."""
+        choices = [
+            {
+                "index": index, "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "finish_reason": FINISHED[answer.stopped],
+                "logprobs": self._logprobs(
+                    Progress(answer.token_ids, answer.logprobs or (), answer.top_logprobs or ())
+                ),
+            }
+            for index, answer in enumerate(answers)
+        ]  # fmt: skip
+        return {**self.head("chat.completion"), "choices": choices, "usage": self.usage(answers)}
 
     def chunk(
-        self, delta: dict[str, Any], progress: Progress | None = None, *, finish: str | None = None
+        self, delta: dict[str, Any], progress: Progress | None = None, *, finish: str | None = None, index: int = 0
     ) -> dict[str, Any]:
         """The chunk of one token, or of the beginning or end."""
         shown = self._logprobs(progress) if progress is not None and progress.token_ids else None
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": shown}
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": shown}
         return {**self.head("chat.completion.chunk"), "choices": [choice]}
 
-    def usage(self, answer: Answer) -> dict[str, Any]:
-        """Token counts, and under `vtx` the object of `vtx-run --json` without its text."""
-        prompt, completion = answer.stats.prompt_tokens, len(answer.token_ids)
-        facts = answer.to_dict()
-        for name in ("text", "logprobs", "top_logprobs"):
-            facts.pop(name, None)
+    def usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Token counts, and under `vtx` the object of `vtx-run --json` without its text; of several answers a list."""
+        answer, completion = answers[0], sum(len(answer.token_ids) for answer in answers)
+        prompt, several = answer.stats.prompt_tokens, [one.to_dict() for one in answers]
+        for one in several:
+            for name in ("text", "logprobs", "top_logprobs"):
+                one.pop(name, None)
+        facts: dict[str, Any] = several[0] if len(several) == 1 else {"answers": several}
         return {
             "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": answer.stats.reused_tokens},
-            "vtx": {**facts, "kv_slot_bytes": self.model.backend.kv_slot_bytes},
+            "vtx": {**facts, **self.notes, "kv_slot_bytes": self.model.backend.kv_slot_bytes},
         }  # fmt: skip
 
     def head(self, kind: str) -> dict[str, Any]:

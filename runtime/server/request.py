@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from vtx.runtime.vision.video import Video
 
 T = TypeVar("T")
 S = TypeVar("S", Options, Sampling)
+ADDED = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias")
 ROLES = ("system", "developer", "user", "assistant")
 # Fields of OpenAI's API without a meaning here, whatever their value.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -30,7 +31,6 @@ GUIDED = {  # vLLM's fields
 }  # fmt: skip
 # Fields that may be given with the value that changes nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
     "modalities": (["text"],), "tools": ([],), "tool_choice": ("none", "auto"),
 }  # fmt: skip
 
@@ -39,7 +39,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class ChatRequest:
     """One request: `messages`, and their `images` and videos in order, as data URLs or images still to be fetched.
 
-    `reuse`: start from the caches of earlier requests.
+    `reuse`: start from the caches of earlier requests. `n`: answers. `notes`: differences to what was asked for, which
+    the reply has: fields that were `ignored`, and `max_tokens` if it is less.
     """
 
     model: str
@@ -51,17 +52,26 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     reuse: bool
+    n: int = 1
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> ChatRequest:
-    """The request that a body holds; images may be at addresses of `hosts`. Raises Refusal for anything else."""
+def read_request(body: bytes, limits: Limits, hosts: Collection[str] = (), *, lenient: bool = False) -> ChatRequest:
+    """The request that a body holds; images may be at addresses of `hosts`. Raises Refusal for anything else.
+
+    A `lenient` server ignores fields and values that it does not support, and says so.
+    """
     data = parse_json(body, "the body", error=RequestError)
     if not isinstance(data, dict):
         raise Refusal(400, f"the body is {type(data).__name__}, not an object; send a chat completion request")
     present = {name: value for name, value in data.items() if value is not None}
-    for name in set(present) & set(NEUTRAL):
+    ignored = list[str]()
+    for name in sorted(set(present) & set(NEUTRAL)):
         value = present.pop(name)
         if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in NEUTRAL[name]):
+            ignored.append(name)
+            if lenient:
+                continue
             raise Refusal(
                 400, f"{name} is {value!r:.40}, which vtx does not support; leave it out", code="unsupported_value",
                 param=name,
@@ -69,12 +79,12 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
     fields = _Fields({name: value for name, value in present.items() if name not in IGNORED})
     model: str = fields.need("model", partial(check_text, "model"))
     images, messages = fields.need("messages", lambda value: _messages(value, limits, hosts))
-    tokens = fields.take("max_tokens", Options().max_new_tokens, lambda value: _tokens(value, limits))
-    tokens = fields.take("max_completion_tokens", tokens, lambda value: _tokens(value, limits))
+    tokens = fields.take("max_tokens", Options().max_new_tokens, _tokens)
+    tokens = fields.take("max_completion_tokens", tokens, _tokens)
     options = Options(
         max_new_tokens=tokens,
         ignore_eos=fields.flag("ignore_eos"),
-        sampling=fields.checked(Sampling(), "temperature", "top_p", "top_k", "seed", "repetition_penalty"),
+        sampling=fields.checked(Sampling(), "temperature", "top_p", "top_k", "seed", "repetition_penalty", *ADDED),
         timeout=limits.seconds,
     )
     options = fields.checked(
@@ -93,11 +103,17 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = ()) -> Ch
     )
     k, reduce = fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, partial(check_text, "reduce"))
     reuse = fields.flag("reuse", default=True)
-    if fields.left:
+    most = min(limits.parallel, limits.new_tokens)
+    n: int = fields.take("n", 1, lambda value: check_whole("n", value, 1, most))
+    ignored += sorted(map(shown, fields.left))
+    if fields.left and not lenient:
         name = min(fields.left)
         raise Refusal(400, f"there is no field {shown(name)}; leave it out", code="unknown_parameter", param=name[:80])
     usage = bool(stream_options.get("include_usage"))
-    return ChatRequest(model, messages, tuple(images), k, reduce, options, stream, usage, reuse)
+    notes: dict[str, Any] = {"ignored": ignored} if ignored else {}
+    if tokens > limits.new_tokens:
+        options, notes = replace(options, max_new_tokens=limits.new_tokens), {**notes, "max_tokens": limits.new_tokens}
+    return ChatRequest(model, messages, tuple(images), k, reduce, options, stream, usage, reuse, n, notes)
 
 
 class _Fields:
@@ -135,15 +151,15 @@ class _Fields:
         return settings
 
 
-def _tokens(value: Any, limits: Limits) -> None:
+def _tokens(value: Any) -> None:
     check_whole("the number of tokens", value, 1)
-    if value > limits.new_tokens:
-        raise RequestError(
-            f"{value} tokens are requested, the limit of this server is {limits.new_tokens}; request fewer"
-        )
 
 
 def _changed(settings: S, name: str, value: Any) -> S:
+    if name == "logit_bias":
+        if not isinstance(value, dict) or not all(token.isdecimal() and len(token) < 12 for token in value):
+            raise RequestError(f'logit_bias is {value!r:.40}; it must be an object of token ids, {{"15": -100}}')
+        value = tuple((int(token), bias) for token, bias in value.items())
     return replace(settings, **{name: value})
 
 
@@ -198,8 +214,10 @@ def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[
         if isinstance(content, list):
             content = [_part(part, hosts) for part in content]
         cleaned.append({"role": message["role"], "content": content})
-    if cleaned[-1]["role"] != "user":
-        raise RequestError("the last message must be the user's question: role 'user'")
+    if cleaned[-1]["role"] not in ("user", "assistant") or all(turn["role"] != "user" for turn in cleaned):
+        raise RequestError(
+            "the last message must be the user's question: role 'user', or the beginning of its answer: 'assistant'"
+        )
     images, messages = split_images(cleaned)
     if len(images) > limits.images:
         raise Refusal(

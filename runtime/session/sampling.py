@@ -1,7 +1,8 @@
-"""From logits to a token: repetition penalty, then greedy, or temperature, top-k and top-p, in transformers' order."""
+"""From logits to a token: bias and penalties, then greedy, or temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.errors import RequestError
 
 LEAST_PENALTY = 1e-3
+MAX_BIASES = 1024
 Likely: TypeAlias = tuple[tuple[int, float], ...]  # token ids, the likeliest first, with their log probabilities
 
 
@@ -22,6 +24,9 @@ class Sampling:
     """Settings for drawing tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave all tokens in.
 
     `repetition_penalty` above 1 makes tokens of the prompt and of the answer so far less likely; 1 does nothing.
+    `presence_penalty` is subtracted from the logits of the answer's tokens so far, `frequency_penalty` once for each
+    time; `logit_bias` (token id, number) is added. `min_p` leaves in tokens at least this probable, as a share of the
+    most likely one's; 0 all.
     """
 
     temperature: float = 0.0
@@ -29,6 +34,10 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, "0 (greedy) or a positive number", least=0)
@@ -38,6 +47,14 @@ class Sampling:
         check_whole("top-k", self.top_k, 0)
         if self.seed is not None:
             check_whole("seed", self.seed, 0)
+        check_number("min_p", self.min_p, "a share from 0 to 1", least=0, most=1)
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_number(name, getattr(self, name), "a number from -2 to 2", least=-2, most=2)
+        if not isinstance(self.logit_bias, tuple) or len(self.logit_bias) > MAX_BIASES:
+            raise RequestError(f"logit_bias must be a tuple of at most {MAX_BIASES} pairs of a token id and a number")
+        for token, bias in self.logit_bias:
+            check_whole("a token of logit_bias", token, 0)
+            check_number(f"the bias of token {token}", bias, "a number from -100 to 100", least=-100, most=100)
         penalty = f"a number from {LEAST_PENALTY} to 1000, 1 for none"
         check_number("repetition_penalty", self.repetition_penalty, penalty, least=LEAST_PENALTY, most=1000)
 
@@ -48,6 +65,9 @@ class Sampler:
     def __init__(self, settings: Sampling, prompt_ids: Iterable[int] = ()) -> None:
         self._settings = settings
         self._used = {int(token) for token in prompt_ids} if settings.repetition_penalty != 1 else set[int]()
+        self._given = Counter[int]()
+        added = (settings.presence_penalty, settings.frequency_penalty, settings.logit_bias)
+        self._adds = added != (0, 0, ())
 
     @cached_property
     def rng(self) -> np.random.Generator:
@@ -56,15 +76,26 @@ class Sampler:
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
         """Token id for logits [vocab]."""
-        penalty = np.float32(self._settings.repetition_penalty)
+        s, penalty = self._settings, np.float32(self._settings.repetition_penalty)
+        if self._adds:
+            logits = logits.copy()
+            for token, bias in s.logit_bias:
+                if token >= len(logits):
+                    raise RequestError(f"logit_bias names token {token}; the model has {len(logits):,}, from 0 on")
+                logits[token] += np.float32(bias)
+            for token, times in self._given.items():
+                logits[token] -= np.float32(s.presence_penalty + times * s.frequency_penalty)
         if penalty == 1:
-            return self._draw(logits)
+            token = self._draw(logits)
+            self._given[token] += self._adds
+            return token
         used = np.array([token for token in self._used if token < len(logits)], np.int64)
         scores = logits.copy()
         with np.errstate(over="ignore"):
             scores[used] = np.where(scores[used] < 0, scores[used] * penalty, scores[used] / penalty)
         token = self._draw(scores)
         self._used.add(token)
+        self._given[token] += self._adds
         return token
 
     def _draw(self, logits: NDArray[np.float32]) -> int:
@@ -81,6 +112,9 @@ class Sampler:
             order = np.argsort(-odds, kind="stable")
             before = np.cumsum(odds[order]) - odds[order]
             odds[order[before >= s.top_p]] = 0
+            odds /= odds.sum()
+        if s.min_p > 0:
+            odds[odds < s.min_p * odds.max()] = 0
             odds /= odds.sum()
         return int(self.rng.choice(len(odds), p=odds))
 

@@ -26,7 +26,7 @@ LIMITS = Limits(seconds=20, stall_seconds=600)
 
 @pytest.fixture
 def served(tiny_bundle: Path) -> Iterator[Served]:
-    with serving({"tiny": tiny_bundle}, LIMITS, api_key="secret") as served:
+    with serving({"tiny": tiny_bundle}, LIMITS, api_keys=["secret"]) as served:
         assert ask(served).status == 200
         yield served
 

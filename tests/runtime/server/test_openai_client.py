@@ -24,7 +24,7 @@ FIELDS = {"model": "tiny", "max_tokens": 8, "extra_body": {"k": 3, "reduce": "no
 @pytest.fixture(scope="module")
 def client(tiny_bundle: Path) -> Iterator[Any]:
     with (
-        serving({"tiny": tiny_bundle}, api_key="secret") as served,
+        serving({"tiny": tiny_bundle}, api_keys=["secret"]) as served,
         openai.OpenAI(base_url=served.url, api_key="secret", max_retries=0) as client,
     ):
         yield client

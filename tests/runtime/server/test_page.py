@@ -55,7 +55,7 @@ def test_the_page_takes_nothing_from_elsewhere(served: Served) -> None:
 
 
 def test_the_page_is_there_without_a_key_and_its_figures_are_not(tiny_bundle: Path) -> None:
-    with serving({"tiny": tiny_bundle}, api_key="secret") as served:
+    with serving({"tiny": tiny_bundle}, api_keys=["secret"]) as served:
         assert served.request("GET", "/").status == 200
         assert served.request("GET", "/v1/models").status == 401
 

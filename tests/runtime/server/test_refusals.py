@@ -66,10 +66,18 @@ def part(url: Any) -> dict[str, Any]:
         ({"seed": -1}, 400, "seed", "seed"),
         ({"stop": [""]}, 400, "stop", "stop"),
         ({"max_tokens": 0}, 400, "max_tokens", "at least 1"),
-        ({"max_tokens": 201}, 400, "max_tokens", "limit of this server is 200"),
         ({"stream": 1}, 400, "stream", "true or false"),
-        ({"n": 2}, 400, "n", "does not support"),
-        ({"n": True}, 400, "n", "does not support"),
+        ({"n": 5}, 400, "n", "at most 4"),
+        ({"n": 0}, 400, "n", "at least 1"),
+        ({"n": True}, 400, "n", "whole number"),
+        ({"min_p": 2}, 400, "min_p", "from 0 to 1"),
+        ({"presence_penalty": 3}, 400, "presence_penalty", "from -2 to 2"),
+        ({"frequency_penalty": "a"}, 400, "frequency_penalty", "from -2 to 2"),
+        ({"logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
+        ({"logit_bias": {"5": 101}}, 400, "logit_bias", "from -100 to 100"),
+        ({"logit_bias": {str(n): 0 for n in range(1025)}}, 400, "logit_bias", "at most 1024"),
+        ({"logit_bias": [1]}, 400, "logit_bias", "token ids"),
+        ({"logit_bias": {"99999999": 1}}, 400, None, "names token 99999999"),
         ({"tools": [{"type": "function"}]}, 400, "tools", "does not support"),
         ({"top_logprobs": 3}, 400, "top_logprobs", "ask for logprobs, too"),
         ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "20"),
@@ -208,7 +216,7 @@ def test_no_value_of_any_field_ends_in_an_error_of_the_server(served: Served, va
 
 
 def test_with_a_key_nothing_is_answered_without_it(tiny_bundle: Path) -> None:
-    with serving({"tiny": tiny_bundle}, api_key="secret") as served:
+    with serving({"tiny": tiny_bundle}, api_keys=["secret"]) as served:
         for value in ("", "Bearer wrong", "secret", "Bearer ", "Bearer secre", "Bearer secrets"):
             headers = {"authorization": value} if value else {}
             response = served.chat(GOOD, **headers)
