@@ -1,4 +1,4 @@
-"""Which arithmetic narrower than float32 keeps a bundle's answers, measured on the new bundle.
+"""The arithmetic narrower than float32 that keeps a bundle's answers, measured on the new bundle.
 
 OpenVINO multiplies bfloat16, or integers, several times faster than float32. A bundle uses such arithmetic by default
 if it gave float32's answers at export, on processors with instructions for it.

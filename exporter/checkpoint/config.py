@@ -158,7 +158,7 @@ class ModelConfig:
 
     @property
     def token_inputs(self) -> dict[int, TokenInput]:
-        """What a decoder layer, by its number from 1, reads of each token besides hidden states; nothing so far."""
+        """Inputs per token of decoder layers, by their number from 1, in addition to hidden states; none so far."""
         return {}
 
     @property

@@ -46,14 +46,14 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _OtherPart:
     """A finished part of another kind: golden vectors or factors."""
 
     part: str
 
 
-Line = _Begun | _Finished | Written | _Part
-LINES: Mapping[str, type[Line]] = {"key": _Begun, "file": _Finished, "of": Written, "part": _Part}
+Line = _Begun | _Finished | Written | _OtherPart
+LINES: Mapping[str, type[Line]] = {"key": _Begun, "file": _Finished, "of": Written, "part": _OtherPart}
 
 
 class ExportJournal:
@@ -73,7 +73,7 @@ class ExportJournal:
                     self.files[name] = FileRecord(size, digest)
                 case Written(of=file):
                     self.tensors.setdefault(file, []).append(line)
-                case _Part(part):
+                case _OtherPart(part):
                     self.parts.add(part)
 
     @property
@@ -89,7 +89,7 @@ class ExportJournal:
 
     def add_part(self, part: str) -> None:
         self.parts.add(part)
-        _append(self._path, _Part(part))
+        _append(self._path, _OtherPart(part))
 
     def remove(self) -> None:
         """Remove the journal, which does not belong to the bundle."""
