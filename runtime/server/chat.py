@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.server.compute.engines import Engine, Engines
@@ -245,21 +244,15 @@ def _too_slow(seconds: float) -> Refusal:
 
 
 def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends_at: float, number: int = 0) -> Job:
-    """One answer's work in its engine's thread; it ends at `ends_at` of the monotonic clock.
-
-    The answers of a request with a seed have seeds of their own, one more for each `number`.
-    """
+    """The work of answer `number` in its engine's thread; it ends at `ends_at` of the monotonic clock."""
     chat, leased = prepared.chat, list[Conversation]()
-    seed = chat.options.sampling.seed
-    sampling = replace(chat.options.sampling, seed=None if seed is None else seed + number)
 
     def begin() -> AnswerStream:
         conversation = engine.pool.lease(prepared.images, prepared.ids, reuse=chat.reuse)
         leased.append(conversation)
         try:
             remaining = max(1e-3, ends_at - time.monotonic())
-            settings = Settings(chat.k, replace(chat.options, timeout=remaining, sampling=sampling), chat.reduce)
-            stream = conversation.stream_messages(chat.messages, settings, resume=True)
+            stream = conversation.stream_messages(chat.messages, chat.settings(number, remaining), resume=True)
             stream.on_progress(engine.scheduler.heartbeat.beat)
             return stream
         except BaseException:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from vtx.runtime.api.messages import split_images
-from vtx.runtime.api.options import DEFAULT, K, Options
+from vtx.runtime.api.options import DEFAULT, K, Options, Settings
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.checks import check_text, check_whole
 from vtx.runtime.errors import RequestError
@@ -54,6 +54,12 @@ class ChatRequest:
     reuse: bool
     n: int = 1
     notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self, number: int = 0, timeout: float | None = None) -> Settings:
+        """The settings of its answer `number`; with a seed, that of each answer is one more."""
+        seed = self.options.sampling.seed
+        sampling = replace(self.options.sampling, seed=None if seed is None else seed + number)
+        return Settings(self.k, replace(self.options, timeout=timeout, sampling=sampling), self.reduce)
 
 
 def read_request(body: bytes, limits: Limits, hosts: Collection[str] = (), *, lenient: bool = False) -> ChatRequest:

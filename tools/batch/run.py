@@ -7,15 +7,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import K, Options, combined
+from vtx.runtime.api.options import DEFAULT, K, Options, combined
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.objects import Objects
+from vtx.runtime.server.refusal import Refusal, refusal_of
+from vtx.runtime.server.remote import RemoteImage
+from vtx.runtime.server.request import ChatRequest, read_request
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.video import video
@@ -25,7 +30,7 @@ from vtx.tools.common.loading import Loading
 from vtx.tools.data.journal import ResultJournal
 
 AHEAD = 2  # lines whose images are decoded while another is answered
-BAD = (ImageError, RequestError, TemplateError)  # a line's own fault; anything else ends the batch
+BAD = (ImageError, RequestError, TemplateError, Refusal)  # a line's own fault; anything else ends the batch
 Line = Task | BadLine
 Result = dict[str, Any]
 Answers = Callable[[Sequence[Line]], Iterable[tuple[Line, Result]]]  # in any order, each line once
@@ -66,15 +71,15 @@ def run_batch(
     with ResultJournal(journal_of(out), identity) as journal:
         keys = {line.number: line.key for line in tasks.lines}
         kept = [journal.results[key] for key in keys.values() if key in journal.results]
-        reasons = [result["error"] for result in kept if "error" in result]
+        reasons = [_error(result) for result in kept if result.get("error")]
         _check_bad(reasons, asking.most_bad)
         left = [line for line in tasks.lines if keys[line.number] not in journal.results]
         done = len(kept)
         report("lines", done, len(tasks.lines))
         for line, result in answer(left):
             journal.add({keys[line.number]: result})
-            if "error" in result:
-                reasons.append(result["error"])
+            if result.get("error"):
+                reasons.append(_error(result))
                 warn(f"line {line.number}: {reasons[-1]}")
                 _check_bad(reasons, asking.most_bad)
             done += 1
@@ -82,7 +87,9 @@ def run_batch(
         try:
             with replacing(out) as partial, partial.open("w", encoding="utf-8") as file:
                 for number, key in keys.items():
-                    file.write(json.dumps({"line": number, **journal.results[key]}, ensure_ascii=False) + "\n")
+                    result = journal.results[key]
+                    result = result if "custom_id" in result else {"line": number, **result}
+                    file.write(json.dumps(result, ensure_ascii=False) + "\n")
         except OSError as e:
             raise ExportError(f"cannot write {out} ({e.strerror}); free some space and run again") from e
     with suppress(OSError):
@@ -96,6 +103,11 @@ def on_this_machine(model: Model, asking: Asking) -> Answers:
     return lambda lines: zip(lines, answer_lines(model, lines, asking), strict=True)
 
 
+def _error(result: Result) -> str:
+    error = result["error"]
+    return str(error if isinstance(error, str) else error["message"])
+
+
 def _check_bad(reasons: Sequence[str], most: int) -> None:
     if len(reasons) > most:
         raise RequestError(
@@ -104,43 +116,67 @@ def _check_bad(reasons: Sequence[str], most: int) -> None:
         )
 
 
-Images = tuple[PreparedImage, ...]
+Read = tuple[tuple[PreparedImage, ...], ChatRequest | None]  # a line's images, and the request of OpenAI's batches
 
 
 def answer_lines(model: Model, lines: Sequence[Line], asking: Asking) -> Iterator[Result]:
     """The result of each line, in order. Consecutive questions about the same images share their caches."""
     conversation: Conversation | None = None
-    for line, images in _prepared(model, lines):
+    for line, images in _prepared(model, lines, asking):
         if isinstance(line, BadLine):
             yield {"id": None, "error": line.reason}
             continue
         try:
-            held = images.result()
+            held, chat = images.result()
             if conversation is None or [i.key for i in held] != [i.key for i in conversation.images]:
                 if conversation is not None:
                     conversation.close()
                 conversation = Conversation(model.loaded, held)
+            if chat is not None:
+                settings = [chat.settings(number) for number in range(chat.n)]
+                answers = [conversation.stream_messages(chat.messages, one, resume=True).read() for one in settings]
+                objects = Objects(chat.model, model, chat.options.logprobs, notes=chat.notes)
+                body = json.loads(json.dumps(objects.completion(answers)))
+                yield _openai(line, {"status_code": 200, "request_id": objects.id, "body": body})
+                continue
             own = {"k": asking.k, "reduce": asking.reduce, **line.own}
             k, reduce, options = own.pop("k"), own.pop("reduce"), combined(asking.options, own)
             answer = conversation.ask(line.question, k, options, reduce=reduce)
         except ModelClosedError:
             raise
         except BAD as e:
-            yield {"id": line.id, "error": str(e)}
+            refusal = refusal_of(e)
+            reply = {"status_code": refusal.status, "request_id": "", "body": refusal.body()}
+            yield {"id": line.id, "error": str(e)} if line.request is None else _openai(line, reply, refusal)
         else:
             yield {"id": line.id, "question": line.question, **json.loads(json.dumps(answer.to_dict()))}
 
 
-def _prepared(model: Model, lines: Sequence[Line]) -> Iterator[tuple[Line, Future[Images]]]:
-    """Each line with its images, which another thread decodes a few lines ahead."""
+def _openai(line: Task, reply: dict[str, Any], refusal: Refusal | None = None) -> Result:
+    """A line of the output of OpenAI's batches."""
+    error = None if refusal is None else {"code": refusal.code, "message": str(refusal)}
+    return {"id": f"batch_req_{line.number}", "custom_id": line.id, "response": reply, "error": error}
 
-    def read(line: Line) -> Images:
+
+def _prepared(model: Model, lines: Sequence[Line], asking: Asking) -> Iterator[tuple[Line, Future[Read]]]:
+    """Each line with its images, which another thread decodes a few lines ahead."""
+    limits = Limits(new_tokens=model.manifest.max_context)
+
+    def read(line: Line) -> Read:
         if isinstance(line, BadLine):
-            return ()
-        return model.loaded.prepare_all([*line.images, *map(video, line.videos)])
+            return (), None
+        if line.request is not None:
+            chat = read_request(line.request, limits)
+            sources = [image for image in chat.images if not isinstance(image, RemoteImage)]
+            images = model.loaded.prepare_all(sources, messages=chat.messages)
+            model.loaded.check_system(chat.messages)
+            k, reduce = (asking.k if chat.k == DEFAULT else chat.k), chat.reduce
+            chat = replace(chat, images=(), k=k, reduce=asking.reduce if reduce == DEFAULT else reduce)
+            return images, chat
+        return model.loaded.prepare_all([*line.images, *map(video, line.videos)]), None
 
     with ThreadPoolExecutor(1, "vtx-batch") as pool:
-        waiting = deque[tuple[Line, Future[Images]]]()
+        waiting = deque[tuple[Line, Future[Read]]]()
         try:
             for line in lines:
                 waiting.append((line, pool.submit(read, line)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import ImageError, RequestError
-from vtx.tools.data.items import MAX_FILE, Item, named_files, parse_line
+from vtx.runtime.server.limits import Limits
+from vtx.tools.data.items import MAX_FILE, MAX_LINE, Item, named_files, parse_line
 
 OWN = ("k", "reduce", "about", "schema", "choices", "regex", "grammar")  # settings that a line may have
 FIELDS = ("question", "image", "video", "id", *OWN)
+OPENAI, URL = {"custom_id", "method", "url", "body"}, "/v1/chat/completions"  # of a line of OpenAI's batch file
 UNUSED = ("answer",)  # the right answer, in files that vtx-calibrate reads too
 
 
@@ -22,7 +25,8 @@ UNUSED = ("answer",)  # the right answer, in files that vtx-calibrate reads too
 class Task:
     """One line, its number counted from 1: a question about images and videos; `id` is the line's own.
 
-    `own` holds those of the line's settings, `OWN`, that it has.
+    `own` holds those of the line's settings, `OWN`, that it has. `request`: the body of a line of OpenAI's batch file,
+    which has all of these; `id` is then its `custom_id`.
     """
 
     number: int
@@ -31,10 +35,13 @@ class Task:
     question: str
     videos: tuple[Path, ...] = ()
     own: Mapping[str, Any] = field(default_factory=dict)
+    request: bytes | None = None
 
     @property
     def key(self) -> str:
         """Changes with the question and with the files it is about; the number alone where one of them is missing."""
+        if self.request is not None:
+            return f"{self.number} {hashlib.sha256(self.request).hexdigest()}"
         try:
             return f"{self.number} {Item((*self.images, *self.videos), self.question).digest()}"
         except ImageError:
@@ -75,7 +82,8 @@ def read_tasks(file: Path, folder: Path | None) -> Tasks:
     for number, line in enumerate(raw.split(b"\n"), 1):
         if line.strip():
             try:
-                lines.append(_task(number, parse_line(line), images))
+                most = Limits().body if b'"custom_id"' in line else MAX_LINE
+                lines.append(_task(number, parse_line(line, most), images))
             except RequestError as e:
                 lines.append(BadLine(number, str(e)))
     if not lines:
@@ -88,6 +96,13 @@ def read_tasks(file: Path, folder: Path | None) -> Tasks:
 def _task(number: int, record: Any, images: Path) -> Task:
     if not isinstance(record, dict):
         raise RequestError(f"a JSON {type(record).__name__} is not an object with image and question")
+    if "custom_id" in record:
+        name, body = record["custom_id"], record.get("body")
+        if not isinstance(name, str) or not isinstance(body, dict) or set(record) - OPENAI:
+            raise RequestError(f"a line with custom_id has {', '.join(sorted(OPENAI))} and nothing else")
+        if (record.get("method"), record.get("url")) != ("POST", URL):
+            raise RequestError(f"its method and url must be POST and {URL}")
+        return Task(number, name, (), "", request=json.dumps(body).encode())
     unknown = sorted(set(record) - {*FIELDS, *UNUSED})
     if unknown:
         raise RequestError(f"it has the unknown field {shown(unknown[0])}; a line may have {', '.join(FIELDS)}")

@@ -157,10 +157,10 @@ def _records(file: Path) -> list[tuple[str, Any]]:
     return [(f"item {n}", record) for n, record in enumerate(parse_json(raw, file.name, error=RequestError), 1)]
 
 
-def parse_line(raw: bytes) -> Any:
-    """The value of a line of a JSONL file. Raises RequestError."""
-    if len(raw) > MAX_LINE:
-        raise RequestError(f"the line has {len(raw):,} bytes, the limit is {MAX_LINE:,}")
+def parse_line(raw: bytes, most: int = MAX_LINE) -> Any:
+    """The value of a line of a JSONL file, of at most `most` bytes. Raises RequestError."""
+    if len(raw) > most:
+        raise RequestError(f"the line has {len(raw):,} bytes, the limit is {most:,}")
     return parse_json(raw, "the line", error=RequestError)
 
 

@@ -241,3 +241,48 @@ def test_answers_do_not_replace_their_questions(model: Model, folder: Path) -> N
 def test_an_empty_file_is_refused(folder: Path) -> None:
     with pytest.raises(RequestError, match="is empty"):
         read_tasks(write(folder, b""), None)
+
+
+def test_lines_of_openais_batch_file_are_answered_in_its_form(model: Model, tmp_path: Path) -> None:
+    from tests.support.serving import user
+
+    def line(name: Any, **body: Any) -> dict[str, Any]:
+        fields = {"model": "any", "messages": [user("red?", random_image(1))], "max_tokens": 4, "ignore_eos": True}
+        return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {**fields, **body}}
+
+    lines = [
+        line("a"), line("b", k="none", temperature=1.5, seed=3, n=2), line("c", temprature=1),
+        line("d", messages=[{"role": "system", "content": "Be brief."}, user("red?")]),
+        {**line("e"), "url": "/v1/embeddings"}, {"question": "red?"}, line("f", messages=[user("red " * 4000)]),
+    ]  # fmt: skip
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = [
+        tmp_path / "in.jsonl",
+        tmp_path / "out.jsonl",
+        "--bundle",
+        model.bundle.folder,
+        "--k",
+        3,
+        "--device",
+        "cpu",
+    ]
+    done = CliRunner().invoke(batch, [*map(str, words), "--max-new-tokens", "3", "--reduce", "none"])
+    assert done.exit_code == 1
+    assert "3 of 7 lines failed" in done.stderr
+    a, b, c, d, e, own, f = [json.loads(answer) for answer in (tmp_path / "out.jsonl").read_text().splitlines()]
+    expected = model.open(random_image(1)).ask("red?", 3, reduce="none", max_new_tokens=4, ignore_eos=True)
+    assert (a["custom_id"], a["error"], a["response"]["status_code"]) == ("a", None, 200)
+    assert a["response"]["body"]["object"] == "chat.completion"
+    assert a["response"]["body"]["usage"]["vtx"]["token_ids"] == list(expected.token_ids)
+    assert len(b["response"]["body"]["choices"]) == 2
+    seeded = model.open(random_image(1)).ask(
+        "red?", None, reduce="none", max_new_tokens=4, ignore_eos=True, temperature=1.5, seed=4
+    )
+    assert b["response"]["body"]["usage"]["vtx"]["answers"][1]["token_ids"] == list(seeded.token_ids)
+    assert (c["response"]["status_code"], c["error"]["code"]) == (400, "unknown_parameter")
+    assert "temprature" in c["error"]["message"]
+    assert d["response"]["status_code"] == 200
+    assert "url must be POST" in e["error"]
+    assert own["line"] == 6
+    assert len(own["token_ids"]) <= 3
+    assert f["error"]["code"] == "context_length_exceeded"
