@@ -27,16 +27,12 @@ def run_failures(engine: str, graph: str) -> Iterator[None]:
     except VtxError:
         raise
     except Exception as e:
-        raise _run_failure(engine, graph, e) from e
-
-
-def _run_failure(engine: str, graph: str, error: Exception) -> VtxError:
-    if _lacks_memory(error):
-        return DeviceError(
-            f"not enough memory to run {graph}; end other programs, ask about fewer images or with a shorter question, "
-            "or export with a smaller --precision"
-        )
-    return DeviceError(f"{engine} failed in {graph}: {reason_of(error)}; check the bundle with vtx-doctor")
+        if _lacks_memory(e):
+            raise DeviceError(
+                f"not enough memory to run {graph}; end other programs, ask about fewer images or with a shorter "
+                "question, or export with a smaller --precision"
+            ) from e
+        raise DeviceError(f"{engine} failed in {graph}: {reason_of(e)}; check the bundle with vtx-doctor") from e
 
 
 def cache_failure(capacity: int) -> VtxError:

@@ -60,7 +60,13 @@ class Guide:
             raise RequestError(f"{len(given)} of {', '.join(BYTES)} are given to guide an answer; give one")
         value = getattr(self, given[0])
         if self.schema is not None:
-            value = _schema_text(self.schema)
+            try:
+                schema = json.loads(self.schema) if isinstance(self.schema, str) else self.schema
+                value = json.dumps(schema, allow_nan=False)
+            except (ValueError, TypeError, RecursionError) as e:
+                raise RequestError(f"the schema is not JSON ({' '.join(str(e).split()):.80})") from e
+            if not isinstance(schema, Mapping | bool):
+                raise RequestError(f"the schema is {value:.40}; it must be a JSON object, true or false")
             object.__setattr__(self, "schema", value)
         elif self.choices is not None:
             if isinstance(value, str) or not isinstance(value, Sequence) or not value:
@@ -89,17 +95,6 @@ class Guide:
     def kind(self) -> str:
         """The name of the one that is given."""
         return next(name for name in BYTES if getattr(self, name) is not None)
-
-
-def _schema_text(schema: Schema) -> str:
-    try:
-        value = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps(value, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as e:
-        raise RequestError(f"the schema is not JSON ({' '.join(str(e).split()):.80})") from e
-    if not isinstance(value, Mapping | bool):
-        raise RequestError(f"the schema is {text:.40}; it must be a JSON object, true or false")
-    return text
 
 
 class Grammars:

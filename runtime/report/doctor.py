@@ -95,10 +95,16 @@ def look_at_machine(device: Device | None = None) -> MachineReport:
     device = device or recognise()
     free, swapped = available_memory(), swap()
     swapping = "" if swapped is None else f", {size(swapped)} of swap" if swapped else ", no swap"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    processor = next(named, platform.processor() or "unknown processor")
     facts = [
         MachineFact("vtx", version("vtx-edge") or "not installed as a package"),
         MachineFact("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        MachineFact("processor", f"{_processor()}, {os.cpu_count()} cores"),
+        MachineFact("processor", f"{processor}, {os.cpu_count()} cores"),
         MachineFact("memory", ("unknown" if free is None else f"{size(free)} available") + swapping),
     ]
     try:
@@ -128,16 +134,6 @@ def look_at_machine(device: Device | None = None) -> MachineReport:
     export = f'not possible without {missing}: pip install "vtx-edge[export]"' if missing else export
     facts.append(MachineFact("export", export))
     return MachineReport(device, tuple(facts), tuple(engine.load().state(device) for engine in ENGINES.values()))
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown processor"
 
 
 def altered_files(bundle: Bundle, progress: Progress) -> list[str]:

@@ -41,7 +41,14 @@ class OpenvinoStageBatch:
         """Run one of the tokens [n] into each cache, at its position [n]. Returns their hidden states [n, hidden]."""
         self._stage.check_open()
         past = np.array([cache.length for cache in caches], np.int32)
-        blocks = [self._blocks_of(cache) for cache in caches]
+        blocks = list[
+            NDArray[np.int32]
+        ]()  # of each cache: the numbers in the pool of those with its slots and the next
+        for cache in caches:
+            assert cache.lane is not None, "it is in no pool"
+            assert cache.length < cache.capacity, "it is full"
+            first = cache.lane.number * self._blocks
+            blocks.append(np.arange(first, first + cache.length // BLOCK + 1, dtype=np.int32))
         out = np.empty_like(tokens.hidden)
         inputs: dict[str, NDArray[Any]] = {
             **{names.token_input(name): np.ascontiguousarray(tokens.inputs[name]) for name in self._reads},
@@ -62,10 +69,3 @@ class OpenvinoStageBatch:
         for cache in caches:
             cache.length += 1
         return out
-
-    def _blocks_of(self, cache: OpenvinoStageCache) -> NDArray[np.int32]:
-        """The numbers in the pool of the blocks that hold a cache's slots and the next one."""
-        assert cache.lane is not None, "it is in no pool"
-        assert cache.length < cache.capacity, "it is full"
-        first = cache.lane.number * self._blocks
-        return np.arange(first, first + cache.length // BLOCK + 1, dtype=np.int32)

@@ -166,7 +166,13 @@ class OpenvinoStageCache(SlotCounter):
                     for name, tensor in tensors:
                         self._set(name, tensor)
                     self._bound = tensors
-                self._set_slots(count)
+                filled = self.length + count
+                self._past[0], self._begins[1], self._filled[...] = self.length, count, filled
+                blocks = -(-filled // BLOCK)  # the attention's buffers fit those in use: more overflow them
+                if blocks != self._block_begins[1]:
+                    self._block_begins[1] = 0  # until they are set
+                    self._set(BLOCKS, self._context.shared(self._block_numbers[:blocks]))
+                    self._block_begins[1] = blocks
                 if count == 1:
                     run_row(self._ran, out)
                 else:
@@ -192,9 +198,17 @@ class OpenvinoStageCache(SlotCounter):
         return self._last_keys().astype(np.float32)
 
     def _last_keys(self) -> NDArray[Any]:
-        """The last layer's keys, [kv_heads, length, head_dim]."""
+        """The last layer's keys, [kv_heads, length, head_dim], as numbers.
+
+        bfloat16, which numpy lacks, is held by its bits, the upper half of a float32's.
+        """
         keys = self.kv[-1, 0, : -(-self.length // BLOCK)].swapaxes(0, 1)
-        return _wide(keys.reshape(len(keys), -1, keys.shape[-1])[:, : self.length])
+        keys = keys.reshape(len(keys), -1, keys.shape[-1])[:, : self.length]
+        if keys.dtype == np.uint8:
+            scale, zero = np.moveaxis(np.ascontiguousarray(keys[..., :ROW_SCALE_BYTES]).view(np.float32), -1, 0)
+            numbers: NDArray[np.float32] = (keys[..., ROW_SCALE_BYTES:] - zero[..., None]) * scale[..., None]
+            return numbers
+        return (keys.astype(np.uint32) << 16).view(np.float32) if keys.dtype == np.uint16 else keys
 
     def read(self, slots: Ids) -> NDArray[Any]:
         return self.kv[:, :, slots // BLOCK, :, slots % BLOCK]
@@ -202,16 +216,6 @@ class OpenvinoStageCache(SlotCounter):
     def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
         self.kv[:, :, slots // BLOCK, :, slots % BLOCK] = kv
         self.length = length
-
-    def _set_slots(self, count: int) -> None:
-        """Set the attention's inputs for `count` tokens. Its buffers fit the blocks in use: more overflow them."""
-        filled = self.length + count
-        self._past[0], self._begins[1], self._filled[...] = self.length, count, filled
-        blocks = -(-filled // BLOCK)
-        if blocks != self._block_begins[1]:
-            self._block_begins[1] = 0  # until they are set
-            self._set(BLOCKS, self._context.shared(self._block_numbers[:blocks]))
-            self._block_begins[1] = blocks
 
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)
@@ -226,12 +230,3 @@ class OpenvinoStageCache(SlotCounter):
         arrays += [(OUTPUTS, outputs), (names.HIDDEN_OUT, out)]
         arrays += [(names.token_input(name), tokens.inputs[name]) for name in self._reads]
         return tuple((name, self._context.shared(np.ascontiguousarray(array))) for name, array in arrays)
-
-
-def _wide(kv: NDArray[Any]) -> NDArray[Any]:
-    """K or V as numbers: bfloat16, which numpy lacks, is held by its bits, the upper half of a float32's."""
-    if kv.dtype == np.uint8:
-        scale, zero = np.moveaxis(np.ascontiguousarray(kv[..., :ROW_SCALE_BYTES]).view(np.float32), -1, 0)
-        numbers: NDArray[np.float32] = (kv[..., ROW_SCALE_BYTES:] - zero[..., None]) * scale[..., None]
-        return numbers
-    return (kv.astype(np.uint32) << 16).view(np.float32) if kv.dtype == np.uint16 else kv

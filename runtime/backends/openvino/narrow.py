@@ -28,7 +28,9 @@ def keep_narrow(model: Any, compute: str) -> None:
 
     for node in model.get_ordered_ops():
         kind = node.get_type_name()
-        if kind in ("Convert", "Gather") and _is_narrow_matrix(node.input_value(0)):
+        first: Any = node.input_value(0) if kind in ("Convert", "Gather") else None
+        narrow = first is not None and first.get_element_type().get_type_name() in NARROW
+        if narrow and kind_of(first) == "Constant" and len(first.get_partial_shape()) == 2:
             readers = readers_of(node.output(0))
             kinds = {reader.get_type_name() for reader in readers}
             if kind == "Convert" and kinds == {"MatMul"}:
@@ -37,8 +39,8 @@ def keep_narrow(model: Any, compute: str) -> None:
                     node.get_rt_info()[MARK] = ""
                     continue
                 for product in readers:
-                    narrow = product_like(product, ops.convert(product.input_value(0), "bf16"), matrix)
-                    replace_node(product, ops.convert(narrow, "f32"))
+                    in_bf16 = product_like(product, ops.convert(product.input_value(0), "bf16"), matrix)
+                    replace_node(product, ops.convert(in_bf16, "f32"))
             elif kind == "Gather" and kinds == {"Convert"}:  # a table, of which gathered rows are widened
                 wide = ops.convert(node.input_value(0), "f32")
                 wide.get_rt_info()[MARK] = ""
@@ -83,11 +85,6 @@ def _multiply_unshaped(product: Any) -> None:
         node = readers[0]
     if node.get_type_name() != "Result":
         product.input(0).replace_source_output(apart)
-
-
-def _is_narrow_matrix(value: Any) -> bool:
-    narrow = value.get_element_type().get_type_name() in NARROW
-    return narrow and kind_of(value) == "Constant" and len(value.get_partial_shape()) == 2
 
 
 @contextmanager

@@ -73,18 +73,14 @@ class Dart(Reduction, Entry):
         kept = np.zeros(boundary.count, bool)
         kept[image_pivots] = True
         cosines = _cosines(hidden, np.concatenate([hidden[image_pivots], text[text_pivots]]))
-        for pivot in self._turns(boundary, image_pivots, text_pivots):
+        turns = list(range(len(cosines)))  # pivots, the image's first, in the order in which they choose their tokens
+        if self.order == "code":
+            image, question = boundary.positions()
+            positions = [*image[image_pivots].tolist(), *question[text_pivots].tolist()]
+            turns = [positions.index(position) for position in set_order(positions)]
+        for pivot in turns:
             kept[_lowest(cosines[pivot], ~kept, each)] = True
         return kept
-
-    def _turns(self, boundary: Boundary, image_pivots: Ids, text_pivots: Ids) -> list[int]:
-        """The order in which pivots, the image's counted first, choose their tokens."""
-        turns = list(range(len(image_pivots) + len(text_pivots)))
-        if self.order == "size":
-            return turns
-        image, text = boundary.positions()
-        positions = [*image[image_pivots].tolist(), *text[text_pivots].tolist()]
-        return [positions.index(position) for position in set_order(positions)]
 
     @property
     def uses_question(self) -> bool:

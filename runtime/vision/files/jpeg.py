@@ -21,25 +21,14 @@ _STANDALONE = (0x01, _START, _END)
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 
 
-def _read_frame(segment: bytes) -> tuple[int, int, dict[int, int]]:
-    """Width and height of the picture, and the 8x8 blocks of each component by its id."""
-    _, height, width, count = struct.unpack_from(">BHHB", segment)
-    if len(segment) != 6 + 3 * count or not 1 <= count <= 4:
-        raise DamagedError(f"its header names {count} components in {len(segment)} bytes")
-    across, down = [byte >> 4 for byte in segment[7::3]], [byte & 15 for byte in segment[7::3]]
-    if not (min(across + down) >= 1 and max(across + down) <= 4):
-        raise DamagedError("a component's sampling factor is not from 1 to 4")
-    units = -(-width // (8 * max(across))) * -(-height // (8 * max(down)))
-    return width, height, {id: units * h * v for id, h, v in zip(segment[6::3], across, down, strict=True)}
-
-
 def read_jpeg(name: str, content: bytes) -> Container:
     """The segments that make pixels, up to the first end marker.
 
     Raises ImageError beyond `MAX_PARTS`, `MAX_SCANS` or `MAX_SCAN_BLOCKS`.
     """
     view, pieces = memoryview(content), []
-    frame: tuple[int, int, dict[int, int]] | None = None
+    blocks: dict[int, int] = {}  # of 8x8 pixels, by component
+    width = height = 0
     exif = xmp = None
     scans = visited = end = 0
     for _ in range(MAX_PARTS):
@@ -61,15 +50,22 @@ def read_jpeg(name: str, content: bytes) -> Container:
                 xmp = xmp_orientation(segment) if xmp is None and segment.startswith(_XMP) else xmp
             continue
         if code in _FRAMES:
-            if frame is not None:
+            if blocks:
                 raise DamagedError("it has two frame headers")
-            frame = _read_frame(segment)
+            _, height, width, count = struct.unpack_from(">BHHB", segment)
+            if len(segment) != 6 + 3 * count or not 1 <= count <= 4:
+                raise DamagedError(f"its header names {count} components in {len(segment)} bytes")
+            across, down = [byte >> 4 for byte in segment[7::3]], [byte & 15 for byte in segment[7::3]]
+            if not 1 <= min(across + down) <= max(across + down) <= 4:
+                raise DamagedError("a component's sampling factor is not from 1 to 4")
+            units = -(-width // (8 * max(across))) * -(-height // (8 * max(down)))
+            blocks = {id: units * h * v for id, h, v in zip(segment[6::3], across, down, strict=True)}
         elif code == _SCAN:
-            if frame is None or not segment:
+            if not blocks or not segment:
                 raise DamagedError("a scan comes before the frame header")
             scans += 1
             for component in segment[1 : 1 + 2 * segment[0] : 2]:
-                visited += frame[2].get(component, 0)
+                visited += blocks.get(component, 0)
             if scans > MAX_SCANS:
                 raise too_many(name, "scans", MAX_SCANS)
             if visited > MAX_SCAN_BLOCKS:
@@ -84,7 +80,7 @@ def read_jpeg(name: str, content: bytes) -> Container:
         pieces.append(view[start:end])
     else:
         raise too_many(name, "segments", MAX_PARTS)
-    if frame is None:
+    if not blocks:
         raise DamagedError("it has no frame header")
     closing = () if marker is None else (b"\xff\xd9",)
-    return Container("JPEG", *frame[:2], (*pieces, *closing), exif or xmp or 1)
+    return Container("JPEG", width, height, (*pieces, *closing), exif or xmp or 1)
