@@ -31,7 +31,6 @@
 #include "base/random.hpp"
 #include "bundle/bundle.hpp"
 #include "bundle/sha256.hpp"
-#include "bundle/sha256_blocks.hpp"
 #include "policies/methods/reductions.hpp"
 #include "policies/policy.hpp"
 #include "tools/parse.hpp"
@@ -152,7 +151,8 @@ void select(char** values, bool tiled) {
   image.patches.clip = rows_of(tokens, clip);
   if (tiled) {
     image.patches.views = Ids(tokens);
-    std::cin.read(reinterpret_cast<char*>(image.patches.views->data()), static_cast<std::streamsize>(tokens * sizeof(int64_t)));
+    std::cin.read(reinterpret_cast<char*>(image.patches.views->data()),
+                  static_cast<std::streamsize>(tokens * sizeof(int64_t)));
   }
   std::vector<PromptText> questions(std::stoul(values[4]));
   for (PromptText& question : questions)

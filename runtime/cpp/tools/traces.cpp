@@ -8,7 +8,7 @@
 
 #include "api/model.hpp"
 #include "bundle/files.hpp"
-#include "session/assemble.hpp"
+#include "session/encoded_images.hpp"
 #include "session/session.hpp"
 
 namespace {
@@ -25,15 +25,19 @@ class PositionedCache : public StageCache {
 
   Scores attention(bool last_only) override { return inner_->attention(last_only); }
   Rows keys() override { return inner_->keys(); }
-  std::string read(const Ids& slots) override {
+  SavedSlots read(const Ids& slots) override {
     Ids positions = take(positions_, slots);
-    return std::string(reinterpret_cast<const char*>(positions.data()), positions.size() * sizeof(int64_t)) +
-           inner_->read(slots);
+    SavedSlots out = inner_->read(slots);
+    const auto* first = reinterpret_cast<const uint8_t*>(positions.data());
+    out.insert(out.end(), first, first + positions.size() * sizeof(int64_t));
+    return out;
   }
-  void write(const Ids& slots, const std::string& kv, int64_t filled) override {
-    const auto* positions = reinterpret_cast<const int64_t*>(kv.data());
+  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
+    Ids positions(slots.size());
+    auto behind = kv.end() - static_cast<std::ptrdiff_t>(positions.size() * sizeof(int64_t));
+    std::copy(behind, kv.end(), reinterpret_cast<uint8_t*>(positions.data()));
     for (size_t i = 0; i < slots.size(); ++i) positions_[static_cast<size_t>(slots[i])] = positions[i];
-    inner_->write(slots, kv.substr(slots.size() * sizeof(int64_t)), filled);
+    inner_->write(slots, SavedSlots(kv.begin(), behind), filled);
     length = filled;
   }
   bool spares_rows() const override { return inner_->spares_rows(); }

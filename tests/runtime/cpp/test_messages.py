@@ -17,8 +17,6 @@ ONLY_CPP = {
     "{} in {} does not start: {}": LIBRARIES,
     "onnxruntime {} in {} is too old, 1.22 or newer is needed": LIBRARIES,
     "the engines in engines/{} were built of {} graphs, which this bundle lacks; {}": LIBRARIES,
-    "the CUDA runtime in {} has no {}; install CUDA 12 or newer": LIBRARIES,
-    "the engine of {} has no tensor {}; build the engines again": LIBRARIES,
     "{} {} is here ({}), but {} has no plug-in of libvtx for it; build libvtx with its headers: cmake "
     "-DVTX_TENSORRT_INCLUDES=DIR": LIBRARIES,
     "signatures need OpenSSL's libcrypto, 1.1.1 or newer, which was not found ({}); install it, or name "

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "session/assemble.hpp"
+#include "session/encoded_images.hpp"
 
 namespace vtxcore {
 namespace {

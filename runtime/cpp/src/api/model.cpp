@@ -3,7 +3,7 @@
 #include <chrono>
 #include <cmath>
 
-#include "backends/devices.hpp"
+#include "backends/engines.hpp"
 #include "backends/tables.hpp"
 #include "base/checks.hpp"
 #include "bundle/sha256.hpp"
@@ -116,8 +116,9 @@ Policy Model::policy(const Options& options) const {
            "use fastv, dart behind a layer, or mustdrop:...,tau=off,key=0");
   auto entries = policy.entries();
   if (options.about && std::none_of(entries.begin(), entries.end(), [](const auto& e) { return e->uses_question(); }))
-    fail(Kind::request, "about is the text by which image tokens are chosen before the decoder, and reduce=",
-         to_spec(policy.reductions()), " chooses none by a text; use cdpruner, or leave about out");
+    fail(Kind::request,
+         "about is the text by which image tokens are chosen before the decoder, and reduce=", to_spec(policy.reductions()),
+         " chooses none by a text; use cdpruner, or leave about out");
   return policy;
 }
 

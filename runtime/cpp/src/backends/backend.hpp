@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "base/errors.hpp"
 #include "base/tensors.hpp"
 #include "vision/tokens.hpp"
 
@@ -23,10 +24,20 @@ class StageCache {
 
   // Runs hidden states [n, hidden] at their positions; their K/V fill the next n slots. With `query` the queries of the
   // stage's last layer are kept for `attention`.
-  Rows append(const Rows& rows, const Ids& positions, bool query);
+  Rows append(const Rows& rows, const Ids& positions, bool query) {
+    check_room(rows.count());
+    Rows out = run(rows, positions, query);
+    length += static_cast<int64_t>(rows.count());
+    return out;
+  }
   // The same, and gives the hidden states of `asked` alone, which rise. Of the others the stage's last layer needs K and V
   // only, and an engine may leave out the rest of it.
-  Rows append_for(const Ids& asked, const Rows& rows, const Ids& positions);
+  Rows append_for(const Ids& asked, const Rows& rows, const Ids& positions) {
+    check_room(rows.count());
+    Rows out = run_for(asked, rows, positions);
+    length += static_cast<int64_t>(rows.count());
+    return out;
+  }
   // Whether hidden states that are not asked for cost less.
   virtual bool spares_rows() const { return false; }
   // What the tokens last appended with `query` give to each slot in the stage's last layer: mean over heads, then sum
@@ -35,11 +46,14 @@ class StageCache {
   // The keys of the stage's last layer, all heads side by side, [length, kv_heads * head_dim], rotated.
   virtual Rows keys() = 0;
   // Forgets every slot from `filled` on.
-  void keep(int64_t filled);
+  void keep(int64_t filled) {
+    if (filled > length) fail(Kind::device, "a cache of ", length, " tokens cannot keep ", filled);
+    length = filled;
+  }
   // A copy of the K/V of some slots, rising; only `write` looks into it.
-  virtual std::string read(const Ids& slots) = 0;
+  virtual SavedSlots read(const Ids& slots) = 0;
   // Puts K/V that `read` gave into as many slots; from then on the first `filled` ones are filled.
-  virtual void write(const Ids& slots, const std::string& kv, int64_t filled) = 0;
+  virtual void write(const Ids& slots, const SavedSlots& kv, int64_t filled) = 0;
 
   int64_t length = 0;
   const int64_t capacity;
@@ -51,7 +65,10 @@ class StageCache {
   }
 
  private:
-  void check_room(size_t count) const;
+  void check_room(size_t count) const {
+    if (length + static_cast<int64_t>(count) > capacity)
+      fail(Kind::context, length, " + ", count, " tokens in a cache of ", capacity, " slots");
+  }
 };
 
 // The graphs of one bundle, loaded on one device. Safe to share between threads.

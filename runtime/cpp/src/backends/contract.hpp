@@ -26,4 +26,13 @@ void check_rows(const std::string& graph, size_t rows, size_t count);
 // Throws Error(bundle) unless the last size of an output is `width`.
 void check_width(const std::string& graph, const Ids& shape, int64_t width);
 
+// An engine cannot load a graph: Error(bundle), or Error(device) where memory is lacking.
+[[noreturn]] void load_failure(const std::string& engine, const std::string& graph, const std::string& reason);
+
+// An engine fails while it binds to or runs a graph: Error(device).
+[[noreturn]] void run_failure(const std::string& engine, const std::string& graph, const std::string& reason);
+
+// There is no memory for a stage's cache of `capacity` slots: Error(device).
+[[noreturn]] void cache_failure(size_t capacity);
+
 }  // namespace vtxcore

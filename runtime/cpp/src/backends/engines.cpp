@@ -1,8 +1,8 @@
 #include "backends/engines.hpp"
 
-#include "backends/openvino/backend.hpp"
-#include "backends/ort/backend.hpp"
-#include "backends/tensorrt/backend.hpp"
+#include <algorithm>
+#include <fstream>
+#include <sstream>
 
 namespace vtxcore {
 
@@ -13,6 +13,99 @@ const std::vector<Engine>& engines() {
       tensorrt_engine(),
   };
   return kEngines;
+}
+
+namespace {
+
+constexpr char kAuto[] = "auto";
+
+bool computes(const Engine& engine, const std::string& compute) {
+  return std::find(engine.compute.begin(), engine.compute.end(), compute) != engine.compute.end();
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string out;
+  for (const std::string& word : words) out += (out.empty() ? "" : ", ") + word;
+  return out;
+}
+
+// Devices that compute so; with an empty `compute` all.
+std::string devices(const std::string& compute = "") {
+  std::vector<std::string> out;
+  for (const Engine& engine : engines())
+    if (compute.empty() || computes(engine, compute)) out.emplace_back(engine.device);
+  return joined(out);
+}
+
+std::string arithmetic() {
+  std::vector<std::string> out;
+  for (const Engine& engine : engines())
+    for (const std::string& compute : engine.compute)
+      if (std::find(out.begin(), out.end(), compute) == out.end()) out.push_back(compute);
+  return joined(out);
+}
+
+// The instruction sets of the first core, as Linux names them; none on other systems.
+bool has_one_of(std::initializer_list<const char*> flags) {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
+    std::istringstream words(line);
+    for (std::string word; words >> word;)
+      if (std::find(flags.begin(), flags.end(), word) != flags.end()) return true;
+    return false;
+  }
+  return false;
+}
+
+// The fastest arithmetic that kept the bundle's answers at export, or the engine's first. int4 weights do not multiply
+// integers by default, since they would take three times the memory.
+std::string default_compute(const Engine& engine, const Manifest& m) {
+  auto kept = [&](const char* kind) {
+    return computes(engine, kind) && std::find(m.arithmetic.begin(), m.arithmetic.end(), kind) != m.arithmetic.end();
+  };
+  if (kept("int8") && m.precision != "int4" && has_one_of({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})) return "int8";
+  if (kept("bf16") && has_one_of({"avx512_bf16", "amx_bf16", "bf16"})) return "bf16";
+  return engine.compute.front();
+}
+
+// Why this engine cannot answer, and the fix; empty where it can.
+std::string obstacle(const Engine& engine, const Bundle& bundle, const BackendOptions& options) {
+  if (!options.compute.empty() && !computes(engine, options.compute))
+    return cat(engine.device, " computes in ", joined(engine.compute), ", not ", options.compute,
+               "; that has: ", devices(options.compute));
+  if (bundle.manifest().dialects.count(engine.dialect) == 0)
+    return cat(engine.device, " reads graphs of the '", engine.dialect, "' dialect and this bundle holds none; export it ",
+               "with --dialect ort,", engine.dialect);
+  return engine.obstacle(bundle, options);
+}
+
+const Engine& choose(const Bundle& bundle, const std::string& device, const BackendOptions& options) {
+  std::vector<const Engine*> able;
+  for (const Engine& engine : engines())
+    if (device == kAuto || device == engine.device) able.push_back(&engine);
+  if (able.empty())
+    fail(Kind::device, "device '", device.substr(0, 40), "' is not available in this version; it runs on: ", kAuto, ", ",
+         devices());
+  std::stable_sort(able.begin(), able.end(),
+                   [&](const Engine* a, const Engine* b) { return a->merit(bundle) > b->merit(bundle); });
+  std::string first;
+  for (const Engine* engine : able) {
+    std::string reason = obstacle(*engine, bundle, options);
+    if (reason.empty()) return *engine;
+    if (first.empty()) first = reason;
+  }
+  throw Error(Kind::device, first);
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> open_backend(const Bundle& bundle, const std::string& device, BackendOptions options) {
+  if (!options.compute.empty() && devices(options.compute).empty())
+    fail(Kind::device, "no device computes in '", options.compute.substr(0, 40), "'; there are: ", arithmetic());
+  const Engine& engine = choose(bundle, device, options);
+  if (options.compute.empty()) options.compute = default_compute(engine, bundle.manifest());
+  return engine.open(bundle, options);
 }
 
 }  // namespace vtxcore

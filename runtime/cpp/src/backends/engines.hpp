@@ -30,7 +30,16 @@ struct Engine {
   std::unique_ptr<Backend> (*open)(const Bundle& bundle, const BackendOptions& options);
 };
 
+// A folder each: devices "cpu", "openvino" and "tensorrt".
+Engine ort_engine();
+Engine openvino_engine();
+Engine tensorrt_engine();
+
 // All of them, in the order in which messages name them.
 const std::vector<Engine>& engines();
+
+// `device`: the name of an engine's, or "auto" for the best of those that are possible here. Throws Error(device) where
+// the device is unknown or cannot answer this bundle here, Error(bundle) where a graph is not what the manifest promises.
+std::unique_ptr<Backend> open_backend(const Bundle& bundle, const std::string& device, BackendOptions options);
 
 }  // namespace vtxcore

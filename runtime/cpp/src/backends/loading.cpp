@@ -1,14 +1,61 @@
 #include "backends/loading.hpp"
 
-#include <algorithm>
-#include <numeric>
+#include <dlfcn.h>
+#include <glob.h>
+#include <sched.h>
+#include <sys/stat.h>
 
-#include "base/parallel.hpp"
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+#include <fstream>
+#include <memory>
+#include <numeric>
+#include <system_error>
+#include <thread>
+
+#include "base/errors.hpp"
 #include "bundle/names.hpp"
-#include "host/memory.hpp"
 
 namespace vtxcore {
 namespace {
+
+// Runs them all in at most `threads` threads, the caller's included. Throws what the first of them, in their order, threw;
+// the others have ended by then.
+void run_all(const std::vector<std::function<void()>>& work, int threads) {
+  std::atomic<size_t> next{0};
+  std::vector<std::exception_ptr> problems(work.size());
+  auto take = [&] {
+    for (size_t i = next++; i < work.size(); i = next++) {
+      try {
+        work[i]();
+      } catch (...) {
+        problems[i] = std::current_exception();
+      }
+    }
+  };
+  std::vector<std::thread> helpers;
+  helpers.reserve(work.size());
+  try {
+    for (size_t i = 1; i < work.size() && static_cast<int>(i) < threads; ++i) helpers.emplace_back(take);
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): neither threads nor memory for more; these do all of it
+  }
+  take();
+  for (std::thread& helper : helpers) helper.join();
+  for (const std::exception_ptr& problem : problems)
+    if (problem) std::rethrow_exception(problem);
+}
+
+// Bytes of memory that a new program could take; none if the system does not say.
+std::optional<int64_t> available_memory() {
+  std::ifstream file("/proc/meminfo");
+  std::string word;
+  int64_t count = 0;
+  while (file >> word)
+    if (word == "MemAvailable:" && file >> count) return count * 1024;
+  return std::nullopt;
+}
 
 constexpr double kSpare = 2;  // times what a bundle needs
 
@@ -41,6 +88,66 @@ void Loads::run(int threads) {
   std::vector<std::function<void()>> ordered;
   for (size_t index : order) ordered.push_back(std::move(work[index]));
   run_all(ordered, threads);
+}
+
+namespace {
+
+// The file itself, or in a directory the ones of these names, whatever version follows.
+std::vector<std::string> files_of(const std::string& path, const std::vector<std::string>& names) {
+  struct stat status;
+  if (::stat(path.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) return {path};
+  std::vector<std::string> found;
+  for (const std::string& name : names) {
+    std::string pattern = path + "/" + name + "*";
+    glob_t matches{};
+    std::unique_ptr<glob_t, void (*)(glob_t*)> held(&matches, ::globfree);
+    if (::glob(pattern.c_str(), 0, nullptr, &matches) == 0)
+      for (size_t i = 0; i < matches.gl_pathc; ++i) found.emplace_back(matches.gl_pathv[i]);
+  }
+  return found.empty() ? std::vector<std::string>{path} : found;
+}
+
+}  // namespace
+
+Library::Library(const std::string& engine, const std::string& path, const char* variable,
+                 const std::vector<std::string>& names, const char* symbol) {
+  if (!path.empty()) {
+    for (const std::string& file : files_of(path, names))
+      if (open(file, symbol)) return;
+  } else {
+    if (::dlsym(RTLD_DEFAULT, symbol) != nullptr) {
+      handle_ = RTLD_DEFAULT;
+      where_ = "the process";
+      return;
+    }
+    const char* named = std::getenv(variable);
+    std::vector<std::string> candidates = named && *named ? files_of(named, names) : names;
+    for (const std::string& file : candidates)
+      if (open(file, symbol)) return;
+  }
+  fail(Kind::device, engine, " was not found (", tried_, "); name its library with the option library or in ", variable);
+}
+
+bool Library::open(const std::string& name, const char* symbol) {
+  void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle != nullptr && ::dlsym(handle, symbol) != nullptr) {
+    handle_ = handle;
+    where_ = name;
+    return true;
+  }
+  const char* problem = handle == nullptr ? ::dlerror() : nullptr;
+  tried_ += (tried_.empty() ? "" : "; ") + (problem ? std::string(problem) : name + " has no " + symbol);
+  if (handle != nullptr) ::dlclose(handle);
+  return false;
+}
+
+void* Library::symbol(const char* name) const { return ::dlsym(handle_, name); }
+
+int cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
 }  // namespace vtxcore

@@ -1,6 +1,10 @@
 #include "backends/slots.hpp"
 
+#include <sys/mman.h>
+
 #include <cstring>
+
+#include "backends/contract.hpp"
 
 namespace vtxcore {
 
@@ -10,9 +14,9 @@ SlotMemory::SlotMemory(size_t planes, size_t capacity, size_t slot_bytes)
                   product({static_cast<int64_t>(planes), static_cast<int64_t>(capacity), static_cast<int64_t>(slot_bytes)})),
               capacity) {}
 
-std::string SlotMemory::read(const Ids& slots) const {
-  std::string out(planes_ * slots.size() * slot_bytes_, '\0');
-  char* to = out.data();
+SavedSlots SlotMemory::read(const Ids& slots) const {
+  SavedSlots out(planes_ * slots.size() * slot_bytes_);
+  uint8_t* to = out.data();
   for (size_t plane = 0; plane < planes_; ++plane)
     for (int64_t slot : slots) {
       std::memcpy(to, memory_.data() + (plane * capacity_ + static_cast<size_t>(slot)) * slot_bytes_, slot_bytes_);
@@ -21,13 +25,24 @@ std::string SlotMemory::read(const Ids& slots) const {
   return out;
 }
 
-void SlotMemory::write(const Ids& slots, const std::string& kv) {
-  const char* from = kv.data();
+void SlotMemory::write(const Ids& slots, const SavedSlots& kv) {
+  const uint8_t* from = kv.data();
   for (size_t plane = 0; plane < planes_; ++plane)
     for (int64_t slot : slots) {
       std::memcpy(memory_.data() + (plane * capacity_ + static_cast<size_t>(slot)) * slot_bytes_, from, slot_bytes_);
       from += slot_bytes_;
     }
 }
+
+ZeroedPages::ZeroedPages(size_t bytes, size_t capacity) : size_(bytes + 1) {
+  void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) cache_failure(capacity);
+#ifdef MADV_NOHUGEPAGE
+  ::madvise(memory, size_, MADV_NOHUGEPAGE);
+#endif
+  data_ = static_cast<uint8_t*>(memory);
+}
+
+ZeroedPages::~ZeroedPages() { ::munmap(data_, size_); }
 
 }  // namespace vtxcore

@@ -2,12 +2,30 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
-#include "backends/allocation.hpp"
 #include "base/tensors.hpp"
 
 namespace vtxcore {
+
+// Zeros that take memory where they are written, page by page of the smallest size: a cache that is filled in part has
+// its slots in as many places as it has heads, and large pages would make all of it resident.
+class ZeroedPages {
+ public:
+  // Throws Error(device), which names the `capacity` of the cache that they are for, where there is no memory.
+  ZeroedPages(size_t bytes, size_t capacity);
+  ~ZeroedPages();
+  ZeroedPages(const ZeroedPages&) = delete;
+  ZeroedPages& operator=(const ZeroedPages&) = delete;
+
+  uint8_t* data() { return data_; }
+  const uint8_t* data() const { return data_; }
+
+ private:
+  size_t size_;
+  uint8_t* data_;
+};
 
 // The block, zeroed. Throws Error(device) where there is no memory.
 class SlotMemory {
@@ -15,8 +33,8 @@ class SlotMemory {
   SlotMemory(size_t planes, size_t capacity, size_t slot_bytes);
 
   uint8_t* plane(size_t index) { return memory_.data() + index * capacity_ * slot_bytes_; }  // [capacity, head_dim]
-  std::string read(const Ids& slots) const;
-  void write(const Ids& slots, const std::string& kv);
+  SavedSlots read(const Ids& slots) const;
+  void write(const Ids& slots, const SavedSlots& kv);
 
  private:
   size_t planes_, capacity_, slot_bytes_;

@@ -15,6 +15,8 @@ using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 using Scores = std::pair<Floats, Floats>;  // sum and maximum of the attention, one a slot or an image token
 
+using SavedSlots = std::vector<uint8_t>;  // K and V of some slots of a stage, as its cache holds them
+
 // Hidden states [count, width] float32.
 struct Rows {
   size_t width = 0;

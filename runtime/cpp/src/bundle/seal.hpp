@@ -1,14 +1,26 @@
 // What vouches for vtx.json and engines.json, which vouch for all other files: a checksum, and maybe a signature.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "bundle/files.hpp"
-#include "bundle/libcrypto.hpp"
 
 namespace vtxcore {
 
 inline constexpr char kChecksum[] = ".sha256", kSignature[] = ".sig";
+
+// A public key. It may be used by many threads.
+class Ed25519Key {
+ public:
+  // `pem`: the key in PEM form; `path` is for messages. Throws Error(request), Error(device) without libcrypto.
+  Ed25519Key(const std::string& pem, const std::string& path);
+  // Whether `signature`, of any length, is this key's over `content`.
+  bool verifies(const std::string& signature, const std::string& content) const;
+
+ private:
+  std::shared_ptr<void> key_;  // EVP_PKEY
+};
 
 // The Ed25519 key that signatures are checked with; `name` is its file's, for messages.
 class PublicKey {

@@ -9,6 +9,8 @@
 
 namespace vtxcore {
 
+bool has_sha_instructions();  // of the processor
+
 class Sha256 {
  public:
   Sha256();

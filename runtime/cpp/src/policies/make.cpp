@@ -1,7 +1,9 @@
 // From K and a spec of reductions to a policy, checked against the bundle.
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 
-#include "policies/methods/exits.hpp"
+#include "bundle/names.hpp"
 #include "policies/policy.hpp"
 
 namespace vtxcore {
@@ -14,6 +16,65 @@ std::string joined(const Ids& values) {
   for (int64_t value : values) out += (out.empty() ? "" : ", ") + std::to_string(value);
   return out;
 }
+
+// The methods that remove a whole image: never, before a fixed layer (VTW), or where a gate says so (DyVTE). What each
+// gate said is kept in `decisions`.
+class Full : public Method {
+ public:
+  std::string name() const override { return "none"; }
+  std::string spec() const override { return "none"; }
+  bool whole() const override { return true; }
+};
+
+class Withdraw : public Method {
+ public:
+  explicit Withdraw(int64_t k) : k_(k) {}
+  std::string name() const override { return "withdrawal"; }
+  std::string spec() const override { return cat("withdrawal:k=", k_); }
+  bool whole() const override { return true; }
+  bool fixed() const override { return true; }
+  Needs needs() const override {
+    Needs needs;
+    needs.cuts = {k_};
+    return needs;
+  }
+  std::optional<Mask> keep_mask(const Boundary& boundary) const override {
+    return Mask(static_cast<size_t>(boundary.count()), 0);
+  }
+
+ private:
+  int64_t k_;
+};
+
+class Gate : public Method {
+ public:
+  Gate(Odds odds, Ids ks, double threshold, std::shared_ptr<std::vector<Decision>> decisions)
+      : odds_(std::move(odds)), ks_(std::move(ks)), threshold_(threshold), decisions_(std::move(decisions)) {}
+  std::string name() const override { return "gate"; }
+  std::string spec() const override { return "gate:threshold=" + python_repr(threshold_); }
+  bool whole() const override { return true; }
+  Needs needs() const override {
+    Needs needs;
+    needs.cuts = {ks_.begin(), ks_.end()};
+    return needs;
+  }
+  std::optional<Mask> keep_mask(const Boundary& boundary) const override {
+    auto start = std::chrono::steady_clock::now();
+    double probability = double{odds_(boundary.layer, boundary.question_hidden).at(names::kOddsWithdraw)};
+    if (!std::isfinite(probability))
+      fail(Kind::bundle, "the gate before layer ", boundary.layer, " gave no number; export the bundle again");
+    std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+    decisions_->push_back({boundary.layer, probability, took.count()});
+    if (!(probability > threshold_)) return std::nullopt;
+    return Mask(static_cast<size_t>(boundary.count()), 0);
+  }
+
+ private:
+  Odds odds_;
+  Ids ks_;
+  double threshold_;
+  std::shared_ptr<std::vector<Decision>> decisions_;
+};
 
 // What of `needs` the graphs do not have, in words; empty where they have all.
 std::string lacking(const Needs& needs, const Manifest& m, const std::string& dialect) {
@@ -54,7 +115,7 @@ void check_provided(const std::vector<MethodPtr>& reductions, const Manifest& m,
 // The policy that decides where the whole image leaves.
 MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, double threshold,
                     std::shared_ptr<std::vector<Decision>>& decisions) {
-  if (k == "none") return full();
+  if (k == "none") return std::make_shared<Full>();
   if (k == "auto") {
     if (m.gates.empty())
       fail(Kind::request,
@@ -63,7 +124,7 @@ MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, d
     if (!(threshold >= 0 && threshold <= 1))
       fail(Kind::request, "the gate threshold is ", python_repr(threshold), "; give a probability from 0 to 1");
     decisions = std::make_shared<std::vector<Decision>>();
-    return gate(odds, m.gates, threshold, decisions);
+    return std::make_shared<Gate>(odds, m.gates, threshold, decisions);
   }
   bool digits = !k.empty() && k.size() < 19 && std::all_of(k.begin(), k.end(), [](char c) { return c >= '0' && c <= '9'; });
   if (!digits) fail(Kind::request, "K is '", k.substr(0, 20), "'; give a number from 2 to ", m.model.layers, ", or none");
@@ -73,7 +134,7 @@ MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, d
   if (std::find(m.variants.begin(), m.variants.end(), number) == m.variants.end())
     fail(Kind::request, "K = ", number, " was not prebuilt, this bundle has ",
          m.variants.empty() ? "none at all" : joined(m.variants), "; use one of these, or export with --k ", number);
-  return withdraw(number);
+  return std::make_shared<Withdraw>(number);
 }
 
 }  // namespace

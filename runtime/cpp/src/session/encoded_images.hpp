@@ -3,11 +3,13 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "backends/backend.hpp"
 #include "session/prefix.hpp"
+#include "session/session.hpp"
 
 namespace vtxcore {
 
@@ -41,5 +43,16 @@ class EncodedImages {
   const std::vector<PreparedImage>& images_;
   std::vector<std::pair<std::string, ImagePtr>> encoded_;  // the oldest first
 };
+
+// The text by which a policy's entries select image tokens, in a chat that of the first turn, `after`; null where none of
+// them looks at it. `ids` are the prompt's. `embeddings` gives the question's by the bundle's text tower; it is called where
+// the policy needs that.
+std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& ids, int64_t image_id, const Policy& policy,
+                                                 const Selection* after, const std::function<Rows()>& embeddings);
+
+// The prompt of `ids`, which hold all tokens of every image, or of those ids that the policy's entries leave: `expand`
+// gives the ids for numbers of tokens. `check` is called before every image and may throw, to stop there.
+Prompt make_prompt(Ids ids, int64_t image_id, std::vector<Encoder> encoders, const Policy& policy,
+                   const std::function<Ids(const Ids&)>& expand, const Check& check);
 
 }  // namespace vtxcore

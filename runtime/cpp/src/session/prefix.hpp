@@ -39,7 +39,7 @@ struct Prompt {
 struct SavedKV {
   size_t stage;
   Ids survivors, dropped;
-  std::string kv;
+  SavedSlots kv;
 };
 
 // The prefix with all its image tokens, and how deep into the decoder it has come. `boundaries` hold its hidden states

@@ -21,8 +21,14 @@ Rows run_both(StageCache& here, SharedRows& prefix, const Ids& positions, int64_
               std::optional<Ids> asked) {
   here.keep(0);
   if (prefix->count() == 0) return {};
-  Rows rows = *prefix;
-  rows.data.insert(rows.data.end(), suffix.data.begin(), suffix.data.end());
+  Rows joined;
+  if (suffix.count() > 0) {
+    joined = Rows(0, prefix->width);
+    joined.data.reserve(prefix->data.size() + suffix.data.size());
+    for (const Rows* part : {prefix.get(), &suffix})
+      joined.data.insert(joined.data.end(), part->data.begin(), part->data.end());
+  }
+  const Rows& rows = suffix.count() > 0 ? joined : *prefix;
   Ids at = positions;
   for (int64_t position : count_up(following, suffix.count())) at.push_back(position);
   size_t own = (asked ? asked->size() : prefix->count()) * rows.width;
@@ -279,7 +285,8 @@ PrefixSlots Session::layout(size_t number) const {
 // the weights once, but not with a long suffix, nor with one whose `query` is kept. The suffix's hidden states.
 Rows Session::run_through(size_t number, const Rows& suffix, bool query) {
   bool joins = !query && suffix.count() <= static_cast<size_t>(names::kQuestionRows);
-  Rows joined = joins ? suffix : Rows(0, suffix.width);
+  const Rows none(0, suffix.width);
+  const Rows& joined = joins ? suffix : none;
   Rows ran = number < first_pruned_ ? run_whole(number, joined) : run_pruned(number, joined);
   if (ran.count() > 0) return ran;
   PrefixSlots slots = layout(number);

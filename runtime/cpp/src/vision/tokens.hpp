@@ -35,13 +35,13 @@ struct Likeness {
 
 // Tokens [count, hidden] that the tower and projector made of one image. `offsets` are their positions behind the
 // image's first one and `span` the positions that the image takes; none: they follow each other without gaps. `likeness`
-// is worked out for the first question that needs it, and serves the next ones; an image belongs to one conversation. `key` is
-// the hash of the image's pixels.
+// is worked out for the first question that needs it, and serves the next ones; an image belongs to one conversation. `key`
+// is the hash of the image's pixels.
 struct ImageTokens {
   Rows rows;
   Patches patches;
   std::optional<Ids> offsets;
-  int64_t span = 0;  // with `offsets`
+  int64_t span = 0;                                                     // with `offsets`
   mutable std::map<int64_t, std::shared_ptr<const Likeness>> likeness;  // by the first token; -1: of all tokens
   mutable std::string key;
 

@@ -1,7 +1,7 @@
-#include "backends/openvino/backend.hpp"
-
+// The OpenVINO backend: one compiled graph a stage, K and V in blocks that one infer request a cache fills.
 #include <mutex>
 
+#include "backends/engines.hpp"
 #include "backends/loading.hpp"
 #include "backends/openvino/cache.hpp"
 #include "backends/openvino/weights.hpp"

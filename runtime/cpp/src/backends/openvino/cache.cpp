@@ -210,17 +210,17 @@ Rows OpenvinoStageCache::keys() {
   return out;
 }
 
-std::string OpenvinoStageCache::read(const Ids& slots) {
-  std::string out(planes_of(spec_) * slots.size() * heads_ * head_bytes(), '\0');
-  char* to = out.data();
+SavedSlots OpenvinoStageCache::read(const Ids& slots) {
+  SavedSlots out(planes_of(spec_) * slots.size() * heads_ * head_bytes());
+  uint8_t* to = out.data();
   for (size_t plane = 0; plane < planes_of(spec_); ++plane)
     for (int64_t slot : slots)
       for (size_t head = 0; head < heads_; ++head, to += head_bytes()) std::memcpy(to, row(plane, slot, head), head_bytes());
   return out;
 }
 
-void OpenvinoStageCache::write(const Ids& slots, const std::string& kv, int64_t filled) {
-  const char* from = kv.data();
+void OpenvinoStageCache::write(const Ids& slots, const SavedSlots& kv, int64_t filled) {
+  const uint8_t* from = kv.data();
   for (size_t plane = 0; plane < planes_of(spec_); ++plane)
     for (int64_t slot : slots)
       for (size_t head = 0; head < heads_; ++head, from += head_bytes())

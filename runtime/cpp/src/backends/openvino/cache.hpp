@@ -4,7 +4,7 @@
 #include <map>
 #include <memory>
 
-#include "backends/allocation.hpp"
+#include "backends/slots.hpp"
 #include "backends/backend.hpp"
 #include "backends/openvino/graph.hpp"
 
@@ -34,8 +34,8 @@ class OpenvinoStageCache : public StageCache {
 
   Scores attention(bool last_only) override;
   Rows keys() override;
-  std::string read(const Ids& slots) override;
-  void write(const Ids& slots, const std::string& kv, int64_t filled) override;
+  SavedSlots read(const Ids& slots) override;
+  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
   bool spares_rows() const override { return true; }
 
  protected:

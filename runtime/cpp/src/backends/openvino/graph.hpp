@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "backends/failures.hpp"
-#include "backends/library.hpp"
+#include "backends/contract.hpp"
+#include "backends/loading.hpp"
 #include "backends/openvino/bridge.hpp"
 #include "base/tensors.hpp"
 #include "bundle/bundle.hpp"

@@ -1,4 +1,4 @@
-#include "backends/openvino/integers.hpp"
+#include "backends/openvino/rewrites.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,8 +1,6 @@
 // libvtx_openvino.so: the bridge over OpenVINO's C++ API.
 #include "backends/openvino/bridge.hpp"
-#include "backends/openvino/integers.hpp"
-#include "backends/openvino/narrow.hpp"
-#include "backends/openvino/paged.hpp"
+#include "backends/openvino/rewrites.hpp"
 
 namespace vtxcore::openvino {
 namespace {

@@ -1,4 +1,4 @@
-#include "backends/openvino/narrow.hpp"
+#include "backends/openvino/rewrites.hpp"
 
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-#include "backends/openvino/paged.hpp"
+#include "backends/openvino/rewrites.hpp"
 
 #include <openvino/opsets/opset13.hpp>
 #include <openvino/pass/sdpa_to_paged_attention.hpp>

@@ -1,8 +1,8 @@
-#include "backends/ort/backend.hpp"
-
+// The ONNX Runtime backend: one session per graph, K/V updated in place.
 #include <cmath>
 #include <mutex>
 
+#include "backends/engines.hpp"
 #include "backends/loading.hpp"
 #include "backends/ort/cache.hpp"
 #include "backends/tables.hpp"

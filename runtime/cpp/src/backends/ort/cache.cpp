@@ -123,7 +123,7 @@ Rows OrtStageCache::keys() {
   return out;
 }
 
-void OrtStageCache::write(const Ids& slots, const std::string& kv, int64_t filled) {
+void OrtStageCache::write(const Ids& slots, const SavedSlots& kv, int64_t filled) {
   memory_.write(slots, kv);
   length = filled;
 }

@@ -27,8 +27,8 @@ class OrtStageCache : public StageCache {
 
   Scores attention(bool last_only) override;
   Rows keys() override;
-  std::string read(const Ids& slots) override { return memory_.read(slots); }
-  void write(const Ids& slots, const std::string& kv, int64_t filled) override;
+  SavedSlots read(const Ids& slots) override { return memory_.read(slots); }
+  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
 
  protected:
   Rows run(const Rows& rows, const Ids& positions, bool query) override;

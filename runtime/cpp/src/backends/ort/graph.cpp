@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <map>
 
-#include "backends/failures.hpp"
+#include "backends/contract.hpp"
 
 namespace vtxcore {
 namespace {

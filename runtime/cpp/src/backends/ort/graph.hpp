@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "backends/contract.hpp"
-#include "backends/library.hpp"
+#include "backends/loading.hpp"
 #include "base/tensors.hpp"
 #include "bundle/bundle.hpp"
 #include "bundle/graphs.hpp"

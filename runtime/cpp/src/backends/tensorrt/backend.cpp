@@ -1,13 +1,15 @@
-#include "backends/tensorrt/backend.hpp"
-
+// The TensorRT backend: engines that vtx-build made of the bundle's graphs, K and V in device memory.
+//
+// TensorRT and TensorRT-RTX are one API under two names. All work of a backend goes to one stream, one call after the
+// other; device memory for inputs and outputs is owned once, by tensor name.
 #include <algorithm>
 #include <cstring>
 #include <optional>
 
+#include "backends/engines.hpp"
 #include "backends/tables.hpp"
 #include "backends/tensorrt/cache.hpp"
 #include "backends/tensorrt/release.hpp"
-#include "base/units.hpp"
 #include "host/gpu.hpp"
 
 namespace vtxcore {

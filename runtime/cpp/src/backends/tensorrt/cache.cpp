@@ -39,22 +39,22 @@ class TensorrtStageCache : public StageCache {
     return read_keys(context_, last_key(), slots_, static_cast<size_t>(length));
   }
 
-  std::string read(const Ids& slots) override {
+  SavedSlots read(const Ids& slots) override {
     Lock held(cuda_.lock);
     size_t bytes = heads_ * slots.size() * context_.slot_bytes();
-    std::string kept(bytes, '\0');
+    SavedSlots kept(bytes);
     if (bytes == 0) return kept;
-    Buffer packed(cuda_, bytes, "K/V set aside");
+    Buffer packed(cuda_, bytes, "saved K and V");
     move(slots, packed.address(), true);
     cuda_.copy_out(kept.data(), packed.address(), bytes);
     cuda_.wait();
     return kept;
   }
 
-  void write(const Ids& slots, const std::string& kv, int64_t filled) override {
+  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
     Lock held(cuda_.lock);
     if (!kv.empty()) {
-      Buffer packed(cuda_, kv.size(), "K/V set aside");
+      Buffer packed(cuda_, kv.size(), "saved K and V");
       cuda_.copy_in(packed.address(), kv.data(), kv.size());
       move(slots, packed.address(), false);
       cuda_.wait();
@@ -160,6 +160,55 @@ class TensorrtStageCache : public StageCache {
 std::unique_ptr<StageCache> make_tensorrt_cache(const TensorrtCacheContext& context, const StageSpec& spec,
                                                 const std::string& graph, int64_t capacity) {
   return std::make_unique<TensorrtStageCache>(context, spec, graph, capacity);
+}
+
+uint8_t* Queries::room(size_t count) {
+  size_t bytes = 4 * count * static_cast<size_t>(context_.manifest.model.heads * context_.manifest.model.head_dim);
+  if (!buffer_ || buffer_->size() < bytes) {
+    buffer_.reset();
+    buffer_.emplace(context_.cuda, bytes, "the tokens' queries");
+  }
+  count_ = count;
+  return buffer_->address();
+}
+
+Scores Queries::attention(uint8_t* key, int64_t slots, int64_t length, bool last_only) {
+  auto longest = static_cast<size_t>(context_.engines.longest(context_.score));
+  Scores out{Floats(static_cast<size_t>(slots)), Floats(static_cast<size_t>(slots))};
+  for (size_t start = last_only ? count_ - 1 : 0; start < count_; start += longest) {
+    size_t end = std::min(start + longest, count_);
+    Scores part = run(start, end, key, slots, length - static_cast<int64_t>(count_ - end));
+    for (size_t slot = 0; slot < out.first.size(); ++slot) {
+      out.first[slot] += part.first[slot];
+      out.second[slot] = std::max(out.second[slot], part.second[slot]);
+    }
+  }
+  out.first.resize(static_cast<size_t>(length));
+  out.second.resize(static_cast<size_t>(length));
+  return out;
+}
+
+// The scores of tokens `start` to `end`, the last of which fills slot `filled` - 1: none sees a later one.
+Scores Queries::run(size_t start, size_t end, uint8_t* key, int64_t slots, int64_t filled) {
+  const ModelSpec& model = context_.manifest.model;
+  LoadedEngines& engines = context_.engines;
+  Cuda& cuda = context_.cuda;
+  int64_t width = model.heads * model.head_dim;
+  auto total = static_cast<int32_t>(filled);
+  Addresses addresses{{names::kQuery, buffer_->address() + 4 * static_cast<size_t>(width) * start}, {names::kKey, key}};
+  for (const char* name : {names::kTotalSlots, names::kAttentionSum, names::kAttentionMax})
+    addresses[name] = engines.address(name);
+  Shapes shapes{{names::kQuery, {static_cast<int64_t>(end - start), width}},
+                {names::kKey, {1, model.kv_heads, slots, model.head_dim}}};
+  Context& context = engines.context(context_.score, 0);
+  cuda.copy_in(addresses[names::kTotalSlots], &total, sizeof total);
+  context.bind(shapes, addresses);
+  context.enqueue();
+  Scores out{Floats(static_cast<size_t>(slots)), Floats(static_cast<size_t>(slots))};
+  cuda.copy_out(out.first.data(), addresses[names::kAttentionSum], out.first.size() * sizeof(float));
+  cuda.copy_out(out.second.data(), addresses[names::kAttentionMax], out.second.size() * sizeof(float));
+  cuda.wait();
+  return out;
 }
 
 std::vector<SlotRun> slot_runs(const Ids& slots) {

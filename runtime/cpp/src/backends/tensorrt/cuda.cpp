@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "base/errors.hpp"
-#include "base/units.hpp"
 
 namespace vtxcore {
 namespace {
@@ -48,8 +47,6 @@ Cuda::Cuda()
       calls_(std::make_unique<CudaCalls>()) {
   auto find = [this](auto& call, const char* name) {
     call = reinterpret_cast<std::decay_t<decltype(call)>>(library_.symbol(name));
-    if (call == nullptr)
-      fail(Kind::device, "the CUDA runtime in ", library_.where(), " has no ", name, "; install CUDA 12 or newer");
   };
 #define VTX_FIND(name) find(calls_->name, #name)
   VTX_FIND(cudaMalloc);

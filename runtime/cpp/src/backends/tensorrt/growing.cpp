@@ -30,12 +30,12 @@ class GrowingStageCache : public StageCache {
     return read_keys(context_, now_ + (parts_ - 2) * part_bytes_, held_, held_);
   }
 
-  std::string read(const Ids& slots) override {
+  SavedSlots read(const Ids& slots) override {
     Lock held(cuda_.lock);
     lay_out(length);
-    std::string kept(parts_ * packed(slots.size()), '\0');
+    SavedSlots kept(parts_ * packed(slots.size()));
     if (kept.empty()) return kept;
-    Buffer buffer(cuda_, kept.size(), "K/V set aside");
+    Buffer buffer(cuda_, kept.size(), "saved K and V");
     for (size_t part = 0; part < parts_; ++part)
       for (const SlotRun& run : slot_runs(slots))
         copy({buffer.address() + part * packed(slots.size()), slots.size()}, run.start, now(part), run.first, run.count);
@@ -44,11 +44,11 @@ class GrowingStageCache : public StageCache {
     return kept;
   }
 
-  void write(const Ids& slots, const std::string& kv, int64_t filled) override {
+  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
     Lock held(cuda_.lock);
     lay_out(filled);
     if (!kv.empty()) {
-      Buffer buffer(cuda_, kv.size(), "K/V set aside");
+      Buffer buffer(cuda_, kv.size(), "saved K and V");
       cuda_.copy_in(buffer.address(), kv.data(), kv.size());
       for (size_t part = 0; part < parts_; ++part)
         for (const SlotRun& run : slot_runs(slots))

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "backends/contract.hpp"
-#include "backends/failures.hpp"
 
 namespace vtxcore {
 namespace {
@@ -58,8 +57,7 @@ void Context::bind(const Shapes& shapes, const Addresses& addresses) {
   }
   for (const auto& [name, address] : addresses) {
     if (auto known = addresses_.find(name); known != addresses_.end() && known->second == address) continue;
-    if (!execution_->set_address(name.c_str(), address))
-      fail(Kind::device, "the engine of ", graph_, " has no tensor ", name, "; build the engines again");
+    if (!execution_->set_address(name.c_str(), address)) run_failure("TensorRT", graph_, "it has no tensor " + name);
     addresses_[name] = address;
   }
 }

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "backends/library.hpp"
+#include "backends/loading.hpp"
 #include "bundle/fingerprint.hpp"
 #include "plugins/tensorrt.hpp"
 

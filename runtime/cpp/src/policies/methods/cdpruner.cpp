@@ -50,11 +50,10 @@ Ids greedy(const Floats& cosines, const Doubles& relevance, size_t count) {
   return indices_of(taken);
 }
 
-// Of each image, or of each view of one in tiles, `keep` tokens enter: those that a determinantal point process picks greedily (CDPruner, MAP). Its
-// kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x; the relevance r is the cosine of x with the mean
-// input embedding of the text after the images, or CLIP's of patch and question (text=tower), scaled to 0..1 over all
-// views. Sums are
-// those of policies/methods/cdpruner.py, which says why they are in double.
+// Of each image, or of each view of one in tiles, `keep` tokens enter: those that a determinantal point process picks
+// greedily (CDPruner, MAP). Its kernel is r_i * cos(x_i, x_j) * r_j over the projector's output x; the relevance r is the
+// cosine of x with the mean input embedding of the text after the images, or CLIP's of patch and question (text=tower),
+// scaled to 0..1 over all views. Sums are those of policies/methods/cdpruner.py, which says why they are in double.
 class CdPruner : public EntryReduction {
  public:
   using EntryReduction::EntryReduction;
