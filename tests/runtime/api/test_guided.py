@@ -25,6 +25,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.errors import RequestError
+from vtx.runtime.prompt import guiding
 from vtx.runtime.prompt.guiding import Grammars, Guide
 from vtx.runtime.server.compute.batching import Batching
 from vtx.runtime.session.sampling import Sampler, Sampling
@@ -72,7 +73,9 @@ def one_at_a_time(model: Model, guide: Guide, sampling: Sampling, most: int) -> 
     asked = prompt(model, [message], [random_image(1)])
     session, ids = Session(model.backend, model.manifest), list[int]()
     logits = session.prefill(asked, policy(model.manifest.default_k)).logits
-    matcher = Grammars(model.loaded.text, model.manifest.model.vocab).start(guide)._matcher
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guiding, "GuidedAnswer", lambda matcher: matcher)  # llguidance's own object
+        matcher: Any = Grammars(model.loaded.text, model.manifest.model.vocab).start(guide)
     sampler = Sampler(sampling, asked.ids.tolist())
     while True:
         forced = matcher.compute_ff_tokens()

@@ -16,7 +16,7 @@ from vtx.runtime.prompt import guiding
 from vtx.runtime.prompt.guiding import BYTES, KEPT, MAX_CHOICES, Grammars, Guide, GuidedAnswer
 from vtx.runtime.prompt.text import Text
 
-pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
+llguidance = pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
 OBJECT = {
     "type": "object", "properties": {"picture": {"enum": ["cat", "dog"]}, "n": {"type": "integer"}},
     "required": ["picture", "n"], "additionalProperties": False,
@@ -79,13 +79,16 @@ def test_forced_tokens_are_known_beforehand_and_their_masks_hold_them_alone(gram
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_are_dropped(text: Text, monkeypatch: Any) -> None:
-    compiled = list[Guide]()
-    compile_one = Grammars._compile
-    monkeypatch.setattr(Grammars, "_compile", lambda self, guide: compiled.append(guide) or compile_one(self, guide))
+    calls, compiled, matcher = list[Any](), list[Guide](), llguidance.LLMatcher
+    monkeypatch.setattr(
+        llguidance, "LLMatcher", lambda *args, **options: calls.append(args) or matcher(*args, **options)
+    )
     grammars = Grammars(text, vocab_of(text))
     guides = [Guide(choices=(f"a{n}",)) for n in range(KEPT + 1)]
     for guide in (guides[0], guides[0], *guides[1:], guides[-1], guides[0]):
+        calls.clear()
         assert isinstance(grammars.start(guide), GuidedAnswer)
+        compiled += [guide] if calls else []
     assert compiled == [*guides, guides[0]]
 
 

@@ -402,7 +402,7 @@ def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
         (["--threads", "0"], 1, "threads is 0"),
         (["--device", "abacus"], 2, "is not one of 'auto', 'cpu'"),
         (["--device", "cpu", "--compute", "bf16"], 1, "cpu computes in f32, not bf16; that has: openvino"),
-        (["--compute", "f8"], 2, "is not one of 'f32'"),
+        (["--compute", "f8"], 2, "is not one of 'auto', 'f32'"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_measured(
