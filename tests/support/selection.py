@@ -53,9 +53,9 @@ def drawn(case: int) -> Drawn:
     if layout == 1:
         twins = random.integers(0, count, (2, count // 3))
         hidden[twins[0]], patches[twins[0]] = hidden[twins[1]], patches[twins[1]]
-    if views is not None:
-        hidden[views < 0], patches[views < 0] = hidden[views < 0][0], 0
     mean, embeddings = random.standard_normal((1, width)), random.standard_normal((int(random.integers(1, 4)), 24))
+    if views is not None:  # the newline would be the least relevant
+        hidden[views < 0], patches[views < 0] = -mean, 0
     return Drawn(*(x.astype(np.float32) for x in (hidden, patches)), views,
                  *(x.astype(np.float32) for x in (mean, embeddings)))  # fmt: skip
 

@@ -16,7 +16,7 @@ from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError
-from vtx.runtime.prompt.messages import asked_text, asking_about
+from vtx.runtime.prompt.messages import Message, Part, asked_text, asking_about
 from vtx.tools.evaluation.ask import Asker, make_methods
 from vtx.tools.evaluation.questions import TaskQuestion
 
@@ -99,6 +99,9 @@ def test_pictures_stay_where_they_are_in_the_message() -> None:
     [message] = asking_about(prompt_messages("a long question", 2), NOUN)
     pictures = [part["type"] for part in prompt_messages("a long question", 2)[0]["content"]]  # type: ignore[index]
     assert [part["type"] for part in message["content"]] == pictures  # type: ignore[index]
+    text: Part = {"type": "text", "text": "a"}
+    around: list[Message] = [{"role": "user", "content": [text, {"type": "image"}, text]}]
+    assert asking_about(around, NOUN)[0]["content"] == [{"type": "text", "text": NOUN}, {"type": "image"}]
     turns = [*prompt_messages("one?"), {"role": "assistant", "content": "1"}, {"role": "user", "content": "two?"}]
     assert asked_text(asking_about(turns, NOUN)) == NOUN  # type: ignore[arg-type]
     assert len(asking_about(turns, NOUN)) == 1  # type: ignore[arg-type]
