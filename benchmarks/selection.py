@@ -1,6 +1,6 @@
 """What choosing image tokens costs before the decoder, in libvtx and in Python: one image, question after question.
 
-    python benchmarks/selection.py --tokens 576,2880
+    python benchmarks/selection.py --tokens 576,2928
 
 Random tokens and questions, the same for both, who must keep the same tokens. Each round runs a fresh image in each
 runtime, who goes first in turns; the processor's time of the first question, which works out what an image's questions
@@ -32,6 +32,7 @@ PROBE = Path(__file__).parents[1] / "build/cpp/vtx-cpp-probe"
 CLIP, QUESTIONS = 768, 3
 SPECS = ("cdpruner:keep={keep}", "cdpruner:keep={keep},text=tower", "dart:keep={keep},k=0", "divprune:keep={keep}",
          "random:keep={keep}")  # fmt: skip
+NAMES = {spec.partition(":")[0] for spec in SPECS}
 Found = list[tuple[list[int], float]]  # what is kept and the milliseconds, question after question
 
 
@@ -42,16 +43,25 @@ def drawn(seed: int, tokens: int, hidden: int) -> list[Any]:
     return [random.standard_normal(shape, np.float32) + np.float32(0.5) for shape in shapes]
 
 
+def views_of(tokens: int) -> Any:
+    """The view of each token of LLaVA-NeXT's largest image; None for an image in one piece."""
+    return np.array([*np.repeat(range(5), 576), *[-1] * 48]) if tokens == 5 * 576 + 48 else None
+
+
 def libvtx(spec: str, arrays: list[Any]) -> Found:
-    sizes = (*arrays[0].shape, CLIP, QUESTIONS)
-    stdin = b"".join(array.tobytes() for array in arrays)
+    views = views_of(len(arrays[0]))
+    tiled = [] if views is None else [views]
+    sizes = (*arrays[0].shape, CLIP, QUESTIONS, *(["tiled"] if tiled else []))
+    stdin = b"".join(array.tobytes() for array in [*arrays[:2], *tiled, *arrays[2:]])
     done = subprocess.run([PROBE, "select", spec, *map(str, sizes)], input=stdin, capture_output=True, check=True)
     return [(line["kept"], line["ms"]) for line in map(json.loads, done.stdout.splitlines())]
 
 
 def python(spec: str, arrays: list[Any]) -> Found:
     rows, patches, *questions = arrays
-    image = ImageTokens(rows, Patches(np.arange(len(rows)), np.zeros(len(rows), bool), {CLIP_PATCHES: patches}))
+    signals = {CLIP_PATCHES: patches}
+    where = Patches(np.arange(len(rows)), np.zeros(len(rows), bool), signals, views_of(len(rows)))
+    image = ImageTokens(rows, where)
     image = replace(image, key=hashlib.sha256(rows.tobytes()).hexdigest())
     [method] = parse(spec)
     entry, found = method.entry(), list[tuple[list[int], float]]()
@@ -64,7 +74,11 @@ def python(spec: str, arrays: list[Any]) -> Found:
 
 def main() -> None:
     args = parser(__doc__ or "")
-    args.add_argument("--tokens", default="576,2880", help="of an image, several by commas [default: %(default)s]")
+    args.add_argument(
+        "--tokens",
+        default="576,2928",
+        help="of an image; 2928: 5 views, 48 newlines [default: %(default)s]",
+    )
     args.add_argument("--hidden", type=int, default=4096)
     args.add_argument("--share", type=float, default=2 / 9, help="of them that is kept [default: 128 of 576]")
     args.add_argument("--rounds", type=int, default=5)
@@ -72,15 +86,17 @@ def main() -> None:
     sides = {"libvtx": libvtx, "Python": python}
     table, figures = [["tokens", "", "runtime", "first question, ms", "later ones, ms"]], []
     for tokens in map(int, given.tokens.split(",")):
-        for spec in (spec.format(keep=round(given.share * tokens)) for spec in SPECS):
+        views = 1 if views_of(tokens) is None else 5  # of each view as many, as CDPruner counts
+        kept = {name: round(given.share * tokens / (views if name == "cdpruner" else 1)) for name in NAMES}
+        for spec in (spec.format(keep=kept[spec.partition(":")[0]]) for spec in SPECS):
             times: dict[str, list[list[float]]] = {name: [] for name in sides}
             for number in range(given.rounds):
-                arrays, kept = drawn(number, tokens, given.hidden), []
+                arrays, chosen = drawn(number, tokens, given.hidden), []
                 for name in sorted(sides, reverse=number % 2 == 1):
                     found = sides[name](spec, arrays)
-                    kept.append([which for which, _ in found])
+                    chosen.append([which for which, _ in found])
                     times[name].append([ms for _, ms in found])
-                if kept[0] != kept[1]:
+                if chosen[0] != chosen[1]:
                     raise SystemExit(f"{spec}: the runtimes keep other tokens of image {number}")
             for name, rounds in times.items():
                 first, later = spread([ms[0] for ms in rounds]), spread([t for ms in rounds for t in ms[1:]])
