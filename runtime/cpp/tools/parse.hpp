@@ -66,7 +66,7 @@ class FormsInput {
   size_t at_ = 0;
 };
 
-// Throws Error where the content is refused, and std::runtime_error where the kind is unknown.
+// Throws Error if the content is refused, and std::runtime_error where the kind is unknown.
 inline void parse(const std::string& kind, const std::string& content) {
   if (kind == "manifest") {
     Manifest m = parse_manifest(content);

@@ -40,7 +40,7 @@ class PositionedCache : public StageCache {
     inner_->write(slots, SavedSlots(kv.begin(), behind), filled);
     length = filled;
   }
-  bool spares_rows() const override { return inner_->spares_rows(); }
+  bool skips_unasked() const override { return inner_->skips_unasked(); }
   Ids positions() const { return Ids(positions_.begin(), positions_.begin() + static_cast<std::ptrdiff_t>(length)); }
 
  protected:

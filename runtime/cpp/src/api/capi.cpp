@@ -83,7 +83,7 @@ std::shared_ptr<Object> living(const Object* handle, const char* what) {
   return found;
 }
 
-// The same for calls without a status: null where there is none.
+// The same for calls without a status: null if there is none.
 template <typename Object>
 std::shared_ptr<Object> found(const Object* handle) {
   return vtxcore::Handles<Object>::all().find(handle);

@@ -32,7 +32,7 @@ class Handles {
     return handle;
   }
 
-  // Null where there is none.
+  // Null if there is none.
   std::shared_ptr<Object> find(const Object* handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = objects_.find(handle);

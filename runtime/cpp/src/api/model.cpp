@@ -79,15 +79,15 @@ void Model::check_room(const Ids& ids, const std::vector<PreparedImage>& images)
   };
   int64_t vision = 0, others = count;
   for (const PreparedImage& image : images) vision += image.tokens, others -= size(image.placed);
-  std::string cure;
-  for (int64_t tiles = layout_->max_views() - 1; tiles > 0 && cure.empty(); --tiles) {
+  std::string fix;
+  for (int64_t tiles = layout_->max_views() - 1; tiles > 0 && fix.empty(); --tiles) {
     LayoutPtr fewer = layout_of(layout_->limited(tiles), images.size());
     int64_t total = others;
     for (const PreparedImage& image : images) total += size(fewer->placed(image.width, image.height));
-    if (total <= room) cure = cat("--max-tiles ", tiles, " (max_tiles=", tiles, ") fits");
+    if (total <= room) fix = cat("--max-tiles ", tiles, " (max_tiles=", tiles, ") fits");
   }
   fail(Kind::context, "the prompt takes ", count, " tokens, ", vision, " of them for images, and ", room,
-       " fit into this bundle beside the answer; ", cure.empty() ? "shorten it" : cure, manifest().or_more_context());
+       " fit into this bundle beside the answer; ", fix.empty() ? "shorten it" : fix, manifest().or_more_context());
 }
 
 Rows Model::embed_question(const std::vector<Message>& messages) const { return text_tower_->embed(asked_text(messages)); }

@@ -35,12 +35,12 @@ class Model {
   const Manifest& manifest() const { return bundle_.manifest(); }
   const Bundle& bundle() const { return bundle_; }
   Backend& backend() const { return *backend_; }
-  // Throws Error(bundle) where this library does not know the bundle's tokenizer.
+  // Throws Error(bundle) if this library does not know the bundle's tokenizer.
   const Text& text() const;
   bool has_text() const { return text_.has_value(); }
   double load_ms() const { return load_ms_; }
 
-  // Throws Error(context) where a prompt of images in tiles does not fit, with the number of tiles that would.
+  // Throws Error(context) if a prompt of images in tiles does not fit, with the number of tiles that would.
   void check_room(const Ids& ids, const std::vector<PreparedImage>& images) const;
   // CLIP's embeddings [segments, width] of what was asked about the last image. Only where there is a text tower.
   Rows embed_question(const std::vector<Message>& messages) const;

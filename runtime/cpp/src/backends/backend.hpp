@@ -39,7 +39,7 @@ class StageCache {
     return out;
   }
   // Whether hidden states that are not asked for cost less.
-  virtual bool spares_rows() const { return false; }
+  virtual bool skips_unasked() const { return false; }
   // What the tokens last appended with `query` give to each slot in the stage's last layer: mean over heads, then sum
   // and maximum over these tokens, or `last_only` their last one; [length] each.
   virtual Scores attention(bool last_only) = 0;

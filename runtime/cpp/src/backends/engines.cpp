@@ -69,7 +69,7 @@ std::string default_compute(const Engine& engine, const Manifest& m) {
   return engine.compute.front();
 }
 
-// Why this engine cannot answer, and the fix; empty where it can.
+// Why this engine cannot answer, and the fix; empty if it can.
 std::string obstacle(const Engine& engine, const Bundle& bundle, const BackendOptions& options) {
   if (!options.compute.empty() && !computes(engine, options.compute))
     return cat(engine.device, " computes in ", joined(engine.compute), ", not ", options.compute,

@@ -15,12 +15,12 @@ namespace vtxcore {
 // twice while they are packed.
 bool is_roomy(const Manifest& m, const std::string& compute);
 
-// Graphs to be loaded: how to, and how large each is beside the others.
+// Graphs to be loaded: how to, and how large each is next to the others.
 struct Loads {
   std::vector<std::function<void()>> work;
   std::vector<int64_t> sizes;
   void add(int64_t size, std::function<void()> load);
-  // `threads` at a time, the largest first: so the last of them is a short one, beside which few threads wait.
+  // `threads` at a time, the largest first: so the last of them is a short one, next to which few threads wait.
   void run(int threads);
 };
 
@@ -33,7 +33,7 @@ class Library {
   Library(const std::string& engine, const std::string& path, const char* variable, const std::vector<std::string>& names,
           const char* symbol);
 
-  void* symbol(const char* name) const;  // null where there is none
+  void* symbol(const char* name) const;  // null if there is none
   const std::string& where() const { return where_; }
 
  private:

@@ -13,7 +13,7 @@ namespace vtxcore {
 // its slots in as many places as it has heads, and large pages would make all of it resident.
 class ZeroedPages {
  public:
-  // Throws Error(device), which names the `capacity` of the cache that they are for, where there is no memory.
+  // Throws Error(device), which names the `capacity` of the cache that they are for, if there is no memory.
   ZeroedPages(size_t bytes, size_t capacity);
   ~ZeroedPages();
   ZeroedPages(const ZeroedPages&) = delete;
@@ -27,7 +27,7 @@ class ZeroedPages {
   uint8_t* data_;
 };
 
-// The block, zeroed. Throws Error(device) where there is no memory.
+// The block, zeroed. Throws Error(device) if there is no memory.
 class SlotMemory {
  public:
   SlotMemory(size_t planes, size_t capacity, size_t slot_bytes);

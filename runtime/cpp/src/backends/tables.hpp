@@ -9,7 +9,7 @@
 namespace vtxcore {
 
 // cos and sin, each [max_context, head_dim / 2], and with int8 K and V two scales a layer, each
-// [1, kv_heads, 1, head_dim]. Throws Error(bundle) where one is missing or has another shape or type.
+// [1, kv_heads, 1, head_dim]. Throws Error(bundle) if one is missing or has another shape or type.
 std::map<std::string, Floats> read_tables(const Bundle& bundle);
 Ids table_shape(const Manifest& m, const std::string& name);
 

@@ -24,7 +24,7 @@ class Bundle {
   const std::string& folder() const { return folder_.path(); }
   // SHA-256 of vtx.json.
   const std::string& digest() const { return digest_; }
-  // The key that must have signed the bundle; null where none is asked for.
+  // The key that must have signed the bundle; null if none is asked for.
   const PublicKey* key() const { return key_ ? &*key_ : nullptr; }
 
   // A file of at most `limit` bytes; these very bytes were compared with the manifest's checksum.

@@ -18,9 +18,9 @@ std::string in_target(const std::string& target, const std::string& file) { retu
 // The record's content. It is written after the bundle was signed, so its signature is its own, by the same key.
 std::string read_record(const Bundle& bundle, const std::string& target) {
   Folder folder(bundle.folder());
-  std::string name = in_target(target, kRecord), cure = build_command(bundle, target);
-  if (!folder.exists(name)) fail(Kind::bundle, folder.path(), " holds no engines for ", target, "; ", cure);
-  return read_sealed(folder, name, kMaxRecord, cure + (bundle.key() ? " --sign KEY" : ""), bundle.key());
+  std::string name = in_target(target, kRecord), fix = build_command(bundle, target);
+  if (!folder.exists(name)) fail(Kind::bundle, folder.path(), " holds no engines for ", target, "; ", fix);
+  return read_sealed(folder, name, kMaxRecord, fix + (bundle.key() ? " --sign KEY" : ""), bundle.key());
 }
 
 const Json::Object& object_of(Fields& fields, const char* key) {
@@ -128,30 +128,29 @@ void check_machine(const Bundle& bundle, const EngineSet& engines, const std::st
 }
 
 const EngineRecord& check_sources(const Bundle& bundle, const EngineSet& engines, const std::string& graph) {
-  std::string cure = build_command(bundle, engines.target);
+  std::string fix = build_command(bundle, engines.target);
   auto record = engines.engines.find(graph);
   if (record == engines.engines.end())
-    fail(Kind::bundle, kFolder, "/", engines.target, " holds no engine of ", graph, "; ", cure);
+    fail(Kind::bundle, kFolder, "/", engines.target, " holds no engine of ", graph, "; ", fix);
   for (const auto& [name, source] : record->second.sources) {
     auto known = bundle.manifest().files.find(name);
     if (known == bundle.manifest().files.end() || known->second.sha256 != source)
-      fail(Kind::bundle, "the engine ", record->second.file, " was built from another ", name, " than this bundle's; ",
-           cure);
+      fail(Kind::bundle, "the engine ", record->second.file, " was built from another ", name, " than this bundle's; ", fix);
   }
   return record->second;
 }
 
 File open_engine(const Bundle& bundle, const EngineSet& engines, const EngineRecord& record) {
-  std::string cure = build_command(bundle, engines.target);
+  std::string fix = build_command(bundle, engines.target);
   Folder folder(bundle.folder());
   std::string name = in_target(engines.target, record.file);
-  if (!folder.exists(name)) fail(Kind::bundle, name, " is missing from the bundle ", folder.path(), "; ", cure);
+  if (!folder.exists(name)) fail(Kind::bundle, name, " is missing from the bundle ", folder.path(), "; ", fix);
   File file = folder.open(name);
   if (file.size() != record.bytes)
     fail(Kind::bundle, record.file, " holds ", grouped(file.size()), " bytes of ", grouped(record.bytes), ", it is ",
-         file.size() < record.bytes ? "cut short" : "too long", "; ", cure);
+         file.size() < record.bytes ? "cut short" : "too long", "; ", fix);
   if ((bundle.key() || file.size() <= names::kQuickBytes) && file.sha256() != record.sha256)
-    fail(Kind::bundle, record.file, " was altered after it was built (its SHA-256 differs); ", cure);
+    fail(Kind::bundle, record.file, " was altered after it was built (its SHA-256 differs); ", fix);
   return file;
 }
 

@@ -38,14 +38,14 @@ struct EngineSet {
 // The targets that the bundle holds engines for, sorted.
 std::vector<std::string> engine_targets(const Bundle& bundle);
 
-// The engines of a target, as recorded. Throws Error(bundle) where the record is missing or damaged.
+// The engines of a target, as recorded. Throws Error(bundle) if the record is missing or damaged.
 EngineSet read_engines(const Bundle& bundle, const std::string& target);
 
 // Throws Error(device) unless these engines run on this GPU with a TensorRT of this version, "" where none is known yet.
 void check_machine(const Bundle& bundle, const EngineSet& engines, const std::string& version,
                    const std::optional<Gpu>& gpu);
 
-// The record of a graph's engine. Throws Error(bundle) where there is none, or the bundle changed since it was built.
+// The record of a graph's engine. Throws Error(bundle) if there is none, or the bundle changed since it was built.
 const EngineRecord& check_sources(const Bundle& bundle, const EngineSet& engines, const std::string& graph);
 
 // The engine's file, open; its size and, up to 64 MB, its checksum are those of the record. Throws Error(bundle).

@@ -28,7 +28,7 @@ struct ModelSpec {
 };
 
 // A text encoder that turns up to `max_tokens` ids into a vector of `width`, in one space with the patches. A segment
-// of ids counts up to its first `end_id`, or up to its highest id where there is none.
+// of ids counts up to its first `end_id`, or up to its highest id if there is none.
 struct TextTowerSpec {
   std::string tokenizer;  // its own tokenizer's file
   int64_t vocab, max_tokens, width;

@@ -25,7 +25,7 @@ int64_t bytes_of(const std::string& dtype) {
   return found == kKnown.end() ? 0 : found->second;
 }
 
-// The sizes in a list of JSON; false where it is none.
+// The sizes in a list of JSON; false if it is none.
 bool read_sizes(const Json* value, Ids& out) {
   const Json::Array* items = value == nullptr ? nullptr : value->array();
   if (items == nullptr) return false;

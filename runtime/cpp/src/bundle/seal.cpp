@@ -30,13 +30,13 @@ void check_signature(const Folder& folder, const std::string& name, const std::s
 PublicKey::PublicKey(const std::string& path)
     : name_(last_part(path)), key_(read_named(path, kMaxKey, Kind::request), path) {}
 
-std::string read_sealed(const Folder& folder, const std::string& name, int64_t limit, const std::string& cure,
+std::string read_sealed(const Folder& folder, const std::string& name, int64_t limit, const std::string& fix,
                         const PublicKey* key) {
   std::string content = folder.read(name, limit, false), seal = name + kChecksum;
   if (key != nullptr) check_signature(folder, name, content, *key);
-  if (!folder.exists(seal)) fail(Kind::bundle, seal, " is missing from the bundle ", folder.path(), "; ", cure);
+  if (!folder.exists(seal)) fail(Kind::bundle, seal, " is missing from the bundle ", folder.path(), "; ", fix);
   if (folder.read(seal, kMaxChecksum, false) != sha256_hex(content) + "  " + last_part(name) + "\n")
-    fail(Kind::bundle, name, " was altered (its SHA-256 is not the one in ", seal, "); ", cure);
+    fail(Kind::bundle, name, " was altered (its SHA-256 is not the one in ", seal, "); ", fix);
   return content;
 }
 

@@ -37,9 +37,9 @@ class PublicKey {
   Ed25519Key key_;
 };
 
-// The content of a sealed file: first its signature is checked, where a key asks for it, then its checksum. Throws
-// Error(bundle), with `cure`, where it is missing, altered, not signed, or signed by somebody else.
-std::string read_sealed(const Folder& folder, const std::string& name, int64_t limit, const std::string& cure,
+// The content of a sealed file: first its signature is checked, if a key asks for it, then its checksum. Throws
+// Error(bundle), with `fix`, where it is missing, altered, not signed, or signed by somebody else.
+std::string read_sealed(const Folder& folder, const std::string& name, int64_t limit, const std::string& fix,
                         const PublicKey* key);
 
 }  // namespace vtxcore

@@ -14,7 +14,7 @@ struct Gpu {
   int64_t memory;                  // bytes
 };
 
-// None where there is no driver or no GPU.
+// None if there is no driver or no GPU.
 std::optional<Gpu> find_gpu();
 
 }  // namespace vtxcore

@@ -76,7 +76,7 @@ class Gate : public Method {
   std::shared_ptr<std::vector<Decision>> decisions_;
 };
 
-// What of `needs` the graphs do not have, in words; empty where they have all.
+// What of `needs` the graphs do not have, in words; empty if they have all.
 std::string lacking(const Needs& needs, const Manifest& m, const std::string& dialect) {
   const Graphs& graphs = m.dialects.at(dialect);
   std::set<int64_t> firsts, asked, wanted = needs.cuts;

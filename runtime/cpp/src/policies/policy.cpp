@@ -35,7 +35,7 @@ std::vector<MethodPtr> Policy::reductions() const {
   return out;
 }
 
-std::set<int64_t> Policy::row_cuts() const {
+std::set<int64_t> Policy::token_cuts() const {
   std::set<int64_t> out;
   for (const MethodPtr& part : reductions()) out.merge(part->needs().cuts);
   return out;

@@ -98,12 +98,12 @@ struct Decision {
 struct Policy {
   std::vector<MethodPtr> parts;
   Floats final_norm;                                 // where a method needs it
-  std::shared_ptr<std::vector<Decision>> decisions;  // of gates; null where there are none
+  std::shared_ptr<std::vector<Decision>> decisions;  // of gates; null if there are none
 
   Needs needs() const;
   std::vector<MethodPtr> reductions() const;
-  std::set<int64_t> row_cuts() const;
-  // The layer before which the whole image leaves whatever is asked; none where a question decides, or never.
+  std::set<int64_t> token_cuts() const;
+  // The layer before which the whole image leaves whatever is asked; none if a question decides, or never.
   std::optional<int64_t> exit() const;
   bool renumbers() const;
   std::vector<std::shared_ptr<const Entry>> entries() const;

@@ -34,7 +34,7 @@ class EncodedImages {
  public:
   EncodedImages(Backend& backend, const std::vector<PreparedImage>& images) : backend_(backend), images_(images) {}
   // For each image a key that stands for its tokens, and the call that gives them. `question`: what entries that use it
-  // select by; null where none does. `vision_ms` grows by the time of the calls.
+  // select by; null if none does. `vision_ms` grows by the time of the calls.
   std::vector<Encoder> encoders(const Policy& policy, const std::shared_ptr<const PromptText>& question, double* vision_ms);
 
  private:
@@ -44,7 +44,7 @@ class EncodedImages {
   std::vector<std::pair<std::string, ImagePtr>> encoded_;  // the oldest first
 };
 
-// The text by which a policy's entries select image tokens, in a chat that of the first turn, `after`; null where none of
+// The text by which a policy's entries select image tokens, in a chat that of the first turn, `after`; null if none of
 // them looks at it. `ids` are the prompt's. `embeddings` gives the question's by the bundle's text tower; it is called where
 // the policy needs that.
 std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& ids, int64_t image_id, const Policy& policy,

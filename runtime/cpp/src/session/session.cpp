@@ -258,7 +258,7 @@ Prefix Session::empty_prefix() const {
 // Before a question: full caches whole again, and hidden states held wherever the policy may drop tokens.
 void Session::prepare(const Policy& policy) {
   restore();
-  std::set<int64_t> cuts = policy.row_cuts();
+  std::set<int64_t> cuts = policy.token_cuts();
   holding_.clear();
   size_t lacking = stages_.size();
   for (size_t number = 0; number < stages_.size(); ++number) {
@@ -270,7 +270,7 @@ void Session::prepare(const Policy& policy) {
   for (exit_ = 0; exit_ < stages_.size() && stages_[exit_].first != exit;) ++exit_;
   if (size_t depth = prefix_.depth(); depth < exit_ && !prefix_.held(depth)) {
     lacking = std::min(lacking, depth);  // image tokens were to leave there, and now go on
-    spares_ = false;                     // who changes K once may do so again
+    drops_unread_ = false;               // who changes K once may do so again
   }
   if (lacking < stages_.size()) prefix_.rewind(lacking);
 }
@@ -296,13 +296,13 @@ Rows Session::run_through(size_t number, const Rows& suffix, bool query) {
 }
 
 // Unless the prefix has run through stage `number` with all image tokens, runs it, and a suffix behind it. The suffix's
-// hidden states, none where it has not run.
+// hidden states, none if it has not run.
 Rows Session::run_whole(size_t number, const Rows& suffix) {
   if (full_.count(number) == 0) full_[number] = backend_.stage(number, capacity());
   if (prefix_.depth() > number) return {};
   StageCache& here = *full_[number];
   SharedRows last = prefix_.boundaries.back();
-  bool leaves = here.spares_rows() && spares_ && number + 1 == exit_ && holding_.count(number + 1) == 0;
+  bool leaves = here.skips_unasked() && drops_unread_ && number + 1 == exit_ && holding_.count(number + 1) == 0;
   std::optional<Ids> asked = leaves ? std::optional(indices_of(prefix_.is_vision, false)) : std::nullopt;
   Rows behind = run_both(here, last, prefix_.positions, prefix_.next_position, suffix, asked);
   prefix_.deepen(last, holding_.count(number) > 0);

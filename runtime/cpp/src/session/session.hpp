@@ -104,7 +104,7 @@ class Session {
   size_t first_pruned_;                        // the stage from which on the suffix runs in `pruned_`
   std::set<size_t> holding_;                   // boundaries at which hidden states of all image tokens are kept
   size_t exit_ = 0;                            // the stage before which all image tokens leave for certain
-  bool spares_ = true;                         // whether hidden states that only another K would read are left out
+  bool drops_unread_ = true;                   // whether hidden states that only another K would read are left out
   size_t reused_suffix_ = 0;                   // tokens of the last prefill's suffix that were cached
   size_t reused_stages_ = 0;                   // from the first on, in which the last prefill ran no image token
   std::vector<PrefixSlots> layouts_;

@@ -21,7 +21,7 @@ class Layout {
   virtual int64_t max_tokens() const = 0;  // that any image gives
   virtual int64_t max_views() const = 0;
   virtual bool newline() const { return false; }  // whether a learned newline stands among the tokens
-  // Throws Error(bundle) where the tower cannot give these tokens.
+  // Throws Error(bundle) if the tower cannot give these tokens.
   virtual void check(const TowerSpec& tower) const = 0;
   // The layout with at most so many views an image. Throws Error(request): fewer than 1, or images have one view anyway.
   virtual std::shared_ptr<const Layout> limited(int64_t max_views) const = 0;

@@ -55,7 +55,7 @@ Picture cut(const Picture& picture, int x, int y, int side);
 // As Pillow's Image.resize with this filter.
 Picture resized(const Picture& picture, int width, int height, const std::string& filter);
 
-// The vision graph's input, float32 [3, height, width]. Throws Error(image) where the padded or resized picture would
+// The vision graph's input, float32 [3, height, width]. Throws Error(image) if the padded or resized picture would
 // not fit the limits.
 Floats preprocess(const Picture& picture, const ImageSettings& settings);
 

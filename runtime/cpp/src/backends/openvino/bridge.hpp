@@ -80,7 +80,7 @@ class Core {
  public:
   virtual ~Core() = default;
   virtual std::string version() const = 0;
-  virtual std::string capabilities() const = 0;  // what the processor computes, one word beside the other
+  virtual std::string capabilities() const = 0;  // what the processor computes, one word next to the other
   virtual std::unique_ptr<Model> read(const std::string& path) = 0;
 };
 

@@ -50,8 +50,8 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
       memory_(static_cast<size_t>(product({static_cast<int64_t>(planes_of(spec) * blocks_), context.manifest.model.kv_heads,
                                            names::kPagedBlock, static_cast<int64_t>(head_bytes())})),
               static_cast<size_t>(slots)),
-      block_numbers_(blocks_), row_(1, static_cast<size_t>(context.manifest.model.hidden)),
-      row_out_(1, static_cast<size_t>(context.manifest.model.hidden)), row_position_(1) {
+      block_numbers_(blocks_), token_(1, static_cast<size_t>(context.manifest.model.hidden)),
+      token_out_(1, static_cast<size_t>(context.manifest.model.hidden)), token_position_(1) {
   request_ = running(stage.name, [&] { return stage.compiled->request(); });
   if (stage.for_many) for_many_ = running(stage.name, [&] { return stage.for_many->request(); });
   ran_ = request_.get();
@@ -92,7 +92,7 @@ void OpenvinoStageCache::bind(int64_t count, const float* hidden, const int64_t*
                               const std::vector<int32_t>& asked, float* out) {
   int64_t width = context_.manifest.model.hidden;
   auto found = static_cast<int64_t>(asked.size());
-  row_bound_ = false;  // until all are set
+  token_bound_ = false;  // until all are set
   set(names::kHidden, Type::f32, {count, width}, hidden);
   set(names::kPositions, Type::i64, {1, count}, positions);
   set(names::kPagedRows, Type::i32, {found}, asked.data());
@@ -113,14 +113,14 @@ void OpenvinoStageCache::place(int64_t before, int64_t count) {
   }
 }
 
-void OpenvinoStageCache::run_row(const Rows& rows, int64_t position, Rows& out) {
-  std::copy(rows.data.begin(), rows.data.end(), row_.data.begin());  // the memory that is bound stays
-  row_position_[0] = position;
-  if (!row_bound_) bind(1, row_.row(0), row_position_.data(), row_asked_, row_out_.row(0));
-  row_bound_ = true;
+void OpenvinoStageCache::run_token(const Rows& rows, int64_t position, Rows& out) {
+  std::copy(rows.data.begin(), rows.data.end(), token_.data.begin());  // the memory that is bound stays
+  token_position_[0] = position;
+  if (!token_bound_) bind(1, token_.row(0), token_position_.data(), token_asked_, token_out_.row(0));
+  token_bound_ = true;
   place(length, 1);
   run_request(1);
-  std::copy(row_out_.data.begin(), row_out_.data.end(), out.data.begin());
+  std::copy(token_out_.data.begin(), token_out_.data.end(), out.data.begin());
 }
 
 size_t OpenvinoStageCache::runs_of(size_t rows) const {
@@ -156,7 +156,7 @@ Rows OpenvinoStageCache::run(const Rows& rows, const Ids& positions, bool query)
   Rows out(rows.count(), rows.width);
   running(stage_.name, [&] {
     if (rows.count() == 1)
-      run_row(rows, positions[0], out);
+      run_token(rows, positions[0], out);
     else
       run_parts(count_up(0, rows.count()), rows, positions, query ? 1 : runs_of(rows.count()), out);
     if (query) {

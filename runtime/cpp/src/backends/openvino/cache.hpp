@@ -36,7 +36,7 @@ class OpenvinoStageCache : public StageCache {
   Rows keys() override;
   SavedSlots read(const Ids& slots) override;
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
-  bool spares_rows() const override { return true; }
+  bool skips_unasked() const override { return true; }
 
  protected:
   // Many hidden states in runs of nearly the same size, which gives the same ones.
@@ -47,7 +47,7 @@ class OpenvinoStageCache : public StageCache {
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
   // Runs `count` tokens over what is set.
   void run_request(size_t count);
-  void run_row(const Rows& rows, int64_t position, Rows& out);
+  void run_token(const Rows& rows, int64_t position, Rows& out);
   void run_parts(const Ids& asked, const Rows& rows, const Ids& positions, size_t runs, Rows& out);
   size_t runs_of(size_t rows) const;
   // Tensors over the caller's memory, which must stay until others are bound: `count` hidden states and their positions,
@@ -68,10 +68,10 @@ class OpenvinoStageCache : public StageCache {
   int32_t past_[1] = {}, begins_[2] = {}, block_begins_[2] = {}, filled_ = 0;
   std::vector<int32_t> block_numbers_;
   Rows query_;
-  Rows row_, row_out_;  // the one token of a step
-  Ids row_position_;
-  const std::vector<int32_t> row_asked_{0};
-  bool row_bound_ = false;
+  Rows token_, token_out_;  // the one token of a step
+  Ids token_position_;
+  const std::vector<int32_t> token_asked_{0};
+  bool token_bound_ = false;
 };
 
 }  // namespace vtxcore

@@ -17,12 +17,12 @@ namespace vtxcore {
 
 inline constexpr char kOpenvino[] = "OpenVINO";
 
-// OpenVINO and the bridge to it. Throws Error(device) where one is missing, or where they do not belong together.
+// OpenVINO and the bridge to it. Throws Error(device) if one is missing, or where they do not belong together.
 class OpenvinoLibrary {
  public:
   // `path`: OpenVINO's library or its directory, as for `Library`.
   explicit OpenvinoLibrary(const std::string& path);
-  // Why there is none here; empty where there is.
+  // Why there is none here; empty if there is.
   static std::string obstacle(const std::string& path);
 
   openvino::Core& core() const { return *core_; }
@@ -79,7 +79,7 @@ class OpenvinoGraph {
     Ids whole;
   };
   std::vector<Output> run(const std::vector<OpenvinoInput>& inputs);
-  // The one output [count, width]. Throws Error(bundle) where it has other sizes.
+  // The one output [count, width]. Throws Error(bundle) if it has other sizes.
   Rows rows(const OpenvinoInput& input, int64_t width, size_t count);
 
   const std::string name;

@@ -24,7 +24,7 @@ std::string kind(const NodePtr& node) { return node->get_type_info().name; }
 
 NodePtr scalar(float value) { return ops::Constant::create(ov::element::f32, ov::Shape{}, {value}); }
 
-// The constant that a value is, but for its shape and its type; null where it is none.
+// The constant that a value is, but for its shape and its type; null if it is none.
 ConstantPtr constant(const Value& value) {
   NodePtr node = value.get_node_shared_ptr();
   while (std::set<std::string>{"Convert", "Reshape", "Unsqueeze"}.count(kind(node)))
@@ -36,7 +36,7 @@ struct Quantised {
   ConstantPtr integers, scales;
 };
 
-// The constants of a matrix of `type` [out, in] that `product` is by, and of its scales; none where it is another.
+// The constants of a matrix of `type` [out, in] that `product` is by, and of its scales; none if it is another.
 std::optional<Quantised> matrix_of(ov::element::Type type, const NodePtr& product) {
   if (kind(product) != "MatMul") return std::nullopt;
   NodePtr weights = product->input_value(1).get_node_shared_ptr();

@@ -14,7 +14,7 @@ namespace ops = ov::opset13;
 using Value = ov::Output<ov::Node>;
 using NodePtr = std::shared_ptr<ov::Node>;
 
-constexpr char kCure[] = "; export the bundle again";
+constexpr char kFix[] = "; export the bundle again";
 // Inputs of the operator by their number: three tensors of rows, two caches, four places, the scale, and
 constexpr size_t kScaleInput = 9, kFilledInput = 12;
 
@@ -68,7 +68,7 @@ std::pair<Value, Value> inputs(const Value& value, const std::string& kind) {
   const ov::Node* node = value.get_node();
   if (node->get_type_info().name != kind || node->get_input_size() < 2)
     throw std::runtime_error(std::string("a ") + node->get_type_info().name + " stands where attention has its " + kind +
-                             kCure);
+                             kFix);
   return {node->input_value(0), node->input_value(1)};
 }
 
@@ -76,7 +76,7 @@ std::pair<Value, Value> inputs(const Value& value, const std::string& kind) {
 NodePtr only_reader(const Value& value) {
   auto readers = value.get_target_inputs();
   if (readers.size() != 1)
-    throw std::runtime_error(std::to_string(readers.size()) + " operators read a layer's attention" + kCure);
+    throw std::runtime_error(std::to_string(readers.size()) + " operators read a layer's attention" + kFix);
   return readers.begin()->get_node()->shared_from_this();
 }
 
@@ -85,7 +85,7 @@ bool is_one_of(const NodePtr& node, const std::set<std::string>& kinds) {
 }
 
 [[noreturn]] void refuse(const NodePtr& node) {
-  throw std::runtime_error(std::string("a ") + node->get_type_info().name + " stands behind a layer's attention" + kCure);
+  throw std::runtime_error(std::string("a ") + node->get_type_info().name + " stands behind a layer's attention" + kFix);
 }
 
 // Lets an input [tokens, width] read `rows` of what it read.
@@ -105,7 +105,7 @@ class Pager {
     auto [products, scale] = inputs(inputs(softmax->input_value(0), "Add").first, "Multiply");
     Value query = inputs(products, "MatMul").first;
     auto readers = softmax->output(0).get_target_inputs();
-    if (readers.size() != 1) throw std::runtime_error(std::string("attention is read more than once") + kCure);
+    if (readers.size() != 1) throw std::runtime_error(std::string("attention is read more than once") + kFix);
     NodePtr attended = readers.begin()->get_node()->shared_from_this();
     std::string number = std::to_string(layer);
     ov::PartialShape sizes = model_.input(names::kPastKey + number).get_partial_shape();
@@ -146,7 +146,7 @@ class Pager {
   std::pair<Value, Value> cache(const std::string& past, const std::string& present) {
     auto given = ov::as_type_ptr<ops::Parameter>(model_.input(past).get_node_shared_ptr());
     auto result = ov::as_type_ptr<ops::Result>(model_.output(present).get_node_shared_ptr());
-    if (!given || !result) throw std::runtime_error(past + " is not a cache that grows" + kCure);
+    if (!given || !result) throw std::runtime_error(past + " is not a cache that grows" + kFix);
     Value grown = result->input_value(0);
     if (ov::is_type<ops::Convert>(grown.get_node())) grown = grown.get_node()->input_value(0);  // to the bundle's KV type
     Value rows = inputs(grown, "Concat").second;
@@ -180,7 +180,7 @@ void page_caches(ov::Model& model, int64_t first, int64_t last, int64_t heads) {
     if (std::string(node->get_type_info().name) == "Softmax") softmaxes.push_back(node);
   if (static_cast<int64_t>(softmaxes.size()) != last - first + 1)
     throw std::runtime_error(std::to_string(softmaxes.size()) + " layers attend where " + std::to_string(last - first + 1) +
-                             " are said to" + kCure);
+                             " are said to" + kFix);
   Pager pager(model, heads);
   for (int64_t layer = first; layer <= last; ++layer) pager.page(layer, softmaxes[static_cast<size_t>(layer - first)]);
   model.validate_nodes_and_infer_types();

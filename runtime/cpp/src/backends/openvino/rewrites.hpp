@@ -24,7 +24,7 @@ void bring_to_int8(ov::Model& model, WeightMemory& memory);
 // Weights of `plain` graphs on OpenVINO: as narrow as the bundle holds them, and once in memory.
 
 // Has matrices of float16, bfloat16 and integers stay such: who multiplies by them widens a value as it is read.
-// OpenVINO would else widen them while it compiles, and keep that in float32 beside the packed form it computes with.
+// OpenVINO would else widen them while it compiles, and keep that in float32 next to the packed form it computes with.
 // Where it computes in bfloat16, matrices of bfloat16 are multiplied as what they are: the kernel that widens values as it
 // reads them is slower.
 void keep_narrow(ov::Model& model, const std::string& compute);

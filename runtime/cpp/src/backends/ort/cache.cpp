@@ -16,17 +16,18 @@ OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& sta
       memory_(static_cast<size_t>(2 * spec.layers() * context.manifest.model.kv_heads), static_cast<size_t>(slots),
               static_cast<size_t>(context.manifest.model.head_dim * context.manifest.kv_bytes("ort"))),
       last_tensor_(tensor_over(context.ort, &last_, {1}, "int32")),
-      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")), row_(1, static_cast<size_t>(wide(context))),
-      row_out_(1, static_cast<size_t>(wide(context))), row_position_(1),
-      row_tensor_(tensor_over(context.ort, row_.data.data(), {1, wide(context)}, "float32")),
-      row_position_tensor_(tensor_over(context.ort, row_position_.data(), {1, 1}, "int64")),
-      row_out_tensor_(tensor_over(context.ort, row_out_.data.data(), {1, wide(context)}, "float32")), row_binding_(stage) {
+      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")), token_(1, static_cast<size_t>(wide(context))),
+      token_out_(1, static_cast<size_t>(wide(context))), token_position_(1),
+      token_tensor_(tensor_over(context.ort, token_.data.data(), {1, wide(context)}, "float32")),
+      token_position_tensor_(tensor_over(context.ort, token_position_.data(), {1, 1}, "int64")),
+      token_out_tensor_(tensor_over(context.ort, token_out_.data.data(), {1, wide(context)}, "float32")),
+      token_binding_(stage) {
   const ModelSpec& model = context.manifest.model;
   Ids shape{1, model.kv_heads, slots, model.head_dim};
   for (size_t plane = 0; plane < static_cast<size_t>(2 * spec.layers()); ++plane)
     buffers_.push_back(tensor_over(context.ort, memory_.plane(plane * static_cast<size_t>(model.kv_heads)), shape,
                                    context.manifest.kv_dtype));
-  bind(row_binding_, row_tensor_, row_position_tensor_, row_out_tensor_);
+  bind(token_binding_, token_tensor_, token_position_tensor_, token_out_tensor_);
 }
 
 void OrtStageCache::bind(OrtBinding& binding, const OrtTensor& rows, const OrtTensor& positions, const OrtTensor& out) {
@@ -55,10 +56,10 @@ Rows OrtStageCache::run(const Rows& rows, const Ids& positions, bool query) {
   last_ = static_cast<int32_t>(length + count - 1);
   total_ = static_cast<int32_t>(length + count);
   if (count == 1 && !query) {
-    row_.data = rows.data;  // equally long: the memory that is bound stays
-    row_position_[0] = positions[0];
-    row_binding_.run();
-    return row_out_;
+    token_.data = rows.data;  // equally long: the memory that is bound stays
+    token_position_[0] = positions[0];
+    token_binding_.run();
+    return token_out_;
   }
   Rows out(rows.count(), rows.width);
   OrtTensor in_tensor = tensor_over(context_.ort, rows.data.data(), {count, wide(context_)}, "float32");

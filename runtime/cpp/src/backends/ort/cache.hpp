@@ -44,10 +44,10 @@ class OrtStageCache : public StageCache {
   int32_t last_ = 0, total_ = 0;    // the slots that a run is told of
   OrtTensor last_tensor_, total_tensor_;
   Rows query_;
-  Rows row_, row_out_;  // the one token of a step
-  Ids row_position_;
-  OrtTensor row_tensor_, row_position_tensor_, row_out_tensor_;
-  OrtBinding row_binding_;
+  Rows token_, token_out_;  // the one token of a step
+  Ids token_position_;
+  OrtTensor token_tensor_, token_position_tensor_, token_out_tensor_;
+  OrtBinding token_binding_;
 };
 
 }  // namespace vtxcore

@@ -19,7 +19,7 @@ namespace vtxcore {
 class OrtLibrary {
  public:
   explicit OrtLibrary(const std::string& path);
-  // Why there is no such library here; empty where there is.
+  // Why there is no such library here; empty if there is.
   static std::string obstacle(const std::string& path);
   ~OrtLibrary();
   OrtLibrary(const OrtLibrary&) = delete;
@@ -30,9 +30,9 @@ class OrtLibrary {
   void check(OrtStatus* status, std::string_view doing, std::string_view what = "") const;
   // Throws what a status of running `graph` says.
   void check_run(OrtStatus* status, const std::string& graph) const;
-  // Takes a status; what it says, empty where it is none.
+  // Takes a status; what it says, empty if it is none.
   std::string reason(OrtStatus* status) const;
-  // Throws Error(device) where this release cannot attend over K and V of `kv_dtype`.
+  // Throws Error(device) if this release cannot attend over K and V of `kv_dtype`.
   void check_release(const std::string& kv_dtype) const;
 
   const OrtApi* api = nullptr;

@@ -23,7 +23,7 @@ struct Found {
   Release release;
 };
 
-// Throws Error(bundle) where the bundle holds no engines, Error(device) where none of them fits.
+// Throws Error(bundle) if the bundle holds no engines, Error(device) where none of them fits.
 Found find_engines(const Bundle& bundle, const std::string& library) {
   std::optional<Gpu> gpu = find_gpu();
   std::vector<EngineSet> known;
@@ -38,8 +38,8 @@ Found find_engines(const Bundle& bundle, const std::string& library) {
     try {
       check_machine(bundle, engines, "", gpu);
       if (bundle.manifest().dialects.count(engines.dialect) == 0)
-        fail(Kind::bundle, "the engines in engines/", engines.target, " were built of '", engines.dialect,
-             "' graphs, which this bundle lacks; ", build_command(bundle, "this"));
+        fail(Kind::device, "tensorrt reads graphs of the '", engines.dialect,
+             "' dialect and this bundle holds none; export it ", "with --dialect ort,", engines.dialect);
       Release release(engines, library);
       check_machine(bundle, engines, release.version(engines.version), gpu);
       return {std::move(engines), std::move(release)};

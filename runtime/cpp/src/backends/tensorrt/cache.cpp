@@ -18,7 +18,7 @@ class TensorrtStageCache : public StageCache {
         heads_(static_cast<size_t>(spec.layers() * 2 * context.manifest.model.kv_heads)),
         half_bytes_(static_cast<size_t>(context.manifest.model.kv_heads) * slots_ * context.slot_bytes()),
         kv_(cuda_, heads_ * slots_ * context.slot_bytes(), cat("the KV cache of layers ", spec.first, " to ", spec.last)),
-        queries_(context), row_(cuda_, hidden()), row_out_(cuda_, hidden()), position_(cuda_, 1), total_(cuda_, 1),
+        queries_(context), token_(cuda_, hidden()), token_out_(cuda_, hidden()), position_(cuda_, 1), total_(cuda_, 1),
         decode_(context.engines.new_context(graph, kDecode)) {
     cuda_.zero(kv_.address(), kv_.size());  // what is masked must still be a number
     cuda_.wait();
@@ -101,7 +101,7 @@ class TensorrtStageCache : public StageCache {
 
   // One token: the first run as it comes, the second recorded, from then on launched.
   Rows one(const Rows& rows, const Ids& positions) {
-    std::copy(rows.data.begin(), rows.data.end(), row_.data());
+    std::copy(rows.data.begin(), rows.data.end(), token_.data());
     *position_.data() = positions[0];
     bind(*decode_, 1, nullptr);
     if (recorded_ == nullptr && ran_ && decode_->capturable()) recorded_ = cuda_.record([this] { queue_one(); });
@@ -112,17 +112,17 @@ class TensorrtStageCache : public StageCache {
     cuda_.wait();
     ran_ = true;
     Rows out(1, hidden());
-    std::copy(row_out_.data(), row_out_.data() + hidden(), out.data.begin());
+    std::copy(token_out_.data(), token_out_.data() + hidden(), out.data.begin());
     return out;
   }
 
   void queue_one() {
     const LoadedEngines& engines = context_.engines;
-    cuda_.copy_in(engines.address(names::kHidden), row_.data(), row_.bytes());
+    cuda_.copy_in(engines.address(names::kHidden), token_.data(), token_.bytes());
     cuda_.copy_in(engines.address(names::kPositions), position_.data(), position_.bytes());
     cuda_.copy_in(engines.address(names::kTotalSlots), total_.data(), total_.bytes());
     decode_->enqueue();
-    cuda_.copy_out(row_out_.data(), engines.address(names::kHiddenOut), row_out_.bytes());
+    cuda_.copy_out(token_out_.data(), engines.address(names::kHiddenOut), token_out_.bytes());
   }
 
   Rows many(const Rows& rows, const Ids& positions, bool query) {
@@ -147,7 +147,7 @@ class TensorrtStageCache : public StageCache {
   const size_t slots_, heads_, half_bytes_;  // of the buffer: slots of a head, heads in all, bytes of a layer's K or V
   Buffer kv_;
   Queries queries_;
-  Pinned<float> row_, row_out_;  // the one token of a step
+  Pinned<float> token_, token_out_;  // the one token of a step
   Pinned<int64_t> position_;
   Pinned<int32_t> total_;
   std::unique_ptr<Context> decode_;

@@ -11,7 +11,7 @@ constexpr int kOutOfMemory = 2, kDriverTooOld = 35, kNoDevice = 100;
 constexpr int kNonBlocking = 1, kHostDefault = 0, kCaptureThreadLocal = 1;
 constexpr int kIn = 1, kOut = 2, kWithin = 3;  // cudaMemcpyKind
 
-const char* cure_of(int error) {
+const char* fix_of(int error) {
   if (error == kDriverTooOld)
     return "its NVIDIA driver is missing or older than the CUDA that vtx uses; install a newer driver";
   if (error == kNoDevice) return "no NVIDIA GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES";
@@ -74,8 +74,7 @@ Cuda::Cuda()
 Cuda::~Cuda() { calls_->cudaStreamDestroy(stream_); }
 
 void Cuda::check(const char* name, int error) {
-  if (error != 0)
-    fail(Kind::device, "the GPU fails at ", name, " (", calls_->cudaGetErrorName(error), "): ", cure_of(error));
+  if (error != 0) fail(Kind::device, "the GPU fails at ", name, " (", calls_->cudaGetErrorName(error), "): ", fix_of(error));
 }
 
 uint8_t* Cuda::allocate(size_t bytes, const std::string& purpose) {

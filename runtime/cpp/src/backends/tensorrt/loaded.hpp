@@ -61,7 +61,7 @@ class LoadedEngines {
   int64_t longest(const std::string& graph) const { return set_.engines.at(graph).longest("tokens"); }
   // Where the input or output of that name lies, which all graphs share.
   uint8_t* address(const std::string& name) const { return buffers_.at(name).address(); }
-  // Throws Error(context) where a graph's engine does not take `tokens` tokens at once.
+  // Throws Error(context) if a graph's engine does not take `tokens` tokens at once.
   void check_tokens(const std::string& graph, size_t tokens) const;
   // Runs a graph of one profile on host arrays.
   void run(const std::string& graph, const std::vector<Input>& inputs, const std::vector<Output>& outputs);

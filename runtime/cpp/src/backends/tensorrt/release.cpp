@@ -23,7 +23,7 @@ std::vector<std::string> names_of(const EngineSet& engines) {
   return {name + "." + major_of(engines.version), name};
 }
 
-// The directory that this code was loaded from, where its plug-ins lie beside it.
+// The directory that this code was loaded from, where its plug-ins lie next to it.
 std::string own_directory() {
   Dl_info info;
   if (::dladdr(reinterpret_cast<const void*>(&own_directory), &info) == 0 || info.dli_fname == nullptr) return ".";

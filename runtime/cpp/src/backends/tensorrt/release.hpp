@@ -13,7 +13,7 @@ namespace vtxcore {
 // TensorRT's library, loaded, and its version as engines.json records it.
 class Release {
  public:
-  // `path`: the library's file or directory, empty for the search. Throws Error(device) where it is missing.
+  // `path`: the library's file or directory, empty for the search. Throws Error(device) if it is missing.
   Release(const EngineSet& engines, const std::string& path);
 
   // With as many parts as `like` has: 10.3.0 or 10.3.0.26.

@@ -19,12 +19,12 @@ struct Container {
   int orientation;      // EXIF's, 1 for upright
 };
 
-// Throws Error(image) where the file is of another format, damaged, or beyond a limit. `name` is for messages.
+// Throws Error(image) if the file is of another format, damaged, or beyond a limit. `name` is for messages.
 Container read_container(const std::string& content, const std::string& name);
 Container read_jpeg(std::string_view content, const std::string& name);
 Container read_png(std::string_view content, const std::string& name);
 
-// The orientation in the first directory of an EXIF block, or in an XMP packet; none where there is none.
+// The orientation in the first directory of an EXIF block, or in an XMP packet; none if there is none.
 std::optional<int> exif_orientation(std::string_view block);
 std::optional<int> xmp_orientation(std::string_view packet);
 
