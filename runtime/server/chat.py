@@ -38,6 +38,8 @@ CLIENT_LEFT = 499  # in the metrics only
 RETRY_SECONDS = 2
 READERS = 2  # threads that parse requests and decode images
 VIDEO_READERS = 1  # threads that decode videos, which takes longer
+LATE_SECONDS = 1.0  # after its deadline, for an answer that ends there to arrive
+PRIORITY_SECONDS = 60.0  # that one step of priority is worth in the queue
 FETCHERS = 8  # threads that fetch images
 
 
@@ -93,7 +95,7 @@ class ChatCompletions:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        most, seconds = self._limits.parallel + self._limits.queue, self._limits.seconds
+        most, seconds, started = self._limits.parallel + self._limits.queue, self._limits.seconds, time.monotonic()
         if self._inside >= most:
             raise Refusal(
                 429, f"{most} requests are computed or wait, the limit; try again in {RETRY_SECONDS} s",
@@ -108,6 +110,9 @@ class ChatCompletions:
             chat = await loop.run_in_executor(self._readers, read)
             del read
             del body
+            if chat.deadline is not None:
+                seconds = min(seconds, chat.deadline)
+                deadline = min(deadline, loop.time() - (time.monotonic() - started) + seconds)
             if any(isinstance(image, RemoteImage) for image in chat.images):
                 chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
             self._engines.check(chat.model)
@@ -120,11 +125,14 @@ class ChatCompletions:
                 reading = loop.run_in_executor(readers, prepare, engine, chat, self._limits, stopping.is_set)
                 prepared = await _while_wanted(reading, receive, stopping, deadline, seconds)
                 chat = prepared.chat  # without the images' text, which may be large
+                waits = list[float]()  # until it began, and until its first token, by the monotonic clock
                 objects = Objects(chat.model, engine.model, chat.options.logprobs, notes=chat.notes)
-                async with aclosing(_events(engine, prepared, receive, deadline, seconds)) as events:
+                async with aclosing(_events(engine, prepared, receive, deadline, seconds, waits)) as events:
                     answers = await _send_answer(reply, events, objects, chat, self._limits.comment_seconds)
         finally:
             self._inside -= 1
+        begun, first = (at - started for at in waits)
+        seconds_of = {"queue": begun, "first_token": first, "answer": time.monotonic() - started}
         for answer in answers:
             stats, times = answer.stats, answer.stats.timings_ms
             kept = stats.vision_tokens_kept
@@ -133,7 +141,7 @@ class ChatCompletions:
                 "reused_tokens": stats.reused_tokens, "withdrawn_tokens": stats.vision_tokens - kept[-1] if kept else 0,
             }  # fmt: skip
             token = times["decode_per_token"] / 1000 if len(answer.token_ids) > 1 else None
-            self._metrics.answer(totals, times["first_token"] / 1000, token)
+            self._metrics.answer(totals, seconds_of, token)
 
 
 def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
@@ -197,11 +205,14 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable
 
 
 async def _events(
-    engine: Engine, prepared: Prepared, receive: Receive, deadline: float, seconds: float
+    engine: Engine, prepared: Prepared, receive: Receive, deadline: float, seconds: float, waits: list[float]
 ) -> AsyncGenerator[tuple[int, Piece | Done]]:
     """The events of a request, each with the number of its answer, to its end; left early, it is cancelled.
 
-    Raises ClientLeft if the client has gone; Refusal if it took too long (408), or could not be answered.
+    At its deadline an answer ends as it is.
+
+    Raises ClientLeft if the client has gone; Refusal if it did not begin in time (408), or could not be answered.
+    `waits` gets the times at which it began and had its first token.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
@@ -211,13 +222,15 @@ async def _events(
 
     ends_at, left = time.monotonic() + deadline - loop.time(), prepared.chat.n
     jobs = [job_of(engine, prepared, partial(emit, number), ends_at, number) for number in range(left)]
+    came = False  # a token of any of them
     leaving = asyncio.ensure_future(until_left(receive))
     getting = asyncio.ensure_future(queue.get())
     try:
         for job in jobs:
             engine.scheduler.submit(job)
         while True:
-            await asyncio.wait({getting, leaving}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            wait = deadline + LATE_SECONDS - loop.time()  # by itself the answer ends at its deadline
+            await asyncio.wait({getting, leaving}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
                 raise ClientLeft
             if not getting.done():
@@ -225,7 +238,10 @@ async def _events(
             number, event = getting.result()
             if isinstance(event, Exception):
                 raise event
-            if isinstance(event, Done) and event.answer.stopped == "timeout":
+            came = came or isinstance(event, Piece) or bool(event.answer.token_ids)
+            if not waits:
+                waits.extend((jobs[number].begun, time.monotonic()))
+            if isinstance(event, Done) and event.answer.stopped == "timeout" and not came:
                 raise _too_slow(seconds)
             yield number, event
             left -= isinstance(event, Done)
@@ -240,7 +256,7 @@ async def _events(
 
 
 def _too_slow(seconds: float) -> Refusal:
-    return Refusal(408, f"the answer was not complete after {seconds:g} s, the limit; ask for fewer tokens")
+    return Refusal(408, f"there was no answer after {seconds:g} s, the limit; ask again later", final=True)
 
 
 def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends_at: float, number: int = 0) -> Job:
@@ -262,7 +278,9 @@ def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], en
     def end(keep: bool) -> None:
         engine.pool.give_back(leased.pop(), keep=keep)
 
-    return Job(begin, end, emit)
+    return Job(
+        begin, end, emit, ends_at=ends_at, urgent=chat.deadline is not None, advance=PRIORITY_SECONDS * chat.priority
+    )
 
 
 async def _send_answer(

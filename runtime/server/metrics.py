@@ -6,8 +6,14 @@ import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+TIMES = {
+    "queue": "From a request's arrival until its answer began.",
+    "first_token": "From a request's arrival to the first token of its answer.",
+    "answer": "From a request's arrival to the end of its answer.",
+}
+TOKEN = {"token": "Between two tokens of an answer, mean of each answer."}
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -39,7 +45,8 @@ class Metrics:
         self._requests: dict[int, int] = {}
         self._totals = dict.fromkeys(("prompt_tokens", "reused_tokens", "completion_tokens", "withdrawn_tokens"), 0)
         self._cancelled = 0
-        self._first, self._token = Histogram(FIRST_TOKEN_SECONDS), Histogram(TOKEN_SECONDS)
+        self._times = {name: Histogram(SECONDS) for name in TIMES}
+        self._token = Histogram(TOKEN_SECONDS)
 
     def request(self, status: int) -> None:
         """A chat request ended with this HTTP status."""
@@ -51,12 +58,13 @@ class Metrics:
         with self._lock:
             self._cancelled += 1
 
-    def answer(self, totals: Mapping[str, int], first_seconds: float, token_seconds: float | None) -> None:
-        """An answer is complete: its token counts by name, and its times; None without a second token."""
+    def answer(self, totals: Mapping[str, int], seconds: Mapping[str, float], token_seconds: float | None) -> None:
+        """An answer is complete: its token counts by name, its times by those of `TIMES`; None without a 2nd token."""
         with self._lock:
             for name in self._totals:
                 self._totals[name] += totals[name]
-            self._first.observe(first_seconds)
+            for name, histogram in self._times.items():
+                histogram.observe(seconds[name])
             if token_seconds is not None:
                 self._token.observe(token_seconds)
 
@@ -68,8 +76,10 @@ class Metrics:
             totals = {"cancelled": self._cancelled, **self._totals}
             for name, value in totals.items():
                 lines += [f"# TYPE vtx_{name}_total counter", f"vtx_{name}_total {value}"]
-            for name, histogram in (("first_token_seconds", self._first), ("token_seconds", self._token)):
-                lines += [f"# TYPE vtx_{name} histogram", *histogram.lines(f"vtx_{name}")]
+            for name, histogram in (*self._times.items(), ("token", self._token)):
+                metric = f"vtx_{name}_seconds"
+                lines += [f"# HELP {metric} {(TIMES | TOKEN)[name]}", f"# TYPE {metric} histogram"]
+                lines += histogram.lines(metric)
         for name, gauge in gauges.items():
             kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# TYPE vtx_{name} {kind}", f"vtx_{name} {gauge:.15g}"]

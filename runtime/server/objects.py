@@ -11,7 +11,7 @@ from typing import Any
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.model import Model
 
-FINISHED = {"end": "stop", "stop": "stop", "length": "length", "context": "length"}
+FINISHED = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "timeout": "length"}
 
 
 @dataclass(frozen=True, slots=True)

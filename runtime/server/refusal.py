@@ -16,15 +16,17 @@ FAULTS = (
 class Refusal(VtxError):
     """A request that is not answered: HTTP `status`, OpenAI's `code`, and the field `param` that is wrong.
 
-    `retry_after`: whole seconds after which the same request may be answered.
+    `retry_after`: whole seconds after which the same request may be answered. `final`: official clients, which send a
+    request that took too long or was one too many again, must not.
     """
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None,
-        kind: str = "invalid_request_error", retry_after: int | None = None,
+        kind: str = "invalid_request_error", retry_after: int | None = None, final: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.code, self.param, self.kind, self.retry_after = status, code, param, kind, retry_after
+        self.final = final
 
     def body(self) -> dict[str, Any]:
         """The object that clients parse."""
@@ -33,6 +35,7 @@ class Refusal(VtxError):
     @property
     def headers(self) -> dict[str, str]:
         extra = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        extra |= {"x-should-retry": "false"} if self.final else {}
         return extra if self.retry_after is None else extra | {"retry-after": str(self.retry_after)}
 
 

@@ -20,6 +20,7 @@ from vtx.runtime.server.remote import RemoteImage, remote_image
 from vtx.runtime.session.sampling import Sampling
 from vtx.runtime.vision.video import Video
 
+MAX_PRIORITY = 10  # minutes
 T = TypeVar("T")
 S = TypeVar("S", Options, Sampling)
 ADDED = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -40,7 +41,8 @@ class ChatRequest:
     """One request: `messages`, and their `images` and videos in order, as data URLs or images still to be fetched.
 
     `reuse`: start from the caches of earlier requests. `n`: answers. `notes`: differences to what was asked for, which
-    the reply has: fields that were `ignored`, and `max_tokens` if it is less.
+    the reply has: fields that were `ignored`, and `max_tokens` if it is less. `deadline`: seconds from its arrival to
+    its end, None: the server's limit. `priority`: waits as if it had arrived this many minutes earlier.
     """
 
     model: str
@@ -54,6 +56,8 @@ class ChatRequest:
     reuse: bool
     n: int = 1
     notes: Mapping[str, Any] = field(default_factory=dict)
+    deadline: float | None = None
+    priority: int = 0
 
     def settings(self, number: int = 0, timeout: float | None = None) -> Settings:
         """The settings of its answer `number`; with a seed, that of each answer is one more."""
@@ -109,6 +113,8 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = (), *, le
     )
     k, reduce = fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, partial(check_text, "reduce"))
     reuse = fields.flag("reuse", default=True)
+    deadline: int | None = fields.take("deadline_ms", None, partial(check_whole, "deadline_ms", least=0))
+    priority = fields.take("priority", 0, partial(check_whole, "priority", least=-MAX_PRIORITY, most=MAX_PRIORITY))
     most = min(limits.parallel, limits.new_tokens)
     n: int = fields.take("n", 1, lambda value: check_whole("n", value, 1, most))
     ignored += sorted(map(shown, fields.left))
@@ -119,7 +125,10 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = (), *, le
     notes: dict[str, Any] = {"ignored": ignored} if ignored else {}
     if tokens > limits.new_tokens:
         options, notes = replace(options, max_new_tokens=limits.new_tokens), {**notes, "max_tokens": limits.new_tokens}
-    return ChatRequest(model, messages, tuple(images), k, reduce, options, stream, usage, reuse, n, notes)
+    seconds = None if deadline is None else deadline / 1000
+    return ChatRequest(
+        model, messages, tuple(images), k, reduce, options, stream, usage, reuse, n, notes, seconds, priority
+    )
 
 
 class _Fields:

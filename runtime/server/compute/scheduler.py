@@ -6,7 +6,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -62,13 +61,18 @@ class Heartbeat:
 class Job:
     """One request. `begin` returns its stream, `end` releases the stream's conversation, `emit` gets each event.
 
-    All three are called in the thread that computes.
+    All three are called in the thread that computes. `ends_at`: of the monotonic clock; of waiting jobs the one whose
+    end is nearest begins first. `urgent`: it is refused if it cannot have its first token by then. `advance`: seconds
+    that its end counts as nearer.
     """
 
     def __init__(
-        self, begin: Callable[[], AnswerStream], end: Callable[[bool], None], emit: Callable[[Event], None]
-    ) -> None:
+        self, begin: Callable[[], AnswerStream], end: Callable[[bool], None], emit: Callable[[Event], None], *,
+        ends_at: float = math.inf, urgent: bool = False, advance: float = 0.0,
+    ) -> None:  # fmt: skip
         self._begin, self._end, self._emit = begin, end, emit
+        self.ends_at, self.urgent, self.order = ends_at, urgent, ends_at - advance
+        self.submitted = self.begun = math.nan  # by the monotonic clock
         self.stream: AnswerStream | None = None  # of its answer, once it has begun
         self._emitted = 0  # tokens
         self.cancelled = False
@@ -84,6 +88,7 @@ class Job:
         """Begin its stream; False if that fails or it was cancelled while it waited."""
         if self.cancelled:
             return False
+        self.begun = time.monotonic()
         try:
             self.stream = self._begin()
         except Exception as e:
@@ -138,7 +143,8 @@ class Job:
 class Scheduler:
     """Steps the answers of one model: in each round a token of every answer, and at most one new prompt.
 
-    At most `parallel` answers are computed at a time; other requests wait, in their order. `together` gets the answers
+    At most `parallel` answers are computed at a time; other requests wait, the one with the nearest end first, else in
+    their order. `together` gets the answers
     before each round, to compute their tokens in one pass if it can.
 
     A failure in a round ends one answer, and the rounds go on. `heartbeat` beats between any two runs of a graph, and
@@ -149,7 +155,8 @@ class Scheduler:
         self, name: str, parallel: int, together: Callable[[Sequence[AnswerStream]], None] = lambda _: None
     ) -> None:
         self._parallel, self._together = parallel, together
-        self._waiting = deque[Job]()
+        self._waiting = list[Job]()
+        self._prompt_seconds = self._answer_seconds = 0.0  # of recent answers: to the first token, and to the end
         self._active: list[Job] = []
         self._changed = threading.Condition()
         self._closing = self._dead = False
@@ -173,12 +180,26 @@ class Scheduler:
         return math.inf if self._dead else self.heartbeat.silence
 
     def submit(self, job: Job) -> None:
-        """Have a job computed. Raises Refusal while the server shuts down."""
+        """Have a job computed. Raises Refusal while the server shuts down, or if an urgent one would come too late."""
         with self._changed:
             if self._closing:
                 raise shutting_down()
+            job.submitted = time.monotonic()
+            left, needed = job.ends_at - job.submitted, self._expected(job)
+            if job.urgent and (needed > left or left <= 0):
+                raise Refusal(
+                    429, f"the first token would come after about {needed:.1f} s, the deadline is in "
+                    f"{max(left, 0):.1f} s; ask again later, or allow more time", code="deadline",
+                    kind="rate_limit_error", retry_after=max(1, math.ceil(needed - left)), final=True,
+                )  # fmt: skip
             self._waiting.append(job)
             self._changed.notify()
+
+    def _expected(self, job: Job) -> float:
+        """Seconds until its first token, by what recent answers took."""
+        ahead = sum(other.order <= job.order for other in self._waiting)
+        turns = max(0, ahead + len(self._active) + 1 - self._parallel)
+        return turns * self._answer_seconds / self._parallel + (min(ahead, self._parallel) + 1) * self._prompt_seconds
 
     def close(self) -> bool:
         """End all jobs and the thread; False if it still computes after `CLOSE_SECONDS`."""
@@ -204,16 +225,29 @@ class Scheduler:
                     self._together([job.stream for job in self._active if job.stream is not None])
                 except Exception:  # each answer meets it again by itself, and ends alone
                     log.exception("answers could not be computed together")
-                self._active = [job for job in self._active if job.step()]
+                going = [job for job in self._active if job.step()]
+                for job in self._active:
+                    if job not in going:
+                        self._answer_seconds = _recent(self._answer_seconds, time.monotonic() - job.begun)
+                self._active = going
                 with self._changed:
-                    job = self._waiting.popleft() if self._waiting and self.active < self._parallel else None
-                if job is not None:
+                    ready = sorted(self._waiting, key=lambda job: job.order) if self.active < self._parallel else []
+                    if ready:
+                        self._waiting.remove(ready[0])
+                for job in ready[:1]:
                     self._active = [*self._active, job]  # from here on it is abandoned if the thread ends
-                    if not (job.begin() and job.step()):
+                    if job.begin() and job.step():
+                        self._prompt_seconds = _recent(self._prompt_seconds, time.monotonic() - job.begun)
+                    else:
                         self._active = self._active[:-1]
         finally:
             with self._changed:
                 self._dead, self._closing = not self._closing, True
             for job in (*self._active, *self._waiting):
                 job.abandon()
-            self._active, self._waiting = [], deque()
+            self._active, self._waiting = [], []
+
+
+def _recent(mean: float, seconds: float) -> float:
+    """A mean in which each new value counts a quarter."""
+    return seconds if not mean else 0.75 * mean + 0.25 * seconds

@@ -275,8 +275,13 @@ def test_a_full_queue_says_when_to_come_back(tiny_bundle: Path) -> None:
 def test_an_answer_that_takes_too_long_is_ended(tiny_bundle: Path) -> None:
     with serving({"tiny": tiny_bundle}, Limits(seconds=0.05)) as served:
         response = served.chat(asking(user("red?"), max_tokens=230))
-        assert response.status == 408
-        assert "0.05 s" in response.json["error"]["message"]
+        if response.status == 408:  # a machine so busy that the first token did not come in time
+            assert "no answer after 0.05 s" in response.json["error"]["message"]
+            assert response.headers["x-should-retry"] == "false"
+        else:
+            assert response.json["choices"][0]["finish_reason"] == "length"
+            assert response.json["usage"]["vtx"]["stopped"] == "timeout"
+            assert 0 < response.json["usage"]["completion_tokens"] < 230
         until(lambda: served.metrics()["vtx_requests_active"] == 0, "the answer ends")
 
 

@@ -1,0 +1,153 @@
+"""Requests with a deadline and a priority: what begins first, what is refused at once, and what comes at the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.serving import WAIT, asking, serving, until, user
+from vtx.runtime.api.answer import Progress
+from vtx.runtime.server.compute.scheduler import Done, Event, Job, Scheduler
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.refusal import Refusal
+
+
+class Stream:
+    """A stream of one token that notes its name once `go` is set."""
+
+    def __init__(self, name: str, order: list[str], go: threading.Event, seconds: float = 0.0) -> None:
+        self.answer: Any = name
+        self._name, self._order, self._go, self._seconds, self._stepped = name, order, go, seconds, False
+
+    def step(self) -> str:
+        assert self._go.wait(WAIT)
+        if self._stepped:
+            raise StopIteration
+        time.sleep(self._seconds)
+        self._stepped = True
+        self._order.append(self._name)
+        return self._name
+
+    def progress(self, start: int) -> Progress:
+        return Progress((1,) * (1 - start))
+
+    def cancel(self) -> None:
+        self._stepped = True
+
+
+@contextmanager
+def scheduler() -> Iterator[Scheduler]:
+    made = Scheduler("test", 1)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_the_nearest_end_begins_first_and_a_priority_moves_it() -> None:
+    order: list[str] = []
+    go, ended = threading.Event(), threading.Semaphore(0)
+
+    def job(name: str, ends_in: float, advance: float = 0.0) -> Job:
+        stream: Any = Stream(name, order, go)
+
+        def emit(event: Event) -> None:
+            if isinstance(event, Done):
+                ended.release()
+
+        return Job(lambda: stream, lambda _: None, emit, ends_at=time.monotonic() + ends_in, advance=advance)
+
+    with scheduler() as made:
+        made.submit(job("running", 600))
+        until(lambda: made.active == 1, "the first begins")
+        for each in (
+            job("late", 600), job("soon", 30), job("sooner", 20), job("privileged", 600, 590), job("later", 601),
+            job("put off", 600, -60),
+        ):  # fmt: skip
+            made.submit(each)
+        go.set()
+        for _ in range(7):
+            assert ended.acquire(timeout=WAIT)
+    assert order == ["running", "privileged", "sooner", "soon", "late", "later", "put off"]
+
+
+def test_an_urgent_request_that_cannot_make_it_is_refused_at_once() -> None:
+    """By the time that recent answers took: 0.2 s each, three of which are ahead of it."""
+    order: list[str] = []
+    go, ended = threading.Event(), threading.Semaphore(0)
+
+    def job(ends_in: float, *, urgent: bool = False) -> Job:
+        stream: Any = Stream("a", order, go, 0.2)
+        emit = lambda event: ended.release() if isinstance(event, Done) else None
+        return Job(lambda: stream, lambda _: None, emit, ends_at=time.monotonic() + ends_in, urgent=urgent)
+
+    with scheduler() as made:
+        made.submit(job(0.01, urgent=True))  # nothing is known yet
+        go.set()
+        assert ended.acquire(timeout=WAIT)
+        go.clear()
+        for _ in range(3):
+            made.submit(job(1.0))
+        with pytest.raises(
+            Refusal, match=r"the first token would come after about \d+\.\d s, the deadline is in"
+        ) as refused:
+            made.submit(_behind(job(0.3, urgent=True)))
+        made.submit(_behind(job(600, urgent=True)))
+        go.set()
+    assert refused.value.status == 429
+    assert refused.value.retry_after
+    assert refused.value.headers["x-should-retry"] == "false"
+
+
+def _behind(job: Job) -> Job:
+    """As one that arrived after the others with the same end."""
+    job.order += 10
+    return job
+
+
+def test_at_its_deadline_an_answer_ends_as_it_is(tiny_bundle: Path) -> None:
+    with serving({"tiny": tiny_bundle}) as served:
+        served.chat(asking(user("red?"), max_tokens=2))
+        whole = served.chat(asking(user("red?"), max_tokens=200, ignore_eos=True)).json
+        started = time.monotonic()
+        year = served.chat(asking(user("red?"), max_tokens=2, deadline_ms=365 * 86_400_000, priority=10))
+        assert year.status == 200
+        for stream in (False, True):
+            response = served.chat(
+                asking(user("red?"), max_tokens=200, ignore_eos=True, deadline_ms=60, stream=stream,
+                       **({"stream_options": {"include_usage": True}} if stream else {}))
+            )  # fmt: skip
+            if response.status != 200:  # a machine so busy that the first token did not come in time
+                assert response.status in (408, 429)
+                assert response.headers["x-should-retry"] == "false"
+                continue
+            last = response.events[-1] if stream else response.json
+            choices = response.events[-2]["choices"] if stream else last["choices"]
+            assert choices[0]["finish_reason"] == "length"
+            if last["usage"]["vtx"]["stopped"] == "timeout":
+                text = response.text if stream else choices[0]["message"]["content"]
+                assert whole["choices"][0]["message"]["content"].startswith(text.rstrip("\ufffd"))
+        assert time.monotonic() - started < WAIT
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "soon", True])
+def test_deadlines_and_priorities_that_are_none_are_refused_by_name(tiny_bundle: Path, value: Any) -> None:
+    with serving({"tiny": tiny_bundle}) as served:
+        for field, wrong in (("deadline_ms", value), ("priority", 11 if value == -1 else value)):
+            response = served.chat(asking(user("red?"), **{field: wrong}))
+            assert response.status == 400
+            assert response.json["error"]["param"] == field
+
+
+def test_a_deadline_of_nothing_is_refused_at_once(tiny_bundle: Path) -> None:
+    with serving({"tiny": tiny_bundle}, Limits()) as served:
+        response = served.chat(asking(user("red?"), deadline_ms=0))
+        assert response.status in (408, 429)
+        assert response.headers["x-should-retry"] == "false"
+        assert served.chat(asking(user("red?"), max_tokens=2)).status == 200
