@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
 
 KEY = "VTX_API_KEY"
-GRACE_SECONDS = 10
+FLUSH_SECONDS = 10  # for the last replies to be sent
 LARGEST_AMOUNT = 1_000_000  # of gigabytes, or of seconds
 
 
@@ -54,6 +54,8 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
            metavar="SECONDS"),
     option("--stall-timeout", float, "End the process after this time in one run of a graph [default: 600, or "
            "--timeout if longer].", callback=_amount, metavar="SECONDS"),
+    option("--grace", float, "Time for running answers to end after Ctrl-C or SIGTERM [default: 30].", callback=_amount,
+           metavar="SECONDS"),
     option("--kv-cache", float, "K and V in use and kept for later turns [default: 2.1].", callback=_amount,
            metavar="GB"),
     option("--memory", float, "Memory of all loaded bundles [default: free memory].", callback=_amount, metavar="GB"),
@@ -69,7 +71,7 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
 def serve(
     bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
-    kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...], origins: tuple[str, ...],
+    grace: float | None, kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...], origins: tuple[str, ...],
     api_keys: Path | None, unix_socket: Path | None, lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. If $VTX_API_KEY is set, every client must send it as its key."""
@@ -81,7 +83,9 @@ def serve(
     from vtx.runtime.bundle.files import read_named
     from vtx.runtime.prompt.text import utf8
     from vtx.runtime.server.app import is_local, make_app
+    from vtx.runtime.server.chat import Traffic
     from vtx.runtime.server.compute.engines import Engines, named
+    from vtx.runtime.server.drain import DrainingServer
     from vtx.runtime.server.limits import MAX_KEY, Limits
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
     from vtx.runtime.server.watchdog import Watchdog, systemd
@@ -104,6 +108,7 @@ def serve(
         "parallel": parallel, "batch": max_batch, "queue": queue, "new_tokens": max_tokens, "seconds": timeout,
         "body": None if max_body is None else max_body * 10**6,
         "stall_seconds": max(Limits().stall_seconds, timeout or 0) if stall_timeout is None else stall_timeout,
+        "grace_seconds": grace,
         "kv": None if kv_cache is None else int(kv_cache * 1e9),
     }  # fmt: skip
     limits = Limits(**{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
@@ -129,16 +134,17 @@ def serve(
         if unix_socket is None and not is_local(host) and not keys:
             note(f"warning: no authentication on {host}; set {KEY}")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
+        traffic = Traffic()
         app = make_app(
             engines, limits, api_keys=keys, local_hosts=unix_socket is None and is_local(host), image_hosts=hosts,
-            watchdog=watchdog, origins=origins, lenient=lenient,
+            watchdog=watchdog, origins=origins, lenient=lenient, traffic=traffic,
         )  # fmt: skip
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
-            limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=GRACE_SECONDS, timeout_keep_alive=30,
+            limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FLUSH_SECONDS, timeout_keep_alive=30,
         )  # fmt: skip
-        uvicorn.Server(config).run(sockets=[at])
+        DrainingServer(config, traffic, engines.close, limits.grace_seconds).run(sockets=[at])
 
 
 def end_now(message: str) -> NoReturn:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vtx.runtime.server.chat import ChatCompletions
+from vtx.runtime.server.chat import ChatCompletions, Traffic
 from vtx.runtime.server.compute.engines import Engines
 from vtx.runtime.server.http import Receive, Scope, Send, header
 from vtx.runtime.server.limits import Limits
@@ -44,18 +44,19 @@ def make_app(
     engines: Engines, limits: Limits, *, api_keys: Collection[str] = (), local_hosts: bool = True,
     image_hosts: Collection[str] = (), watchdog: Watchdog | None = None,
     origins: Collection[str] = (), lenient: bool = False,
+    traffic: Traffic | None = None,
 ) -> Callable[[Scope, Receive, Send], Awaitable[None]]:  # fmt: skip
     """The ASGI application over `engines`, which it closes at its end.
 
     `local_hosts`: accept only requests that name this machine in their Host header, so that pages of other hosts cannot
     send any through a browser. `image_hosts`: images may be given by their address there.
     `origins`: pages of these may send requests. `lenient`: ignore what is not supported, and say so.
-    `watchdog` runs as long as the application.
+    `watchdog` runs as long as the application. `traffic` is what a supervisor of the process sees of it.
     """
-    metrics = Metrics()
+    metrics, traffic = Metrics(), traffic or Traffic()
     folder = files("vtx.runtime.server").joinpath("page")
     pages = {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in PAGE.items()}
-    chat = ChatCompletions(engines, limits, metrics, frozenset(image_hosts), lenient=lenient)
+    chat = ChatCompletions(engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic)
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -69,7 +70,7 @@ def make_app(
         alive = request.url.path == "/livez"  # the others say whether it is ready for requests
         longest = max(engines.silences().values(), default=0.0)
         status = "ok"
-        if not alive and engines.closed:
+        if not alive and (engines.closed or traffic.draining):
             status = "shutting down"
         elif longest >= limits.stall_seconds / (1 if alive else 2):
             status = "a thread that computes " + (

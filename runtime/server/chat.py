@@ -21,7 +21,7 @@ from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.server.compute.engines import Engine, Engines
-from vtx.runtime.server.compute.scheduler import Done, Event, Job, Piece
+from vtx.runtime.server.compute.scheduler import Done, Event, Job, Piece, shutting_down
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import Metrics
@@ -52,20 +52,27 @@ class Prepared:
     ids: NDArray[np.int64]
 
 
+@dataclass(slots=True)
+class Traffic:
+    """`inside`: requests that are read, computed or wait. While `draining` no more are let in."""
+
+    inside: int = 0
+    draining: bool = False
+
+
 class ChatCompletions:
     """An ASGI application for one address. Images are fetched from `hosts` only. `close` ends its threads."""
 
     def __init__(
         self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = (),
-        *, lenient: bool = False,
+        *, lenient: bool = False, traffic: Traffic | None = None,
     ) -> None:  # fmt: skip
-        self._lenient = lenient
+        self._lenient, self._traffic = lenient, traffic or Traffic()
         self._engines, self._limits, self._metrics, self._hosts = engines, limits, metrics, hosts
         self._readers: Executor = ThreadPoolExecutor(READERS, "vtx-serve-read")
         self._video_readers: Executor = ThreadPoolExecutor(VIDEO_READERS, "vtx-serve-video")
         self._loader: Executor = ThreadPoolExecutor(1, "vtx-serve-load")
         self._fetchers: Executor = ThreadPoolExecutor(FETCHERS, "vtx-serve-fetch")
-        self._inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. An error ends this one only."""
@@ -96,12 +103,14 @@ class ChatCompletions:
 
     async def _answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         most, seconds, started = self._limits.parallel + self._limits.queue, self._limits.seconds, time.monotonic()
-        if self._inside >= most:
+        if self._traffic.draining:
+            raise shutting_down()
+        if self._traffic.inside >= most:
             raise Refusal(
                 429, f"{most} requests are computed or wait, the limit; try again in {RETRY_SECONDS} s",
                 code="queue_full", kind="rate_limit_error", retry_after=RETRY_SECONDS,
             )  # fmt: skip
-        self._inside += 1
+        self._traffic.inside += 1
         try:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + seconds
@@ -130,7 +139,7 @@ class ChatCompletions:
                 async with aclosing(_events(engine, prepared, receive, deadline, seconds, waits)) as events:
                     answers = await _send_answer(reply, events, objects, chat, self._limits.comment_seconds)
         finally:
-            self._inside -= 1
+            self._traffic.inside -= 1
         begun, first = (at - started for at in waits)
         seconds_of = {"queue": begun, "first_token": first, "answer": time.monotonic() - started}
         for answer in answers:
@@ -241,6 +250,8 @@ async def _events(
             came = came or isinstance(event, Piece) or bool(event.answer.token_ids)
             if not waits:
                 waits.extend((jobs[number].begun, time.monotonic()))
+            if isinstance(event, Done) and event.answer.stopped == "cancelled":  # not by its client
+                raise shutting_down()
             if isinstance(event, Done) and event.answer.stopped == "timeout" and not came:
                 raise _too_slow(seconds)
             yield number, event

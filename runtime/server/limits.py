@@ -21,7 +21,7 @@ class Limits:
     receive what was sent. `comment_seconds`: without an event of a stream, after which it gets a comment.
     `stall_seconds`: without a sign of life of a thread that computes. `fetch_seconds`: for an image at an address,
     which may have as many bytes as a body. `kv`: of K and V, in use or kept for later requests;
-    `image_tokens`: of encoded images kept.
+    `image_tokens`: of encoded images kept. `grace_seconds`: for running answers to end after a signal.
     """
 
     body: int = 32 << 20
@@ -40,6 +40,7 @@ class Limits:
     stall_seconds: float = 600.0
     kv: int = 2 << 30
     image_tokens: int = 256 << 20
+    grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

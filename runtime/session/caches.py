@@ -36,7 +36,7 @@ class PrefixCaches:
         self.pruned: dict[int, StageCache] = {}
         self.first_pruned = len(self.stages)
         self.prefix = self._empty_prefix()
-        self._pruned_prefix: PrunedPrefix | None = None  # what `pruned` holds of the prefix
+        self.pruned_prefix: PrunedPrefix | None = None  # what `pruned` holds of the prefix
         self._holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
         self._exit = len(self.stages)  # the stage before which all image tokens leave for certain
         self._text_only = True  # leave out the hidden states of image tokens that only another K would read
@@ -47,7 +47,7 @@ class PrefixCaches:
 
     def prefix_at(self, number: int) -> PrunedPrefix:
         """The tokens of the prefix that are left before stage `number`, which they have reached."""
-        pruned = self._pruned_prefix if self.first_pruned < len(self.stages) else self.prefix.whole(number)
+        pruned = self.pruned_prefix if self.first_pruned < len(self.stages) else self.prefix.whole(number)
         assert pruned is not None
         return pruned
 
@@ -82,12 +82,12 @@ class PrefixCaches:
 
     def enter(self, prefix: Prefix) -> None:
         """Replace the prefix; the new one runs through the decoder when a question needs it."""
-        self._pruned_prefix = None
+        self.pruned_prefix = None
         self.prefix = prefix
 
     def copy_prefix(self, other: PrefixCaches) -> None:
         """Begin with the prefix of another conversation, as far as it has come there, and copies of its K and V."""
-        prefix, pruned = other.prefix, other._pruned_prefix
+        prefix, pruned = other.prefix, other.pruned_prefix
         if prefix.saved_kv:  # some of it is not in its caches
             return
         first = other.first_pruned
@@ -102,7 +102,7 @@ class PrefixCaches:
                 continue
             mine[number] = self._backend.stage(number, theirs[number].capacity)
             mine[number].write(np.arange(size), theirs[number].read(np.arange(size)), length=size)
-        self.prefix, self._pruned_prefix = prefix, pruned
+        self.prefix, self.pruned_prefix = prefix, pruned
 
     def _empty_prefix(self) -> Prefix:
         hidden = np.zeros((0, self._width), np.float32)
@@ -133,7 +133,7 @@ class PrefixCaches:
         """The part of the prefix that stage `number` sees, and where a suffix follows it."""
         if number < self.first_pruned:
             return PrefixSlots(np.ones(self.prefix.size, bool), self.prefix.size, self.prefix.next_position)
-        pruned = self._pruned_prefix
+        pruned = self.pruned_prefix
         assert pruned is not None
         return PrefixSlots(pruned.present, pruned.size, pruned.next_position)
 
@@ -143,7 +143,7 @@ class PrefixCaches:
         Both go in one run, which reads the weights once; but not with a long suffix, nor with one whose `query` is kept
         for `StageCache.attention`. Returns the suffix's hidden states.
         """
-        slots, prefix, pruned = self.layout(number), self.prefix, self._pruned_prefix
+        slots, prefix, pruned = self.layout(number), self.prefix, self.pruned_prefix
         following = slots.position + np.arange(len(suffix))
         positions: Ids | None = None  # of the tokens of the prefix that run now
         kept: Ids | None = None  # the indices of those whose hidden states are needed afterwards; None: all
@@ -185,7 +185,7 @@ class PrefixCaches:
             both = cache.append(tokens.then(behind), np.concatenate([positions, places]), outputs=kept)
             hidden, ran = both[:own].copy(), both[own:]
         if pruned is not None and number >= self.first_pruned:
-            self._pruned_prefix = replace(pruned, hidden=hidden, depth=pruned.depth + 1)
+            self.pruned_prefix = replace(pruned, hidden=hidden, depth=pruned.depth + 1)
         else:
             self.prefix = prefix.deeper(hidden, hold=number in self._holding)
         if len(ran):
@@ -195,12 +195,12 @@ class PrefixCaches:
 
     def remove(self, number: int, removal: Removal) -> PrunedPrefix:
         """Remove image tokens before stage `number`. The rest runs anew, unless the same ones left before."""
-        before, first = self._pruned_prefix, self.first_pruned == len(self.stages)
+        before, first = self.pruned_prefix, self.first_pruned == len(self.stages)
         here = self.prefix.whole(number) if first or before is None else before
         pruned = here.without(removal, self.prefix.is_vision)
         again = first and before is not None and before.removals == pruned.removals and not removal.kept.any()
         if not again:
-            self._pruned_prefix = pruned
+            self.pruned_prefix = pruned
         self.first_pruned = number if first else self.first_pruned
         return pruned
 
@@ -251,7 +251,7 @@ class PrefixCaches:
         `layouts` are the stages' slots of the prefix; the new ones are returned. K/V that a full stage loses are
         saved for the next question. Until all is done no prefix is known, so that an interrupt costs a computation.
         """
-        prefix, self.prefix, self._pruned_prefix = self.prefix, self._empty_prefix(), None
+        prefix, self.prefix, self.pruned_prefix = self.prefix, self._empty_prefix(), None
         saved, layouts = [], list(layouts)
         for number in numbers:
             layout, cache = layouts[number], self.cache(number)

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from tests.support.bundles import export
-from tests.support.serving import WAIT, Served, asking, user
+from tests.support.serving import WAIT, Served, asking, until, user
 from tests.support.tiny import Tiny
 from vtx.cli import serve
 
@@ -90,6 +91,53 @@ def test_a_graph_that_does_not_return_ends_the_process(bundle: Path, tmp_path: P
                 assert any("scheduler.py" in line for line in told), "where each thread is"
             finally:
                 process.kill()
+
+
+SLOW = """
+import time
+from vtx.runtime.server.compute.engines import Engine
+opened = Engine.__init__
+def slow(self, *args):
+    opened(self, *args)
+    head = self.model.backend.head
+    self.model.backend.head = lambda hidden: (time.sleep(0.1), head(hidden))[1]
+Engine.__init__ = slow
+from vtx.cli import serve
+serve()
+"""
+
+
+@pytest.mark.parametrize("grace", ["60", "0.5"])
+def test_answers_end_before_the_server_does(bundle: Path, grace: str) -> None:
+    """Within its grace; what is left then ends with an error in its stream."""
+    words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--grace", grace]
+    with subprocess.Popen([sys.executable, "-c", SLOW, *words], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            where = re.search(r":(\d+)/", process.stderr.readline())
+            assert where
+            served = Served(int(where[1]), None)  # type: ignore[arg-type]
+            body = asking(user("red?"), k=3, stream=True, max_tokens=30, ignore_eos=True)
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(served.chat, body)
+                until(lambda: served.metrics()["vtx_requests_active"] == 1, "the answer begins")
+                assert served.request("GET", "/readyz").status == 200
+                process.send_signal(signal.SIGTERM)
+                if grace == "60":
+                    until(lambda: served.request("GET", "/readyz").status == 503, "the signal arrives")
+                    assert served.request("GET", "/livez").status == 200
+                    refused = served.chat(body)
+                    assert refused.status == 503
+                    assert refused.headers["retry-after"]
+                last = answer.result(WAIT).events[-1]
+            if grace == "60":
+                assert last["choices"][0]["finish_reason"] == "length"
+            else:
+                assert "shutting down" in last["error"]["message"]
+            assert process.wait(WAIT) in (0, -signal.SIGTERM)
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
 
 
 def test_a_port_that_is_taken_is_told_in_one_line(bundle: Path) -> None:

@@ -84,7 +84,11 @@ def test_an_urgent_request_that_cannot_make_it_is_refused_at_once() -> None:
 
     def job(ends_in: float, *, urgent: bool = False) -> Job:
         stream: Any = Stream("a", order, go, 0.2)
-        emit = lambda event: ended.release() if isinstance(event, Done) else None
+
+        def emit(event: Event) -> None:
+            if isinstance(event, Done):
+                ended.release()
+
         return Job(lambda: stream, lambda _: None, emit, ends_at=time.monotonic() + ends_in, urgent=urgent)
 
     with scheduler() as made:
@@ -94,9 +98,7 @@ def test_an_urgent_request_that_cannot_make_it_is_refused_at_once() -> None:
         go.clear()
         for _ in range(3):
             made.submit(job(1.0))
-        with pytest.raises(
-            Refusal, match=r"the first token would come after about \d+\.\d s, the deadline is in"
-        ) as refused:
+        with pytest.raises(Refusal, match=r"the first token would come after about") as refused:
             made.submit(_behind(job(0.3, urgent=True)))
         made.submit(_behind(job(600, urgent=True)))
         go.set()
