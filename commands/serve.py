@@ -71,8 +71,8 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
 def serve(
     bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
-    grace: float | None, kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...], origins: tuple[str, ...],
-    api_keys: Path | None, unix_socket: Path | None, lenient: bool, loading: Loading,
+    grace: float | None, kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...],
+    origins: tuple[str, ...], api_keys: Path | None, unix_socket: Path | None, lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. If $VTX_API_KEY is set, every client must send it as its key."""
     try:
