@@ -4,187 +4,90 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 
 #include "base/utf8.hpp"
+#include "nlohmann/json.hpp"
 
 namespace vtxcore {
 namespace {
 
-constexpr int kMaxDepth = 64;
+constexpr size_t kMaxDepth = 64;
 
-class Parser {
+// Builds a value from nlohmann's events, which come without recursion, and refuses what Python's reader refuses.
+class Builder {
  public:
-  Parser(std::string_view text, const std::string& what, Kind kind) : text_(text), what_(what), kind_(kind) {}
+  Builder(std::string_view text, const std::string& what, Kind kind) : text_(text), what_(what), kind_(kind) {}
 
   Json whole() {
     if (size_t bad = first_invalid_utf8(text_); bad != std::string_view::npos)
       fail(kind_, what_, " is not UTF-8 text (byte ", grouped(static_cast<long long>(bad)), ")");
-    Json value = parse(0);
-    skip_space();
-    if (at_ != text_.size()) unsound("something follows its end");
-    return value;
+    nlohmann::json::sax_parse(text_.begin(), text_.end(), this);
+    return std::move(root_);
+  }
+
+  bool null() { return add(nullptr); }
+  bool boolean(bool value) { return add(value); }
+  bool number_integer(int64_t value) { return add(value); }
+  bool number_unsigned(uint64_t value) { return value > kMostInteger ? add(static_cast<double>(value)) : add(int64_t(value)); }
+  bool number_float(double value, const std::string&) { return add(value); }
+  bool string(std::string& value) { return add(std::move(value)); }
+  bool binary(std::vector<std::uint8_t>&) { return false; }
+  bool start_object(size_t) { return open(Json::Object()); }
+  bool start_array(size_t) { return open(Json::Array()); }
+  bool end_array() { return close(); }
+
+  bool key(std::string& name) {
+    open_.back().object()->emplace_back(std::move(name), Json());
+    return true;
+  }
+
+  bool end_object() {
+    std::vector<std::string_view> keys;
+    for (const auto& [name, value] : *open_.back().object()) keys.push_back(name);
+    std::sort(keys.begin(), keys.end());
+    auto twice = std::adjacent_find(keys.begin(), keys.end());
+    if (twice != keys.end())
+      fail(kind_, what_, " is not sound JSON: '", twice->substr(0, twice->size() <= 120 ? 120 : 100), "' is duplicated");
+    return close();
+  }
+
+  bool parse_error(size_t position, const std::string&, const nlohmann::json::exception& error) {
+    std::string why = error.what();  // [name] parse error at line 1, column 2: syntax error while parsing value - reason; more
+    size_t start = why.find("] ") + 2;
+    if (size_t found = why.find(" - ", start); found != std::string::npos) start = found + 3;
+    why = why.substr(start, why.find(';', start) - start);
+    fail(kind_, what_, " is not sound JSON: ", why, " at byte ", grouped(static_cast<long long>(position)));
   }
 
  private:
-  [[noreturn]] void unsound(const std::string& why) {
-    fail(kind_, what_, " is not sound JSON: ", why, " at byte ", grouped(static_cast<long long>(at_)));
-  }
-
-  void skip_space() {
-    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\r' || text_[at_] == '\t'))
-      ++at_;
-  }
-
-  bool take(char wanted) {
-    if (at_ >= text_.size() || text_[at_] != wanted) return false;
-    ++at_;
+  bool add(Json value) {
+    Json* parent = open_.empty() ? nullptr : &open_.back();
+    if (parent == nullptr)
+      root_ = std::move(value);
+    else if (parent->object() != nullptr)
+      parent->object()->back().second = std::move(value);
+    else
+      parent->array()->push_back(std::move(value));
     return true;
   }
-
-  bool take_word(std::string_view word) {
-    if (text_.substr(at_, word.size()) != word) return false;
-    at_ += word.size();
+  bool open(Json value) {
+    if (open_.size() >= kMaxDepth) fail(kind_, what_, " is nested deeper than the limit of ", kMaxDepth);
+    open_.push_back(std::move(value));
     return true;
   }
-
-  Json parse(int depth) {
-    if (depth > kMaxDepth) fail(kind_, what_, " is nested deeper than the limit of ", kMaxDepth);
-    skip_space();
-    if (take('{')) return object(depth);
-    if (take('[')) return array(depth);
-    if (take('"')) return string();
-    if (take_word("true")) return true;
-    if (take_word("false")) return false;
-    if (take_word("null")) return nullptr;
-    return number();
+  bool close() {
+    Json done = std::move(open_.back());
+    open_.pop_back();
+    return add(std::move(done));
   }
 
-  Json object(int depth) {
-    Json::Object members;
-    skip_space();
-    if (take('}')) return members;
-    do {
-      skip_space();
-      if (!take('"')) unsound("a key is missing");
-      std::string key = string();
-      skip_space();
-      if (!take(':')) unsound("a colon is missing");
-      Json value = parse(depth + 1);
-      members.emplace_back(std::move(key), std::move(value));
-      skip_space();
-    } while (take(','));
-    if (!take('}')) unsound("an object does not end");
-    check_unique(members);
-    return members;
-  }
-
-  void check_unique(const Json::Object& members) {
-    std::vector<std::string_view> keys;
-    keys.reserve(members.size());
-    for (const auto& [key, value] : members) keys.push_back(key);
-    std::sort(keys.begin(), keys.end());
-    auto twice = std::adjacent_find(keys.begin(), keys.end());
-    if (twice != keys.end()) fail(kind_, what_, " is not sound JSON: '", shown(*twice), "' is duplicated");
-  }
-
-  Json array(int depth) {
-    Json::Array items;
-    skip_space();
-    if (take(']')) return items;
-    do {
-      items.push_back(parse(depth + 1));
-      skip_space();
-    } while (take(','));
-    if (!take(']')) unsound("a list does not end");
-    return items;
-  }
-
-  uint32_t hex4() {
-    uint32_t value = 0;
-    for (int i = 0; i < 4; ++i, ++at_) {
-      char c = at_ < text_.size() ? text_[at_] : '\0';
-      uint32_t digit = c >= '0' && c <= '9'   ? static_cast<uint32_t>(c - '0')
-                       : c >= 'a' && c <= 'f' ? static_cast<uint32_t>(c - 'a' + 10)
-                       : c >= 'A' && c <= 'F' ? static_cast<uint32_t>(c - 'A' + 10)
-                                              : 16;
-      if (digit == 16) unsound("an escape is no hexadecimal number");
-      value = 16 * value + digit;
-    }
-    return value;
-  }
-
-  void escape(std::string& out) {
-    char c = at_ < text_.size() ? text_[at_++] : '\0';
-    static constexpr std::string_view kFrom = "\"\\/bfnrt", kTo = "\"\\/\b\f\n\r\t";
-    if (size_t index = kFrom.find(c); c != '\0' && index != std::string_view::npos) {
-      out += kTo[index];
-      return;
-    }
-    if (c != 'u') unsound("an unknown escape");
-    uint32_t code = hex4();
-    if (code >= 0xD800 && code < 0xDC00 && take_word("\\u")) {
-      uint32_t low = hex4();
-      if (low < 0xDC00 || low > 0xDFFF) unsound("half of a surrogate pair");
-      code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
-    } else if (code >= 0xD800 && code <= 0xDFFF) {
-      unsound("half of a surrogate pair");
-    }
-    append_utf8(out, code);
-  }
-
-  std::string string() {
-    std::string out;
-    while (true) {
-      size_t start = at_;
-      while (at_ < text_.size() && text_[at_] != '"' && text_[at_] != '\\' && static_cast<unsigned char>(text_[at_]) >= 0x20)
-        ++at_;
-      out.append(text_.substr(start, at_ - start));
-      if (take('"')) return out;
-      if (!take('\\')) unsound(at_ < text_.size() ? "a control character in a string" : "a string does not end");
-      escape(out);
-    }
-  }
-
-  size_t digits() {
-    size_t start = at_;
-    while (at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9') ++at_;
-    return at_ - start;
-  }
-
-  Json number() {
-    size_t start = at_;
-    take('-');
-    size_t first = at_;
-    size_t whole = digits();
-    if (whole == 0 || (whole > 1 && text_[first] == '0')) unsound("not a value");
-    bool real = false;
-    if (take('.')) {
-      real = true;
-      if (digits() == 0) unsound("not a number");
-    }
-    if (take('e') || take('E')) {
-      real = true;
-      if (!take('+')) take('-');
-      if (digits() == 0) unsound("not a number");
-    }
-    std::string_view found = text_.substr(start, at_ - start);
-    if (!real) {
-      int64_t integer = 0;
-      auto end = std::from_chars(found.data(), found.data() + found.size(), integer);
-      if (end.ec == std::errc()) return integer;
-    }
-    double value = 0;
-    auto end = std::from_chars(found.data(), found.data() + found.size(), value);
-    if (end.ec == std::errc::result_out_of_range) value = std::strtod(std::string(found).c_str(), nullptr);
-    return value;
-  }
-
-  static std::string shown(std::string_view name) { return std::string(name.size() <= 120 ? name : name.substr(0, 100)); }
-
+  static constexpr uint64_t kMostInteger = std::numeric_limits<int64_t>::max();
   std::string_view text_;
   const std::string& what_;
   Kind kind_;
-  size_t at_ = 0;
+  std::vector<Json> open_;
+  Json root_;
 };
 
 void dump_string(std::string& out, const std::string& text) {
@@ -275,7 +178,7 @@ std::string Json::dump() const {
   return out;
 }
 
-Json parse_json(std::string_view text, const std::string& what, Kind kind) { return Parser(text, what, kind).whole(); }
+Json parse_json(std::string_view text, const std::string& what, Kind kind) { return Builder(text, what, kind).whole(); }
 
 std::string python_repr(double value) {
   if (std::isnan(value)) return "nan";

@@ -41,6 +41,7 @@ class Json {
   const double* real() const { return std::get_if<double>(&value_); }
   const std::string* string() const { return std::get_if<std::string>(&value_); }
   const Array* array() const { return std::get_if<Array>(&value_); }
+  Array* array() { return std::get_if<Array>(&value_); }
   const Object* object() const { return std::get_if<Object>(&value_); }
   Object* object() { return std::get_if<Object>(&value_); }
 
