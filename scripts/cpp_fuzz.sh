@@ -26,9 +26,9 @@ seed manifest "$bundle/vtx.json"
 seed tokenizer "$bundle/tokenizer.json"
 seed safetensors "$bundle/rope.safetensors"
 seed image examples/scene-1.jpg docs/images/kept.png
-mkdir -p "$folder/corpus/forms"
+seed template "$bundle/chat_template.jinja"
 
-for kind in manifest safetensors tokenizer forms image; do
+for kind in manifest safetensors tokenizer template image; do
 	known=tests/fuzz/cases/$kind
 	[ -d "$known" ] || known=
 	# shellcheck disable=SC2086 # an empty `known` is no argument

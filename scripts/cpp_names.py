@@ -15,7 +15,7 @@ from vtx.runtime.bundle import tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.prompt import messages, text
+from vtx.runtime.prompt import messages, template, text
 from vtx.runtime.session import sampling
 from vtx.runtime.vision import limits, tokens
 from vtx.runtime.vision.layouts import anyres, marked
@@ -47,7 +47,6 @@ def header() -> str:
         "WEIGHT": tensors.WEIGHT,
         "NEWLINE_TENSOR": tensors.NEWLINE_TENSOR,
     }
-    words |= {f"FORM_{name}": getattr(text_settings, name) for name in ("START", "REPLY", "END")}
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE}
     prefixes = {
@@ -58,7 +57,8 @@ def header() -> str:
     numbers = {name: getattr(limits, name) for name in LIMITS}
     numbers |= {
         "FORMAT": manifest.FORMAT, "MAX_MANIFEST": manifest.MAX_BYTES, "MAX_TOKENIZER": text.MAX_TOKENIZER_BYTES,
-        "MAX_TEXT": messages.MAX_TEXT, "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
+        "MAX_TEMPLATE_BYTES": text.MAX_TEMPLATE_BYTES, "MAX_TEMPLATE": template.MAX_SOURCE,
+        "MAX_PRINTED": template.MAX_OUTPUT, "MAX_TEXT": messages.MAX_TEXT, "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
         "MAX_LAYERS": model_spec.MAX_LAYERS, "MAX_SIZE": model_spec.MAX_SIZE, "MAX_SEGMENT": model_spec.MAX_SEGMENT,
         "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,

@@ -52,12 +52,12 @@ class Asker:
 
     def __init__(self, plan: Any) -> None:
         from vtx.runtime.errors import RequestError
-        from vtx.runtime.prompt.rendering import Renderer
+        from vtx.runtime.prompt.shaping import ShapingTemplate
         from vtx.runtime.prompt.text import Text
         from vtx.runtime.prompt.tokenizer import parse_tokenizer
 
         self._text = Text(parse_tokenizer(plan.tokenizer, RequestError), plan.template, plan.text)
-        self._renderer, self._settings = Renderer(plan.template, plan.text), plan.text
+        self._renderer, self._settings = ShapingTemplate(plan.template, plan.text), plan.text
         self._layout = plan.config.layout
 
     def __call__(self, image: Path, start: str, tokens: int) -> Question:

@@ -10,14 +10,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from vtx.exporter.checkpoint.forms import IrregularError, derive_forms
+from vtx.exporter.checkpoint.examples import with_examples
 from vtx.exporter.checkpoint.original.tokenizer import FILE as SENTENCEPIECE
 from vtx.exporter.checkpoint.original.tokenizer import UNK_ID, original_tokenizer
 from vtx.exporter.checkpoint.tokenizer_spec import check_bytes, check_spec, length_bound
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.prompt.messages import PICTURES, Part
-from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import encode, parse_tokenizer, rust_errors
 from vtx.runtime.strict import json_value
@@ -68,15 +67,14 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         ids_after=tuple(encoding.ids[end:]),
         control_tokens={},
         length_bound=None,
-        forms=None,
-        no_forms="not derived yet",
+        examples=(),
         video_token=None if video is None else _added_token(tokenizer, video, "video"),
         video_token_id=video,
         seg_token_id=_seg_token(tokenizer, request.get("seg_token")),
     )
     control = control_tokens(tokenizer, settings)
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
-    settings = with_forms(settings, request["template"])
+    settings = with_examples(settings, request["template"])
     # ask about an image, or a video, with control tokens as text in it, and decode the prompt
     text = Text(tokenizer, request["template"], settings)
     for typed, kind in product(("", "".join(control)), PICTURES if video is not None else PICTURES[:1]):
@@ -104,20 +102,6 @@ def resolve_plain(request: dict[str, Any]) -> str:
                 f"{request['vocab']:,} tokens; use the tokenizer that belongs to the model"
             )
     return str(tokenizer.to_str())
-
-
-def with_forms(settings: TextSettings, template: str) -> TextSettings:
-    """The settings with the template's forms, or the reason why there are none. Raises `TemplateError`."""
-    shaping = ShapingTemplate(template, settings)
-
-    def render(messages: Any, reply: bool) -> str:
-        return shaping.render(messages, add_generation_prompt=reply)
-
-    try:
-        forms = derive_forms(render, template)
-    except IrregularError as reason:
-        return replace(settings, forms=None, no_forms=str(reason))
-    return replace(settings, forms=forms, no_forms=None)
 
 
 def control_tokens(tokenizer: Tokenizer, settings: TextSettings) -> dict[str, int]:

@@ -7,7 +7,8 @@ Python. So each role is tried once in both shapes, and messages are given in the
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 
 from vtx.runtime.bundle.spec.text_settings import ROLES, TextSettings
 from vtx.runtime.errors import TemplateError
@@ -20,8 +21,8 @@ _PROBE = "vtx-probe-7f3a"
 class ShapingTemplate:
     """A chat template that takes content of either shape. Raises `TemplateError` when the template cannot be used."""
 
-    def __init__(self, source: str, settings: TextSettings) -> None:
-        self._template, self._settings = ChatTemplate(source), settings
+    def __init__(self, source: str, settings: TextSettings, now: Callable[[], datetime] = datetime.now) -> None:
+        self._template, self._settings = ChatTemplate(source, now), settings
         self._reads: dict[str, tuple[bool, bool]] = {}  # by role: the template reads parts, it reads strings
         for role in ("user", *(role for role in ROLES if role != "user")):
             image: list[Part] = [{"type": "image"}] if role == "user" else []

@@ -7,7 +7,7 @@ so only cheap limits are applied here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -33,14 +33,14 @@ class LimitError(TemplateError):
 class ChatTemplate:
     """A compiled chat template with the filters, blocks and globals that transformers gives one; safe for many threads.
 
-    Raises `TemplateError` when the source is too long or is not a template.
+    `now` is the date that it prints. Raises `TemplateError` when the source is too long or is not a template.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, now: Callable[[], datetime] = datetime.now) -> None:
         if len(source) > MAX_SOURCE:
             raise LimitError(f"the chat template has {len(source):,} characters, the limit is {MAX_SOURCE:,}; {CURE}")
         try:
-            self._compiled = _Environment().from_string(source)
+            self._compiled = _Environment(now).from_string(source)
         except Exception as error:
             raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}; {CURE}") from error
 
@@ -68,14 +68,6 @@ class ChatTemplate:
         return "".join(chunks)
 
 
-def parse_template(source: str) -> nodes.Template:
-    """The syntax tree of a chat template. Raises `TemplateError`."""
-    try:
-        return _Environment().parse(source)
-    except Exception as error:
-        raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}; {CURE}") from error
-
-
 def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
@@ -94,10 +86,6 @@ def _raise_exception(message: object) -> None:
     raise TemplateError(f"the chat template refuses this conversation: {' '.join(str(message).split())[:300]}")
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 class _Generation(Extension):
     """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is only a scope."""
 
@@ -113,13 +101,16 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], datetime]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
         self.filters["tojson"] = _tojson
         for name in ("lipsum", "cycler"):
             del self.globals[name]
         del self.filters["random"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda pattern: now().strftime(str(pattern)),
+        }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         size = 0

@@ -14,7 +14,7 @@ from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, RequestError, TemplateError, VtxError
 from vtx.runtime.prompt.masking import Masking
 from vtx.runtime.prompt.messages import Message, check_messages, texts_of
-from vtx.runtime.prompt.rendering import Renderer
+from vtx.runtime.prompt.shaping import ShapingTemplate
 from vtx.runtime.prompt.tokenizer import Detokenizer, decode, encode, parse_tokenizer, rust_errors
 from vtx.runtime.vision.tokens import PromptImage
 
@@ -60,8 +60,8 @@ class Text:
         self._pictures = [settings.image_token_id, *([] if video is None else [video])]  # ids
         self._hidden = frozenset(id for id, token in added.items() if token.special)
         self._bytes = frozenset(tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        self._renderer = Renderer(template, settings)
-        self._masking = Masking(tokenizer, settings.control_tokens, settings.unk_token, self._renderer.literals)
+        self._template = ShapingTemplate(template, settings)
+        self._masking = Masking(tokenizer, settings.control_tokens, settings.unk_token, template)
 
     @classmethod
     def load(
@@ -140,7 +140,7 @@ class Text:
     ) -> NDArray[np.int64]:
         """The ids of messages, one for each image and video; with `images` one for each span of theirs."""
         masked, masks = self._masking.mask(messages)
-        rendered = self._renderer.render(masked, add_generation_prompt=add_generation_prompt)
+        rendered = self._template.render(masked, add_generation_prompt=add_generation_prompt)
         if images:
             first, *texts = rendered.split(self.settings.image_token)
             printed = (image.text(self.settings.image_token) for image in images)
@@ -225,7 +225,7 @@ class Text:
         limit = bound.characters_per_token * (context - 1)
         if sum(len(text) for message in messages for text in texts_of(message)) <= limit:
             return
-        text = self._renderer.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
         if bound.normalized and self.tokenizer.normalizer is not None:
             with rust_errors(BundleError, "the tokenizer's normalizer fails"):
                 text = self.tokenizer.normalizer.normalize_str(text)

@@ -1,4 +1,4 @@
-"""Whatever is asked: no control token but the template's own, the same ids with forms and without, or one line."""
+"""Whatever is asked: no control token but the template's own, or one line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fuzzing import fuzz, one_line
-from tests.support.templates import CHATS, CONVERSATIONS
-from tests.support.text import BY_TEMPLATE, ROWS, SPECIALS, TEXTS, ask
+from tests.support.text import ROWS, SPECIALS, TEXTS, ask
 from vtx.runtime.errors import VtxError
 from vtx.runtime.prompt.text import Text
 
@@ -25,12 +24,6 @@ def ids(text: Text, chat: Any) -> list[int] | str:
     except VtxError as error:
         one_line(error)
         return type(error).__name__
-
-
-@fuzz
-@given(st.sampled_from(sorted(TEXTS)), CHATS | CONVERSATIONS)
-def test_ids_are_the_same_with_forms_and_without(name: tuple[str, str], chat: Any) -> None:
-    assert ids(TEXTS[name], chat) == ids(BY_TEMPLATE[name], chat)
 
 
 @fuzz

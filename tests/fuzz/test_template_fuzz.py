@@ -1,4 +1,4 @@
-"""Whatever a chat template says: it has forms that give what it gives, or none, or it is refused with one line."""
+"""Whatever a chat template says: it is rendered, or refused with one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vtx.runtime.strict import json_value
 BATCH = 20  # templates a child
 LIMITS = ChildLimits(memory=2 << 30, cpu_seconds=60)
 SETTINGS = json_value(make_settings(make_tokenizer("first")))
-SOURCES = sorted([*REGULAR.values(), *(template for template, _ in IRREGULAR.values())])
+SOURCES = sorted([*REGULAR.values(), *IRREGULAR.values()])
 SNIPPETS = (
     *(
         "{% if loop.first %}F{% endif %}",
@@ -76,7 +76,6 @@ def attack(sources: list[str], chats: list[Any]) -> list[str]:
         outcomes = [f"CheckpointError: {error}"]
     for outcome in outcomes:
         assert outcome.isprintable(), outcome
-        assert not outcome.startswith("differs"), outcome
         assert "cannot be read" not in outcome, outcome  # an error that nobody foresaw
     return outcomes
 
@@ -88,5 +87,5 @@ def test_what_was_found_before(case: Any) -> None:
 
 @settings(fuzz, max_examples=max(1, fuzz.max_examples // BATCH))
 @given(st.lists(templates(), min_size=BATCH, max_size=BATCH), st.lists(CHATS, min_size=8, max_size=8))
-def test_forms_are_the_template_s_or_absent(sources: list[str], chats: list[Any]) -> None:
+def test_templates_are_rendered_or_refused(sources: list[str], chats: list[Any]) -> None:
     attack(sources, chats)

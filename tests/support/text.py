@@ -12,7 +12,6 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from vtx.exporter.checkpoint.resolving import control_tokens
-from vtx.exporter.checkpoint.resolving import with_forms as derived
 from vtx.exporter.checkpoint.text import read_text
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.prompt.messages import Message
@@ -129,29 +128,15 @@ def make_settings(tokenizer: Tokenizer, **changes: Any) -> TextSettings:
         "ids_after": (),
         "control_tokens": {},
         "length_bound": None,
-        "forms": None,
-        "no_forms": "not derived",
+        "examples": (),
     }
     settings = TextSettings(**{**values, **changes})
     return dataclasses.replace(settings, control_tokens=control_tokens(tokenizer, settings))
 
 
-_DERIVED: dict[tuple[object, ...], TextSettings] = {}
-
-
-def with_forms(settings: TextSettings, template: str) -> TextSettings:
-    """As the exporter's `with_forms`, which tries thousands of conversations: once for settings that print alike."""
-    printed = template, settings.image_token, settings.video_token, *settings.variables().items()
-    if printed not in _DERIVED:
-        _DERIVED[printed] = derived(settings, template)
-    known = _DERIVED[printed]
-    return dataclasses.replace(settings, forms=known.forms, no_forms=known.no_forms)
-
-
-def make_text(kind: str = "first", template: str = VICUNA, *, forms: bool = True) -> Text:
+def make_text(kind: str = "first", template: str = VICUNA) -> Text:
     tokenizer = make_tokenizer(kind)
-    settings = make_settings(tokenizer)
-    return Text(tokenizer, template, with_forms(settings, template) if forms else settings)
+    return Text(tokenizer, template, make_settings(tokenizer))
 
 
 KINDS = ["bytes", "words", "normalizer", "first", "always", "never"]
@@ -160,8 +145,8 @@ KINDS = ["bytes", "words", "normalizer", "first", "always", "never"]
 class Texts(Mapping[tuple[str, str], Text]):
     """By kind of tokenizer and name of template; each is made when it is first asked for."""
 
-    def __init__(self, *, forms: bool) -> None:
-        self._get = cache(lambda kind, name: make_text(kind, TEMPLATES[name], forms=forms))
+    def __init__(self) -> None:
+        self._get = cache(lambda kind, name: make_text(kind, TEMPLATES[name]))
 
     def __getitem__(self, key: tuple[str, str]) -> Text:
         return self._get(*key)
@@ -173,7 +158,7 @@ class Texts(Mapping[tuple[str, str], Text]):
         return len(KINDS) * len(TEMPLATES)
 
 
-TEXTS, BY_TEMPLATE = Texts(forms=True), Texts(forms=False)
+TEXTS = Texts()
 
 
 def ask(*parts: str | None, role: str = "user") -> Message:

@@ -15,7 +15,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.strict import UPGRADE, optional
 
-FORMAT = 4
+FORMAT = 5
 MAX_BYTES = 4 << 20
 TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "rope.safetensors", "golden.safetensors"
 FINAL_NORM = "final_norm.safetensors"  # for reductions that measure hidden states behind the last norm

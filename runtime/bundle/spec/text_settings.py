@@ -8,48 +8,27 @@ from dataclasses import dataclass
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import optional
 
-START, REPLY, END = "start", "reply", "end"
 ROLES = ("system", "user", "assistant")
-SIDES = ("none", "left", "right", "both")
 MAX_ID = (1 << 24) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class ContentForm:
-    """The form in which the content of one role's messages becomes text.
+class Turn:
+    """A message of an example: its texts in their order, null for an image."""
 
-    A text part becomes `text_before`, the text, `text_after`; an image part becomes `image` (null: this role has no
-    images). With `images_first` all images come before all texts, else parts keep their order. `strip_text` and
-    `strip_content` name the sides on which white space is cut off each text, and off the content as a whole:
-    "none", "left", "right" or "both"; white space is what Python's `str.strip` takes for it. Without `blank` a message
-    whose texts are all white space is not covered.
-    """
-
-    text_before: str
-    text_after: str
-    image: str | None
-    images_first: bool
-    strip_text: str
-    strip_content: str
-    blank: bool
-
-    def __post_init__(self) -> None:
-        for name in ("strip_text", "strip_content"):
-            _require(getattr(self, name) in SIDES, name, "one of " + ", ".join(SIDES))
+    role: str
+    parts: tuple[str | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptForms:
-    """The chat template as data: a prompt is joins and contents in turn.
+class PromptExample:
+    """A conversation to be answered, and the text that the export's Jinja made of it, the date being `EXAMPLE_TIME`.
 
-    `joins` holds the text between two neighbours, by the key "before>after". Neighbours are the roles in `contents`,
-    and "start" before the first message; after the last one comes "reply" if an answer is to follow, else "end".
-    A conversation that needs a join or a content which is not here is not covered, and neither is a message without
-    a text part; for those there is the template.
+    libvtx has another engine for chat templates, and renders none that differs in an example.
     """
 
-    contents: Mapping[str, ContentForm]
-    joins: Mapping[str, str]
+    turns: tuple[Turn, ...]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +64,8 @@ class TextSettings:
     """The tokens that only the template may write, by their text; in a message they are ordinary text."""
     length_bound: LengthBound | None
     """The most text of a token; null if there is no bound."""
-    forms: PromptForms | None
-    """The chat template as data; null if it is not regular enough."""
-    no_forms: str | None
-    """The reason why there are no forms."""
+    examples: tuple[PromptExample, ...]
+    """Conversations as the chat template renders them."""
     video_token: str | None = optional(None)
     """The template's token for a video, the image token if its frames are images; null if it takes none."""
     video_token_id: int | None = optional(None)
@@ -105,7 +82,6 @@ class TextSettings:
         shared = (self.video_token_id == self.image_token_id) == (self.video_token == self.image_token)
         sound = self.video_token is None if self.video_token_id is None else self.video_token is not None and shared
         _require(sound, "video_token_id", "the id of video_token, as of image_token if that is it, or null")
-        _require((self.forms is None) == (self.no_forms is not None), "no_forms", "null if and only if there are forms")
 
     def variables(self) -> dict[str, str]:
         """The special tokens by the names that templates use."""

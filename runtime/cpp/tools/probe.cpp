@@ -1,6 +1,7 @@
 // vtx-cpp-probe: parts of libvtx by themselves, for the tests.
 //
 //   tokenize FILE             texts on stdin, a JSON string a line; ids, their text, and the pieces of streaming it
+//   render                    on stdin {"template", "text" as in a manifest, "chats"}; a line a chat, {"text"} or {"error"}
 //   resize W H W2 H2 FILTER   RGB on stdin, resized RGB on stdout
 //   buffer FORMAT W H STRIDE  a buffer of rgb8, bgr8, rgba8, bgra8, gray8, nv12 or yuyv on stdin, its RGB on stdout
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
@@ -15,7 +16,7 @@
 //                             [TOKENS, TOKENS] follow on stdin, the last question finds them instead of those kept
 //   turns                     positions of pivots on stdin, a JSON array a line; in which order DART's code takes them
 //   specs                     specs on stdin, one a line; the canonical one, or the error
-//   parse KIND FILE           reads a manifest, safetensors, tokenizer, forms or image file; prints ok or the error
+//   parse KIND FILE           reads a manifest, safetensors, tokenizer, template or image file; prints ok or the error
 //   fuzz KIND COUNT SEED FILE...  the same for COUNT altered copies of the files
 #include <cstring>
 #include <ctime>
@@ -59,6 +60,27 @@ void tokenize(const std::string& path) {
       plain.push_back(token.id);
     }
     std::cout << Json(Json::Object{{"ids", ids}, {"text", tokenizer.decode(plain)}}).dump() << "\n";
+  }
+}
+
+void render() {
+  Json request = parse_json(read(std::cin), "stdin", Kind::request);
+  TextSettings settings = read_text_settings(*request.find("text"));
+  ChatTemplate chat_template(*request.find("template")->string(), settings);
+  for (const Json& chat : *request.find("chats")->array()) {
+    std::vector<Message> messages;
+    for (const Json& turn : *chat.array()) {
+      messages.push_back({*turn.find("role")->string(), {}});
+      for (const Json& part : *turn.find("content")->array()) {
+        const Json* text = part.find("text");
+        messages.back().parts.push_back({text == nullptr, text ? *text->string() : ""});
+      }
+    }
+    try {
+      std::cout << Json(Json::Object{{"text", chat_template.render(messages)}}).dump() << "\n";
+    } catch (const Error& error) {
+      std::cout << Json(Json::Object{{"error", error.what()}}).dump() << "\n";
+    }
   }
 }
 
@@ -229,6 +251,8 @@ int main(int count, char** values) {
   try {
     if (mode == "tokenize" && count == 3)
       tokenize(values[2]);
+    else if (mode == "render")
+      render();
     else if (mode == "resize" && count == 7)
       resize(values + 2);
     else if (mode == "buffer" && count == 6)

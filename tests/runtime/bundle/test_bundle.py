@@ -289,12 +289,8 @@ def test_a_forged_tokenizer_is_a_bundle_error(folder: Path, content: bytes) -> N
     ids=["empty", "broken", "attributes", "loop", "loops", "large"],
 )
 def test_a_forged_template_is_refused(folder: Path, template: str) -> None:
-    """Where no declared forms stand for it; with forms it is not rendered."""
     (folder / "chat_template.jinja").write_text(template)
     bundles.reseal(folder, "chat_template.jinja")
-    value = bundles.manifest(folder)
-    value["text"] |= {"forms": None, "no_forms": "forged"}
-    bundles.write_manifest(folder, value)
     refused(folder, loads=TemplateError)
 
 

@@ -67,7 +67,7 @@ def put(value: Any, way: Way, new: Any) -> Any:
 def strict_tables(sound: dict[str, Any]) -> list[Way]:
     """The objects whose keys are fixed: all but those that hold names of a model's own."""
     free = {("dialects",), ("files",), ("layout", "parameters"), ("record",)}
-    free |= {("text", "control_tokens"), ("text", "forms", "contents"), ("text", "forms", "joins")}
+    free |= {("text", "control_tokens")}
     return [way for way in ways(sound) if isinstance(at(sound, way), dict) and way not in free]
 
 

@@ -155,7 +155,7 @@ def test_ids_and_text_are_those_of_the_library(kind: str, tiny_checkpoint: Calla
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}, "is not BPE"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}, "a model other than BPE"),
         ({"pre_tokenizer": {"type": "Digits", "individual_digits": True}}, "the step Digits"),
         ({"normalizer": {"type": "Nmt"}}, "the step Nmt"),
         ({"decoder": {"type": "CTC"}}, "the step CTC"),

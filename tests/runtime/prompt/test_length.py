@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers
 
-from tests.support.text import CHATML, KINDS, SPECIALS, VICUNA, WORDS, ask, make_settings, make_tokenizer, with_forms
+from tests.support.text import CHATML, KINDS, SPECIALS, VICUNA, WORDS, ask, make_settings, make_tokenizer
 from vtx.exporter.checkpoint.tokenizer_spec import length_bound
 from vtx.runtime.bundle.spec.text_settings import LengthBound
 from vtx.runtime.errors import BundleError, ContextError, RequestError
@@ -27,7 +27,7 @@ def bound_of(tokenizer: Tokenizer) -> LengthBound | None:
 
 def make_text(tokenizer: Tokenizer, template: str = CHATML, context: int | None = CONTEXT) -> Text:
     made = make_settings(tokenizer, length_bound=bound_of(tokenizer))
-    return Text(tokenizer, template, with_forms(made, template), max_context=context, or_more_context=", or export")
+    return Text(tokenizer, template, made, max_context=context, or_more_context=", or export")
 
 
 def squeezing_tokenizer() -> Tokenizer:

@@ -35,7 +35,7 @@ typedef enum vtx_status {
   VTX_REQUEST = 1,  /* a question or an option cannot be served: a K that was not prebuilt, an empty question */
   VTX_CONTEXT = 2,  /* the prompt and its answer need more KV slots than the bundle holds */
   VTX_BUSY = 3,     /* the conversation is computing an answer */
-  VTX_TEMPLATE = 4, /* the conversation needs the chat template itself; libvtx has its prompt forms */
+  VTX_TEMPLATE = 4, /* the chat template refuses the conversation, or libvtx cannot render it */
   VTX_IMAGE = 5,    /* an image cannot be read, or is beyond the limits */
   VTX_BUNDLE = 6,   /* a bundle is damaged, incomplete, from another version, or reaches outside itself */
   VTX_DEVICE = 7,   /* an engine is missing, too old, or fails */

@@ -196,38 +196,25 @@ VideoSpec read_video(const Json& value) {
   return video;
 }
 
-ContentForm read_content(const Json& value, const std::string& role) {
-  Fields fields(value, "vtx.json: text.forms." + role);
-  ContentForm form;
-  form.text_before = fields.text("text_before"), form.text_after = fields.text("text_after");
-  form.image = fields.text_or_null("image");
-  form.images_first = fields.flag("images_first");
-  form.strip_text = fields.text("strip_text"), form.strip_content = fields.text("strip_content");
-  form.blank = fields.flag("blank");
-  fields.done();
-  for (const std::string& side : {form.strip_text, form.strip_content})
-    if (side != "none" && side != "left" && side != "right" && side != "both")
-      fail(Kind::bundle, "the manifest's text settings: ", fields.where(),
-           " must be one of none, left, right, both; export the bundle again");
-  return form;
-}
-
-PromptForms read_forms(const Json& value) {
-  Fields fields(value, "vtx.json: text.forms");
-  PromptForms forms;
-  const Json::Object* contents = fields.get("contents").object();
-  const Json::Object* joins = fields.get("joins").object();
-  if (contents == nullptr || joins == nullptr) fields.wrong<int>("contents", "an object, and joins another");
-  for (const auto& [role, form] : *contents) forms.contents.emplace(role, read_content(form, role));
-  for (const auto& [pair, join] : *joins) {
-    if (join.string() == nullptr) fields.wrong<int>("joins", "an object of strings");
-    forms.joins.emplace(pair, *join.string());
+PromptExample read_example(const Json& value) {
+  Fields fields(value, "vtx.json: text.examples");
+  PromptExample example{{}, fields.text("text")};
+  for (const Json& item : fields.list("turns")) {
+    Fields turn(item, "vtx.json: text.examples.turns");
+    example.turns.emplace_back(turn.text("role"), std::vector<std::optional<std::string>>());
+    for (const Json& part : turn.list("parts")) {
+      if (!part.is_null() && part.string() == nullptr) turn.wrong<int>("parts", "a list of strings or null");
+      example.turns.back().second.push_back(part.is_null() ? std::nullopt : std::optional(*part.string()));
+    }
+    turn.done();
   }
   fields.done();
-  return forms;
+  return example;
 }
 
-TextSettings read_text(const Json& value) {
+}  // namespace
+
+TextSettings read_text_settings(const Json& value) {
   Fields fields(value, "vtx.json: text");
   TextSettings t;
   t.image_token = fields.text("image_token");
@@ -242,7 +229,10 @@ TextSettings read_text(const Json& value) {
   if (fields.has("seg_token_id") && !fields.get("seg_token_id").is_null())
     t.seg_token_id = fields.whole("seg_token_id", 0, names::kMaxId);
   t.bos_token = fields.text_or_null("bos_token"), t.unk_token = fields.text_or_null("unk_token");
-  for (const char* key : {"eos_token", "pad_token"}) fields.text_or_null(key);
+  for (const char* key : {"bos_token", "eos_token", "pad_token", "unk_token"})
+    if (std::optional<std::string> token = fields.text_or_null(key)) t.variables[key] = *token;
+  t.variables["image_token"] = t.image_token;
+  if (t.video_token) t.variables["video_token"] = *t.video_token;
   t.end_ids = fields.wholes("end_ids", 0, names::kMaxId);
   t.ids_before = fields.wholes("ids_before", 0, names::kMaxId);
   t.ids_after = fields.wholes("ids_after", 0, names::kMaxId);
@@ -260,15 +250,10 @@ TextSettings read_text(const Json& value) {
     t.bound_normalized = bound.flag("normalized");
     bound.done();
   }
-  if (!fields.get("forms").is_null()) t.forms = read_forms(fields.get("forms"));
-  t.no_forms = fields.text_or_null("no_forms").value_or("");
-  if (t.forms.has_value() == (fields.get("no_forms").string() != nullptr))
-    fields.wrong<int>("no_forms", "null if and only if there are forms");
+  for (const Json& example : fields.list("examples")) t.examples.push_back(read_example(example));
   fields.done();
   return t;
 }
-
-}  // namespace
 
 std::string check_inside(const std::string& name, const std::string& where) {
   bool leaves = name.empty() || name[0] == '/' || name.find_first_of(std::string("\\:\0", 3)) != std::string::npos;
@@ -349,8 +334,8 @@ void check_dialects(const Manifest& m) {
   }
 }
 
-void check_files(const Manifest& m, const std::string& golden, const std::string& chat_template) {
-  std::vector<std::string> used{m.tokenizer, m.rope, golden, chat_template};
+void check_files(const Manifest& m, const std::string& golden) {
+  std::vector<std::string> used{m.tokenizer, m.rope, golden, m.chat_template};
   if (m.text_tower) used.push_back(m.text_tower->tokenizer);
   if (m.kv_scales) used.push_back(*m.kv_scales);
   for (const auto& [name, g] : m.dialects) {
@@ -411,18 +396,18 @@ Manifest read_manifest(const Json& root) {
   const Json::Object* dialects = fields.get("dialects").object();
   if (dialects == nullptr) fields.wrong<int>("dialects", "an object");
   for (const auto& [name, graphs] : *dialects) m.dialects.emplace(name, read_graphs(graphs, name));
-  m.tokenizer = fields.text("tokenizer"), m.rope = fields.text("rope");
+  m.tokenizer = fields.text("tokenizer"), m.chat_template = fields.text("chat_template"), m.rope = fields.text("rope");
   m.kv_scales = fields.text_or_null("kv_scales");
   m.text_tower = read_text_tower(fields.get("text_tower"));
   if (fields.has("video") && !fields.get("video").is_null()) m.video = read_video(fields.get("video"));
   m.image = read_image(fields.get("image"));
-  m.text = read_text(fields.get("text"));
+  m.text = read_text_settings(fields.get("text"));
   m.files = read_files(fields.get("files"));
   if (fields.get("record").object() == nullptr) fields.wrong<int>("record", "an object");
   check_stages(m);
   check_gates(m);
   check_dialects(m);
-  check_files(m, fields.text("golden"), fields.text("chat_template"));
+  check_files(m, fields.text("golden"));
   check_interface(m, fields.get("interface"));
   fields.done();
   return m;

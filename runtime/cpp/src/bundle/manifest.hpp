@@ -74,18 +74,10 @@ struct ImageSettings {
   std::pair<int, int> output() const;  // height, width
 };
 
-// How the content of one role's messages becomes text; text_settings.py says what each field means.
-struct ContentForm {
-  std::string text_before, text_after;
-  std::optional<std::string> image;
-  bool images_first;
-  std::string strip_text, strip_content;
-  bool blank;
-};
-
-struct PromptForms {
-  std::map<std::string, ContentForm> contents;
-  std::map<std::string, std::string> joins;
+// A conversation, turns of a role and parts, null for an image; and what the export's Jinja printed of it.
+struct PromptExample {
+  std::vector<std::pair<std::string, std::vector<std::optional<std::string>>>> turns;
+  std::string text;
 };
 
 // How videos become tokens, which libvtx does not ask about: read so that such a bundle answers about images.
@@ -108,8 +100,8 @@ struct TextSettings {
   std::map<std::string, int64_t> control_tokens;
   int64_t characters_per_token = 0;  // the length bound; 0: there is none
   bool bound_normalized = false;
-  std::optional<PromptForms> forms;
-  std::string no_forms;  // why there are none
+  std::map<std::string, std::string> variables;  // special tokens by the names that templates use
+  std::vector<PromptExample> examples;
 };
 
 struct Manifest {
@@ -125,7 +117,7 @@ struct Manifest {
   std::vector<StageSpec> stages;
   Ids gates;
   std::map<std::string, Graphs> dialects;
-  std::string tokenizer, rope;
+  std::string tokenizer, chat_template, rope;
   std::optional<std::string> kv_scales;
   std::optional<TextTowerSpec> text_tower;
   std::optional<VideoSpec> video;
@@ -140,6 +132,9 @@ struct Manifest {
   std::string kv_type(const std::string& dialect) const;
   int64_t kv_bytes(const std::string& dialect) const;
 };
+
+// The section `text`. Throws Error(bundle).
+TextSettings read_text_settings(const Json& value);
 
 // The path itself, named at `where`; throws Error(bundle) unless it stays inside the bundle.
 std::string check_inside(const std::string& name, const std::string& where);

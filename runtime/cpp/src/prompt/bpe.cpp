@@ -3,10 +3,10 @@
 #include <cstdio>
 #include <queue>
 
+#include "prompt/pieces.hpp"
+
 namespace vtxcore {
 namespace {
-
-constexpr char kCure[] = "; libvtx reads BPE as LLaVA-type models use it: give token ids instead";
 
 bool flag(const Json& model, const char* key) {
   const Json* found = model.find(key);
@@ -32,16 +32,16 @@ size_t character_length(unsigned char lead) { return lead < 0x80 ? 1 : lead < 0x
 
 Bpe::Bpe(const Json& model) {
   const Json *type = model.find("type"), *vocab = model.find("vocab"), *merges = model.find("merges");
-  if (!type || !type->string() || *type->string() != "BPE") fail(Kind::bundle, "the tokenizer's model is not BPE", kCure);
-  if (!empty(model, "continuing_subword_prefix")) fail(Kind::bundle, "the tokenizer's BPE marks parts of words", kCure);
+  if (!type || !type->string() || *type->string() != "BPE") unknown("a model other than BPE");
+  if (!empty(model, "continuing_subword_prefix")) unknown("BPE with a continuing_subword_prefix");
   if (!empty(model, "end_of_word_suffix")) suffix_ = *model.find("end_of_word_suffix")->string();
   if (const Json* dropout = model.find("dropout"); dropout && !dropout->is_null())
-    fail(Kind::bundle, "the tokenizer's BPE drops merges at random", kCure);
+    unknown("BPE with dropout");
   if (!vocab || !vocab->object() || !merges || !merges->array())
-    fail(Kind::bundle, "tokenizer.json is damaged: it has no vocabulary or no merges; export the bundle again");
+    damaged("it has no vocabulary or no merges");
   for (const auto& [token, id] : *vocab->object()) {
     if (!id.integer() || *id.integer() < 0 || *id.integer() > INT32_MAX)
-      fail(Kind::bundle, "tokenizer.json is damaged: a token has no id; export the bundle again");
+      damaged("a token has no id");
     ids_.emplace(token, *id.integer());
     tokens_.emplace(*id.integer(), token);
   }
@@ -66,7 +66,7 @@ void Bpe::read_merges(const Json& merges) {
     }
     int64_t a = id_of(left), b = id_of(right), made = id_of(left + right);
     if (a < 0 || b < 0 || made < 0)
-      fail(Kind::bundle, "tokenizer.json is damaged: merge ", rank, " names a token that is not there; export again");
+      damaged(cat("merge ", rank, " names a token that is not there"));
     merges_[pair_key(a, b)] = {rank++, made};
   }
 }

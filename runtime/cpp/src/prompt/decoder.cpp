@@ -6,10 +6,6 @@
 namespace vtxcore {
 namespace {
 
-[[noreturn]] void refuse_decoder(const std::string& what) {
-  fail(Kind::bundle, "the tokenizer's decoder has ", what, ", which libvtx does not know: give token ids instead");
-}
-
 size_t number_of(const Json& spec, const char* key) {
   const Json* found = spec.find(key);
   return found && found->integer() && *found->integer() >= 0 ? static_cast<size_t>(*found->integer()) : 0;
@@ -106,7 +102,7 @@ void Decoder::add(const Json& spec) {
   Step step{Step::fuse, "", "", 0, 0, false};
   if (type == "Sequence") {
     const Json* list = spec.find("decoders");
-    if (!list || !list->array()) refuse_decoder("a Sequence of nothing");
+    if (!list || !list->array()) unknown("a decoder with a Sequence of nothing");
     for (const Json& item : *list->array()) add(item);
     return;
   }
@@ -120,11 +116,11 @@ void Decoder::add(const Json& spec) {
     step.type = Step::replace;
     const Json* pattern = spec.find("pattern");
     step.from = text_of(pattern ? pattern->find("String") : nullptr), step.to = text_of(spec.find("content"));
-    if (step.from.empty()) refuse_decoder("a Replace by an unknown pattern");
+    if (step.from.empty()) unknown("a decoder with a Replace by an unknown pattern");
   } else if (type == "Strip") {
     step.type = Step::strip;
     step.from = text_of(spec.find("content")), step.left = number_of(spec, "start"), step.right = number_of(spec, "stop");
-    if (step.from.empty()) refuse_decoder("a Strip of nothing");
+    if (step.from.empty()) unknown("a decoder with a Strip of nothing");
   } else if (type == "Metaspace") {
     step.type = Step::metaspace;
     step.from = text_of(spec.find("replacement"));
@@ -132,9 +128,9 @@ void Decoder::add(const Json& spec) {
     const Json* prefix = spec.find("add_prefix_space");
     if (scheme.empty()) scheme = prefix && prefix->boolean() && !*prefix->boolean() ? "never" : "always";
     step.keeps_first = scheme == "never";
-    if (step.from.empty()) refuse_decoder("a Metaspace without a character");
+    if (step.from.empty()) unknown("a decoder with a Metaspace without a character");
   } else {
-    refuse_decoder("the step " + type.substr(0, 40));
+    unknown("a decoder with the step " + type.substr(0, 40));
   }
   steps_.push_back(std::move(step));
 }

@@ -10,14 +10,10 @@ constexpr std::pair<char32_t, char32_t> kPrivateUse[] = {{0xE000, 0xF8FF}, {0xF0
 // Private-use characters that occur in no message and in nothing that is printed around them.
 class FreeCharacters {
  public:
-  FreeCharacters(const std::vector<Message>& messages, const TextSettings& settings) {
+  FreeCharacters(const std::vector<Message>& messages, const TextSettings& settings, const std::string& printed) {
+    take(printed);
     for (const Message& message : messages) take(message.text());
     for (const auto& [token, id] : settings.control_tokens) take(token);
-    for (const auto& [pair, join] : settings.forms->joins) take(join);
-    for (const auto& [role, form] : settings.forms->contents) {
-      take(form.text_before + form.text_after);
-      if (form.image) take(*form.image);
-    }
   }
 
   char32_t next() {
@@ -79,8 +75,8 @@ Codes masked_text(const std::string& text, Marks& marks, FreeCharacters& free, c
 }  // namespace
 
 std::vector<Message> mask(const std::vector<Message>& messages, const Tokenizer& tokenizer, const TextSettings& settings,
-                          Marks& marks) {
-  FreeCharacters free(messages, settings);
+                          const std::string& printed, Marks& marks) {
+  FreeCharacters free(messages, settings, printed);
   std::vector<Message> out = messages;
   for (Message& message : out) {
     // A special token may stand across two parts, so a message is masked as one text and cut again.

@@ -10,16 +10,16 @@
 #include <string>
 #include <vector>
 
-#include "prompt/forms.hpp"
+#include "prompt/template.hpp"
 #include "prompt/tokenizer.hpp"
 
 namespace vtxcore {
 
 using Marks = std::map<char32_t, char32_t>;  // the masking character of each character masked
 
-// The messages with control tokens masked. Throws Error(request) where that cannot be done.
+// The messages with control tokens masked; `printed` has every character that the template prints. Throws Error(request).
 std::vector<Message> mask(const std::vector<Message>& messages, const Tokenizer& tokenizer, const TextSettings& settings,
-                          Marks& marks);
+                          const std::string& printed, Marks& marks);
 
 // The ids of the prompt's own control tokens in `rendered`, and of the text between them as plain text.
 Ids encode_masked(const std::string& rendered, const Marks& marks, const Tokenizer& tokenizer,

@@ -6,13 +6,9 @@
 namespace vtxcore {
 namespace {
 
-[[noreturn]] void refuse_normalizer(const std::string& what) {
-  fail(Kind::bundle, "the tokenizer's normalizer has ", what, ", which libvtx does not know: give token ids instead");
-}
-
 std::string text_of(const Json& spec, const char* key) {
   const Json* found = spec.find(key);
-  if (!found || !found->string()) refuse_normalizer(std::string("no ") + key);
+  if (!found || !found->string()) unknown(std::string("a normalizer with no ") + key);
   return *found->string();
 }
 
@@ -71,7 +67,7 @@ void Normalizer::add(const Json& spec) {
   std::string type = text_of(spec, "type");
   if (type == "Sequence") {
     const Json* list = spec.find("normalizers");
-    if (!list || !list->array()) refuse_normalizer("a Sequence of nothing");
+    if (!list || !list->array()) unknown("a normalizer with a Sequence of nothing");
     for (const Json& item : *list->array()) add(item);
     return;
   }
@@ -104,10 +100,10 @@ void Normalizer::add(const Json& spec) {
     } else if (regex && regex->string() && *regex->string() == "\\s+") {
       step.type = Normalize::spaces;
     } else {
-      refuse_normalizer("a Replace by an unknown pattern");
+      unknown("a normalizer with a Replace by an unknown pattern");
     }
   } else {
-    refuse_normalizer("the step " + type.substr(0, 40));
+    unknown("a normalizer with the step " + type.substr(0, 40));
   }
   steps_.push_back(std::move(step));
 }

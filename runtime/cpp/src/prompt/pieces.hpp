@@ -12,6 +12,14 @@ namespace vtxcore {
 // A string, and an empty one where there is none.
 inline std::string text_of(const Json* value) { return value && value->string() ? *value->string() : std::string(); }
 
+[[noreturn]] inline void damaged(const std::string& what) {
+  fail(Kind::bundle, "tokenizer.json is damaged: ", what, "; export the bundle again");
+}
+
+[[noreturn]] inline void unknown(const std::string& what) {
+  fail(Kind::bundle, "the tokenizer has ", what, ", which libvtx does not know: give token ids instead");
+}
+
 // One step of a normalizer.
 struct Normalize {
   enum Type { form, lower, replace, runs, spaces, prepend, strip } type;

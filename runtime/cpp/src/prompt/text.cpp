@@ -3,10 +3,24 @@
 #include <algorithm>
 
 #include "prompt/masking.hpp"
+#include "prompt/pieces.hpp"
 
 namespace vtxcore {
+namespace {
 
-Text::Text(const Bundle& bundle) : m_(bundle.manifest()), tokenizer_(bundle.read(m_.tokenizer, names::kMaxTokenizer)) {
+constexpr char kPrintCure[] = "give one that prints it for content of type 'image' with vtx-export --chat-template FILE";
+
+std::string read_template(const Bundle& bundle) {
+  std::string source = bundle.read(bundle.manifest().chat_template, names::kMaxTemplateBytes);
+  if (first_invalid_utf8(source) != std::string::npos)
+    fail(Kind::bundle, names::kFileTemplate, " cannot be read as UTF-8 text: byte ", first_invalid_utf8(source));
+  return source;
+}
+
+}  // namespace
+
+Text::Text(const Bundle& bundle) : m_(bundle.manifest()), tokenizer_(bundle.read(m_.tokenizer, names::kMaxTokenizer)),
+      template_(read_template(bundle), m_.text) {
   const TextSettings& settings = m_.text;
   auto check = [this](int64_t id, const std::string& token) {
     if (tokenizer_.added(id) != token)
@@ -16,25 +30,15 @@ Text::Text(const Bundle& bundle) : m_(bundle.manifest()), tokenizer_(bundle.read
   if (settings.video_token_id) check(*settings.video_token_id, *settings.video_token);
   for (const auto& [token, id] : settings.control_tokens) {
     if (tokenizer_.added(id) != token)
-      fail(Kind::bundle, "the control token '", token.substr(0, 40),
-           "' is not an added token of the tokenizer, which libvtx ", "needs: give token ids instead");
+      unknown("the control token '" + token.substr(0, 40) + "' that is no added token");
     control_.insert(id);
   }
 }
 
-std::string Text::render(const std::vector<Message>& messages) const {
-  std::optional<std::string> text;
-  if (m_.text.forms) text = render_forms(*m_.text.forms, messages, true);
-  if (!text)
-    fail(Kind::templates, "this conversation needs the chat template itself, and libvtx renders prompt forms only (",
-         m_.text.forms ? "it has a turn that they do not cover" : m_.text.no_forms,
-         "); ask in another shape, or give token ids");
-  return *text;
-}
-
 void Text::check_printed(size_t printed, size_t images) const {
   if (printed != images)
-    fail(Kind::templates, "the prompt forms print ", m_.text.image_token, " ", printed, " times for ", images, " images");
+    fail(Kind::templates, "the chat template prints ", m_.text.image_token, " ", printed, " times for ", images,
+         " images; ", kPrintCure);
 }
 
 // `rendered` with the text of each image for its image token.
@@ -63,7 +67,7 @@ Ids Text::expanded(const Ids& ids, const Ids& spans) const {
   size_t span = 0;
   for (int64_t id : ids) {
     if (id >= m_.model.vocab)
-      fail(Kind::bundle, "the tokenizer gives token ", id, ", the model has ", grouped(m_.model.vocab),
+      fail(Kind::bundle, "the tokenizer gives token ", id, " ('", tokenizer_.token(id), "'), the model has ", grouped(m_.model.vocab),
            " tokens, numbered from 0; export again with the tokenizer that belongs to the model");
     bool is_image = id == m_.text.image_token_id;
     out.insert(out.end(), is_image && span < spans.size() ? static_cast<size_t>(spans[span]) : 1, id);
@@ -77,8 +81,7 @@ Ids Text::prompt(const std::vector<Message>& messages, std::vector<MarkedImage> 
   images.resize(check_messages(messages), MarkedImage::plain(1));
   check_length(messages);
   Marks marks;
-  std::vector<Message> masked = m_.text.forms ? mask(messages, tokenizer_, m_.text, marks) : messages;
-  std::string rendered = render(masked);
+  std::string rendered = template_.render(mask(messages, tokenizer_, m_.text, template_.source(), marks));
   if (std::any_of(images.begin(), images.end(), [](const MarkedImage& image) { return image.has_text(); }))
     rendered = with_marks(rendered, images);
   Ids ids;
@@ -102,7 +105,7 @@ void Text::check_length(const std::vector<Message>& messages) const {
   size_t total = 0;
   for (const Message& message : messages) total += length_utf8(message.text());
   if (static_cast<int64_t>(total) <= limit) return;
-  std::string text = render(messages);
+  std::string text = template_.render(messages);
   if (m_.text.bound_normalized) text = tokenizer_.normalized(text);
   auto length = static_cast<int64_t>(length_utf8(text));
   if (length > limit)

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "bundle/bundle.hpp"
-#include "prompt/forms.hpp"
+#include "prompt/template.hpp"
 #include "prompt/tokenizer.hpp"
 #include "vision/tokens.hpp"
 
@@ -31,11 +31,11 @@ class Text {
   Ids expanded(const Ids& ids, const Ids& spans) const;
   std::string with_marks(const std::string& rendered, const std::vector<MarkedImage>& images) const;
   void check_printed(size_t printed, size_t images) const;
-  std::string render(const std::vector<Message>& messages) const;
   void check_length(const std::vector<Message>& messages) const;
 
   const Manifest& m_;
   Tokenizer tokenizer_;
+  ChatTemplate template_;
   std::set<int64_t> control_;
 };
 

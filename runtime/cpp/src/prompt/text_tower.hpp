@@ -8,7 +8,7 @@
 
 #include "backends/backend.hpp"
 #include "bundle/bundle.hpp"
-#include "prompt/forms.hpp"
+#include "prompt/template.hpp"
 #include "prompt/tokenizer.hpp"
 
 namespace vtxcore {

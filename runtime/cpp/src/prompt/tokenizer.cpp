@@ -24,7 +24,7 @@ bool flag(const Json& spec, const char* key) {
 
 const Json& need(const Json& spec, const char* key) {
   const Json* found = spec.find(key);
-  if (!found) fail(Kind::bundle, "tokenizer.json is damaged: ", key, " is missing; export the bundle again");
+  if (!found) damaged(cat(key, " is missing"));
   return *found;
 }
 
@@ -103,7 +103,7 @@ struct Tokenizer::Data {
     for (const char* side : {"cls", "sep"}) {
       const Json::Array* pair = need(*spec, side).array();
       if (!pair || pair->size() != 2 || !(*pair)[1].integer())
-        fail(Kind::bundle, "tokenizer.json is damaged: ", side, " is not a token and its id; export the bundle again");
+        damaged(cat(side, " is not a token and its id"));
       wrapping.push_back(*(*pair)[1].integer());
     }
   }
@@ -111,10 +111,9 @@ struct Tokenizer::Data {
   void add(const Json& item) {
     const Json &id = need(item, "id"), &content = need(item, "content");
     if (!id.integer() || *id.integer() < 0 || !content.string())
-      fail(Kind::bundle, "tokenizer.json is damaged: an added token has no id or text; export the bundle again");
+      damaged("an added token has no id or text");
     if (flag(item, "single_word"))
-      fail(Kind::bundle, "the added token '", content.string()->substr(0, 40), "' counts as a word only, which libvtx does ",
-           "not know: give token ids instead");
+      unknown("the added token '" + content.string()->substr(0, 40) + "' as a single word");
     added[*id.integer()] = {*id.integer(),        *content.string(),   flag(item, "special"), flag(item, "normalized"),
                             flag(item, "lstrip"), flag(item, "rstrip")};
     by_content[*content.string()] = *id.integer();

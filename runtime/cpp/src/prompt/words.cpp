@@ -20,10 +20,6 @@ constexpr char kClip[] = R"('s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p
 constexpr char kClipSpecial[] =
     R"(<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+)";
 
-[[noreturn]] void refuse_words(const std::string& what) {
-  fail(Kind::bundle, "the tokenizer cuts words by ", what, ", which libvtx does not know: give token ids instead");
-}
-
 // Where matches of the expressions end, all by hand: what a regular expression engine would find.
 class Cutter {
  public:
@@ -124,20 +120,20 @@ PreTokenizer::PreTokenizer(const Json* spec) {
 
 void PreTokenizer::add(const Json& spec) {
   std::string type = text_of(spec.find("type"));
-  if (metaspace_ || byte_level_) refuse_words("several steps in an order");
+  if (metaspace_ || byte_level_) unknown("words cut by several steps in an order");
   if (type == "Sequence") {
     const Json* list = spec.find("pretokenizers");
-    if (!list || !list->array()) refuse_words("a Sequence of nothing");
+    if (!list || !list->array()) unknown("words cut by a Sequence of nothing");
     for (const Json& item : *list->array()) add(item);
   } else if (type == "ByteLevel") {
     byte_level_ = true;
     space_before_ = flag(spec, "add_prefix_space", true);
-    if (words_ == Words::clip && space_before_) refuse_words("a space before each word");
+    if (words_ == Words::clip && space_before_) unknown("words cut by a space before each word");
     if (flag(spec, "use_regex", true) && words_ != Words::clip) {  // of CLIP's words it leaves each as it is
-      if (words_ != Words::none) refuse_words("two regular expressions");
+      if (words_ != Words::none) unknown("words cut by two regular expressions");
       words_ = Words::gpt2;
     } else if (space_before_ && words_ != Words::none) {
-      refuse_words("a space before each word");
+      unknown("words cut by a space before each word");
     }
   } else if (type == "Split" && words_ == Words::none) {
     const Json* pattern = spec.find("pattern");
@@ -148,20 +144,20 @@ void PreTokenizer::add(const Json& spec) {
       return;
     }
     if (text_of(spec.find("behavior")) != "Isolated" || flag(spec, "invert", false))
-      refuse_words("a Split that drops or joins");
+      unknown("words cut by a Split that drops or joins");
     words_ = regex == kQwen2 ? Words::qwen2 : regex == kLlama3 ? Words::llama3 : regex == kGpt2 ? Words::gpt2 : Words::none;
-    if (words_ == Words::none) refuse_words("the expression " + regex.substr(0, 200));
+    if (words_ == Words::none) unknown("words cut by the expression " + regex.substr(0, 200));
   } else if (type == "Metaspace" && words_ == Words::none) {
     metaspace_ = true;
     Codes mark = decode_utf8(text_of(spec.find("replacement")));
-    if (mark.size() != 1) refuse_words("a Metaspace without a character");
+    if (mark.size() != 1) unknown("words cut by a Metaspace without a character");
     replacement_ = mark[0];
     std::string scheme = text_of(spec.find("prepend_scheme"));
     if (scheme.empty()) scheme = flag(spec, "add_prefix_space", true) ? "always" : "never";
     scheme_ = scheme == "first" ? first : scheme == "never" ? never : always;
     metaspace_split_ = flag(spec, "split", true);
   } else {
-    refuse_words("the step " + type.substr(0, 40));
+    unknown("words cut by the step " + type.substr(0, 40));
   }
 }
 

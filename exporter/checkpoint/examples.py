@@ -1,0 +1,55 @@
+"""Conversations that an export renders for libvtx, whose engine for chat templates has to render them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+
+from vtx.runtime.bundle.spec.text_settings import PromptExample, TextSettings, Turn
+from vtx.runtime.errors import TemplateError
+from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.prompt.shaping import ShapingTemplate
+
+EXAMPLE_TIME = datetime(2001, 2, 3, 4, 5, 6)
+_PADDED = " \n a\tB  c \u3000"
+_TEXTS = (
+    _PADDED, "x", "", "\n", "\r\nx\r\n", "<>&\"'\\ {{ x }} {% y %} {# z #}", "12", "À é ß ﬁ 猫 👩\u200d🚀 e\u0301",
+    "long é " * 750, "a </think> b",
+)  # fmt: skip
+_SHAPES: tuple[tuple[str | None, ...], ...] = (
+    (None, "x"), (None, None, _PADDED), ("x", None), (" x", None, "y ", None, None), ("x", "", "y"), (_PADDED, " "),
+)  # fmt: skip
+
+
+def with_examples(settings: TextSettings, template: str) -> TextSettings:
+    """The settings with the examples that the template does not refuse. Raises `TemplateError` for other reasons."""
+    shaping = ShapingTemplate(template, settings, lambda: EXAMPLE_TIME)
+    found = list[PromptExample]()
+    for turns in _conversations():
+        chat: list[Message] = [{"role": turn.role, "content": [_part(text) for text in turn.parts]} for turn in turns]
+        try:
+            found.append(PromptExample(turns, shaping.render(chat, add_generation_prompt=True)))
+        except TemplateError:
+            continue
+    return replace(settings, examples=tuple(found))
+
+
+def _part(text: str | None) -> Part:
+    return {"type": "image"} if text is None else {"type": "text", "text": text}
+
+
+def _conversations() -> Iterator[tuple[Turn, ...]]:
+    """One to nine turns, with and without a system text; each shape of a question, and each text in each role."""
+    question, answer, system = Turn("user", (None, "first")), Turn("assistant", ("answer",)), Turn("system", ("rules",))
+    for count in (1, 2, 5):
+        turns = ((question, answer) * count)[:-1]
+        yield turns
+        yield (system, *turns)
+    for shape in _SHAPES:
+        yield (Turn("user", shape),)
+        yield question, answer, Turn("user", shape)
+    for text in _TEXTS:
+        yield system, Turn("user", (None, text)), answer, Turn("user", ("last",))
+        yield question, Turn("assistant", (text,)), Turn("user", ("last",))
+        yield Turn("system", (text,)), question
