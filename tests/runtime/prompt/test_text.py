@@ -93,7 +93,7 @@ def test_a_word_tokenizer_does_not_know_typed_special_tokens(typed: str) -> None
 def test_the_way_of_masked_prompts_gives_ordinary_prompts_the_same_ids(kind: str, name: str) -> None:
     text = TEXTS[kind, name]
     for messages in CHATS.values():
-        rendered = text._renderer.render(messages, add_generation_prompt=True)
+        rendered = text._template.render(messages, add_generation_prompt=True)
         for add in (True, False):
             encoding = text.tokenizer.encode(rendered, add_special_tokens=add)
             assert text._masking.encode(rendered, {"<": "\ue000"}, encoding) == encoding.ids

@@ -246,6 +246,7 @@ value binary_expression::execute_impl(context & ctx) const {
         if (repeat <= 0) {
             return res;
         }
+        if (repeat > 1 << 20 || repeat * static_cast<int64_t>(str.length()) > 1 << 20) throw limit_exceeded("makes more than 1,048,576 characters by *");  // vtx
         for (int64_t i = 0; i < repeat; ++i) {
             res->val_str.append(str);
         }

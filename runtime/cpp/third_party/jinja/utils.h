@@ -18,9 +18,9 @@ struct budget {
     std::string printed;  // in blocks that a break or continue ends
 };
 inline thread_local budget spent;
-constexpr size_t max_steps = 2'000'000, max_depth = 200, max_bytes = size_t(512) << 20, max_nodes = 20'000, max_nested = 64;
+constexpr size_t max_steps = 2'000'000, max_depth = 200, max_bytes = size_t(256) << 20, max_nodes = 20'000, max_nested = 64;
 inline void charge(size_t bytes) {
-    if ((spent.bytes += bytes) > max_bytes) throw limit_exceeded("makes more than 512 MiB of values");
+    if ((spent.bytes += bytes) > max_bytes) throw limit_exceeded("makes more than 256 MiB of values");
 }
 struct level {
     level() {
