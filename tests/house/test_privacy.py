@@ -18,7 +18,7 @@ ALLOWED = {
     "tests/runtime/api/test_turns.py: conversation._turns",  # when another thread has come to its wait
     "tests/runtime/api/test_turns.py: conversation._turns._holder",
     "tests/runtime/prompt/test_text.py: text._masking",  # the path of masked prompts, taken with an ordinary one
-    "tests/runtime/prompt/test_text.py: text._renderer",
+    "tests/runtime/prompt/test_text.py: text._template",
 }
 
 
