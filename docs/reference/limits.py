@@ -17,8 +17,6 @@ OTHERS = {
     ("exporter.tuning.judge", "MAX_DROP"): "the accuracy by which a K is chosen",
     ("exporter.tuning.train", "MAX_NORM"): "gradients are clipped to it",
     ("tools.bench.ceilings.ceilings", "MAX_WEIGHTS"): "a matrix of our own",
-    ("exporter.checkpoint.forms", "MAX_SPLIT"): "a template beyond it has no forms and stays a template",
-    ("exporter.checkpoint.template_syntax", "MAX_SLICES"): "a template beyond it has no forms and stays a template",
     ("exporter.reference.prompts", "MAX_REFERENCE"): "a longer answer is never matched word for word",
     ("tools.data.scenes", "MAX_OBJECTS"): "pictures that vtx draws",
     ("exporter.graphs.dialects.plain", "MAX_SIZE"): "an end that stands for the last one in a slice",

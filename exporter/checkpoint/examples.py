@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 
-from vtx.runtime.bundle.spec.text_settings import PromptExample, TextSettings, Turn
+from vtx.runtime.bundle.spec.text_settings import PromptExample, TextSettings, ExampleTurn
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.prompt.shaping import ShapingTemplate
@@ -39,17 +39,21 @@ def _part(text: str | None) -> Part:
     return {"type": "image"} if text is None else {"type": "text", "text": text}
 
 
-def _conversations() -> Iterator[tuple[Turn, ...]]:
+def _conversations() -> Iterator[tuple[ExampleTurn, ...]]:
     """One to nine turns, with and without a system text; each shape of a question, and each text in each role."""
-    question, answer, system = Turn("user", (None, "first")), Turn("assistant", ("answer",)), Turn("system", ("rules",))
+    question, answer, system = (
+        ExampleTurn("user", (None, "first")),
+        ExampleTurn("assistant", ("answer",)),
+        ExampleTurn("system", ("rules",)),
+    )
     for count in (1, 2, 5):
         turns = ((question, answer) * count)[:-1]
         yield turns
         yield (system, *turns)
     for shape in _SHAPES:
-        yield (Turn("user", shape),)
-        yield question, answer, Turn("user", shape)
+        yield (ExampleTurn("user", shape),)
+        yield question, answer, ExampleTurn("user", shape)
     for text in _TEXTS:
-        yield system, Turn("user", (None, text)), answer, Turn("user", ("last",))
-        yield question, Turn("assistant", (text,)), Turn("user", ("last",))
-        yield Turn("system", (text,)), question
+        yield system, ExampleTurn("user", (None, text)), answer, ExampleTurn("user", ("last",))
+        yield question, ExampleTurn("assistant", (text,)), ExampleTurn("user", ("last",))
+        yield ExampleTurn("system", (text,)), question

@@ -13,7 +13,7 @@ MAX_ID = (1 << 24) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ExampleTurn:
     """A message of an example: its texts in their order, null for an image."""
 
     role: str
@@ -27,7 +27,7 @@ class PromptExample:
     libvtx has another engine for chat templates, and renders none that differs in an example.
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ExampleTurn, ...]
     text: str
 
 
