@@ -58,7 +58,8 @@ def header() -> str:
     numbers |= {
         "FORMAT": manifest.FORMAT, "MAX_MANIFEST": manifest.MAX_BYTES, "MAX_TOKENIZER": text.MAX_TOKENIZER_BYTES,
         "MAX_TEMPLATE_BYTES": text.MAX_TEMPLATE_BYTES, "MAX_TEMPLATE": template.MAX_SOURCE,
-        "MAX_PRINTED": template.MAX_OUTPUT, "MAX_TEXT": messages.MAX_TEXT, "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
+        "MAX_PRINTED": template.MAX_OUTPUT, "MAX_TEXT": messages.MAX_TEXT,
+        "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
         "MAX_LAYERS": model_spec.MAX_LAYERS, "MAX_SIZE": model_spec.MAX_SIZE, "MAX_SEGMENT": model_spec.MAX_SEGMENT,
         "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 
-from vtx.runtime.bundle.spec.text_settings import PromptExample, TextSettings, ExampleTurn
+from vtx.runtime.bundle.spec.text_settings import ExampleTurn, PromptExample, TextSettings
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.prompt.shaping import ShapingTemplate

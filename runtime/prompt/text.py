@@ -190,8 +190,8 @@ class Text:
         """The end of a prompt as text, and the space or nothing that the template prints between it and an answer."""
         question: Message = {"role": "user", "content": "?"}
         try:
-            before = self._renderer.render([question], add_generation_prompt=True)
-            after = self._renderer.render(
+            before = self._template.render([question], add_generation_prompt=True)
+            after = self._template.render(
                 [question, {"role": "assistant", "content": "x"}], add_generation_prompt=False
             )
         except TemplateError:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.text import CHATML, CHATS, KINDS, ROWS, TEXTS, read, with_forms, write_checkpoint, write_json
+from tests.support.text import CHATML, CHATS, KINDS, ROWS, TEXTS, read, write_checkpoint, write_json
 from vtx.exporter.checkpoint.resolving import resolve
 from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.runtime.errors import CheckpointError, TemplateError
@@ -20,7 +20,6 @@ from vtx.runtime.prompt.text import Text
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resolve here, where a test is about what is resolved and has many cases; a child takes two seconds."""
     monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
-    monkeypatch.setattr("vtx.exporter.checkpoint.resolving.with_forms", with_forms)
     monkeypatch.setattr("vtx.exporter.checkpoint.text.RESOLVED", {})  # others get what a child made
 
 
