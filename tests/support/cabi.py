@@ -66,6 +66,8 @@ class AskOptions(c.Structure):
         ("on_token", ON_TOKEN),
         ("user", c.c_void_p),
         ("about", c.c_char_p),
+        ("guide_kind", c.c_char_p),
+        ("guide", c.c_char_p),
     )
 
 

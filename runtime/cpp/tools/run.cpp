@@ -20,6 +20,10 @@ constexpr char kHelp[] =
     "  --k N|auto|none         A prebuilt K [default: the bundle's].\n"
     "  --reduce SPEC|none      Leave out vision tokens, as fastv or mustdrop:192 [default: the bundle's first].\n"
     "  --about TEXT            Choose image tokens by this text, not by the question (cdpruner, dart:k=0).\n"
+    "  --json-schema JSON      The answer is JSON that this schema allows.\n"
+    "  --choices JSON          The answer is one of a JSON list of texts.\n"
+    "  --regex REGEX           The answer matches this regular expression.\n"
+    "  --grammar TEXT          The answer is of this grammar, in llguidance's Lark.\n"
     "  --gate-threshold P      With --k auto: exit above this [default: 0.5].\n"
     "  --image FILE            One more image in the same prompt.\n"
     "  --fit crop|pad|squash   Pictures of another shape [default: as the checkpoint's image processor says];\n"
@@ -105,9 +109,10 @@ Arguments parse(int count, char** values) {
       out.ask.reduce = next();
     else if (word == "--about")
       out.ask.about = next();
-    else if (word == "--json-schema" || word == "--choices" || word == "--regex" || word == "--grammar")
-      usage(word + " needs guided decoding, which libvtx does not have; use vtx-run");
-    else if (word == "--gate-threshold")
+    else if (word == "--json-schema" || word == "--choices" || word == "--regex" || word == "--grammar") {
+      out.ask.guide_kind = word == "--json-schema" ? "schema" : word.substr(2);
+      out.ask.guide = next();
+    } else if (word == "--gate-threshold")
       out.ask.gate_threshold = number(word, next());
     else if (word == "--image")
       out.images.emplace_back(next());

@@ -20,6 +20,8 @@ ONLY_CPP = {
     "-DVTX_TENSORRT_INCLUDES=DIR": LIBRARIES,
     "signatures need OpenSSL's libcrypto, 1.1.1 or newer, which was not found ({}); install it, or name "
     "the library in VTX_LIBCRYPTO": LIBRARIES,
+    "guided answers need llguidance, 1.7 or newer, which was not found ({}); install it, or name the library in "
+    "VTX_LLGUIDANCE": LIBRARIES,
     "the prompt has {} token ids and {} image tokens for {} images; give at least one id, and one image "
     "token for each image": CALLERS,
     "the prompt has {} image tokens, its images give another number": CALLERS,
@@ -38,7 +40,7 @@ ONLY_CPP = {
     "the text tower's tokenizer does not put its tokens around a text as CLIP's does, which libvtx does "
     "not know: export the bundle without --text-tower": PROMPT,
 }
-MOST, MOST_OF_PROMPTS = 17, 8
+MOST, MOST_OF_PROMPTS = 18, 8
 
 
 def test_what_libvtx_says_python_says_in_the_same_words() -> None:

@@ -139,6 +139,8 @@ typedef struct vtx_ask_options {
   vtx_on_token on_token;
   void* user;
   const char* about; /* text by which image tokens are chosen in place of the question; NULL: by the question */
+  const char* guide_kind; /* the form of the answer: "schema" (JSON text), "choices" (a JSON list), "regex" or "grammar" */
+  const char* guide;      /* what gives that form; needs llguidance 1.7 or newer, which is found at run time; NULL: none */
 } vtx_ask_options;
 
 VTX_API void vtx_ask_options_init(vtx_ask_options* options, size_t size);

@@ -66,6 +66,8 @@ struct AskOptions {
   double repetition_penalty = 1, gate_threshold = 0.5, timeout = 0;
   std::vector<std::string> stop;
   bool ignore_eos = false, logprobs = false;
+  std::string guide_kind;  // the form of the answer, as in vtx.h
+  std::optional<std::string> guide;
   std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
 };
 
@@ -187,6 +189,7 @@ class Conversation {
     raw.has_seed = options.seed.has_value(), raw.seed = options.seed.value_or(0);
     raw.repetition_penalty = options.repetition_penalty, raw.gate_threshold = options.gate_threshold;
     raw.timeout = options.timeout, raw.ignore_eos = options.ignore_eos, raw.logprobs = options.logprobs;
+    raw.guide_kind = text_of(options.guide_kind), raw.guide = options.guide ? text_of(*options.guide) : nullptr;
     raw.about = options.about ? text_of(*options.about) : nullptr;
     std::vector<const char*> stop;
     for (const std::string& text : options.stop) stop.push_back(text_of(text));

@@ -127,6 +127,12 @@ void Options::check() const {
       fail(Kind::request, "about has ", grouped(static_cast<int64_t>(length)), " characters, the limit is ",
            grouped(kMaxAbout), "; shorten it");
   }
+  if (guide) {
+    guide->check();
+    if (!stop.empty() || ignore_eos)
+      fail(Kind::request, guide->kind, " determines where the answer ends; leave ", ignore_eos ? "ignore_eos" : "stop",
+           " out");
+  }
   if (timeout != 0) check_number("timeout", timeout, "a number of seconds above 0 and at most 1e6", 1e-9, 1e6);
 }
 

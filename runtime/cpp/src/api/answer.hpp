@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/json.hpp"
+#include "prompt/guiding.hpp"
 #include "session/sampling.hpp"
 #include "session/session.hpp"
 
@@ -28,6 +29,7 @@ struct Options {
   double timeout = 0;  // seconds from the question to the answer's end; 0: no limit
   OnToken on_token;
   std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
+  std::optional<Guide> guide;        // the form that the answer is held to
 
   void check() const;  // throws Error(request)
 };

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "base/checks.hpp"
 #include "session/encoded_images.hpp"
 
 namespace vtxcore {
@@ -161,6 +160,8 @@ void Conversation::check_ended() const {
 Answer Conversation::answer(const Turn& turn, const Options& options) {
   options.check();
   Policy policy = model_->policy(options);
+  std::optional<GuidedAnswer> guided;
+  if (options.guide) guided.emplace(model_->guided(*options.guide));
   Answer out;
   out.timings.load = model_->load_ms();
   out.prompt_tokens = static_cast<int64_t>(turn.ids.size());
@@ -171,7 +172,7 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
     out.prompt_tokens = static_cast<int64_t>(asked.ids.size());
     out.prefill = session_.prefill(asked, policy, turn.after, [this] { check_ended(); });
     out.timings.prefill = std::max(0.0, ms_since(start_) - out.timings.vision);
-    generate(out, options, asked);
+    generate(out, options, asked, guided ? &*guided : nullptr);
   } catch (const Ended& ended) {
     out.stopped = ended.stopped;
   }
@@ -179,14 +180,15 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
   return out;
 }
 
-void Conversation::generate(Answer& answer, const Options& options, const Prompt& prompt) {
+void Conversation::generate(Answer& answer, const Options& options, const Prompt& prompt, GuidedAnswer* guided) {
   const Ids& ends = model_->manifest().text.end_ids;
   Sampler sample(options.sampling, prompt.ids);
   std::optional<TextOutput> output;
   if (model_->has_text()) output.emplace(model_->text(), options.stop);
   Floats logits = std::move(answer.prefill->logits);
   for (int64_t left = options.max_new_tokens; answer.stopped.empty(); --left) {
-    int64_t token = sample(logits);
+    int64_t token = sample(guided ? guided->mask(logits) : logits);
+    bool complete = guided && guided->push(token);
     if (model_->manifest().text.seg_token_id == token) {
       Floats state = model_->normed(session_.state());
       answer.seg_states.width = state.size();
@@ -199,7 +201,7 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
     if (count > 1) answer.timings.decode_per_token = (now - answer.timings.first_token) / (count - 1);
     if (options.logprobs) answer.logprobs.push_back(log_probability(logits, token));
     std::string piece = output ? output->push(token) : "";
-    bool ended = !options.ignore_eos && std::find(ends.begin(), ends.end(), token) != ends.end();
+    bool ended = complete || (!options.ignore_eos && std::find(ends.begin(), ends.end(), token) != ends.end());
     if (output && output->stopped())
       answer.stopped = "stop";
     else if (ended)

@@ -101,6 +101,16 @@ Floats Model::normed(const Floats& state) const {
   return out;
 }
 
+GuidedAnswer Model::guided(const Guide& guide) const {
+  {
+    std::lock_guard<std::mutex> held(lock_);
+    if (!grammars_)
+      grammars_ = std::make_unique<Grammars>(bundle_.read(manifest().tokenizer, names::kMaxTokenizer),
+                                             manifest().model.vocab, manifest().text.end_ids, text().may_begin_with_space());
+  }
+  return grammars_->start(guide);
+}
+
 Policy Model::policy(const Options& options) const {
   const Manifest& m = manifest();
   std::string k = options.k == "default" ? m.default_k : options.k;

@@ -51,6 +51,8 @@ class Model {
   // A picture that is one of `among` in a prompt.
   PreparedImage prepare(const Picture& picture, const std::string& fit, size_t among = 1) const;
   Policy policy(const Options& options) const;
+  // A new answer in a form. Throws Error(device), Error(request).
+  GuidedAnswer guided(const Guide& guide) const;
 
  private:
   std::chrono::steady_clock::time_point start_;
@@ -63,6 +65,8 @@ class Model {
   std::optional<Text> text_;
   std::string no_text_;  // why there is none
   std::unique_ptr<TextTower> text_tower_;
+  mutable std::mutex lock_;  // of the grammars, which are made when they are first used
+  mutable std::unique_ptr<Grammars> grammars_;
   double load_ms_ = 0;
 };
 

@@ -1,7 +1,5 @@
 #include "bundle/graphs.hpp"
 
-#include "bundle/fields.hpp"
-
 namespace vtxcore {
 namespace {
 

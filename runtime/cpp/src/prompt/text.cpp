@@ -19,7 +19,8 @@ std::string read_template(const Bundle& bundle) {
 
 }  // namespace
 
-Text::Text(const Bundle& bundle) : m_(bundle.manifest()), tokenizer_(bundle.read(m_.tokenizer, names::kMaxTokenizer)),
+Text::Text(const Bundle& bundle)
+    : m_(bundle.manifest()), tokenizer_(bundle.read(m_.tokenizer, names::kMaxTokenizer)),
       template_(read_template(bundle), m_.text) {
   const TextSettings& settings = m_.text;
   auto check = [this](int64_t id, const std::string& token) {
@@ -29,16 +30,31 @@ Text::Text(const Bundle& bundle) : m_(bundle.manifest()), tokenizer_(bundle.read
   check(settings.image_token_id, settings.image_token);
   if (settings.video_token_id) check(*settings.video_token_id, *settings.video_token);
   for (const auto& [token, id] : settings.control_tokens) {
-    if (tokenizer_.added(id) != token)
-      unknown("the control token '" + token.substr(0, 40) + "' that is no added token");
+    if (tokenizer_.added(id) != token) unknown("the control token '" + token.substr(0, 40) + "' that is no added token");
     control_.insert(id);
   }
 }
 
 void Text::check_printed(size_t printed, size_t images) const {
   if (printed != images)
-    fail(Kind::templates, "the chat template prints ", m_.text.image_token, " ", printed, " times for ", images,
-         " images; ", kPrintCure);
+    fail(Kind::templates, "the chat template prints ", m_.text.image_token, " ", printed, " times for ", images, " images; ",
+         kPrintCure);
+}
+
+bool Text::may_begin_with_space() const {
+  auto said = [](const char* role, const char* text) {
+    Part part{};
+    part.text = text;
+    return Message{role, {part}};
+  };
+  std::vector<Message> asked{said("user", "?")}, answered{asked[0], said("assistant", "x")};
+  try {
+    std::string before = template_.render(asked), after = template_.render(answered);
+    if (after.compare(0, before.size() + 1, before + " ") == 0) return true;
+  } catch (const Error&) {  // as in Python, nothing is then known of the template
+  }
+  std::vector<TokenAt> written = tokenizer_.encode("x");
+  return !written.empty() && tokenizer_.token(written[0].id).compare(0, 3, "\xe2\x96\x81") == 0;
 }
 
 // `rendered` with the text of each image for its image token.
@@ -67,8 +83,8 @@ Ids Text::expanded(const Ids& ids, const Ids& spans) const {
   size_t span = 0;
   for (int64_t id : ids) {
     if (id >= m_.model.vocab)
-      fail(Kind::bundle, "the tokenizer gives token ", id, " ('", tokenizer_.token(id), "'), the model has ", grouped(m_.model.vocab),
-           " tokens, numbered from 0; export again with the tokenizer that belongs to the model");
+      fail(Kind::bundle, "the tokenizer gives token ", id, " ('", tokenizer_.token(id), "'), the model has ",
+           grouped(m_.model.vocab), " tokens, numbered from 0; export again with the tokenizer that belongs to the model");
     bool is_image = id == m_.text.image_token_id;
     out.insert(out.end(), is_image && span < spans.size() ? static_cast<size_t>(spans[span]) : 1, id);
     span += is_image;

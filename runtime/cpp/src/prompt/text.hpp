@@ -26,6 +26,8 @@ class Text {
   const Tokenizer& tokenizer() const { return tokenizer_; }
   // Whether an id is a special token, which has no text.
   bool hidden(int64_t id) const { return tokenizer_.special(id); }
+  // True if answers usually begin with a space, which the template prints or the tokenizer adds.
+  bool may_begin_with_space() const;
 
  private:
   Ids expanded(const Ids& ids, const Ids& spans) const;
