@@ -107,6 +107,8 @@ def test_budgets_of_0_are_refused_and_an_image_of_one_patch_enters(name: str) ->
     for keep in ("0", "-1", "1.5", "nan", "off"):
         with pytest.raises(RequestError, match="keep"):
             parse(f"{name}:keep={keep}")
+    one = ImageTokens.one_per_patch(np.ones((1, 8), np.float32))
+    assert CDPruner(0.25, "none").select(one) is None
     if name != "cdpruner":
-        assert select(name, ImageTokens.one_per_patch(np.ones((1, 8), np.float32))) == [0]
+        assert select(name, one) == [0]
         assert select(f"{name}:keep=1", drawn(0).image) == select(f"{name}:keep=1000000000", drawn(0).image)

@@ -138,7 +138,7 @@ def test_fastv_ranks_the_tokens_of_all_marked_tiles(models: Models, reference: C
     assert list(found.stats.kv_slots) == wanted.slots
 
 
-@pytest.mark.parametrize("spec", ["cdpruner", "dart:k=0"])
+@pytest.mark.parametrize("spec", ["cdpruner", "dart:k=0", "divprune", "random"])
 def test_what_leaves_out_tokens_before_the_decoder_is_refused_where_text_stands_among_them(
     tiny_checkpoint: Callable[..., Path], models: Models, tmp_path: Path, spec: str
 ) -> None:

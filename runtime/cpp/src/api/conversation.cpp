@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/checks.hpp"
 #include "session/encoded_images.hpp"
 
 namespace vtxcore {

@@ -1,5 +1,7 @@
 #include "bundle/graphs.hpp"
 
+#include "bundle/fields.hpp"
+
 namespace vtxcore {
 namespace {
 
