@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from functools import cache
 from typing import Any
 
 import click
@@ -14,6 +14,7 @@ _MODULES = {  # module of `commands/` by the function of each command
     "batch": "batch",
     "bench": "bench",
     "build": "build",
+    "cache": "cache",
     "calibrate": "calibrate",
     "chat": "chat",
     "doctor": "doctor",
@@ -37,7 +38,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"vtx.commands.{_MODULES[name]}"), name)
 
 
-@cache
+@functools.cache
 def _main() -> click.Group:
     """The command `vtx`, with all others below it."""
 

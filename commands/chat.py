@@ -37,12 +37,12 @@ HISTORY = 1000  # lines
 @command(epilog="vtx-chat photo.jpg\nvtx-chat photo.jpg --k 8\nvtx-chat --bundle llava-7b photo.jpg --device cpu")
 @click.argument("image", required=False)
 @options(
-    "bundle", "k", "reduce", "max_new_tokens", "guide",
+    "bundle", "hub_model", "hub_precision", "k", "reduce", "max_new_tokens", "guide",
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
 def chat(
-    image: str | None, bundle: str | None, k: Depth, reduce: str, max_new_tokens: int, guide: Guide | None,
-    loading: Loading,
+    image: str | None, bundle: str | None, hub_model: str | None, precision: str | None, k: Depth, reduce: str,
+    max_new_tokens: int, guide: Guide | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
     from vtx.runtime.api.options import Options
@@ -55,7 +55,7 @@ def chat(
         parse(reduce)
     if image and not as_video(image):
         load_image(image)
-    model = loading.load(find_bundle(bundle, (k,)))
+    model = loading.load(find_bundle(bundle, (k,), hub_model, precision))
     talk = _Talk(model, image, k, reduce, options)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vtx.commands.shared.options import PRECISION, Depth, DepthType, joined, need_exporter, option, options
+from vtx.commands.shared.options import (
+    PRECISION,
+    Depth,
+    DepthType,
+    given,
+    joined,
+    need_exporter,
+    option,
+    options,
+    size_of,
+)
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
-from vtx.runtime.terminal.last import home, remember, remembered
+from vtx.runtime.terminal.last import remember, remembered
+from vtx.tools.common import cache
 
 DEMO_K = 16  # of the bundle that a first question makes
 
 if TYPE_CHECKING:
-    from vtx.exporter.bundling.export import Plan
+    from vtx.exporter.bundling.export import ExportOptions, Plan
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.tools.data.items import Data
 
@@ -37,15 +48,6 @@ def _chosen_ks(
     if len(numbers) < len(depths):
         raise click.BadParameter("none and auto stand alone; name numbers like 8,16, or one of these")
     return numbers
-
-
-def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB)", value.strip(), re.IGNORECASE)
-    if not match:
-        raise click.BadParameter(f"{value!r} is not a size such as 900MB or 2GB")
-    return int(float(match[1]) * {"MB": 10**6, "GB": 10**9}[match[2].upper()])
 
 
 @command(
@@ -87,7 +89,7 @@ def _bytes(_: click.Context, __: click.Parameter, value: str | None) -> int | No
            "cdpruner:text=tower needs its text tower.", metavar="CLIP"),
     option("--retain", float, "Scale the thresholds of the first --reduce to keep this many vision tokens, averaged "
            "over layers and the questions of --calibration [for the demo: scenes].", metavar="TOKENS"),
-    option("--max-memory", str, "Refuse an export that is predicted to need more, e.g. 2GB.", callback=_bytes,
+    option("--max-memory", str, "Refuse an export that is predicted to need more, e.g. 2GB.", callback=size_of,
            metavar="SIZE"),
     option("--force", bool, "Replace an existing bundle."),
     option("--json as_json", bool, "Print the bundle's contents as vtx-inspect --json does."),
@@ -160,10 +162,6 @@ def export(
     if demo:
         note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")
     plan = exporter.plan_export(options)
-    for line in plan.checkpoint.notes:
-        note(line)
-    for warning in plan.warnings:
-        note(f"warning: {warning}")
     exporter.check_memory(plan.prediction, max_memory)
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
     made = export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), key, force=force)
@@ -187,6 +185,10 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     from vtx.runtime.units import duration, size
     from vtx.tools.common.memory import peak
 
+    for line in plan.checkpoint.notes:
+        note(line)
+    for warning in plan.warnings:
+        note(f"warning: {warning}")
     predicted, p, started = plan.prediction, plan.precisions, time.monotonic()
     linked = f", {size(predicted.linked)} of it linked or copied unchanged" if predicted.linked else ""
     note(f"predicted: {size(predicted.disk)} of disk{linked}; {size(predicted.export_memory)} of memory to export,")
@@ -218,7 +220,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     memory = exported_with or peak() or 0
     note(
         f"measured:  {compared(disk, predicted.disk)} of disk, {compared(memory, predicted.export_memory)} of memory, "
-        f" {duration(time.monotonic() - started)}"
+        f"{duration(time.monotonic() - started)}"
     )
     if measured := bundle.manifest.record.get("arithmetic"):
         shares = [
@@ -244,16 +246,31 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     return Path(bundle.folder)
 
 
-def find_bundle(named: str | None, ks: Iterable[Depth] = ()) -> Path:
-    """The bundle to use: the one named, else the one exported last, else the demo, exported now if it has all `ks`."""
+def find_bundle(
+    named: str | None, ks: Iterable[Depth] = (), model: str | None = None, precision: str | None = None
+) -> Path:
+    """The bundle to use: the one named, else the one exported last, else the demo, exported now if it has all `ks`.
+
+    Of a `model` of the hub, the cached one with these `ks`, fetched and exported now if it is not there.
+    """
+    if model:
+        if given("bundle") or given("bundles"):
+            raise click.UsageError("--model and --bundle both name what to ask; leave one out")
+        if os.path.exists(model):
+            raise click.UsageError(
+                f"--model {model} is on this disk, not on the hub; export it with vtx-export --model"
+            )
+        return _hub_bundle(model, tuple(k for k in ks if k not in (None, "default")), precision or "fp16")
+    if precision:
+        raise click.UsageError("--precision goes with --model; a bundle has its precision from vtx-export")
     if named:
         return Path(named)
     if last := remembered():
         if os.path.isfile(last / "vtx.json"):  # Path.is_file may raise
             return last
         note(f"the bundle exported last, {last}, is gone")
-    out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-k16-fp16"
-    if not (out / "vtx.json").is_file():
+
+    def demo() -> ExportOptions:
         if absent := [k for k in ks if k not in (None, "default", DEMO_K)]:
             gates = " --gates FILE (from vtx-train-gate)" if absent[0] == "auto" else ""
             raise click.UsageError(
@@ -261,8 +278,49 @@ def find_bundle(named: str | None, ks: Iterable[Depth] = ()) -> Path:
                 f"not {absent[0]}; leave out --k, or make a bundle that has it: vtx-export --k {absent[0]}{gates}"
             )
         need_exporter()
-        from vtx.exporter.bundling.export import ExportOptions, plan_export
+        from vtx.exporter.bundling.export import ExportOptions
 
-        note("no bundle yet: exporting the built-in demo model; vtx-export --model makes one of your own")
-        export_with_bar(plan_export(ExportOptions(ks=(DEMO_K,))), out, force=True)
+        note("no bundle yet: exporting the built-in demo model; vtx-run --model fetches another")
+        return ExportOptions(ks=(DEMO_K,))
+
+    return _from_cache(f"demo-k{DEMO_K}-fp16", demo)
+
+
+def _hub_bundle(model: str, ks: tuple[Depth, ...], precision: str) -> Path:
+    """The cached bundle of a model of the hub, which may be named with its revision: ORG/NAME@REVISION."""
+
+    def hub() -> ExportOptions:
+        need_exporter()
+        from vtx.exporter.bundling.arithmetic import SAMPLES
+        from vtx.exporter.bundling.export import ExportOptions
+        from vtx.exporter.bundling.options import MeasuredArithmetic
+        from vtx.tools.data.items import SCENES, read_data
+
+        note(f"the first use of {model} in {precision}: fetching and exporting it; vtx-cache lists what is kept")
+        numbers = tuple(k for k in ks if isinstance(k, int))
+        measured = MeasuredArithmetic(read_data(SCENES, None, SAMPLES))
+        return ExportOptions(model, "auto" if "auto" in ks else numbers, precision, arithmetic=measured)
+
+    depth = "-".join(map(str, ks)) or "none"
+    return _from_cache(f"{model.replace('/', '--')}-k{depth}-{precision}", hub)
+
+
+def _from_cache(name: str, options: Callable[[], ExportOptions]) -> Path:
+    """The bundle `name` of the cache, kept from removal until the command ends; exported now if it is not there."""
+    out = cache.folder() / name
+    held = cache.hold(out)
+    if held is None:
+        wanted = options()
+        from vtx.exporter.bundling.export import plan_export
+
+        with cache.adding(out, note):
+            held = cache.hold(out)  # another process may have made it meanwhile
+            if held is None:
+                plan = plan_export(wanted)
+                for removed in cache.trim(cache.limit(), plan.prediction.disk, out):
+                    note(f"removed {removed} from the cache, which is limited by {cache.LIMIT}")
+                export_with_bar(plan, out, force=True)
+                held = cache.hold(out)
+    if held is not None:
+        click.get_current_context().call_on_close(partial(os.close, held))
     return out

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     'cat image.jpg | vtx-run - "Is there a red star?"\n'
     'vtx-run a.jpg --image b.jpg "Which picture shows a star?"\n'
     'vtx-run clip.mp4 "What happens?" --frames 16\n'
-    'vtx-run --text-only "Who are you?"',
+    'vtx-run --text-only "Who are you?"\n'
+    'vtx-run --model HuggingFaceTB/SmolVLM-256M-Instruct photo.jpg "What is on the table?"',
     leaves=True,
 )
 @click.argument("arguments", nargs=-1, required=True, metavar="IMAGE|VIDEO QUESTION [QUESTION ...]")
 @options(
-    "bundle", "k", "reduce",
+    "bundle", "hub_model", "hub_precision", "k", "reduce",
     option("--about", str, "Choose image tokens by this text, not by the question (cdpruner, dart:k=0)."),
     option("--show-tokens", Path, "Draw the patches that survive each cut, as PNG."),
     option("--gate-threshold", 0.5, "With --k auto: exit above this."),
@@ -56,10 +57,11 @@ if TYPE_CHECKING:
     "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
 )  # fmt: skip
 def run(
-    arguments: tuple[str, ...], bundle: str | None, k: Depth, reduce: str, about: str | None, show_tokens: Path | None,
-    gate_threshold: float, more: tuple[str, ...], videos: tuple[str, ...], frames: int | None, text_only: bool,
-    chat: bool, as_json: bool, max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int,
-    seed: int | None, prompt_lookup: int, guide: Guide | None, loading: Loading,
+    arguments: tuple[str, ...], bundle: str | None, hub_model: str | None, precision: str | None, k: Depth, reduce: str,
+    about: str | None, show_tokens: Path | None, gate_threshold: float, more: tuple[str, ...],
+    videos: tuple[str, ...], frames: int | None, text_only: bool, chat: bool, as_json: bool,
+    max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
+    prompt_lookup: int, guide: Guide | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer questions about an image or a video. Several questions reuse it."""
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
@@ -82,7 +84,7 @@ def run(
 
             check_folder(show_tokens)
         pictures = _read([*images, *more], videos, loading.image_formats, reduce, frames)
-        folder = find_bundle(bundle, (k,))
+        folder = find_bundle(bundle, (k,), hub_model, precision)
         model = loading.load(folder)
     source = {"image": [*images, *more, *videos], "bundle": str(folder)}
     device = f"{model.backend.device} (auto)" if loading.device == "auto" else model.backend.device

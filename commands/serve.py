@@ -43,6 +43,7 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
 @options(
     option("--bundle bundles", str, "A bundle, by its directory's name or NAME; several are loaded on demand [default: "
            "as vtx-run].", multiple=True, metavar="[NAME=]DIR"),
+    "hub_model", "hub_precision",
     option("--host", "127.0.0.1", "Address to listen on; 0.0.0.0: every interface."),
     option("--port", 8000, "0: any free port.", type=click.IntRange(0, 65535)),
     option("--parallel", click.IntRange(1), "Answers of one model that are computed at the same time [default: 4]."),
@@ -69,7 +70,8 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
 def serve(
-    bundles: tuple[str, ...], host: str, port: int, parallel: int | None, max_batch: int | None, queue: int | None,
+    bundles: tuple[str, ...], hub_model: str | None, precision: str | None, host: str, port: int, parallel: int | None,
+    max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
     grace: float | None, kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...],
     origins: tuple[str, ...], api_keys: Path | None, unix_socket: Path | None, lenient: bool, loading: Loading,
@@ -124,7 +126,10 @@ def serve(
         )  # fmt: skip
         return needed_memory(bundle, float_bytes(chosen))
 
-    folders = named(bundles or (str(find_bundle(os.environ.get("VTX_BUNDLE"))),))
+    if hub_model or precision or not bundles:
+        found = find_bundle(os.environ.get("VTX_BUNDLE"), (), hub_model, precision)
+        bundles = (f"{hub_model}={found}" if hub_model else str(found),)
+    folders = named(bundles)
     room = None if memory is None else int(memory * 1e9)
     engines = Engines(folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit)
     with listening(host, port) if unix_socket is None else listening_at(unix_socket) as at:

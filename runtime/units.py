@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+
+from vtx.runtime.errors import RequestError
 
 Progress = Callable[[str, int, int], None]  # gets the name of the step, the units done, and the units in all
 
@@ -25,6 +28,14 @@ def size(count: float) -> str:
         return f"{count:.0f} B"
     power = min(4, (len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a size such as 900MB or 2GB. Raises RequestError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB)", text.strip(), re.IGNORECASE)
+    if not match:
+        raise RequestError(f"{text!r:.80} is not a size such as 900MB or 2GB")
+    return int(float(match[1]) * {"MB": 10**6, "GB": 10**9}[match[2].upper()])
 
 
 def duration(seconds: float) -> str:

@@ -13,8 +13,9 @@ import click
 from click.core import ParameterSource
 
 from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES
-from vtx.runtime.errors import DeviceError
+from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.precision import PRECISIONS
+from vtx.runtime.units import parse_size
 from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ class DepthType(click.ParamType):  # type: ignore[type-arg]
 def joined(_: click.Context, __: click.Parameter, given: tuple[tuple[Depth, ...], ...]) -> tuple[Depth, ...]:
     """The lists of an option that was given more than once, as one."""
     return tuple(depth for depths in given for depth in depths)
+
+
+def size_of(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    """The bytes of an option such as --limit 2GB."""
+    try:
+        return None if value is None else parse_size(value)
+    except RequestError as e:
+        raise click.BadParameter(str(e)) from e
 
 
 def option(name: str, value: Any, help: str | None = None, **more: Any) -> Declare:
@@ -100,6 +109,10 @@ _SHARED: dict[str, Declare] = {
     "data": click.argument("data", default="scenes", metavar="[DATA]"),
     "bundle": option("--bundle", click.Path(), "Bundle directory [default: $VTX_BUNDLE, else the last one exported].",
                      envvar="VTX_BUNDLE"),
+    "hub_model": option("--model hub_model", str, "Hugging Face id in place of a bundle: fetched and exported at its "
+                        "first use, then kept in the cache (vtx-cache).", metavar="ORG/NAME[@REVISION]"),
+    "hub_precision": option("--precision", PRECISION, "With --model: precision of the decoder weights [default: "
+                            "fp16]."),
     "k": click.option("--k", type=DepthType(default=True), default="default", metavar="N|auto|none",
                       help="A prebuilt K [default: the bundle's]."),
     "ks": option("--k ks", DepthType(several=True), "Prebuilt K, none or auto [default: all in the bundle; with "
@@ -161,7 +174,6 @@ def _guide(
     if (json_schema, choices, regex, grammar) == (None, None, None, None):
         return None
     from vtx.runtime.bundle.files import read_named
-    from vtx.runtime.errors import RequestError
     from vtx.runtime.prompt.guiding import MAX_GRAMMAR, MAX_SCHEMA, Guide
     from vtx.runtime.prompt.text import utf8
 

@@ -7,6 +7,7 @@ the name inside that part.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
 from vtx.exporter.checkpoint.family import OriginalParts
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
-from vtx.runtime.bundle.files import Folder, read_named, reason
+from vtx.runtime.bundle.files import Folder, digest, read_named, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, parse_json, shown
 from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError, VtxError
 from vtx.runtime.units import counted
@@ -41,7 +42,8 @@ _SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.
 _WEIGHT_FILES = "model*.safetensors"
 _PICKLED_FILES = "pytorch_model*.bin"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*(?:@\w[\w./-]*)?", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # The first pattern that matches decides: names of single families, then the shared ones. Transformers 4.3x put the
@@ -152,10 +154,13 @@ def open_model(
         if os.path.exists(model):
             raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
         if not _HUB_ID.fullmatch(model):
-            raise CheckpointError(f"{shown(model)}: no such directory, and not a hub id (org/name)")
+            raise CheckpointError(
+                f"{shown(model)}: no such directory, and not a hub id (org/name or org/name@revision)"
+            )
         report = progress or (lambda line: None)
         report(f"fetching the settings of {model} from the hub")
-        folder = _snapshot(model, None, _SETTINGS_FILES)
+        model, _, revision = model.partition("@")
+        folder = _snapshot(model, revision or None, _SETTINGS_FILES)
         config = _config(folder, check)
         folders = [f"{part}/" for part in parts(config)] or [""]
         nested = folders != [""]
@@ -168,6 +173,9 @@ def open_model(
             pickled = [part + _PICKLED_FILES for part in folders if not any((folder / part).glob(_WEIGHT_FILES))]
             if pickled and allow_pickle:  # only if there are no others
                 folder = _snapshot(model, folder.name, pickled, nested=nested)
+            for pattern in (part + files for part in folders for files in (_WEIGHT_FILES, _PICKLED_FILES)):
+                for file in folder.glob(pattern):
+                    _check_blob(file, model)
     if not weights:
         return Checkpoint(folder, config, {}, _revision(folder))
     sources, notes = _source_tensors(folder, allow_pickle=allow_pickle) if not parts(config) else ({}, ())
@@ -363,9 +371,30 @@ def _revision(folder: Path) -> str | None:
     return folder.name if _in_cache(folder) and _COMMIT.fullmatch(folder.name) else None
 
 
+def _check_blob(file: Path, model: str) -> None:
+    """Raise CheckpointError if a file of the hub's cache differs from its sha256, by which the cache names large files.
+
+    It is then removed from the cache. huggingface_hub compares sizes only, if it does not fetch by Xet.
+    """
+    blob = Path(os.path.normpath(file.parent / os.readlink(file))) if file.is_symlink() else file
+    if not _SHA256.fullmatch(blob.name) or blob.is_symlink():  # small, or in the store of what Xet has checked
+        return
+    files = checkpoint_files(file.parent)
+    with files.open(file.name) as content:
+        found = digest(content, file.name, CheckpointError)
+    if found != blob.name:
+        file.unlink()
+        blob.unlink()
+        raise CheckpointError(
+            f"{file.name} of {model} was not fetched intact: its sha256 is {found[:12]}..., the hub's "
+            f"{blob.name[:12]}...; it was removed, and the same command fetches it again"
+        )
+
+
 def _snapshot(model: str, revision: str | None, patterns: list[str], *, nested: bool = False) -> Path:
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as cause:
         raise DeviceError(
@@ -384,11 +413,30 @@ def _snapshot(model: str, revision: str | None, patterns: list[str], *, nested: 
         raise CheckpointError(
             f"{model} is neither a directory here nor a model on the hub; if it is private, run: hf auth login"
         ) from cause
-    except (huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.OfflineModeIsEnabled) as cause:
+    except huggingface_hub.errors.RevisionNotFoundError as cause:
+        raise CheckpointError(
+            f"{model} has no revision {revision} on the hub; name a branch, a tag or a commit"
+        ) from cause
+    except (
+        huggingface_hub.errors.LocalEntryNotFoundError,
+        huggingface_hub.errors.OfflineModeIsEnabled,
+        huggingface_hub.errors.HfHubHTTPError,
+    ) as cause:
+        responses = (getattr(error, "response", None) for error in (cause, cause.__cause__))
+        status = next((response.status_code for response in responses if response is not None), None)
+        if status is not None:
+            access = "ask for access on its page on the hub, then run: hf auth login"
+            fix = access if status in (401, 403) else "try again later"
+            raise CheckpointError(f"the hub answers {status} to a request for {model}; {fix}") from cause
         raise CheckpointError(
             f"{model} is not in the local cache and the hub is unreachable; go online, or name a local directory"
         ) from cause
     except Exception as cause:  # other errors of the hub, its HTTP library and the disk
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+            raise CheckpointError(
+                f"the disk has no space for {model} in {huggingface_hub.constants.HF_HUB_CACHE}; free some there, or "
+                "set HF_HOME to a directory on another disk"
+            ) from cause
         first = (str(cause).strip().splitlines() or [""])[0]
         raise CheckpointError(
             f"{model} could not be fetched from the hub: {type(cause).__name__}: {first[:300]}"

@@ -384,7 +384,7 @@ def test_a_note_of_the_last_bundle_that_leads_nowhere_gives_the_demo(
     note = home / ".local/state/vtx/last-bundle"
     note.parent.mkdir(parents=True)
     note.write_bytes(noted)
-    shutil.copytree(bundle, home / ".cache/vtx/demo-k16-fp16")
+    shutil.copytree(bundle, home / ".cache/vtx/bundles/demo-k16-fp16")
     result = invoke("run", image, QUESTION, "--json", "--max-new-tokens", 1)
     assert result.exit_code == 0
     assert json.loads(result.stdout)["k"] == 3

@@ -63,15 +63,15 @@ def open_directory(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def locked(descriptor: int, *, wait: bool = False) -> bool:
+def locked(descriptor: int, *, wait: bool = False, shared: bool = False) -> bool:
     """Lock an open file or directory until it is closed; return False if another process holds the lock.
 
-    Raises OSError on a file system without locks.
+    Several may hold it if all are `shared`. Raises OSError on a file system without locks.
     """
     import fcntl  # which Windows does not have
 
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     return True

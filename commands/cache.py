@@ -1,0 +1,52 @@
+"""vtx-cache: the bundles that vtx-run --model keeps. It parses, calls and prints."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import click
+
+from vtx.commands.shared.options import option, options, size_of
+from vtx.runtime.errors import RequestError
+from vtx.runtime.terminal.console import command, note, say, table
+from vtx.runtime.units import size
+from vtx.tools.common import cache as bundles
+
+
+@command(
+    epilog="vtx-cache\n"
+    "vtx-cache remove HuggingFaceTB--SmolVLM-256M-Instruct-knone-fp16\n"
+    "vtx-cache --limit 10GB\n"
+    "vtx-cache clear"
+)
+@click.argument("action", default="list", type=click.Choice(["list", "remove", "clear"]))
+@click.argument("names", nargs=-1, metavar="[NAME ...]")
+@options(
+    option("--limit", str, "Remove those used least recently until the others fit.", callback=size_of, metavar="SIZE")
+)
+def cache(action: str, names: tuple[str, ...], limit: int | None) -> None:
+    """List the bundles that vtx-run --model keeps, or remove some; those in use stay.
+
+    $VTX_CACHE_LIMIT limits their size, 40GB without it.
+    """
+    if (action == "remove") != bool(names):
+        raise click.UsageError("vtx-cache remove takes NAMEs, and nothing else does")
+    found = {entry.folder.name: entry for entry in bundles.entries()}
+    if unknown := [name for name in names if name not in found]:
+        raise RequestError(f"{unknown[0]!r:.200} is not in {bundles.folder()}; vtx-cache lists what is")
+    used = [name for name in (found if action == "clear" else names) if not bundles.remove(found[name].folder)]
+    if used:
+        raise RequestError(f"{', '.join(used)}: in use, so not removed; end the command that uses it first")
+    if limit is not None:
+        for name in bundles.trim(limit):
+            note(f"removed {name}")
+    if action != "list":
+        return
+    rows = [
+        [entry.folder.name, size(entry.bytes), datetime.fromtimestamp(entry.used).isoformat(" ", "minutes")]
+        for entry in reversed(bundles.entries())
+    ]
+    if rows:
+        table("", ["bundle", "size", "last use"], rows)
+    total = sum(entry.bytes for entry in bundles.entries())
+    say(f"{size(total)} of {size(bundles.limit())} in {bundles.folder()}")

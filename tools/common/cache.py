@@ -1,0 +1,120 @@
+"""The cache of bundles that commands export by themselves; those used least recently leave when it is full."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from vtx.runtime.errors import ExportError, RequestError
+from vtx.runtime.terminal.last import home
+from vtx.runtime.units import parse_size, size
+from vtx.tools.common.files import locked, open_directory
+
+LIMIT = "VTX_CACHE_LIMIT"
+DEFAULT_LIMIT = "40GB"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBundle:
+    """A bundle of the cache, or the hidden directory of an interrupted export; `used` is a time of last use."""
+
+    folder: Path
+    bytes: int
+    used: float
+
+
+def folder() -> Path:
+    return home("XDG_CACHE_HOME", ".cache") / "vtx" / "bundles"
+
+
+def limit() -> int:
+    """The bytes that the cache may hold. Raises RequestError."""
+    try:
+        return parse_size(os.environ.get(LIMIT) or DEFAULT_LIMIT)
+    except RequestError as e:
+        raise RequestError(f"{LIMIT}: {e}") from e
+
+
+def entries() -> list[CachedBundle]:
+    """Everything in the cache, what was used least recently first."""
+    found = []
+    for path in folder().glob("*"):
+        with suppress(FileNotFoundError, NotADirectoryError):  # another process removes it
+            if path.is_dir():
+                total = sum(file.lstat().st_size for file in path.rglob("*"))
+                found.append(CachedBundle(path, total, path.stat().st_mtime))
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def hold(bundle: Path) -> int | None:
+    """A descriptor that keeps a bundle from being removed while it is open; None if there is no such bundle."""
+    if not os.path.isfile(bundle / "vtx.json"):
+        return None
+    descriptor = open_directory(bundle)
+    with suppress(OSError):
+        locked(descriptor, wait=True, shared=True)
+    if os.path.isfile(bundle / "vtx.json"):
+        with suppress(OSError):
+            os.utime(bundle)
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+@contextmanager
+def adding(bundle: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Keep other processes from adding the same bundle. Raises ExportError if the cache cannot be written to."""
+    try:
+        bundle.parent.mkdir(parents=True, exist_ok=True)
+        lock = bundle.with_name(f".{bundle.name}.lock").open("w")
+    except OSError as e:
+        raise ExportError(f"cannot write to the cache {bundle.parent} ({e.strerror}); set XDG_CACHE_HOME") from e
+    with lock:
+        with suppress(OSError):
+            if not locked(lock.fileno()):
+                say(f"another process makes {bundle.name}; waiting for it")
+                locked(lock.fileno(), wait=True)
+        yield
+
+
+def trim(allowed: int, needed: int = 0, for_bundle: Path | None = None) -> Iterator[str]:
+    """Remove what was used least recently until `needed` more bytes fit into `allowed`; yield the names.
+
+    What an interrupted export of `for_bundle` left stays. Raises ExportError if what is in use leaves no room.
+    """
+    own = f".{for_bundle.name}." if for_bundle else None
+    kept = [entry for entry in entries() if own is None or not entry.folder.name.startswith(own)]
+    used = sum(entry.bytes for entry in kept)
+    for entry in kept:
+        if needed <= allowed < used + needed and remove(entry.folder):
+            used -= entry.bytes
+            yield entry.folder.name
+    if used + needed > allowed:
+        held = f", and {size(used)} are in use" if needed <= allowed else ""
+        what = f"{size(needed)} for this bundle are too much for the cache" if needed else "the cache is too large"
+        raise ExportError(f"{what}: its limit is {size(allowed)}{held}; raise {LIMIT}, or choose a smaller --precision")
+
+
+def remove(bundle: Path) -> bool:
+    """Remove a bundle; return False if a process uses it, or the file system has no locks that say so."""
+    try:
+        descriptor = open_directory(bundle)
+    except OSError:
+        return False
+    try:
+        if not locked(descriptor):
+            return False
+        gone = bundle.with_name(f".{bundle.name}.removed-{secrets.token_hex(4)}")
+        bundle.rename(gone)
+        shutil.rmtree(gone)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
