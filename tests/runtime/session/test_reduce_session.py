@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -25,11 +29,13 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.policy import Policy
+from vtx.runtime.session import session as session_module
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.tokens import Scores
 
 TOLERANCE = 1e-5
 STEPS = 5
+BEGINNING = 100  # lines of the session's modules that a question runs up to its first layer, and more
 LAYERS = (2, 4, 6)
 # A little below 1/16, what each of 16 rows gets on average: some rows leave at each of the three cuts.
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,key=0.1,layers=2/4/6"
@@ -192,6 +198,50 @@ def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
             found = answer(session, fused(backend, prompts[number]), policy(model, other), 2)
             assert np.array_equal(found, fresh[number, other][:2]), (at, other)
     assert at > 15, "the question made fewer calls than it has stages, scores and caches that shrink"
+
+
+def interrupted(call: Callable[[], Any], at: int) -> bool:
+    """True if a call was interrupted, before the line of that number from 0 that it ran in the session's modules."""
+    room, before, left = str(Path(session_module.__file__).parent), sys.gettrace(), at
+
+    def enter(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return enter if frame.f_code.co_filename.startswith(room) else None
+
+    sys.settrace(enter)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("other", [2, 3], ids=["same image", "other image"])
+def test_a_chat_goes_on_after_another_question_interrupted_at_any_line(
+    model: Model, prompts: list[Prompt], fresh: dict[Any, Logits], other: int
+) -> None:
+    """Each line of its beginning, where caches are put back and replaced, and some of the rest."""
+    asked, ways = prompts[1], [policy(model, way) for way in ("mustdrop", "fastv then withdrawal")]
+    turn = replace(asked, ids=np.append(asked.ids, [40, 41]), is_vision=np.append(asked.is_vision, [False, False]))
+    undisturbed = Session(model.backend, model.manifest)
+    first = undisturbed.prefill(asked, ways[0]).selection
+    wanted = undisturbed.prefill(turn, ways[0], after=first).logits
+    for at in (*range(BEGINNING), *range(BEGINNING, 10_000, 25)):
+        session = Session(model.backend, model.manifest)
+        session.prefill(asked, ways[0])
+        if not interrupted(lambda s=session: s.prefill(prompts[other], ways[1]), at):  # type: ignore[misc]
+            break
+        assert np.array_equal(session.prefill(turn, ways[0], after=first).logits, wanted), at
+        found = answer(session, prompts[other], ways[1], 2)
+        assert np.array_equal(found, fresh[other, "fastv then withdrawal"][:2]), at
+    assert at > 2 * BEGINNING
 
 
 def test_the_image_is_not_run_again_before_the_first_cut(model: Model, prompts: list[Prompt]) -> None:
