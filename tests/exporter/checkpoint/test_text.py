@@ -43,6 +43,8 @@ def test_exported_ids_equal_autotokenizer_s(
     ours = Tokenizer.from_str(json_text)
     for sentence in ("USER: <image>\nwhat is this?</s> the", " Hello", "<s>猫"):
         assert ours.encode(sentence).ids == theirs.encode(sentence)
+        own = ours.encode(sentence, add_special_tokens=False).ids
+        assert [*settings.ids_before, *own, *settings.ids_after] == theirs.encode(sentence)
     assert (settings.bos_token, settings.eos_token) == (theirs.bos_token, theirs.eos_token)
     assert Text(ours, template, settings).prompt(CHATS["image"], ROWS).size
 
