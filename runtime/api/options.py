@@ -168,8 +168,11 @@ def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
     changes, sampling, guide = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for name, value in sorted(keywords.items()):
         if name not in _OPTIONS | _SAMPLING | _GUIDE:
-            known = ", ".join(sorted(_OPTIONS | _SAMPLING | _GUIDE))
-            raise RequestError(f"there is no option {name!r}; the options are {known}")
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, sorted(_OPTIONS | _SAMPLING | _GUIDE), 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise RequestError(f"there is no option {name!r:.40}; {meant}help(vtx.Options) and vtx.Sampling list them")
         (changes if name in _OPTIONS else sampling if name in _SAMPLING else guide)[name] = value
     if guide:
         changes["guide"] = Guide(**guide)

@@ -97,7 +97,7 @@ HUGE = 10**900
         ({"stop": ""}, "none of them empty"),
         ({"stop": [1]}, "stop is [1]"),
         ({"stop": ["x"] * 17}, "17 strings; at most 16"),
-        ({"max_tokens": 3}, "there is no option 'max_tokens'; the options are"),
+        ({"max_tokens": 3}, "there is no option 'max_tokens'; did you mean max_new_tokens? help(vtx.Options)"),
         ({"options": 5}, "options is 5; it must be a vtx.Options"),
         ({"reduce": 5}, "reduce is 5; it must be a spec"),
         ({"reduce": ["fastv"]}, "reduce is ['fastv']"),
