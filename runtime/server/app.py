@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vtx.runtime.server.chat import ChatCompletions, Traffic
+from vtx.runtime.server.chat import TOKENIZE, ChatCompletions, Traffic
 from vtx.runtime.server.compute.engines import Engines
 from vtx.runtime.server.http import Receive, Scope, Send, header
 from vtx.runtime.server.limits import Limits
@@ -93,7 +93,8 @@ def make_app(
             engines.close()
 
     routes = [
-        Route("/v1/chat/completions", endpoint=chat, methods=["POST"]), Route("/v1/models", endpoint=models),
+        *(Route(path, endpoint=chat, methods=["POST"]) for path in ("/v1/chat/completions", TOKENIZE)),
+        Route("/v1/models", endpoint=models),
         Route("/v1/models/{name:path}", endpoint=model),
         *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
         Route("/metrics", endpoint=figures), *(Route(path, endpoint=page) for path in PAGE),
@@ -114,7 +115,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         refusal = refusal_of(error)
         return JSONResponse(refusal.body(), refusal.status)
-    known = "POST /v1/chat/completions, GET /v1/models, /v1/models/NAME, /livez, /readyz, /health, /metrics and /"
+    known = "POST /v1/chat/completions and /tokenize, GET /v1/models, /v1/models/NAME, /livez, /readyz, /health, /metrics, /"
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
     return JSONResponse(refusal.body(), refusal.status, headers=error.headers)
 

@@ -34,6 +34,7 @@ from vtx.runtime.vision.image import image_size
 from vtx.runtime.vision.video import Video
 
 log = logging.getLogger(__name__)
+TOKENIZE = "/tokenize"  # vLLM's address: the same request, of which only the prompt's tokens are given
 CLIENT_LEFT = 499  # in the metrics only
 RETRY_SECONDS = 2
 READERS = 2  # threads that parse requests and decode images
@@ -133,6 +134,10 @@ class ChatCompletions:
                 readers, stopping = self._video_readers if videos else self._readers, threading.Event()
                 reading = loop.run_in_executor(readers, prepare, engine, chat, self._limits, stopping.is_set)
                 prepared = await _while_wanted(reading, receive, stopping, deadline, seconds)
+                if scope["path"] == TOKENIZE:
+                    ids, most = prepared.ids.tolist(), engine.model.manifest.max_context
+                    await reply.json(200, {"count": len(ids), "max_model_len": most, "tokens": ids})
+                    return
                 chat = prepared.chat  # without the images' text, which may be large
                 waits = list[float]()  # until it began, and until its first token, by the monotonic clock
                 objects = Objects(chat.model, engine.model, chat.options.logprobs, notes=chat.notes)

@@ -92,6 +92,15 @@ def test_a_stream_without_events_gets_comments(served: Served) -> None:
     assert "names token 99999999" in late
 
 
+def test_the_tokens_of_a_prompt_are_counted(served: Served, local: Model) -> None:
+    body = json.dumps(asking(QUESTION)).encode()
+    counted = served.request("POST", "/tokenize", body, content_type="application/json").json
+    assert counted["count"] == len(counted["tokens"]) == served.chat(asking(QUESTION)).json["usage"]["prompt_tokens"]
+    assert counted["max_model_len"] == local.manifest.max_context
+    wrong = json.dumps(asking(user("  "))).encode()
+    assert served.request("POST", "/tokenize", wrong, content_type="application/json").status == 400
+
+
 def test_one_model_is_described(served: Served) -> None:
     listed = served.request("GET", "/v1/models").json["data"][0]
     assert served.request("GET", "/v1/models/tiny").json == listed
