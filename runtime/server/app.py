@@ -115,7 +115,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         refusal = refusal_of(error)
         return JSONResponse(refusal.body(), refusal.status)
-    known = "POST /v1/chat/completions and /tokenize, GET /v1/models, /v1/models/NAME, /livez, /readyz, /health, /metrics, /"
+    known = "POST /v1/chat/completions, /tokenize, GET /v1/models, /v1/models/ID, /livez, /readyz, /health, /metrics, /"
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
     return JSONResponse(refusal.body(), refusal.status, headers=error.headers)
 
