@@ -14,10 +14,8 @@ from vtx.tools.common import cache as bundles
 
 
 @command(
-    epilog="vtx-cache\n"
-    "vtx-cache remove HuggingFaceTB--SmolVLM-256M-Instruct-knone-fp16\n"
-    "vtx-cache --limit 10GB\n"
-    "vtx-cache clear"
+    epilog="vtx-cache\nvtx-cache remove HuggingFaceTB--SmolVLM-256M-Instruct-knone-fp16\n"
+    "vtx-cache --limit 10GB\nvtx-cache clear"
 )
 @click.argument("action", default="list", type=click.Choice(["list", "remove", "clear"]))
 @click.argument("names", nargs=-1, metavar="[NAME ...]")
@@ -34,19 +32,17 @@ def cache(action: str, names: tuple[str, ...], limit: int | None) -> None:
     found = {entry.folder.name: entry for entry in bundles.entries()}
     if unknown := [name for name in names if name not in found]:
         raise RequestError(f"{unknown[0]!r:.200} is not in {bundles.folder()}; vtx-cache lists what is")
-    used = [name for name in (found if action == "clear" else names) if not bundles.remove(found[name].folder)]
-    if used:
-        raise RequestError(f"{', '.join(used)}: in use, so not removed; end the command that uses it first")
+    busy = [name for name in (found if action == "clear" else names) if not bundles.remove(found[name].folder)]
+    if busy:
+        raise RequestError(f"{', '.join(busy)}: in use, so not removed; end the command that uses it first")
     if limit is not None:
         for name in bundles.trim(limit):
             note(f"removed {name}")
     if action != "list":
         return
-    rows = [
-        [entry.folder.name, size(entry.bytes), datetime.fromtimestamp(entry.used).isoformat(" ", "minutes")]
-        for entry in reversed(bundles.entries())
-    ]
-    if rows:
+    kept = bundles.entries()[::-1]
+    used = [datetime.fromtimestamp(entry.used).isoformat(" ", "minutes") for entry in kept]
+    if kept:
+        rows = [[entry.folder.name, size(entry.bytes), time] for entry, time in zip(kept, used, strict=True)]
         table("", ["bundle", "size", "last use"], rows)
-    total = sum(entry.bytes for entry in bundles.entries())
-    say(f"{size(total)} of {size(bundles.limit())} in {bundles.folder()}")
+    say(f"{size(sum(entry.bytes for entry in kept))} of {size(bundles.limit())} in {bundles.folder()}")

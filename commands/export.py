@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,9 +28,10 @@ from vtx.runtime.terminal.last import remember, remembered
 from vtx.tools.common import cache
 
 DEMO_K = 16  # of the bundle that a first question makes
+DEMO = f"demo-k{DEMO_K}-fp16"
 
 if TYPE_CHECKING:
-    from vtx.exporter.bundling.export import ExportOptions, Plan
+    from vtx.exporter.bundling.export import Plan
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.tools.data.items import Data
 
@@ -251,16 +252,21 @@ def find_bundle(
 ) -> Path:
     """The bundle to use: the one named, else the one exported last, else the demo, exported now if it has all `ks`.
 
-    Of a `model` of the hub, the cached one with these `ks`, fetched and exported now if it is not there.
+    Of a hub's `model`, ORG/NAME or ORG/NAME@REVISION, the one in the cache, fetched and exported now if it is absent.
     """
+    own_ks = [k for k in ks if k not in (None, "default")]
     if model:
         if given("bundle") or given("bundles"):
             raise click.UsageError("--model and --bundle both name what to ask; leave one out")
         if os.path.exists(model):
-            raise click.UsageError(
-                f"--model {model} is on this disk, not on the hub; export it with vtx-export --model"
-            )
-        return _hub_bundle(model, tuple(k for k in ks if k not in (None, "default")), precision or "fp16")
+            raise click.UsageError(f"--model {model} is on this disk, not on the hub; vtx-export --model exports it")
+        depth = "-".join(map(str, own_ks)) or "none"
+        chosen: tuple[int, ...] | Literal["auto"] = (
+            "auto" if "auto" in own_ks else tuple(k for k in own_ks if isinstance(k, int))
+        )
+        why = f"the first use of {model} like this: fetching and exporting it; vtx-cache lists what is kept"
+        name = f"{model.replace('/', '--')}-k{depth}-{precision or 'fp16'}"
+        return _from_cache(name, why, model, chosen, precision or "fp16")
     if precision:
         raise click.UsageError("--precision goes with --model; a bundle has its precision from vtx-export")
     if named:
@@ -269,54 +275,32 @@ def find_bundle(
         if os.path.isfile(last / "vtx.json"):  # Path.is_file may raise
             return last
         note(f"the bundle exported last, {last}, is gone")
-
-    def demo() -> ExportOptions:
-        if absent := [k for k in ks if k not in (None, "default", DEMO_K)]:
-            gates = " --gates FILE (from vtx-train-gate)" if absent[0] == "auto" else ""
-            raise click.UsageError(
-                f"no bundle yet, and the demo model's, which would be exported now, has only K = none and {DEMO_K}, "
-                f"not {absent[0]}; leave out --k, or make a bundle that has it: vtx-export --k {absent[0]}{gates}"
-            )
-        need_exporter()
-        from vtx.exporter.bundling.export import ExportOptions
-
-        note("no bundle yet: exporting the built-in demo model; vtx-run --model fetches another")
-        return ExportOptions(ks=(DEMO_K,))
-
-    return _from_cache(f"demo-k{DEMO_K}-fp16", demo)
+    if (absent := [k for k in own_ks if k != DEMO_K]) and not os.path.isfile(cache.folder() / DEMO / "vtx.json"):
+        gates = " --gates FILE (from vtx-train-gate)" if absent[0] == "auto" else ""
+        raise click.UsageError(
+            f"no bundle yet, and the demo model's, which would be exported now, has only K = none and {DEMO_K}, "
+            f"not {absent[0]}; leave out --k, or make a bundle that has it: vtx-export --k {absent[0]}{gates}"
+        )
+    why = "no bundle yet: exporting the built-in demo model; vtx-run --model fetches another"
+    return _from_cache(DEMO, why, "demo", (DEMO_K,), "fp16")
 
 
-def _hub_bundle(model: str, ks: tuple[Depth, ...], precision: str) -> Path:
-    """The cached bundle of a model of the hub, which may be named with its revision: ORG/NAME@REVISION."""
-
-    def hub() -> ExportOptions:
+def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["auto"], precision: str) -> Path:
+    """The bundle `name` of the cache, kept from removal until the command ends; exported now if it is not there."""
+    out = cache.folder() / name
+    if (held := cache.hold(out)) is None:
         need_exporter()
         from vtx.exporter.bundling.arithmetic import SAMPLES
-        from vtx.exporter.bundling.export import ExportOptions
+        from vtx.exporter.bundling.export import ExportOptions, plan_export
         from vtx.exporter.bundling.options import MeasuredArithmetic
         from vtx.tools.data.items import SCENES, read_data
 
-        note(f"the first use of {model} in {precision}: fetching and exporting it; vtx-cache lists what is kept")
-        numbers = tuple(k for k in ks if isinstance(k, int))
-        measured = MeasuredArithmetic(read_data(SCENES, None, SAMPLES))
-        return ExportOptions(model, "auto" if "auto" in ks else numbers, precision, arithmetic=measured)
-
-    depth = "-".join(map(str, ks)) or "none"
-    return _from_cache(f"{model.replace('/', '--')}-k{depth}-{precision}", hub)
-
-
-def _from_cache(name: str, options: Callable[[], ExportOptions]) -> Path:
-    """The bundle `name` of the cache, kept from removal until the command ends; exported now if it is not there."""
-    out = cache.folder() / name
-    held = cache.hold(out)
-    if held is None:
-        wanted = options()
-        from vtx.exporter.bundling.export import plan_export
-
+        note(why)
+        measured = None if name == DEMO else MeasuredArithmetic(read_data(SCENES, None, SAMPLES))
+        options = ExportOptions(model, ks, precision, arithmetic=measured)
         with cache.adding(out, note):
-            held = cache.hold(out)  # another process may have made it meanwhile
-            if held is None:
-                plan = plan_export(wanted)
+            if (held := cache.hold(out)) is None:  # no other process made it meanwhile
+                plan = plan_export(options)
                 for removed in cache.trim(cache.limit(), plan.prediction.disk, out):
                     note(f"removed {removed} from the cache, which is limited by {cache.LIMIT}")
                 export_with_bar(plan, out, force=True)

@@ -30,11 +30,11 @@ def size(count: float) -> str:
     return f"{count / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
-def parse_size(text: str) -> int:
-    """Bytes from a size such as 900MB or 2GB. Raises RequestError."""
+def parse_size(text: str, name: str) -> int:
+    """The bytes of the setting `name`, a size such as 900MB or 2GB. Raises RequestError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB)", text.strip(), re.IGNORECASE)
     if not match:
-        raise RequestError(f"{text!r:.80} is not a size such as 900MB or 2GB")
+        raise RequestError(f"{name} is {text!r:.80}, not a size such as 900MB or 2GB")
     return int(float(match[1]) * {"MB": 10**6, "GB": 10**9}[match[2].upper()])
 
 

@@ -57,10 +57,10 @@ def joined(_: click.Context, __: click.Parameter, given: tuple[tuple[Depth, ...]
     return tuple(depth for depths in given for depth in depths)
 
 
-def size_of(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+def size_of(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """The bytes of an option such as --limit 2GB."""
     try:
-        return None if value is None else parse_size(value)
+        return None if value is None else parse_size(value, parameter.opts[0])
     except RequestError as e:
         raise click.BadParameter(str(e)) from e
 

@@ -43,7 +43,6 @@ _WEIGHT_FILES = "model*.safetensors"
 _PICKLED_FILES = "pytorch_model*.bin"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*(?:@\w[\w./-]*)?", re.ASCII)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # The first pattern that matches decides: names of single families, then the shared ones. Transformers 4.3x put the
@@ -377,7 +376,7 @@ def _check_blob(file: Path, model: str) -> None:
     It is then removed from the cache. huggingface_hub compares sizes only, if it does not fetch by Xet.
     """
     blob = Path(os.path.normpath(file.parent / os.readlink(file))) if file.is_symlink() else file
-    if not _SHA256.fullmatch(blob.name) or blob.is_symlink():  # small, or in the store of what Xet has checked
+    if not re.fullmatch("[0-9a-f]{64}", blob.name) or blob.is_symlink():  # small, or in the store that Xet has checked
         return
     files = checkpoint_files(file.parent)
     with files.open(file.name) as content:
@@ -422,12 +421,13 @@ def _snapshot(model: str, revision: str | None, patterns: list[str], *, nested: 
         huggingface_hub.errors.OfflineModeIsEnabled,
         huggingface_hub.errors.HfHubHTTPError,
     ) as cause:
-        responses = (getattr(error, "response", None) for error in (cause, cause.__cause__))
-        status = next((response.status_code for response in responses if response is not None), None)
-        if status is not None:
-            access = "ask for access on its page on the hub, then run: hf auth login"
-            fix = access if status in (401, 403) else "try again later"
-            raise CheckpointError(f"the hub answers {status} to a request for {model}; {fix}") from cause
+        for response in (getattr(error, "response", None) for error in (cause, cause.__cause__)):
+            if response is not None:
+                fix = "ask for access on its page on the hub, then run: hf auth login"
+                fix = fix if response.status_code in (401, 403) else "try again later"
+                raise CheckpointError(
+                    f"the hub answers {response.status_code} to a request for {model}; {fix}"
+                ) from cause
         raise CheckpointError(
             f"{model} is not in the local cache and the hub is unreachable; go online, or name a local directory"
         ) from cause

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.families.vila import VILA
+from tests.support.gated import WAIT
 from tests.support.hub import COMMIT, Hub, serving_hub
-from tests.support.tiny import random_image
+from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.runtime.errors import ExportError
 from vtx.tools.common import cache
@@ -124,6 +126,70 @@ def test_the_second_run_imports_no_exporter_and_reaches_for_no_network(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["token_ids"] == first["token_ids"]
     assert not {"torch", "transformers", "huggingface_hub"} & set(done.stderr.split())
+
+
+FAMILIES = {
+    "llava_next": Tiny(family="llava_next", context=512, shards=3),
+    "llava_onevision": Tiny(family="llava_onevision", vision="siglip", select="full", text="qwen2", context=1024),
+    "internvl": Tiny(
+        family="internvl", vision="internvl", text="qwen2", tokenizer="bytes", names="saved", feature_layer=-1
+    ),
+    "qwen2_vl": Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", context=1024),
+    "idefics3": Tiny(family="idefics3", vision="siglip", tokenizer="bytes", context=1024),
+    "vila": VILA,
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_every_layout_of_files_are_fetched_and_answer(
+    hub: Hub, tiny_checkpoint: Make, image: Path, family: str
+) -> None:
+    hub.models["org/other"] = tiny_checkpoint(FAMILIES[family])
+    first = answered(ask(image, model="org/other"))
+    weights = {path for _, path, _ in hub.requests if path.endswith(".safetensors")}
+    assert len(weights) == len(list(hub.models["org/other"].rglob("*.safetensors")))
+    hub.refused = 500, "", ""
+    assert answered(ask(image, model="org/other"))["token_ids"] == first["token_ids"]
+
+
+def test_vtx_chat_takes_a_model_of_the_hub(hub: Hub, bundles: Path, image: Path) -> None:
+    words = ["--model", MODEL, "--precision", "fp32", "--max-new-tokens", "1", str(image)]
+    done = CliRunner().invoke(cli.chat, words, input="what is it?\n", catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    assert [entry.folder.name for entry in cache.entries()] == [NAME]
+
+
+def test_vtx_serve_serves_a_model_of_the_hub_by_its_id(
+    hub: Hub, bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uvicorn = pytest.importorskip("uvicorn", reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
+    done = invoke("serve", "--model", MODEL, "--precision", "fp32", "--port", 0)
+    assert done.exit_code == 0, done.stderr
+    assert f"serving {MODEL} at" in done.stderr
+    assert invoke("serve", "--model", MODEL, "--bundle", bundles / NAME).exit_code == 2
+
+
+@pytest.mark.slow
+def test_killed_three_times_in_the_middle_of_the_weights_it_is_whole_in_the_end(
+    hub: Hub, bundles: Path, image: Path, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", "from vtx.cli import run; run()", "--model", MODEL, "--precision", "fp32"]
+    command += [str(image), *map(str, QUESTION)]
+    hub.stuck = WEIGHTS
+    for _ in range(3):
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert hub.reached.wait(WAIT)
+            process.kill()
+        hub.reached.clear()
+        assert cache.entries() == []
+    hub.stuck = None
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(hub.served(WEIGHTS)) == 4
+    assert len(hub.served("config.json")) == 1, "what is whole stays"
 
 
 def test_options_and_revisions_are_bundles_of_their_own(hub: Hub, bundles: Path, image: Path) -> None:
@@ -294,7 +360,7 @@ def test_a_bundle_of_the_cache_makes_room_for_the_next_one(
     assert f"removed {NAME} from the cache" in result.stderr
     assert [entry.folder.name for entry in cache.entries()] == ["org--tiny-k3-fp32"]
     monkeypatch.setenv("VTX_CACHE_LIMIT", "much")
-    assert "VTX_CACHE_LIMIT: 'much' is not a size" in refused(ask(image, "--k", 5))
+    assert "VTX_CACHE_LIMIT is 'much', not a size" in refused(ask(image, "--k", 5))
 
 
 def test_the_cache_is_listed_and_emptied(bundles: Path) -> None:

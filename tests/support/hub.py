@@ -24,6 +24,8 @@ class Hub:
     cuts: int = 0  # of the next answers with weights, each breaks off after half of what it has to send
     wrong: bytes | None = None  # sent in the place of as many of the weights' first bytes
     lost: int = 0  # bytes that the weights are shorter than their announced size
+    stuck: str | None = None  # the file that never comes whole
+    reached: threading.Event = field(default_factory=threading.Event)  # once it is stuck
     refused: tuple[int, str, str] | None = None  # a status for every request, an error's code and its message
 
     def served(self, name: str) -> list[str | None]:
@@ -62,7 +64,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             elif revision not in ("main", COMMIT, "tag"):
                 self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
             elif api:
-                files = [_described(file) for file in sorted(folder.iterdir())]
+                files = [_described(file, folder) for file in sorted(folder.rglob("*")) if file.is_file()]
                 if parts[4] == "revision":
                     siblings = [{"rfilename": file["path"]} for file in files]
                     value: object = {"_id": "1", "id": model, "sha": COMMIT, "siblings": siblings}
@@ -70,12 +72,13 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     value = files
                 self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
             else:
-                self._file(folder / parts[4], asked, body=body)
+                self._file(folder, "/".join(parts[4:]), asked, body=body)
 
-        def _file(self, file: Path, asked: str | None, *, body: bool) -> None:
+        def _file(self, folder: Path, name: str, asked: str | None, *, body: bool) -> None:
+            file = folder / name
             content = file.read_bytes()
             weights = file.suffix == ".safetensors"
-            described = _described(file)
+            described = _described(file, folder)
             headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{described["oid"]}"', "Accept-Ranges": "bytes"}
             if weights:
                 large = described["lfs"]
@@ -88,7 +91,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if asked:
                 headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             rest = content[start:]
-            if weights and body and hub.cuts:
+            if body and file.name == hub.stuck:
+                self._send(200, rest[: len(rest) // 2], headers, length=len(rest))
+                hub.reached.set()
+                self.connection.recv(1)  # until the client is gone
+                self.close_connection = True
+            elif weights and body and hub.cuts:
                 hub.cuts -= 1
                 self._send(206 if asked else 200, rest[: len(rest) // 2], headers, length=len(rest))
                 self.close_connection = True
@@ -106,10 +114,15 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _described(file: Path) -> dict[str, object]:
+def _described(file: Path, folder: Path) -> dict[str, object]:
     content = file.read_bytes()
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    entry: dict[str, object] = {"type": "file", "path": file.name, "size": len(content), "oid": blob}
+    entry: dict[str, object] = {
+        "type": "file",
+        "path": file.relative_to(folder).as_posix(),
+        "size": len(content),
+        "oid": blob,
+    }
     if file.suffix == ".safetensors":
         entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
     return entry

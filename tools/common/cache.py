@@ -7,21 +7,19 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from vtx.runtime.errors import ExportError, RequestError
+from vtx.runtime.errors import ExportError
 from vtx.runtime.terminal.last import home
 from vtx.runtime.units import parse_size, size
 from vtx.tools.common.files import locked, open_directory
 
 LIMIT = "VTX_CACHE_LIMIT"
-DEFAULT_LIMIT = "40GB"
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBundle:
-    """A bundle of the cache, or the hidden directory of an interrupted export; `used` is a time of last use."""
+class CachedBundle(NamedTuple):
+    """A bundle of the cache, or the hidden directory of an interrupted export; `used` is the time of its last use."""
 
     folder: Path
     bytes: int
@@ -34,10 +32,7 @@ def folder() -> Path:
 
 def limit() -> int:
     """The bytes that the cache may hold. Raises RequestError."""
-    try:
-        return parse_size(os.environ.get(LIMIT) or DEFAULT_LIMIT)
-    except RequestError as e:
-        raise RequestError(f"{LIMIT}: {e}") from e
+    return parse_size(os.environ.get(LIMIT) or "40GB", LIMIT)
 
 
 def entries() -> list[CachedBundle]:
@@ -87,8 +82,8 @@ def trim(allowed: int, needed: int = 0, for_bundle: Path | None = None) -> Itera
 
     What an interrupted export of `for_bundle` left stays. Raises ExportError if what is in use leaves no room.
     """
-    own = f".{for_bundle.name}." if for_bundle else None
-    kept = [entry for entry in entries() if own is None or not entry.folder.name.startswith(own)]
+    own = f".{for_bundle.name}.partial-" if for_bundle else "/"
+    kept = [entry for entry in entries() if not entry.folder.name.startswith(own)]
     used = sum(entry.bytes for entry in kept)
     for entry in kept:
         if needed <= allowed < used + needed and remove(entry.folder):
@@ -102,19 +97,14 @@ def trim(allowed: int, needed: int = 0, for_bundle: Path | None = None) -> Itera
 
 def remove(bundle: Path) -> bool:
     """Remove a bundle; return False if a process uses it, or the file system has no locks that say so."""
-    try:
+    with suppress(OSError):
         descriptor = open_directory(bundle)
-    except OSError:
-        return False
-    try:
-        if not locked(descriptor):
-            return False
-        gone = bundle.with_name(f".{bundle.name}.removed-{secrets.token_hex(4)}")
-        bundle.rename(gone)
-        shutil.rmtree(gone)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(descriptor)
+        try:
+            if locked(descriptor):
+                gone = bundle.with_name(f".{bundle.name}.removed-{secrets.token_hex(4)}")
+                bundle.rename(gone)
+                shutil.rmtree(gone)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
