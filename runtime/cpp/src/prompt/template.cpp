@@ -135,6 +135,8 @@ void ChatTemplate::compile() const {
         return compiled_->run(list, settings_, false, example_time());
       } catch (const jinja::limit_exceeded&) {
         throw;
+      } catch (const std::bad_alloc&) {
+        throw;
       } catch (const std::exception&) {
         return "";
       }
@@ -155,6 +157,8 @@ void ChatTemplate::compile() const {
     std::string text;
     try {
       text = shaped(messages, example_time());
+    } catch (const std::bad_alloc&) {
+      throw;
     } catch (const std::exception&) {
       continue;  // as every conversation like it, with the reason
     }
@@ -169,6 +173,8 @@ std::string ChatTemplate::render(const std::vector<Message>& messages) const {
   std::call_once(once_, [this] {
     try {
       compile();
+    } catch (const std::bad_alloc&) {
+      throw;  // and it is tried again
     } catch (const std::exception& error) {
       problem_ = one_line(error.what());
     }
@@ -178,6 +184,8 @@ std::string ChatTemplate::render(const std::vector<Message>& messages) const {
   std::string out;
   try {
     out = shaped(messages, std::time(nullptr));
+  } catch (const std::bad_alloc&) {
+    throw;
   } catch (const jinja::refused_by_template& refusal) {
     fail(Kind::templates, "the chat template refuses this conversation: ", one_line(refusal.what()));
   } catch (const std::exception& error) {

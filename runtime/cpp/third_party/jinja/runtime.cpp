@@ -74,6 +74,8 @@ value statement::execute(context & ctx) const {
         throw;
     } catch (const refused_by_template & /* ex */) {
         throw;
+    } catch (const std::bad_alloc &) {  // vtx: not the template's fault
+        throw;
     } catch (const std::exception & e) {
         throw rethrown_exception(std::string(e.what()) + " (" + get_line_col(*ctx.src, pos) + ")");  // vtx: in one line
     }

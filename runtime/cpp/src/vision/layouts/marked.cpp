@@ -63,7 +63,7 @@ class MarkedTiles : public TiledLayout {
     MarkedImage out{Ids(static_cast<size_t>(columns * rows + 1), tokens_), {}};
     for (int64_t row = 1; row <= rows; ++row)
       for (int64_t column = 1; column <= columns; ++column)
-        out.marks.push_back(cat(row > 1 && column == 1 ? "\n" : "", frame, "<token_", row, "_col_", column, ">"));
+        out.marks.push_back(cat(row > 1 && column == 1 ? "\n" : "", frame, "<row_", row, "_col_", column, ">"));
     out.marks.push_back("\n\n" + all);
     out.marks.push_back(frame);
     return out;
