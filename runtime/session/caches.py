@@ -93,13 +93,10 @@ class PrefixCaches:
         first = other.first_pruned
         if pruned is None or first == len(self.stages):
             pruned, first = None, len(self.stages)
-        for number in range(len(self.stages)):
-            if number < prefix.depth:
-                mine, theirs, size = self.full, other.full, prefix.size
-            elif pruned is not None and first <= number < pruned.depth:
-                mine, theirs, size = self.pruned, other.pruned, pruned.size
-            else:
-                continue
+        copied = [(self.full, other.full, number, prefix.size) for number in range(prefix.depth)]
+        if pruned is not None:
+            copied += [(self.pruned, other.pruned, number, pruned.size) for number in range(first, pruned.depth)]
+        for mine, theirs, number, size in copied:
             mine[number] = self._backend.stage(number, theirs[number].capacity)
             mine[number].write(np.arange(size), theirs[number].read(np.arange(size)), length=size)
         self.prefix, self.pruned_prefix = prefix, pruned

@@ -38,7 +38,7 @@ RELU = (
 
 def obstacle(kv_dtype: str) -> str | None:
     """The reason why onnxruntime cannot answer on a GPU here, and the fix; None if it can."""
-    return provider_obstacle() or kv_obstacle(kv_dtype)
+    return kv_obstacle(kv_dtype) or provider_obstacle()
 
 
 @cache

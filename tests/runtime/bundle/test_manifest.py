@@ -176,6 +176,8 @@ def test_a_value_of_another_type_is_refused(sound: dict[str, Any]) -> None:
         for new in wrong[type(value)]:
             if way[0:1] == ("image",) or (way[0:1] == ("text",) and new is None):
                 continue  # these two have tests of their own
+            if way[-1:] == ("parts",) and new == [None]:
+                continue  # None is the place of an image
             with pytest.raises(BundleError):
                 parse_manifest(json.dumps(put(sound, way, new)))
 

@@ -94,5 +94,8 @@ def test_a_planted_method_answers_alike_in_both_runtimes(tiny_checkpoint: Callab
     assert want[0][1] != want[1][1]
     refused = run(*ask, "odd")
     assert refused.returncode == 1
-    assert "odd is not built into libvtx, which has cdpruner, cls, dart, every, fastv, lsm, mustdrop" in refused.stderr
+    assert (
+        "odd is not built into libvtx, which has cdpruner, cls, dart, divprune, every, fastv, lsm, mustdrop, random"
+        in refused.stderr
+    )
     assert "every: n is 0; it must be at least 1" in run(*ask, "every:n=0").stderr

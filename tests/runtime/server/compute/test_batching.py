@@ -316,3 +316,20 @@ def test_questions_about_a_picture_in_use_share_its_prefix(
     if first == second and first[1] != DUAL:  # whose caches have shrunk by then
         assert all(answer.stats.reused_image for answer in answers[1:])
         assert answers[1].stats.reused_layers == answers[2].stats.reused_layers > 0
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[:2], SETTINGS[1::-1], SETTINGS[2:4], SETTINGS[:1] + SETTINGS[4:]])
+def test_a_prefix_that_is_held_in_two_ways_is_shared_in_both(
+    settings: list[tuple[int | None, str]], model: Model
+) -> None:
+    """With all image tokens, and after some have left, by earlier questions of the conversation that has it."""
+    images, options = (model.loaded.prepare(random_image(6, (126, 126))),), Options(4, ignore_eos=True, logprobs=True)
+    held = Conversation(model.loaded, images)
+    for k, reduce in settings:
+        held.ask("red?", k, options, reduce=reduce)
+    for k, reduce in [*settings, (5, "none"), (None, "none")]:
+        shared = Conversation(model.loaded, images)
+        shared.share_prefix(held)
+        alone = Conversation(model.loaded, images)
+        for words in ("what is it?", "how many?"):
+            same(shared.ask(words, k, options, reduce=reduce), alone.ask(words, k, options, reduce=reduce))
