@@ -147,7 +147,7 @@ def export(
     aware = ActivationAware(questions("--activation-aware measures", AWARE_SAMPLES)) if activation_aware else None
     measured = None
     if arithmetic != "f32":
-        asked = read_data(SCENES if one_k else calibration or SCENES, images, ARITHMETIC_SAMPLES)
+        asked = None if one_k or calibration is None else read_data(calibration, images, ARITHMETIC_SAMPLES)
         measured = MeasuredArithmetic(asked, arithmetic == "measured")
     chosen = None
     if calibration is not None and one_k:
@@ -290,13 +290,11 @@ def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["
     out = cache.folder() / name
     if (held := cache.hold(out)) is None:
         need_exporter()
-        from vtx.exporter.bundling.arithmetic import SAMPLES
         from vtx.exporter.bundling.export import ExportOptions, plan_export
         from vtx.exporter.bundling.options import MeasuredArithmetic
-        from vtx.tools.data.items import SCENES, read_data
 
         note(why)
-        measured = None if name == DEMO else MeasuredArithmetic(read_data(SCENES, None, SAMPLES))
+        measured = None if name == DEMO else MeasuredArithmetic()
         options = ExportOptions(model, ks, precision, arithmetic=measured)
         with cache.adding(out, note):
             if (held := cache.hold(out)) is None:  # no other process made it meanwhile

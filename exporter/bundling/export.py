@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from vtx.exporter.bundling.arithmetic import candidates, measure_arithmetic
+from vtx.exporter.bundling.arithmetic import SAMPLES, candidates, measure_arithmetic
 from vtx.exporter.bundling.build import fill
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import check_disk, check_memory
@@ -32,6 +32,7 @@ from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
 from vtx.runtime.units import Progress
 from vtx.tools.common.files import sync_file
+from vtx.tools.data.items import SCENES, read_data
 
 
 def run_export(
@@ -73,7 +74,7 @@ def run_export(
         if wanted := plan.options.arithmetic:
             manifest = Bundle.open(folder, check=False).manifest
             if kinds := candidates(manifest, always=wanted.always):
-                measure_arithmetic(folder, kinds, wanted.data, report)
+                measure_arithmetic(folder, kinds, wanted.data or read_data(SCENES, None, SAMPLES), report)
         if sign is not None:
             seal_manifest(folder, Bundle.open(folder, check=False).manifest, sign)
         for path in [*folder.rglob("*"), folder]:

@@ -41,9 +41,12 @@ class ActivationAware:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredArithmetic:
-    """The questions whose answers narrower arithmetic must keep; `always`: also if onnxruntime is the default here."""
+    """The questions whose answers narrower arithmetic must keep, drawn scenes if None.
 
-    data: Data
+    `always`: also if onnxruntime is the default here.
+    """
+
+    data: Data | None = None
     always: bool = False
 
 

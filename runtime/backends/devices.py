@@ -62,10 +62,10 @@ def default_compute(manifest: Manifest, device: str) -> str:
 
     int4 weights do not multiply integers by default, since they would take three times the memory.
     """
-    kinds, flags = tuple(ENGINES[device].compute), cpu_flags()
+    kinds = tuple(ENGINES[device].compute)
     for kind in reversed(kinds):
         wider = kind == "int8" and PRECISIONS[manifest.precision].bits == 4
-        if kind in manifest.arithmetic and FASTER[kind] & flags and not wider:
+        if kind in manifest.arithmetic and not wider and FASTER[kind] & cpu_flags():
             return kind
     return kinds[0]
 
