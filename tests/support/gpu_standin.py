@@ -32,6 +32,8 @@ from vtx.tools.tensorrt.releases import RTX, Release
 from vtx.tools.tensorrt.targets import TARGETS
 
 Work = Callable[[], None]
+ALIGNMENT = 256
+ANY_DEVICE = ("cudaGetDevice", "cudaSetDevice", "cudaFree", "cudaFreeHost", "cudaGraphExecDestroy")
 TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -47,6 +49,7 @@ class Error(IntEnum):
     cudaSuccess = 0
     cudaErrorMemoryAllocation = 2
     cudaErrorInsufficientDriver = 35
+    cudaErrorStreamCaptureInvalidated = 901
 
 
 class Gpu:
@@ -59,8 +62,11 @@ class Gpu:
     )
     cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
 
-    def __init__(self, total: int = 1 << 32) -> None:
-        self.total = total
+    def __init__(self, total: int = 1 << 32, number: int = 0) -> None:
+        self.total, self.number = total, number
+        self.current = number  # the device that the next call is for
+        self.refused: str | None = None  # a call that fails while work is recorded
+        self.failed = False  # and nothing has asked for the error
         self.calls: Counter[str] = Counter()
         self.device: dict[int, Any] = {}
         self.host: dict[int, Any] = {}
@@ -71,6 +77,8 @@ class Gpu:
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("cuda") and not isinstance(getattr(type(self), name, None), int | SimpleNamespace):
             object.__getattribute__(self, "calls")[name] += 1
+            if name not in ANY_DEVICE:
+                assert self.current == self.number, f"{name} for device {self.current}"
         return object.__getattribute__(self, name)
 
     @property
@@ -83,20 +91,42 @@ class Gpu:
             start <= address and address + nbytes <= start + len(memory) for start, memory in self.device.items()
         ), f"{nbytes} bytes at {address} are not device memory"
 
+    @property
+    def recording(self) -> bool:
+        return self._recording is not None
+
     def queue(self, work: Work) -> None:
         (self._queue if self._recording is None else self._recording).append(work)
+
+    # --- the device ---
+
+    def cudaGetDevice(self) -> tuple[Error, int]:
+        return Error.cudaSuccess, self.current
+
+    def cudaSetDevice(self, number: int) -> tuple[Error]:
+        self.current = number
+        return (Error.cudaSuccess,)
+
+    def cudaGetLastError(self) -> tuple[Error]:
+        self.failed = False
+        return (Error.cudaSuccess,)
 
     # --- memory ---
 
     def cudaMalloc(self, nbytes: int) -> tuple[Error, int]:
+        assert self._recording is None, "an allocation spoils a recording"
         if self.used + nbytes > self.total:
             return Error.cudaErrorMemoryAllocation, 0
-        memory = ctypes.create_string_buffer(b"\xff" * nbytes, nbytes)  # NaN, in both float types
+        room = bytearray(b"\xff" * (nbytes + ALIGNMENT))  # NaN, in both float types
+        whole = ctypes.c_char.from_buffer(room)
+        skipped = -ctypes.addressof(whole) % ALIGNMENT
+        memory = (ctypes.c_char * nbytes).from_buffer(room, skipped)
         self.device[ctypes.addressof(memory)] = memory
         return Error.cudaSuccess, ctypes.addressof(memory)
 
     def cudaFree(self, address: int) -> tuple[Error]:
         assert not self._queue, "memory is freed while work is queued"
+        assert self._recording is None, "freeing memory spoils a recording"
         del self.device[address]
         return (Error.cudaSuccess,)
 
@@ -155,6 +185,7 @@ class Gpu:
 
     def cudaStreamSynchronize(self, stream: int) -> tuple[Error]:
         assert stream == 7
+        assert not self.failed, "an error that nobody has asked for: the next call reports it"
         assert self._recording is None, "a wait inside a recording"
         while self._queue:
             self._queue.pop(0)()
@@ -162,15 +193,25 @@ class Gpu:
 
     def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[Error]:
         assert self._recording is None
+        if self.refused == "cudaStreamBeginCapture":
+            return self._fail()
         self._recording = []
         return (Error.cudaSuccess,)
 
+    def _fail(self, *more: Any) -> Any:
+        self.failed = True
+        return (Error.cudaErrorStreamCaptureInvalidated, *more)
+
     def cudaStreamEndCapture(self, stream: int) -> tuple[Error, Any]:
         recorded, self._recording = self._recording, None
+        if self.refused in ("execute", "cudaStreamEndCapture"):
+            return self._fail(None)
         return Error.cudaSuccess, recorded
 
     def cudaGraphInstantiate(self, recorded: list[Work], flags: int) -> tuple[Error, int]:
         assert recorded, "an empty graph"
+        if self.refused == "cudaGraphInstantiate":
+            return self._fail(0)
         number = len(self.graphs) + 1
         self.graphs[number] = list(recorded)
         return Error.cudaSuccess, number
@@ -233,7 +274,7 @@ def module(gpu: Gpu, version: str = "1.7.1") -> Any:
             except ValueError:
                 self.logger.log(1, "Serialization assertion\nstdArchiveReader failed")
                 return None
-            return Engine(gpu, told)
+            return Engine(gpu, told, self.logger)
 
     return SimpleNamespace(
         __version__=version,
@@ -247,10 +288,10 @@ def module(gpu: Gpu, version: str = "1.7.1") -> Any:
 class Engine:
     """The graph that the engine's file names, run by onnxruntime."""
 
-    def __init__(self, gpu: Gpu, told: dict[str, Any]) -> None:
+    def __init__(self, gpu: Gpu, told: dict[str, Any], logger: Any) -> None:
         import onnxruntime as ort
 
-        self.gpu, self.profiles = gpu, told["profiles"]
+        self.gpu, self.profiles, self.logger = gpu, told["profiles"], logger
         options = session_options(ort, THREADS)
         self.session = ort.InferenceSession(told["graph"], options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name: value for value in self.session.get_inputs()}
@@ -306,6 +347,7 @@ class Context:
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         assert self.addresses.get(name) != address, f"{name} is bound twice"
+        assert address % ALIGNMENT == 0, f"{name} is not aligned"
         self.addresses[name] = address
         return name in self.engine.inputs or name in self.engine.outputs
 
@@ -314,6 +356,10 @@ class Context:
 
     def execute_async_v3(self, stream: int) -> bool:
         assert self.scratch, "no working memory"
+        assert self.gpu.current == self.gpu.number, f"TensorRT runs on device {self.gpu.current}"
+        if self.gpu.refused == "execute" and self.gpu.recording:
+            self.engine.logger.log(1, "this kernel cannot be captured")
+            return False
         assert set(self.addresses) == {*self.engine.inputs, *self.engine.outputs}, "a tensor has no address"
         for past in self.engine.inputs:
             if past.startswith("past_"):

@@ -1,7 +1,8 @@
 """Optimisation profiles: the sizes that an engine is built for, by the names of its graph's free sizes.
 
 embed    one profile: any number of tokens
-stage    for TensorRT two: decode, one token, and prefill, two tokens and more; for TensorRT-RTX one, because it
+stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory. For
+         TensorRT two: decode, one token, and prefill, two tokens and more; for TensorRT-RTX one, because it
          specialises kernels for the tokens at run time, and stores most weights once per profile
 vision   one image
 head     a few tokens: only the last one is sampled
@@ -20,6 +21,7 @@ from vtx.runtime.errors import BundleError
 from vtx.tools.tensorrt.graph import SeenGraph
 
 TOKENS, IMAGES, PAST, CAPACITY, MAX_CONTEXT = "tokens", "images", "past", "capacity", "max_context"
+PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
 SCORE_TOKENS = 256
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
@@ -27,13 +29,14 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     """One profile, or with `apart` one for decode and one for prefill; the likely prompt is an image and a question."""
-    longest = m.max_context
+    slots = m.max_context
+    longest, filled = min(PREFILL_TOKENS, slots), min(slots - 1, m.layout.max_tokens + 64)
     likely = min(longest, m.layout.max_tokens + 64)
-    table: Profile = {MAX_CONTEXT: (longest,) * 3}
+    table: Profile = {MAX_CONTEXT: (slots,) * 3}
     if not apart:
-        return ({**table, TOKENS: (1, likely, longest), PAST: (0, 0, longest - 1)},)
-    decode: Profile = {**table, TOKENS: (1, 1, 1), PAST: (0, min(likely, longest - 1), longest - 1)}
-    return decode, {**table, TOKENS: (2, likely, longest), PAST: (0, 0, longest - 2)}
+        return ({**table, TOKENS: (1, likely, longest), PAST: (0, 0, slots - 1)},)
+    decode: Profile = {**table, TOKENS: (1, 1, 1), PAST: (0, filled, slots - 1)}
+    return decode, {**table, TOKENS: (2, likely, longest), PAST: (0, 0, slots - 2)}
 
 
 def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tuple[Profile, ...]:

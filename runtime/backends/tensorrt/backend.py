@@ -7,7 +7,6 @@ other; device memory for inputs and outputs is owned once, by tensor name.
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -87,20 +86,19 @@ class TensorrtBackend:
         self.kv_slot_bytes = self._manifest.kv_slot_bytes(self.dialect)
         kv_type = names.kv_type(self.dialect, self._manifest.kv_dtype)
         self.compute = "f32" if self._grows else COMPUTE[kv_type]
-        self._lock = threading.RLock()
         self.cuda = Cuda(load_cuda())
-        self._check_memory()
         self._graphs = self._manifest.dialects[self.dialect]
-        self.engines = LoadedEngines(bundle, self.engine_set, trt, self.cuda)
-        rope = {}
-        for name, table in zip((names.COS, names.SIN), read_rope(bundle), strict=True):
-            rope[name] = Buffer(self.cuda, table.nbytes, "the rotary tables")
-            self.cuda.copy_in(rope[name].address, table)
-            self.cuda.wait()
+        with self.cuda:
+            self._check_memory()
+            self.engines = LoadedEngines(bundle, self.engine_set, trt, self.cuda)
+            rope = {}
+            for name, table in zip((names.COS, names.SIN), read_rope(bundle), strict=True):
+                rope[name] = Buffer(self.cuda, table.nbytes, "the rotary tables")
+                self.cuda.copy_in(rope[name].address, table)
+                self.cuda.wait()
         self._caches = TensorrtCacheContext(
             engines=self.engines,
             cuda=self.cuda,
-            lock=self._lock,
             model=self._manifest.model,
             kv_dtype=np.dtype(kv_type),
             max_context=self._manifest.max_context,
@@ -145,13 +143,13 @@ class TensorrtBackend:
         shapes = {names.HIDDEN: (len(ids), m.model.hidden)}
         shapes |= {names.token_input(each.name): (len(ids), each.width) for each in m.token_inputs if each.of_text}
         self.engines.check_tokens(graph, len(ids))
-        with self._lock:
+        with self.cuda:
             outputs = self.engines.run(graph, {names.IDS: contract.embeddable(m, ids)}, shapes)
         return contract.embedded(graph, outputs, len(ids))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
-        with self._lock:
+        with self.cuda:
             return ImageTokens.of(
                 self.engines.run(self._graphs.vision, inputs, vision_shapes(self._manifest, self.dialect))
             )
@@ -179,17 +177,18 @@ class TensorrtBackend:
 
     def stage(self, index: int, capacity: int) -> TensorrtStageCache | GrowingStageCache:
         spec, graph = self._manifest.stage_files(self.dialect)[index]
-        with self._lock:
+        with self.cuda:
             return (GrowingStageCache if self._grows else TensorrtStageCache)(self._caches, spec, graph, capacity)
 
     def close(self) -> None:
-        with self._lock:
+        with self.cuda:
+            self._caches.unused.clear()
             self.engines.close()
 
     def _run(self, graph: str, inputs: Mapping[str, NDArray[Any]], output: str, shape: tuple[int, ...]) -> HiddenStates:
         """Run a graph of one profile on host arrays; its one output, float32 on the host."""
         self.engines.check_tokens(graph, len(next(iter(inputs.values()))))
-        with self._lock:
+        with self.cuda:
             out: HiddenStates = self.engines.run(graph, inputs, {output: shape})[output]
         return out
 

@@ -1,13 +1,16 @@
 """K and V of one stage in device memory, and the stage's runs over them.
 
-The buffer is [layers, 2, kv_heads, slots, head_dim] with as many slots as the engine was built for; each layer's K and
-V are bound as input and output at one address. Decoding one token is recorded into a CUDA graph once and launched from
-then on: three small arrays in, the stage, one token's hidden state out.
+The buffer is [layers, 2] parts of [kv_heads, slots, head_dim] with as many slots as the engine was built for; each
+layer's K and V are bound as input and output at one address. Decoding one token is recorded into a CUDA graph once and
+launched from then on: three small arrays in, the stage, one token's hidden state out. The graph and all memory go from
+one conversation to the next. Prompts run in as many parts as the engine's profile asks for.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -22,6 +25,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
+log = logging.getLogger(__name__)
 DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
 
 
@@ -33,99 +37,126 @@ class SavedSlots:
     count: int
 
 
+class InPlaceMemory:
+    """A stage's K and V with what is bound to them: its context for one token, that token's arrays, the CUDA graph."""
+
+    def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str) -> None:
+        cuda, hidden = context.cuda, context.model.hidden
+        self._cuda, self.capacity = cuda, context.max_context
+        size = 2 * len(spec.cached) * context.bytes_of(self.capacity)
+        self.kv = Buffer(cuda, size, f"the KV cache of layers {spec.first} to {spec.last}")
+        self.queries = Queries(context)
+        self.hidden, self.hidden_out = (cuda.pinned((1, hidden), np.float32) for _ in range(2))
+        self.position = cuda.pinned((1, 1), np.int64)
+        self.inputs = {name: cuda.pinned((1, width), np.float32) for name, width in context.widths(spec).items()}
+        self.total = cuda.pinned((1,), np.int32)
+        self.decode = context.engines.new_context(graph, DECODE)
+        self.steps = 0  # of one token, so far
+        self.recordable = self.decode.capturable
+        self.recorded: Graph | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        self._cuda.zero(self.kv)  # masked slots must still be numbers
+        self._cuda.wait()
+
+
 class TensorrtStageCache(SlotCounter):
-    """`StageCache` on the device. `capacity` is the requested one; the buffer `kv` is as long as the engine wants."""
+    """`StageCache` on the device. `capacity` is the requested one; `memory` is as long as the engine wants."""
 
     reserved_whole = True
 
     def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         super().__init__(capacity)
         self._context, self._spec, self._graph = context, spec, graph
-        model, cuda = context.model, context.cuda
-        self._slots, self._slot_bytes = context.max_context, context.slot_bytes
-        self._heads = len(spec.cached) * 2 * model.kv_heads  # of the buffer, each with all slots
-        self._layer_bytes = model.kv_heads * self._slots * self._slot_bytes
-        purpose = f"the KV cache of layers {spec.first} to {spec.last}"
-        self.kv = Buffer(cuda, self._heads * self._slots * self._slot_bytes, purpose)
-        cuda.zero(self.kv)  # masked slots must still be numbers
-        self._queries = Queries(context)
-        self._row, self._row_out = (cuda.pinned((1, model.hidden), np.float32) for _ in range(2))
-        self._position = cuda.pinned((1, 1), np.int64)
-        self._row_inputs = {name: cuda.pinned((1, width), np.float32) for name, width in context.widths(spec).items()}
-        self._total = cuda.pinned((1,), np.int32)
-        self._decode = context.engines.new_context(graph, DECODE)
-        self._bind(self._decode, 1)
-        self._recorded: Graph | None = None
-        self._ran = False
+        self._slots, self._part = context.max_context, context.bytes_of(context.max_context)
+        make = partial(InPlaceMemory, context, spec, graph)
+        self.memory = context.borrow(self, spec.first, self._slots, make)
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        with self._context.lock:
-            self._total[0] = self.length + len(tokens)
+        memory, longest = self.memory, self._context.engines.longest(self._graph)
+        with self._context.cuda:
             if len(tokens) == 1 and not query:
                 return self._decode_one(tokens, positions)
-            engines, cuda, count = self._context.engines, self._context.cuda, len(tokens)
-            engines.check_tokens(self._graph, count)
-            context = self._decode if count == 1 else engines.context(self._graph, PREFILL)
-            self._bind(context, count, self._queries.room(count) if query else None)
-            out = np.empty((count, self._context.model.hidden), np.float32)
-            inputs = self._context.inputs_of(self._spec, tokens, positions)
-            for name, array in inputs.items():
-                cuda.copy_in(engines.address(name), array)
-            cuda.copy_in(engines.address(names.TOTAL_SLOTS), self._total)
-            context.enqueue()
-            cuda.copy_out(out, engines.address(names.HIDDEN_OUT))
-            cuda.wait()
+            if query:
+                memory.queries.room(len(tokens))
+            out = []
+            for start in range(0, len(tokens), longest):
+                end = min(start + longest, len(tokens))
+                address = memory.queries.address(start) if query else None
+                out.append(self._run_part(tokens.part(start, end), positions[start:end], self.length + end, address))
+        return np.concatenate(out)
+
+    def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None) -> HiddenStates:
+        engines, cuda, count = self._context.engines, self._context.cuda, len(tokens)
+        context = self.memory.decode if count == 1 else engines.context(self._graph, PREFILL)
+        self._bind(context, count, queries)
+        for name, array in self._context.inputs_of(self._spec, tokens, positions).items():
+            cuda.copy_in(engines.address(name), array)
+        self.memory.total[0] = total
+        cuda.copy_in(engines.address(names.TOTAL_SLOTS), self.memory.total)
+        context.enqueue()
+        out = np.empty((count, self._context.model.hidden), np.float32)
+        cuda.copy_out(out, engines.address(names.HIDDEN_OUT))
+        cuda.wait()
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        key = self.kv.address + (len(self._spec.cached) - 1) * 2 * self._layer_bytes
-        with self._context.lock:
-            return self._queries.attention(key, self._slots, self.length, last_only=last_only)
+        with self._context.cuda:
+            return self.memory.queries.attention(self._last_key, self._slots, self.length, last_only=last_only)
 
     def keys(self) -> NDArray[np.float32]:
         context, model = self._context, self._context.model
         keys = np.empty((model.kv_heads, self._slots, model.head_dim), context.kv_dtype)
-        with context.lock:
-            context.cuda.copy_out(keys, self.kv.address + (len(self._spec.cached) - 1) * 2 * self._layer_bytes)
+        with context.cuda:
+            context.cuda.copy_out(keys, self._last_key)
             context.cuda.wait()
         return keys[:, : self.length].astype(np.float32)
 
     def read(self, slots: Ids) -> SavedSlots:
-        with self._context.lock:
-            nbytes = max(1, self._heads * len(slots) * self._slot_bytes)
-            kept = SavedSlots(Buffer(self._context.cuda, nbytes, "K/V set aside"), len(slots))
+        context = self._context
+        with context.cuda:
+            nbytes = max(1, 2 * len(self._spec.cached) * context.model.kv_heads * len(slots) * context.slot_bytes)
+            kept = SavedSlots(Buffer(context.cuda, nbytes, "K/V set aside"), len(slots))
             self._move(slots, kept, out=True)
         return kept
 
     def write(self, slots: Ids, kv: SavedSlots, *, length: int) -> None:
         assert len(slots) == kv.count
-        with self._context.lock:
+        with self._context.cuda:
             self._move(slots, kv, out=False)
         self.length = length
 
+    @property
+    def _last_key(self) -> int:
+        """The address of the last layer's keys."""
+        return self.memory.kv.address + (len(self._spec.cached) - 1) * 2 * self._part
+
     def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
         """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
-        unit, cuda = self._slot_bytes, self._context.cuda
+        unit, heads, cuda = self._context.slot_bytes, self._context.model.kv_heads, self._context.cuda
         cache_pitch, packed_pitch = self._slots * unit, kept.count * unit
         for start, first, count in runs(slots):
-            cache, packed = self.kv.address + first * unit, kept.buffer.address + start * unit
-            ends = [(packed, packed_pitch), (cache, cache_pitch)]
-            (to, to_pitch), (source, pitch) = ends if out else reversed(ends)
-            cuda.copy_rows(to, to_pitch, source, pitch, count * unit, self._heads)
+            for part in range(2 * len(self._spec.cached)):
+                cache = self.memory.kv.address + part * self._part + first * unit
+                packed = kept.buffer.address + part * heads * packed_pitch + start * unit
+                ends = [(packed, packed_pitch), (cache, cache_pitch)]
+                (to, to_pitch), (source, pitch) = ends if out else reversed(ends)
+                cuda.copy_rows(to, to_pitch, source, pitch, count * unit, heads)
         cuda.wait()
 
-    def _bind(self, context: Context, count: int, query: int | None = None) -> None:
+    def _bind(self, context: Context, count: int, queries: int | None = None) -> None:
         address = self._context.engines.address
         addresses = {
             **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS, names.TOTAL_SLOTS)},
             **{name: buffer.address for name, buffer in self._context.rope.items()},
         }
         if self._spec.query:
-            addresses[names.QUERY] = query or address(names.QUERY)
+            addresses[names.QUERY] = queries or address(names.QUERY)
         for number, layer in enumerate(self._spec.cached):
-            key = self.kv.address + number * 2 * self._layer_bytes
+            key = self.memory.kv.address + number * 2 * self._part
             addresses |= {name(layer): key for name in (names.past_key, names.present_key)}
-            addresses |= {name(layer): key + self._layer_bytes for name in (names.past_value, names.present_value)}
+            addresses |= {name(layer): key + self._part for name in (names.past_value, names.present_value)}
         shapes = {names.HIDDEN: (count, self._context.model.hidden), names.POSITIONS: (1, count)}
         for name, width in self._context.widths(self._spec).items():
             shapes[names.token_input(name)] = (count, width)
@@ -133,32 +164,34 @@ class TensorrtStageCache(SlotCounter):
         context.bind(shapes, addresses)
 
     def _decode_one(self, tokens: TokenStates, positions: Ids) -> HiddenStates:
-        """One token: the first run is queued, the second recorded, and later ones launch the recording."""
-        self._row[:], self._position[:] = tokens.hidden, positions
-        for name, row in self._row_inputs.items():
-            row[:] = tokens.inputs[name]
-        self._bind(self._decode, 1)
-        if self._recorded is None and self._ran and self._decode.capturable:
-            with self._context.cuda.capture() as graph:
-                self._queue_one()
-            self._recorded = graph
-        if self._recorded is not None:
-            self._recorded.launch()
+        """One token: the first step is queued, the second recorded, and later ones launch the recording."""
+        memory, cuda = self.memory, self._context.cuda
+        memory.hidden[:], memory.position[:], memory.total[0] = tokens.hidden, positions, self.length + 1
+        for name, array in memory.inputs.items():
+            array[:] = tokens.inputs[name]
+        self._bind(memory.decode, 1)
+        if memory.recorded is None and memory.steps and memory.recordable:
+            memory.recorded = cuda.record(self._queue_one)
+            memory.recordable = memory.recorded is not None
+            if not memory.recordable:
+                log.warning("%s cannot be recorded into a CUDA graph; its tokens are queued one by one", self._graph)
+        if memory.recorded is not None:
+            memory.recorded.launch()
         else:
             self._queue_one()
-        self._context.cuda.wait()
-        self._ran = True
-        return self._row_out.copy()
+        cuda.wait()
+        memory.steps += 1
+        return memory.hidden_out.copy()
 
     def _queue_one(self) -> None:
-        cuda, address = self._context.cuda, self._context.engines.address
-        cuda.copy_in(address(names.HIDDEN), self._row)
-        cuda.copy_in(address(names.POSITIONS), self._position)
-        cuda.copy_in(address(names.TOTAL_SLOTS), self._total)
-        for name, row in self._row_inputs.items():
-            cuda.copy_in(address(names.token_input(name)), row)
-        self._decode.enqueue()
-        cuda.copy_out(self._row_out, address(names.HIDDEN_OUT))
+        memory, cuda, address = self.memory, self._context.cuda, self._context.engines.address
+        cuda.copy_in(address(names.HIDDEN), memory.hidden)
+        cuda.copy_in(address(names.POSITIONS), memory.position)
+        cuda.copy_in(address(names.TOTAL_SLOTS), memory.total)
+        for name, array in memory.inputs.items():
+            cuda.copy_in(address(names.token_input(name)), array)
+        memory.decode.enqueue()
+        cuda.copy_out(memory.hidden_out, address(names.HIDDEN_OUT))
 
 
 def runs(slots: Ids) -> list[tuple[int, int, int]]:

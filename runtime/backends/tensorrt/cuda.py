@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,16 +36,43 @@ class Buffer:
     def __init__(self, cuda: Cuda, nbytes: int, purpose: str) -> None:
         self.nbytes = nbytes
         self.address = cuda.malloc(nbytes, purpose)
-        self.free = weakref.finalize(self, cuda.release, self.address)
+        self.free = weakref.finalize(self, cuda.release, "cudaFree", self.address)
 
 
 class Cuda:
-    """One GPU and one stream on it, through `cuda.bindings.runtime` or a test's replacement."""
+    """One GPU and one stream on it, through `cuda.bindings.runtime` or a test's replacement.
 
-    def __init__(self, runtime: Any) -> None:
-        self._rt = runtime
+    `with cuda:` makes this thread the only one that uses them, and the GPU the thread's current device until its end;
+    an application or another library may use another one.
+    """
+
+    def __init__(self, runtime: Any, number: int = 0) -> None:
+        self._rt, self.number = runtime, number
         self._kinds = runtime.cudaMemcpyKind
-        self.stream = int(self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
+        self._lock = threading.RLock()
+        self._outside: list[int] = []  # the devices that were current at each entry
+        self._recording = False
+        self._after: list[tuple[str, Any]] = []  # to be freed once nothing is recorded
+        with self:
+            self.stream = int(self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            current = self.number if self._outside else int(self.call("cudaGetDevice"))
+            if current != self.number:
+                self.call("cudaSetDevice", self.number)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._outside.append(current)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if (before := self._outside.pop()) != self.number:
+                self.call("cudaSetDevice", before)
+        finally:
+            self._lock.release()
 
     def call(self, name: str, *args: Any) -> Any:
         """The values that a call gives after its error: none, one, or a tuple."""
@@ -65,8 +92,12 @@ class Cuda:
         self._check("cudaMalloc", error)
         return int(address)
 
-    def release(self, address: int) -> None:
-        self.call("cudaFree", address)
+    def release(self, call: str, handle: Any) -> None:
+        """Free memory or a graph by that call; while work is recorded, which that would spoil, right after it."""
+        if self._recording:
+            self._after.append((call, handle))
+        else:
+            self.call(call, handle)
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
@@ -80,7 +111,7 @@ class Cuda:
         memory = (ctypes.c_byte * like.nbytes).from_address(address)
         array: NDArray[Any] = np.frombuffer(memoryview(memory), like.dtype).reshape(shape)
         array[...] = 0
-        weakref.finalize(memory, self.call, "cudaFreeHost", address)
+        weakref.finalize(memory, self.release, "cudaFreeHost", address)
         return array
 
     def zero(self, buffer: Buffer) -> None:
@@ -102,18 +133,24 @@ class Cuda:
         """Wait until all queued work is done."""
         self.call("cudaStreamSynchronize", self.stream)
 
-    @contextmanager
-    def capture(self) -> Iterator[Graph]:
-        """Record what is queued inside into a graph, instead of running it."""
-        graph = Graph(self)
-        self.call(
-            "cudaStreamBeginCapture", self.stream, self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        )
+    def record(self, work: Callable[[], None]) -> Graph | None:
+        """What `work` queues as a graph, instead of running it; None if the driver or TensorRT cannot record it."""
+        self._recording = True
+        mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         try:
-            yield graph
+            self.call("cudaStreamBeginCapture", self.stream, mode)
+            try:
+                work()
+            finally:
+                recorded = self.call("cudaStreamEndCapture", self.stream)
+            return Graph(self, recorded)
+        except DeviceError:
+            self._rt.cudaGetLastError()  # or the next call would report it
+            return None
         finally:
-            recorded = self.call("cudaStreamEndCapture", self.stream)
-        graph.finish(recorded)
+            self._recording = False
+            while self._after:
+                self.call(*self._after.pop())
 
     def _copy(self, to: int, source: int, nbytes: int, kind: Any) -> None:
         self.call("cudaMemcpyAsync", to, source, nbytes, kind, self.stream)
@@ -127,14 +164,13 @@ class Cuda:
 class Graph:
     """Recorded work, launched as a whole."""
 
-    def __init__(self, cuda: Cuda) -> None:
+    def __init__(self, cuda: Cuda, recorded: Any) -> None:
         self._cuda = cuda
-        self._run: Any = None
-
-    def finish(self, recorded: Any) -> None:
-        self._run = self._cuda.call("cudaGraphInstantiate", recorded, 0)
-        self._cuda.call("cudaGraphDestroy", recorded)
-        weakref.finalize(self, self._cuda.call, "cudaGraphExecDestroy", self._run)
+        try:
+            self._run = cuda.call("cudaGraphInstantiate", recorded, 0)
+        finally:
+            cuda.call("cudaGraphDestroy", recorded)
+        weakref.finalize(self, cuda.release, "cudaGraphExecDestroy", self._run)
 
     def launch(self) -> None:
         self._cuda.call("cudaGraphLaunch", self._run, self._cuda.stream)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from threading import RLock
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
-from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine
+from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, make_logger
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.errors import ContextError
+from vtx.runtime.errors import ContextError, DeviceError
 from vtx.runtime.vision.tokens import Ids, TokenStates
 
+ALIGNMENT = 256  # bytes, of every address bound to TensorRT (NvInferRuntime.h, setTensorAddress)
 WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are not float32
 
 
@@ -30,13 +31,13 @@ class LoadedEngines:
 
     def __init__(self, bundle: Bundle, engines: EngineSet, trt: Any, cuda: Cuda) -> None:
         self._bundle, self._set, self._cuda = bundle, engines, cuda
-        self._runtime = trt.Runtime(_logger(trt))
+        self.runtime = trt.Runtime(make_logger(trt))
         self._engines: dict[str, GraphEngine] = {}
         cure = fingerprint.build_command(bundle, engines.target)
         for graph in engines.engines:
             record = fingerprint.check_sources(bundle, engines, graph)
             with fingerprint.open_engine(bundle, engines, record) as file:
-                self._engines[graph] = GraphEngine(trt, self._runtime, record.file, file, cuda, cure)
+                self._engines[graph] = GraphEngine(trt, self.runtime, record.file, file, cuda, cure)
         self._scratch = Buffer(cuda, max(e.scratch for e in self._engines.values()), "the engines' working memory")
         self.buffers = {name: Buffer(cuda, nbytes, f"the tensor {name}") for name, nbytes in self._io_bytes().items()}
         self._contexts: dict[tuple[str, int], Context] = {}
@@ -131,19 +132,59 @@ def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
     }
 
 
+class StageMemory(Protocol):
+    """What a stage of one conversation holds on the device: K and V for `capacity` slots, and what is bound to them."""
+
+    capacity: int
+
+    def clear(self) -> None:
+        """Make it as good as new."""
+
+
+Memory = TypeVar("Memory", bound=StageMemory)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorrtCacheContext:
     """Shared by the caches of a bundle. `kv_dtype` is the engines' type of K and V; `score`: a graph's file."""
 
     engines: LoadedEngines
     cuda: Cuda
-    lock: RLock
     model: ModelSpec
     kv_dtype: np.dtype[Any]
     max_context: int
     rope: Mapping[str, Buffer]
     score: str | None
     token_inputs: tuple[TokenInput, ...] = ()
+    unused: dict[int, list[Any]] = field(default_factory=dict)  # memory of each stage that no cache has now
+
+    def borrow(self, cache: object, stage: int, capacity: int, make: Callable[[], Memory]) -> Memory:
+        """Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new.
+
+        It comes back when the cache is gone; so the next image allocates nothing, and finds its CUDA graph recorded.
+        All unused memory is freed if the device has too little for new one.
+        """
+        unused = self.unused.setdefault(stage, [])
+        fitting = [memory for memory in unused if memory.capacity >= capacity]
+        if fitting:
+            memory: Memory = min(fitting, key=lambda memory: memory.capacity)
+            unused.remove(memory)
+            memory.clear()
+        else:
+            try:
+                memory = make()
+            except DeviceError:
+                if not any(self.unused.values()):
+                    raise
+                for kept in self.unused.values():
+                    kept.clear()
+                memory = make()
+        weakref.finalize(cache, unused.append, memory).atexit = False
+        return memory
+
+    def bytes_of(self, slots: int) -> int:
+        """Bytes of K or V of one layer for these slots, so that what follows them is aligned."""
+        return -(-self.model.kv_heads * slots * self.slot_bytes // ALIGNMENT) * ALIGNMENT
 
     def widths(self, spec: StageSpec) -> dict[str, int]:
         """Numbers per token of each token input that a stage reads."""
@@ -161,18 +202,3 @@ class TensorrtCacheContext:
     def slot_bytes(self) -> int:
         """Bytes of one slot of one head, K or V."""
         return self.model.head_dim * self.kv_dtype.itemsize
-
-
-def _logger(trt: Any) -> Any:
-    class Logger(trt.ILogger):  # type: ignore[misc]
-        """Keeps the first error as the reason of a failure, and drops all other messages."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = ""
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= self.ERROR and not self.first:
-                self.first = " ".join(message.split())[:300]
-
-    return Logger()

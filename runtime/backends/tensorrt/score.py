@@ -19,13 +19,17 @@ class Queries:
         self._buffer: Buffer | None = None
         self._count = 0
 
-    def room(self, count: int) -> int:
-        """The address for the queries of `count` tokens."""
+    def room(self, count: int) -> None:
+        """Make room for the queries of `count` tokens; `address` tells where each goes."""
         nbytes = 4 * count * self._width
         if self._buffer is None or self._buffer.nbytes < nbytes:
             self._buffer = Buffer(self._context.cuda, nbytes, "the tokens' queries")
         self._count = count
-        return self._buffer.address
+
+    def address(self, token: int) -> int:
+        """The address of that token's query."""
+        assert self._buffer is not None
+        return self._buffer.address + 4 * self._width * token
 
     def attention(self, key: int, slots: int, length: int, *, last_only: bool) -> Scores:
         """The attention of these tokens to the first `length` of the `slots` slots whose keys are at address `key`."""
@@ -48,7 +52,7 @@ class Queries:
         one, kv_heads, head_dim = self._key
         filled_slots = np.array([filled], np.int32)
         shared = (names.TOTAL_SLOTS, names.ATTENTION_SUM, names.ATTENTION_MAX)
-        addresses = {names.QUERY: self._buffer.address + 4 * self._width * start, names.KEY: key}
+        addresses = {names.QUERY: self.address(start), names.KEY: key}
         shapes = {names.QUERY: (end - start, self._width), names.KEY: (one, kv_heads, slots, head_dim)}
         context = engines.context(self._score, 0)
         cuda.copy_in(engines.address(names.TOTAL_SLOTS), filled_slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
+from vtx.runtime.backends.tensorrt.cuda import Buffer
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import write_sealed
@@ -211,12 +213,14 @@ def test_no_memory_is_taken_while_decoding(exported: Path, device: Gpu) -> None:
     asked = prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)])
     greedy(model, asked, None, 3)
     calls = ("cudaMalloc", "cudaHostAlloc")
+    held = model.backend.stage(0, 16)  # the memory of the answer
     before = device.calls["cudaMalloc"]
     cache = model.backend.stage(0, 16)
     after_cache = [device.calls[call] for call in calls]
     rows = np.zeros((1, model.manifest.model.hidden), np.float32)
     for position in range(8):
         cache.append(TokenStates(rows), np.array([position]))
+    assert held.length == 0
     assert after_cache[0] == before + 1  # the cache itself, one buffer
     assert [device.calls[call] for call in calls] == after_cache
 
@@ -252,7 +256,175 @@ def test_saved_slots_come_back_where_they_are_put(slots: list[int], exported: Pa
 
 def _content(cache: Any, m: Manifest) -> Any:
     shape = (m.stages[1].layers, 2, m.model.kv_heads, m.max_context, m.model.head_dim)
-    return gpu_standin.view(cache.kv.address, shape, np.float32).copy()
+    return gpu_standin.view(cache.memory.kv.address, shape, np.float32).copy()
+
+
+# --- what goes from one conversation to the next --------------------------------------------------
+
+ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture", "cudaGraphInstantiate")
+
+
+@pytest.mark.parametrize("grows", [False, True], ids=["in-place", "growing"])
+def test_the_next_image_allocates_and_records_nothing(
+    grows: bool, exported: Path, request: pytest.FixtureRequest, device: Gpu
+) -> None:
+    folder = request.getfixturevalue("grown") if grows else exported
+    ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
+    counts, used = [], []
+    for number in range(4):
+        with ours.open([random_image(number)]) as mine, reference.open([random_image(number)]) as theirs:
+            for question in QUESTIONS[:2]:
+                got, want = (talk.ask(question, 3, Options(STEPS)) for talk in (mine, theirs))
+                assert got.token_ids == want.token_ids
+        gc.collect()
+        counts.append([device.calls[name] for name in ALLOCATIONS])
+        used.append(device.used)
+    assert counts[1] == counts[0] or grows  # K/V of the image are set aside in new memory where caches grow
+    assert len({tuple(after[1:]) for after in counts}) == 1
+    assert len(set(used)) == 1
+
+
+def test_a_conversation_starts_on_slots_that_hold_numbers(exported: Path, device: Gpu) -> None:
+    model = open_model(exported)
+    cache: Any = model.backend.stage(1, 16)
+    kept = gpu_standin.view(cache.memory.kv.address, (cache.memory.kv.nbytes,), np.uint8)
+    kept[...] = 0xFF  # NaN
+    memory = cache.memory
+    del cache
+    again: Any = model.backend.stage(1, 16)
+    assert again.memory is memory
+    model.backend.cuda.wait()  # type: ignore[attr-defined]
+    assert not kept.any()
+
+
+def test_unused_memory_makes_room_for_what_does_not_fit_beside_it(grown: Path, device: Gpu) -> None:
+    model = open_model(grown)
+    small = model.backend.stage(0, 16)
+    del small
+    left = device.total - device.used
+    device.total = device.used + left // 10**9  # nothing is free but the unused memory
+    cache: Any = model.backend.stage(0, 15)
+    del cache
+    with pytest.raises(DeviceError, match="the KV cache of layers 1 to 1 needs"):
+        model.backend.stage(0, 4000)
+
+
+REFUSALS = ("cudaStreamBeginCapture", "execute", "cudaStreamEndCapture", "cudaGraphInstantiate")
+
+
+@pytest.mark.parametrize("refused", REFUSALS)
+def test_what_cannot_be_recorded_is_queued_and_said_once(
+    refused: str, exported: Path, device: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.refused = refused
+    ours, reference = open_model(exported), load(exported, device="cpu", threads=THREADS)
+    with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
+        for question in QUESTIONS:
+            got, want = (talk.ask(question, 3, Options(8)) for talk in (mine, theirs))
+            assert got.token_ids == want.token_ids
+    stages = len(ours.manifest.stages)
+    assert device.calls["cudaStreamBeginCapture"] <= 2 * stages  # once for each cache
+    assert device.calls["cudaGraphLaunch"] == 0
+    assert "cannot be recorded into a CUDA graph; its tokens are queued one by one" in caplog.text
+
+
+def test_memory_that_is_freed_while_work_is_recorded_goes_right_after_it(exported: Path, device: Gpu) -> None:
+    cuda = TensorrtBackend(Bundle.open(exported)).cuda
+    held = [Buffer(cuda, 64, "a test"), Buffer(cuda, 64, "a test")]
+    stays, goes = (each.address for each in held)
+
+    def work() -> None:
+        cuda.zero(held[0])
+        held.pop()
+
+    with cuda:
+        graph = cuda.record(work)
+    assert graph is not None
+    assert stays in device.device
+    assert goes not in device.device
+
+
+def test_an_application_may_use_another_gpu(exported: Path, device: Gpu) -> None:
+    ours, reference = open_model(exported), load(exported, device="cpu", threads=THREADS)
+    device.current = 1
+    with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
+        for question in QUESTIONS[:2]:
+            assert mine.ask(question, 3).token_ids == theirs.ask(question, 3).token_ids
+            assert device.current == 1
+    del ours, mine
+    gc.collect()
+    assert device.current == 1
+    assert not device.device
+
+
+@pytest.mark.parametrize("dialect", ["trt", "plain"])
+def test_addresses_are_aligned_whatever_the_number_of_slots(
+    dialect: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bundle"
+    export(tiny_checkpoint(Tiny(kv_heads=1)), folder, (2,), max_context=233)
+    if dialect == "plain":
+        build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
+        monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
+    else:
+        build_all(folder)
+    ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
+    with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
+        for k in (None, 2):
+            for question in QUESTIONS[:2]:
+                assert mine.ask(question, k or "none").token_ids == theirs.ask(question, k or "none").token_ids
+
+
+@pytest.mark.parametrize("grows", [False, True], ids=["in-place", "growing"])
+def test_a_prompt_longer_than_the_profile_of_a_stage_runs_in_parts(
+    grows: bool, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, target = copy(reducing, tmp_path / "bundle"), "sm89"
+    if grows:
+        target = "jetson-orin"
+        build_all(folder, target, Release(TENSORRT, (10, 3)), "plain")
+        monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
+    found = fingerprint.read_engines(Bundle.open(folder), target)
+    engines = dict(found.engines)
+    for graph in Bundle.open(folder).manifest.dialects[found.dialect].stages:
+        profiles = tuple(
+            {name: (low, 4, 4) if name == "tokens" and high > 4 else (low, likely, high)
+             for name, (low, likely, high) in profile.items()}
+            for profile in engines[graph].profiles
+        )  # fmt: skip
+        engines[graph] = replace(engines[graph], profiles=profiles)
+    rewrite(folder, target, engines=engines)
+    ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
+    for word in ("none", "fastv:k=2", f"{DUAL},key=0", "dart:keep=8"):
+        same_answers(ours, reference, word)
+
+
+def test_a_failure_says_what_tensorrt_said(exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TensorrtBackend(Bundle.open(exported))
+
+    def fails(context: Any, stream: int) -> bool:
+        threads = [threading.Thread(target=context.engine.logger.log, args=(1, f"reason\n{i}")) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return False
+
+    monkeypatch.setattr(gpu_standin.Context, "execute_async_v3", fails)
+    with pytest.raises(
+        DeviceError, match=r"cannot run embed\.trt\.engine: reason \d: reason \d: reason \d; run vtx-doctor"
+    ):
+        backend.embed(np.array([1, 2]))
+    backend.cuda.wait()
+
+
+def test_every_message_of_tensorrt_is_shown_on_demand(
+    exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VTX_TENSORRT_LOG", "1")
+    backend = TensorrtBackend(Bundle.open(exported))
+    backend.engines.runtime.logger.log(4, "Loaded a kernel")
+    assert "TensorRT: Loaded a kernel" in capsys.readouterr().err
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -265,9 +437,9 @@ def bundle(exported: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def rewrite(folder: Path, **changes: Any) -> None:
-    found = fingerprint.read_engines(Bundle.open(folder), "sm89")
-    write_sealed(folder / "engines/sm89/engines.json", replace(found, **changes).to_json().encode())
+def rewrite(folder: Path, target: str = "sm89", **changes: Any) -> None:
+    found = fingerprint.read_engines(Bundle.open(folder), target)
+    write_sealed(folder / f"engines/{target}/engines.json", replace(found, **changes).to_json().encode())
 
 
 @pytest.mark.parametrize(
