@@ -14,6 +14,7 @@ FUZZ ?= 20000
 SEQUENCES ?= 500
 FUZZ_SECONDS ?= 10
 CLANG ?= clang++
+CMAKE_CPP = cmake -S runtime/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_TESTS=ON
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
 OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 
@@ -71,23 +72,24 @@ cpp: $(READY) ## libvtx, the C++ runtime, its tools and examples, into build/cpp
 	else \
 		export PATH="$$PATH:$$PWD/$(BIN)"; \
 		command -v cmake > /dev/null && command -v ninja > /dev/null || $(BIN)/python -m pip install --quiet cmake ninja; \
-		cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_UNITY=ON -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON $(OPENVINO_CMAKE) > /dev/null && \
+		$(CMAKE_CPP) -B build/cpp -DVTX_UNITY=ON -DVTX_BUILD_EXAMPLES=ON $(OPENVINO_CMAKE) > /dev/null && \
 		ninja -C build/cpp --quiet; \
 	fi
 
 cpp-sanitize: $(READY) ## the tests of libvtx under AddressSanitizer and UndefinedBehaviorSanitizer
-	cmake -S runtime/cpp -B build/cpp-sanitize -G Ninja -DVTX_SANITIZE=ON -DVTX_WERROR=ON $(OPENVINO_CMAKE) > /dev/null
+	$(CMAKE_CPP) -B build/cpp-sanitize -DVTX_SANITIZE=ON $(OPENVINO_CMAKE) > /dev/null
 	ninja -C build/cpp-sanitize --quiet
 	VTX_CPP_BUILD=$$PWD/build/cpp-sanitize $(BIN)/pytest tests/runtime/cpp
 
 cpp-lint: $(READY) ## clang-format and clang-tidy on libvtx, both from the package index; minutes
 	$(BIN)/python -m pip install --quiet clang-format==23.1.5 clang-tidy==23.1.4
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.hpp')
-	cmake -S runtime/cpp -B build/cpp -G Ninja -DVTX_UNITY=OFF -DVTX_WERROR=ON -DVTX_BUILD_EXAMPLES=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON > /dev/null
-	$(BIN)/clang-tidy -p build/cpp --quiet $$(git ls-files 'runtime/cpp/src/*.cpp' | grep -v backends/openvino) runtime/cpp/tools/*.cpp
+	$(CMAKE_CPP) -B build/cpp -DVTX_UNITY=OFF -DVTX_BUILD_EXAMPLES=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON > /dev/null
+	$(BIN)/clang-tidy -p build/cpp --quiet $$(git ls-files 'runtime/cpp/src/*.cpp' | grep -v backends/openvino) \
+		runtime/cpp/tools/run.cpp tests/runtime/cpp/programs/[mpt]*.cpp
 
 cpp-threads: $(READY) ## many threads on one model of libvtx, under ThreadSanitizer
-	cmake -S runtime/cpp -B build/cpp-threads -G Ninja -DVTX_THREAD_SANITIZE=ON -DVTX_WERROR=ON > /dev/null
+	$(CMAKE_CPP) -B build/cpp-threads -DVTX_THREAD_SANITIZE=ON > /dev/null
 	ninja -C build/cpp-threads --quiet
 	VTX_CPP_BUILD=$$PWD/build/cpp-threads $(BIN)/pytest tests/runtime/cpp/test_threads.py
 
@@ -98,7 +100,7 @@ cpp-fuzz: $(DEMO)/vtx.json ## libFuzzer on what libvtx reads, FUZZ_SECONDS a tar
 TENSORRT ?=
 empty :=
 cpp-tensorrt: $(READY) ## libvtx with a plug-in for each release of TensorRT whose headers are in TENSORRT, tested on stand-ins
-	cmake -S runtime/cpp -B build/cpp-tensorrt -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_STANDIN=ON \
+	$(CMAKE_CPP) -B build/cpp-tensorrt -DVTX_BUILD_STANDIN=ON \
 		-DVTX_TENSORRT_INCLUDES="$(subst $(empty) $(empty),;,$(strip $(TENSORRT)))" > /dev/null
 	ninja -C build/cpp-tensorrt --quiet
 	VTX_CPP_BUILD=$$PWD/build/cpp-tensorrt $(BIN)/pytest -rs tests/runtime/cpp/test_tensorrt.py

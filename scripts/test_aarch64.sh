@@ -77,7 +77,7 @@ build() {
 		export PATH=$root/usr/bin:$PATH LD_LIBRARY_PATH=$root/usr/lib/x86_64-linux-gnu
 		options=(-DCMAKE_SYSROOT="$root")
 	fi
-	cmake -S runtime/cpp -B "$folder/build" -G Ninja -DVTX_WERROR=ON -DCMAKE_SYSTEM_NAME=Linux \
+	cmake -S runtime/cpp -B "$folder/build" -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux \
 		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$TRIPLE-g++ -DCMAKE_LIBRARY_ARCHITECTURE=$TRIPLE \
 		-DCMAKE_FIND_ROOT_PATH="$root" -DCMAKE_FIND_ROOT_PATH_MODE_LIBRARY=ONLY \
 		-DCMAKE_FIND_ROOT_PATH_MODE_INCLUDE=ONLY "${options[@]}" > /dev/null

@@ -34,7 +34,7 @@
 #include "bundle/sha256.hpp"
 #include "policies/methods/reductions.hpp"
 #include "policies/policy.hpp"
-#include "tools/parse.hpp"
+#include "parse.hpp"
 #include "vision/layout.hpp"
 
 namespace {
@@ -281,7 +281,7 @@ int main(int count, char** values) {
       Random random(std::stoull(values[2]));
       for (int i = 0; i < std::stoi(values[3]); ++i) std::cout << python_repr(random.uniform()) << "\n";
     } else {
-      std::cerr << "vtx-cpp-probe: tools/probe.cpp says what it does\n";
+      std::cerr << "vtx-cpp-probe: tests/runtime/cpp/programs/probe.cpp says what it does\n";
       return 2;
     }
     return 0;

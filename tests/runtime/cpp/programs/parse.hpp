@@ -29,7 +29,8 @@ inline void parse(const std::string& kind, const std::string& content) {
     TextSettings settings;
     settings.image_token = "<image>";
     std::vector<Message> messages{{"system", {{false, "a"}}}, {"user", {{true, ""}, {false, " \xC3\xA9 "}}}};
-    for (int turn = 0; turn < 2; ++turn) messages.insert(messages.end(), {{"assistant", {{false, "b"}}}, {"user", {{false, "c"}}}});
+    for (int turn = 0; turn < 2; ++turn)
+      messages.insert(messages.end(), {{"assistant", {{false, "b"}}}, {"user", {{false, "c"}}}});
     ChatTemplate(content, settings).render(messages);
   } else if (kind == "image") {
     decode_picture(content, "the image");
