@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.methods.withdraw import Full
-from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.session import Prompt, Session
 from vtx.tools.bench.series import shown, spread
 

@@ -34,9 +34,8 @@ from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
-from vtx.runtime.policies.base import Needs
+from vtx.runtime.policies.base import Needs, Policy
 from vtx.runtime.policies.make import NOT_RENUMBERED, TEXT_TOWER_FIX, check_depth, check_layout, check_patches
-from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
@@ -335,7 +334,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
         if (canonical := to_spec(parts)) in specs:
             raise RequestError(f"--reduce {canonical} is given twice; name each variant once")
         specs.append(canonical)
-        needs |= Policy(parts).needs()
+        needs |= Policy(parts).needs
     # One vision graph serves all variants, so the merging of one changes the attention that another reads.
     too_early = needs.attention and max(config.feature_layers) < 2
     if needs.merging and (too_early or (needs.last_attention and config.vision.layers < 2)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vtx.runtime.session.sampling import Likely
 
 if TYPE_CHECKING:
-    from vtx.runtime.policies.methods.gate import Decision
+    from vtx.runtime.policies.base import Decision
     from vtx.runtime.session.reduction_report import ReductionReport
 
 

@@ -18,8 +18,7 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.api.turns import Ended, Request
 from vtx.runtime.errors import ContextError
 from vtx.runtime.policies import PromptText, to_spec
-from vtx.runtime.policies.make import decisions
-from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.prompt.guiding import MAX_SCORED
 from vtx.runtime.prompt.messages import Message, asking_about
 from vtx.runtime.prompt.tokenizer import Detokenizer
@@ -180,7 +179,7 @@ class AnswerInProgress:
         logprobs = tuple(self._logprobs) if options.logprobs else None
         likely = tuple(self._likely) if options.top_logprobs else None
         manifest, backend, policy = self._loaded.manifest, self._loaded.backend, self._question.policy
-        result, gate, report = self._result or NOTHING, decisions(policy), None
+        result, report = self._result or NOTHING, None
         decoding = self._last_token - self._first_token
         seconds = {
             "load": self._loaded.load_ms / 1000,
@@ -209,8 +208,8 @@ class AnswerInProgress:
             compute=backend.compute,
             precision=manifest.precision,
             timings_ms={name: round(1000 * value, 3) for name, value in seconds.items()},
-            gate=None if gate is None else tuple(gate),
-            reduce=to_spec(policy.reductions),
+            gate=None if policy.decisions is None else tuple(policy.decisions),
+            reduce=to_spec(policy.reductions) if policy.reductions else "none",
             reduced=report,
             drafted=self._lookup.drafted if self._lookup else None,
             accepted=self._lookup.accepted if self._lookup else None,

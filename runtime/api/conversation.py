@@ -18,8 +18,8 @@ from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
 from vtx.runtime.checks import check_text
 from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_video_policy
-from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.messages import PICTURES, Message
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.session import Selection, Session

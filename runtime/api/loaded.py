@@ -20,8 +20,8 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_layout, make_policy
-from vtx.runtime.policies.policy import Policy
 from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text
@@ -142,8 +142,9 @@ class LoadedBundle:
             dialect=self.backend.dialect,
             final_norm=lambda: read_final_norm(self.bundle),
         )
-        check_layout(policy.reductions, self.layout)
-        if options is not None and options.about is not None and not any(e.uses_question for e in policy.entries):
+        if policy.reductions:
+            check_layout(policy.reductions, self.layout)
+        if options is not None and options.about is not None and not policy.uses_question:
             raise RequestError(
                 "about is the text by which image tokens are chosen before the decoder, and reduce="
                 f"{to_spec(policy.reductions)} chooses none by a text; use cdpruner, or leave about out"

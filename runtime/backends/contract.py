@@ -34,15 +34,19 @@ def vision_extras(
     m: Manifest, dialect: str, extras: Mapping[str, NDArray[np.float32]]
 ) -> dict[str, NDArray[np.float32]]:
     """Every extra input of the vision graph, [1] float32: the given value, else the one that changes nothing."""
-    defaults = names.VISION_DEFAULTS if m.dialects[dialect].vision_merges else {}
-    assert extras.keys() <= defaults.keys(), f"the vision graph takes {[*defaults]}, not {sorted(extras)}"
-    return {name: extras.get(name, np.array([value], np.float32)) for name, value in defaults.items()}
+    inputs = dict[str, NDArray[np.float32]]()
+    for name, value in names.VISION_DEFAULTS.items() if m.dialects[dialect].vision_merges else ():
+        inputs[name] = extras.get(name, np.array([value], np.float32))
+    assert extras.keys() <= inputs.keys(), f"the vision graph takes {[*inputs]}, not {sorted(extras)}"
+    return inputs
 
 
 def embedded(graph: str, outputs: Mapping[str, NDArray[np.float32]], count: int) -> TokenStates:
     """The outputs of the embed graph for `count` tokens; raises BundleError if it gives another number."""
-    each = {name: of_each(graph, output, count) for name, output in outputs.items()}
-    return TokenStates(each.pop(names.HIDDEN), {name.removeprefix(names.TOKEN_INPUT): x for name, x in each.items()})
+    inputs = dict[str, NDArray[np.float32]]()
+    for name, output in outputs.items():
+        inputs[name.removeprefix(names.TOKEN_INPUT)] = of_each(graph, output, count)
+    return TokenStates(inputs.pop(names.HIDDEN), inputs)
 
 
 def of_each(graph: str, output: NDArray[np.float32], count: int) -> NDArray[np.float32]:

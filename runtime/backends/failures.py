@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from vtx.runtime.errors import BundleError, DeviceError, ModelClosedError, VtxError
 
@@ -27,12 +28,17 @@ def run_failures(engine: str, graph: str) -> Iterator[None]:
     except VtxError:
         raise
     except Exception as e:
-        if _lacks_memory(e):
-            raise DeviceError(
-                f"not enough memory to run {graph}; end other programs, ask about fewer images or with a shorter "
-                "question, or export with a smaller --precision"
-            ) from e
-        raise DeviceError(f"{engine} failed in {graph}: {reason_of(e)}; check the bundle with vtx-doctor") from e
+        raise run_failure(engine, graph, e) from e
+
+
+def run_failure(engine: str, graph: str, error: Exception) -> VtxError:
+    """The error of an engine that fails in a graph."""
+    if _lacks_memory(error):
+        return DeviceError(
+            f"not enough memory to run {graph}; end other programs, ask about fewer images or with a shorter "
+            "question, or export with a smaller --precision"
+        )
+    return DeviceError(f"{engine} failed in {graph}: {reason_of(error)}; check the bundle with vtx-doctor")
 
 
 def cache_failure(capacity: int) -> VtxError:
@@ -41,6 +47,16 @@ def cache_failure(capacity: int) -> VtxError:
         f"not enough memory for a KV cache of {capacity} slots; end other programs, or export with a smaller "
         "--max-context"
     )
+
+
+class ClosedGraph:
+    """In place of a graph's session once its backend was closed: any use raises ModelClosedError."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, _: str) -> NoReturn:
+        raise closed_failure(self._name)
 
 
 def closed_failure(graph: str) -> VtxError:

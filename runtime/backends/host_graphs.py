@@ -32,7 +32,7 @@ class StageBatch(Protocol):
 
 
 class HostBackend(ABC):
-    """A `Backend` but for `stage`. Towers are loaded when they first run.
+    """A `Backend` but for `stage`. Towers that a subclass does not load are loaded when they first run.
 
     Subclasses set `_embed`, `_head`, `_score` and `_gates`.
     """
@@ -70,8 +70,8 @@ class HostBackend(ABC):
         return contract.embedded(self._embed.name, outputs, len(ids))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
-        m = self._manifest
-        graph = self._tower(self._graphs.vision, graphs.vision(m, self.dialect), m.image)
+        m, name = self._manifest, self._graphs.vision
+        graph = self._towers.get(name) or self._tower(name, graphs.vision(m, self.dialect), m.image)
         return ImageTokens.of(graph.run({names.PIXELS: pixels, **contract.vision_extras(m, self.dialect, extras)}))
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:

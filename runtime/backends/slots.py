@@ -80,13 +80,9 @@ class SlotCounter(ABC):
         self.capacity, self.resident = capacity, capacity if self.reserved_whole else 0
         self.length = 0
 
-    @property
-    def length(self) -> int:
-        return self._length
-
-    @length.setter
-    def length(self, length: int) -> None:
-        self._length = length
+    def fill(self, length: int) -> None:
+        """Count the first `length` slots as filled."""
+        self.length = length
         if length > self.resident:
             self.resident = min(self.capacity, -(-length // BLOCK) * BLOCK)
 
@@ -94,14 +90,14 @@ class SlotCounter(ABC):
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         """See `StageCache`."""
-        count = len(tokens)
-        if self.length + count > self.capacity:
-            raise AssertionError(f"{self.length} + {count} tokens in a cache of {self.capacity} slots")
+        filled = self.length + len(tokens.hidden)
+        if filled > self.capacity:
+            raise AssertionError(f"{filled} tokens in a cache of {self.capacity} slots, {self.length} of them before")
         if outputs is None:
             out = self._run(tokens, positions, query=query)
         else:
             out = self._run_for(outputs, tokens, positions)
-        self.length += count
+        self.fill(filled)
         return out
 
     def keep(self, length: int) -> None:

@@ -1,11 +1,11 @@
-"""The interface of a method: its needs of a bundle, and the image tokens that go on at each of its cuts."""
+"""The interface of a method: its needs, and the image tokens that go on at its cuts; and policies, made of methods."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import or_
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -43,8 +43,8 @@ class Needs(NamedTuple):
 
     def __or__(self, other: Needs) -> Needs:
         cuts, queries = sorted({*self.cuts, *other.cuts}), sorted({*self.queries, *other.queries})
-        shrinks = [layer for layer in (self.shrinks, other.shrinks) if layer is not None]
-        return Needs(tuple(cuts), tuple(queries), min(shrinks, default=None), *map(or_, self[3:], other[3:]))
+        shrinks = min(filter(None, (self.shrinks, other.shrinks)), default=None)
+        return Needs(tuple(cuts), tuple(queries), shrinks, *map(or_, self[3:], other[3:]))
 
 
 def _absent(*_: object) -> Any:
@@ -135,6 +135,15 @@ class Entry:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decision of one gate: the probability that the image tokens may leave before layer `k`, and its cost."""
+
+    k: int
+    probability: float
+    ms: float
+
+
 class Reduction:
     """A method that leaves out image tokens. Subclasses are frozen dataclasses of their options (`option`).
 
@@ -161,6 +170,7 @@ class Reduction:
     paper_layers: ClassVar[int | None] = None
     fixed: ClassVar[bool] = False
     thresholds: ClassVar[tuple[str, ...]] = ()
+    asked: list[Decision] | None = None  # decisions of gates so far
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(cast(Any, self)):
@@ -205,6 +215,79 @@ class Reduction:
     def keep_mask(self, boundary: Boundary) -> Mask | None:
         """A mask [boundary.count] of the remaining image tokens that go on; None: all. Called at its cuts only."""
         return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Removal:
+    """Image tokens leave at a boundary: `kept` [those that were there] go on, `by` names the methods at work.
+
+    `renumbers`: all tokens that go on, text too, take the positions 0, 1, 2, ...; `shrinks`: earlier caches
+    shrink to what it left, unless more leave later.
+    """
+
+    kept: Mask
+    by: tuple[str, ...]
+    renumbers: bool
+    shrinks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The methods of one question, in the order in which they are asked: first the one that removes whole images.
+
+    `final_norm` is the weight [hidden] of the decoder's last norm, if a method needs it. The rest follows from `parts`:
+    their `needs`; the `reductions`, which leave out some tokens and not the whole image; the layers `partial_cuts`
+    before which they may do so; the layer `exit` before which the whole image leaves whatever is asked, None if a
+    question decides, or never; `fixed`: the same tokens leave whatever is asked; `renumbers`: a part does; the
+    `entries` before the decoder, in order; `uses_question`: one of these does; the `decisions` of gates so far, None
+    without gates.
+    """
+
+    parts: tuple[Reduction, ...] = ()
+    final_norm: NDArray[np.float32] | None = field(default=None, compare=False)
+    needs: Needs = field(init=False, repr=False, compare=False)
+    reductions: tuple[Reduction, ...] = field(init=False, repr=False, compare=False)
+    partial_cuts: frozenset[int] = field(init=False, repr=False, compare=False)
+    exit: int | None = field(init=False, repr=False, compare=False)
+    fixed: bool = field(init=False, repr=False, compare=False)
+    renumbers: bool = field(init=False, repr=False, compare=False)
+    entries: tuple[Entry, ...] = field(init=False, repr=False, compare=False)
+    uses_question: bool = field(init=False, repr=False, compare=False)
+    decisions: list[Decision] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        needs, reductions, partial_cuts, entries = Needs(), list[Reduction](), set[int](), list[Entry]()
+        exit = decisions = None
+        renumbers = uses_question = False
+        fixed = True
+        for part in self.parts:
+            own = part.needs()
+            needs |= own
+            if not part.whole:
+                reductions.append(part)
+                partial_cuts.update(own.cuts)
+            elif part.fixed and own.cuts:
+                exit = own.cuts[0]
+            fixed, renumbers = fixed and part.fixed, renumbers or part.renumbers
+            if (entry := part.entry()) is not None:
+                entries.append(entry)
+                uses_question = uses_question or entry.uses_question
+            decisions = decisions if part.asked is None else part.asked
+        derived = needs, tuple(reductions), frozenset(partial_cuts), exit, fixed, renumbers
+        for each, value in zip(fields(self)[2:], (*derived, tuple(entries), uses_question, decisions), strict=True):
+            object.__setattr__(self, each.name, value)
+
+    def ask(self, boundary: Boundary) -> Removal | None:
+        """The removal of tokens here; None: all go on. Tokens that one part leaves out stay out."""
+        kept, by = np.ones(boundary.count, bool), list[str]()
+        shrinks = renumbers = False
+        for part in self.parts:
+            mask = part.keep_mask(boundary) if kept.any() and boundary.layer in part.needs().cuts else None
+            if mask is not None and not mask.all():
+                kept = kept & mask
+                by.append(part.name)
+                shrinks, renumbers = shrinks or not part.whole, renumbers or part.renumbers
+        return Removal(kept, tuple(by), renumbers, shrinks and self.needs.shrinks is not None) if by else None
 
 
 R = TypeVar("R", bound=Reduction)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.spec.manifest import FINAL_NORM, Manifest
 from vtx.runtime.errors import RequestError, UnsupportedModelError
-from vtx.runtime.policies.base import Needs, Reduction
-from vtx.runtime.policies.methods.gate import Decision, Gate, Odds
+from vtx.runtime.policies.base import Needs, Policy, Reduction
 from vtx.runtime.policies.methods.withdraw import Full, Withdraw
-from vtx.runtime.policies.policy import Policy
 from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.vision.layout import Layout
+
+if TYPE_CHECKING:
+    from vtx.runtime.policies.methods.gate import Odds
 
 NOT_RENUMBERED = "positions of three parts, which cannot be renumbered; use positions=keep"
 TEXT_TOWER_FIX = "--text-tower CLIP, or use text=embedding, the form without a text tower"
@@ -41,9 +43,10 @@ def make_policy(
     Raises RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; reductions that are
     not known, do not go together, or for which the bundle was not exported.
     """
-    reductions = parse(reduce) if reduce is not None else ()
-    check_provided(reductions, manifest, dialect)
-    exits: Full | Withdraw | Gate
+    reductions = () if reduce is None else parse(reduce)
+    if reductions:
+        check_provided(reductions, manifest, dialect)
+    exits: Reduction
     if k is None or k == "none":
         exits = Full()
     elif k == "auto":
@@ -54,6 +57,8 @@ def make_policy(
             )
         if not 0 <= threshold <= 1:
             raise RequestError(f"the gate threshold is {threshold}; give a probability from 0 to 1")
+        from vtx.runtime.policies.methods.gate import Gate
+
         exits = Gate(odds, manifest.gates, threshold)
     else:
         layers = manifest.model.layers
@@ -68,15 +73,10 @@ def make_policy(
             )
         exits = Withdraw(int(k))  # it may be numpy's
     policy = Policy((exits, *reductions))
-    if not policy.needs().final_norm:
+    if not policy.needs.final_norm:
         return policy
     assert final_norm is not None
     return replace(policy, final_norm=final_norm())
-
-
-def decisions(policy: Policy) -> list[Decision] | None:
-    """The decisions of a policy's gates so far, or None if it has no gates."""
-    return next((part.asked for part in policy.parts if isinstance(part, Gate)), None)
 
 
 def check_depth(reductions: Sequence[Reduction], layers: int) -> None:

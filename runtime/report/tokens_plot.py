@@ -13,7 +13,7 @@ from vtx.runtime.api.answer import Stats
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import RequestError, printable
-from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.session.reduction_report import Kept, ReductionReport
 

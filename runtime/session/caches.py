@@ -16,8 +16,7 @@ from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
-from vtx.runtime.policies.base import Boundary
-from vtx.runtime.policies.policy import Policy, Removal
+from vtx.runtime.policies.base import Boundary, Policy, Removal
 from vtx.runtime.session.prefix import Check, Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, assign_positions
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Scores, TokenStates
 
@@ -115,7 +114,7 @@ class PrefixCaches:
                 cache.write(saved.survivors, cache.read(np.arange(len(saved.survivors))), length=prefix.size)
                 cache.write(saved.dropped, saved.kv, length=prefix.size)
             self.prefix = replace(prefix, saved_kv=())
-        cuts = policy.row_cuts
+        cuts = policy.partial_cuts
         self._holding = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
         self._exit = next((n for n, stage in enumerate(self.stages) if stage.first == policy.exit), len(self.stages))
         missing = [number for number in self._holding if not self.prefix.held(number)]

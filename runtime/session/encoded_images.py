@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
-from vtx.runtime.policies.base import Entry, PromptText
-from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.base import Entry, Policy, PromptText
 from vtx.runtime.session.prefix import Check, Prompt, no_check
 from vtx.runtime.session.session import Selection
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage
@@ -160,7 +159,7 @@ class EncodedImages:
         and may raise, to stop there.
         """
         settings, skipped = "".join(f" {entry!r}" for entry in policy.entries), 0
-        if question is not None and any(entry.uses_question for entry in policy.entries):
+        if question is not None and policy.uses_question:
             settings += f" {question.key}"
         encoders = tuple(
             (image.key + settings, cache(partial(self._entering, image, policy.entries, question, check)))
@@ -213,12 +212,12 @@ def selecting_text(
     by the bundle's text tower; it is called if the policy needs them.
     """
     is_vision = ids == image_token_id
-    if not is_vision.any() or not any(entry.uses_question for entry in policy.entries):
+    if not is_vision.any() or not policy.uses_question:
         return None
     end = int(np.flatnonzero(is_vision)[-1]) + 1
     before, question = ids[:end][~is_vision[:end]], ids[end:]
     if after is not None and after.policy == policy:
         question = np.array(after.ids, np.int64)
     text = np.concatenate([before, question])
-    seen = embeddings() if policy.needs().text_tower else None
+    seen = embeddings() if policy.needs.text_tower else None
     return PromptText(text, backend.embed(text).hidden, np.arange(len(text)) >= len(before), seen)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.policies.policy import Removal
+from vtx.runtime.policies.base import Removal
 from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches, TokenStates
 
 Key = tuple[bytes, tuple[str, ...]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.session.session import Cut, PrefillResult
 from vtx.runtime.vision.tokens import Mask, Patches
 

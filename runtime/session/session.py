@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import ContextError, RequestError
-from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.session.caches import PrefixCaches
 from vtx.runtime.session.prefix import Check, Key, PrefixSlots, Prompt, no_check
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Patches
@@ -273,7 +273,7 @@ class Session:
         """Run a question through all stages, asking its policy at each boundary which image tokens continue."""
         self.selection, self._suffix = None, []
         policy, ids, caches = selection.policy, np.array(selection.ids, np.int64), self.caches
-        needs = policy.needs()
+        needs = policy.needs
         caches.prepare(policy)
         self._cuts, self._layouts = [], []
         depth = caches.prefix.depth

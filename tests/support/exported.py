@@ -15,8 +15,8 @@ from tests.support.bundles import export
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model, Picture
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.methods.withdraw import Full, Withdraw
-from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 
 THREADS = 1  # tests run side by side

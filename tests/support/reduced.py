@@ -18,9 +18,8 @@ from tests.support.statement import Method, Outcome, Statement
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.tensors import read_final_norm
-from vtx.runtime.policies.base import PromptText, Reduction
+from vtx.runtime.policies.base import Policy, PromptText, Reduction
 from vtx.runtime.policies.make import make_policy
-from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session.encoded_images import PreparedImage, enter, vision_extras
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 from vtx.runtime.vision.tokens import ImageTokens
@@ -119,7 +118,7 @@ class Talk:
         token, counts = model.manifest.text.image_token_id, [picture.tokens for picture in pictures]
         plain = model.loaded.text.prompt(messages, counts)
         question = self._question(plain, token)
-        if policy.needs().text_tower:
+        if policy.needs.text_tower:
             question = replace(question, embeddings=model.loaded.embed_question(messages))
         encoded = [self._encode(picture, policy, question) for picture in pictures]
         ids: list[int] = []

@@ -67,5 +67,5 @@ class OpenvinoStageBatch:
                 self._request.set_tensor(name, self._context.shared(array))
             run_request(self._request)
         for cache in caches:
-            cache.length += 1
+            cache.fill(cache.length + 1)
         return out

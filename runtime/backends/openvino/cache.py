@@ -215,7 +215,7 @@ class OpenvinoStageCache(SlotCounter):
 
     def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
         self.kv[:, :, slots // BLOCK, :, slots % BLOCK] = kv
-        self.length = length
+        self.fill(length)
 
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)

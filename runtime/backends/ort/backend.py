@@ -14,7 +14,7 @@ from vtx.runtime.backends.engines import EXPANDED, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.loading import is_roomy, load_each
-from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache
+from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStage, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph, OrtLoader
 from vtx.runtime.backends.ort.library import check_release, import_onnxruntime, lacks, load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
@@ -52,25 +52,19 @@ class OrtBackend(HostBackend):
         light = replace(loader, options=self._session_options(1))  # for graphs too small to share among threads
         self._embed = light.load(files.embed, graphs.embed(m))
         loads = [partial(loader.load, file, graphs.stage_of(m, spec, "ort")) for spec, file in m.stage_files("ort")]
+        loads.append(partial(loader.load, files.vision, graphs.vision(m, self.dialect)))
         loads.append(partial(loader.load, files.head, graphs.head(m)))
-        sizes = [*(spec.layers for spec in m.stages), m.model.layers]  # the head may be as large as many layers
-        *self._stages, self._head = load_each(loads, self.threads if roomy else 1, sizes)
+        # The head may be as large as many layers.
+        sizes = [*(spec.layers for spec in m.stages), m.model.tower.layers, m.model.layers]
+        *stages, self._towers[files.vision], self._head = load_each(loads, self.threads if roomy else 1, sizes)
         self._gates = {k: light.load(file, graphs.gate(m)) for k, file in m.gate_files("ort").items()}
         self._score = score = loader.load(files.score, graphs.score(m, "ort")) if files.score else None
         tables = read_rope(bundle)
         rope = self._in_memory(dict(zip((names.COS, names.SIN), tables, strict=True)))
         scales = self._in_memory(read_kv_scales(bundle) if KV_DTYPES[m.kv_dtype].scaled else {})
-        self._context = OrtCacheContext(
-            self._ort.OrtValue.ortvalue_from_numpy,
-            m.model,
-            m.kv_dtype,
-            tables,
-            rope,
-            scales,
-            score,
-            m.token_inputs,
-            self.memory,
-        )
+        value = self._ort.OrtValue.ortvalue_from_numpy
+        context = OrtCacheContext(value, m.model, m.kv_dtype, tables, rope, scales, score, m.token_inputs, self.memory)
+        self._stages = [OrtStage(context, graph, spec) for graph, spec in zip(stages, m.stages, strict=True)]
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
@@ -111,20 +105,19 @@ class OrtBackend(HostBackend):
     def _new_batches(self, lanes: int, capacity: int) -> list[OrtStageBatch]:
         from vtx.runtime.backends.ort.batch import OrtStageBatch
 
-        if not all(graph.is_free(names.POSITIONS, 0) for graph in self._stages):
+        if not all(stage.graph.is_free(names.POSITIONS, 0) for stage in self._stages):
             raise DeviceError("this bundle's graphs take one conversation at a time; export it again")
-        stages = zip(self._stages, self._manifest.stages, strict=True)
-        return [OrtStageBatch(self._context, graph, spec, lanes, capacity) for graph, spec in stages]
+        return [OrtStageBatch(stage, lanes, capacity) for stage in self._stages]
 
     def stage(self, index: int, capacity: int) -> OrtStageCache:
         try:
             if self._batches:
                 return self._batches[index].stage(capacity)
-            return OrtStageCache(self._context, self._stages[index], self._manifest.stages[index], capacity)
+            return OrtStageCache(self._stages[index], capacity)
         except MemoryError as e:
             raise cache_failure(capacity) from e
 
     def close(self) -> None:
         super().close()
-        for graph in self._stages:
-            graph.close()
+        for stage in self._stages:
+            stage.graph.close()

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStageCache, bind, named
-from vtx.runtime.backends.ort.graph import OrtGraph
+from vtx.runtime.backends.ort.cache import OrtStage, OrtStageCache
 from vtx.runtime.backends.slots import LanePool
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 BINDINGS = 32  # that a stage keeps
@@ -24,7 +22,6 @@ BINDINGS = 32  # that a stage keeps
 class Run:
     """A binding over one lane for each token, and the arrays that it reads and writes."""
 
-    hidden: HiddenStates
     inputs: dict[str, NDArray[np.float32]]
     positions: NDArray[np.int64]
     last: NDArray[np.int32]
@@ -40,16 +37,16 @@ class OrtStageBatch:
     If they have others, caches swap lanes: K and V of at most two are copied whenever one joins or leaves.
     """
 
-    def __init__(self, context: OrtCacheContext, stage: OrtGraph, spec: StageSpec, lanes: int, capacity: int) -> None:
-        self._context, self._stage, self._spec, self._lanes = context, stage, spec, lanes
-        shape = (context.model.kv_heads, capacity, context.model.head_dim)
-        self.pool = LanePool(len(spec.cached), lanes, shape, np.dtype(context.kv_dtype))
+    def __init__(self, stage: OrtStage, lanes: int, capacity: int) -> None:
+        self._stage, self._lanes, model = stage, lanes, stage.context.model
+        shape = (model.kv_heads, capacity, model.head_dim)
+        self.pool = LanePool(len(stage.kv_names) // 2, lanes, shape, np.dtype(stage.context.kv_dtype))
         self._caches = weakref.WeakValueDictionary[int, OrtStageCache]()  # by lane
         self._runs: dict[tuple[int, int], Run] = {}
 
     def stage(self, capacity: int) -> OrtStageCache:
         """An empty cache, in a lane if one is free."""
-        cache = OrtStageCache(self._context, self._stage, self._spec, capacity, self.pool)
+        cache = OrtStageCache(self._stage, capacity, self.pool)
         if cache.lane is not None:
             self._caches[cache.lane.number] = cache
         return cache
@@ -66,34 +63,31 @@ class OrtStageBatch:
                 self._runs.clear()
             self._runs[key] = self._bind(*key)
         run = self._runs[key]
-        run.hidden[:], run.positions[:, 0] = tokens.hidden[order], positions[order]
-        for name in self._spec.inputs:
+        run.inputs[names.HIDDEN][:], run.positions[:, 0] = tokens.hidden[order], positions[order]
+        for name in self._stage.spec.inputs:
             run.inputs[names.token_input(name)][:] = tokens.inputs[name][order]
         run.last[:], run.total[0] = lengths[order], lengths.max() + 1
-        self._stage.run_bound(run.binding)
+        self._stage.graph.run_bound(run.binding)
         for cache in caches:
-            cache.length += 1
+            cache.fill(cache.length + 1)
         out = np.empty_like(tokens.hidden)
         out[order] = run.out
         return out
 
     def _bind(self, first: int, count: int) -> Run:
         """A run over `count` lanes from `first` on."""
-        context, spec = self._context, self._spec
-        hidden, out = (np.zeros((count, context.model.hidden), np.float32) for _ in range(2))
+        inputs = {name: np.zeros((count, width), np.float32) for name, width in self._stage.widths.items()}
         positions, last, total = np.zeros((count, 1), np.int64), np.zeros(count, np.int32), np.zeros(1, np.int32)
-        further = {name: np.zeros((count, width), np.float32) for name, width in context.widths(spec).items()}
-        inputs: dict[str, NDArray[Any]] = {
-            **further,
-            names.HIDDEN: hidden,
+        out = np.empty_like(inputs[names.HIDDEN])
+        given: dict[str, NDArray[Any]] = {
+            **inputs,
             names.POSITIONS: positions,
             names.LAST_SLOT: last,
             names.TOTAL_SLOTS: total,
         }
         kv = self.pool.kv[:, :, first : first + count]
-        buffers = named(spec, ((context.value(keys), context.value(values)) for keys, values in kv))
-        binding = bind(context, self._stage, inputs, out, context.scales_of(spec), buffers)
-        return Run(hidden, further, positions, last, total, out, binding)
+        buffers = list(map(self._stage.context.value, kv.reshape(-1, *kv.shape[2:])))
+        return Run(inputs, positions, last, total, out, self._stage.bind(given, out, buffers))
 
     def _gather(self, caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
         """Bring caches into lanes that follow each other; their lanes [n]."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,63 +38,81 @@ class OrtCacheContext:
     token_inputs: tuple[TokenInput, ...]
     memory: str = "cpu"
 
-    def scales_of(self, spec: StageSpec) -> dict[str, Any]:
-        """The scales of K and V of a stage's layers, none unless K and V are int8."""
-        if not self.kv_scales:
-            return {}
-        wanted = [name(layer) for layer in spec.cached for name in (names.key_scale, names.value_scale)]
-        return {name: self.kv_scales[name] for name in wanted}
 
-    def widths(self, spec: StageSpec) -> dict[str, int]:
-        """Numbers per token of each token input that a stage reads, by the graph's names."""
-        return {names.token_input(each.name): each.width for each in self.token_inputs if each.name in spec.inputs}
+class OrtStage:
+    """A stage's graph, and what all its caches bind by name.
 
+    `widths`: numbers per token of the hidden states and of each token input, by the graph's names; `kv_names`: those of
+    each layer's keys, then values, as input and as output; `constants`: rotary tables, and scales of int8 K and V.
+    """
 
-Buffers: TypeAlias = "list[tuple[str, str, Any]]"
+    def __init__(self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec) -> None:
+        self.context, self.graph, self.spec = context, graph, spec
+        self.key_scale = context.kv_scales.get(names.key_scale(spec.last))
+        self.constants, self.kv_names = dict(context.rope), list[tuple[str, str]]()
+        for layer in spec.cached:
+            self.kv_names.append((names.past_key(layer), names.present_key(layer)))
+            self.kv_names.append((names.past_value(layer), names.present_value(layer)))
+            for name in (names.key_scale(layer), names.value_scale(layer)) if context.kv_scales else ():
+                self.constants[name] = context.kv_scales[name]
+        self.widths = {names.HIDDEN: context.model.hidden}
+        for each in context.token_inputs:
+            if each.name in spec.inputs:
+                self.widths[names.token_input(each.name)] = each.width
+
+    def bind(self, inputs: Mapping[str, NDArray[Any]], out: HiddenStates, kv: Sequence[Any]) -> Any:
+        """A binding of the graph over host arrays, which the caller holds, and over the layers' keys and values.
+
+        `inputs` may hold rotary tables of these tokens alone.
+        """
+        binding, value = self.graph.session.io_binding(), self.context.value
+        for name, array in inputs.items():
+            binding.bind_ortvalue_input(name, value(array))
+        binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))
+        for name, constant in self.constants.items():
+            if name not in inputs:
+                binding.bind_ortvalue_input(name, constant)
+        for (past, present), buffer in zip(self.kv_names, kv, strict=True):
+            binding.bind_ortvalue_input(past, buffer)
+            binding.bind_ortvalue_output(present, buffer)
+        return binding
 
 
 class OrtStageCache(SlotCounter):
     """`StageCache` whose K/V buffers are allocated once and bound as input and output alike.
 
     `kv` is [cached layers, 2, 1, kv_heads, capacity, head_dim], in the `lane` of a pool if one is given that has room,
-    else in memory of its own; `buffers` are its parts with the names they are bound by. `query`
+    else in memory of its own; `buffers` are each layer's keys and values in it. `query`
     [tokens, heads * head_dim] are the queries of the tokens last appended with `query`. One token, as in decoding, runs
     through `row_binding`, made once; nothing is allocated for it.
     """
 
     bound_once = True
 
-    def __init__(
-        self, context: OrtCacheContext, stage: OrtGraph, spec: StageSpec, capacity: int, pool: LanePool | None = None
-    ) -> None:
+    def __init__(self, stage: OrtStage, capacity: int, pool: LanePool | None = None) -> None:
         super().__init__(capacity)
-        self._context, self._stage, self._spec, self._pool = context, stage, spec, pool
+        self._stage, self._context, self._pool = stage, stage.context, pool
         self.lane = pool.take() if pool is not None else None
         if pool is not None and self.lane is not None:
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
-        model = context.model
-        self._key_scale = context.kv_scales.get(names.key_scale(spec.last))
-        self._scales = context.scales_of(spec)
+        model = stage.context.model
         self.query = np.zeros((0, model.heads * model.head_dim), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
         self._slots: dict[str, NDArray[Any]] = {names.LAST_SLOT: self._last, names.TOTAL_SLOTS: self._total}
         self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
-        self._row = {name: np.zeros((1, width), np.float32) for name, width in context.widths(spec).items()}
-        self._row[names.HIDDEN], self._row_position = (
-            np.zeros((1, model.hidden), np.float32),
-            np.zeros((1, 1), np.int64),
-        )
+        self._row, self._row_position = dict[str, NDArray[np.float32]](), np.zeros((1, 1), np.int64)
+        for name, width in stage.widths.items():
+            self._row[name] = np.zeros((1, width), np.float32)
         self.kv, self.buffers, self.row_binding = self.buffers_at(None if self.lane is None else self.lane.number)
 
-    def buffers_at(self, number: int | None) -> tuple[NDArray[Any], Buffers, Any]:
+    def buffers_at(self, number: int | None) -> tuple[NDArray[Any], list[Any], Any]:
         """K and V in the lane of this number, or in memory of their own, and the binding of one token's run."""
         model, capacity = self._context.model, self.capacity
-        shape = (len(self._spec.cached), 2, 1, model.kv_heads, capacity, model.head_dim)
-        kv, values = self._allocate(shape, np.dtype(self._context.kv_dtype), number)
-        buffers = named(self._spec, values)
+        shape = (len(self._stage.kv_names) // 2, 2, 1, model.kv_heads, capacity, model.head_dim)
+        kv, buffers = self._allocate(shape, np.dtype(self._context.kv_dtype), number)
         inputs: dict[str, NDArray[Any]] = {**self._row, names.POSITIONS: self._row_position, **self._slots}
-        return kv, buffers, bind(self._context, self._stage, inputs, self._row_out, self._scales, buffers)
+        return kv, buffers, self._stage.bind(inputs, self._row_out, buffers)
 
     def filled(self) -> NDArray[Any]:
         """A copy of K and V of the filled slots."""
@@ -102,36 +120,38 @@ class OrtStageCache(SlotCounter):
 
     def _allocate(
         self, shape: tuple[int, ...], kv_type: np.dtype[Any], number: int | None
-    ) -> tuple[NDArray[Any], Iterable[tuple[Any, Any]]]:
-        """K and V of `shape` [layers, 2, 1, kv_heads, capacity, head_dim], and each layer's key and value buffer."""
+    ) -> tuple[NDArray[Any], list[Any]]:
+        """K and V of `shape` [layers, 2, 1, kv_heads, capacity, head_dim], and each layer's keys and values."""
         if self._pool is not None and number is not None:
             kv = self._pool.kv[:, :, number : number + 1]
         else:
             kv = zeros_in_small_pages(shape, kv_type)
-        return kv, [(self._context.value(layer[0]), self._context.value(layer[1])) for layer in kv]
+        return kv, list(map(self._context.value, kv.reshape(-1, *kv.shape[2:])))
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        hidden, count = tokens.hidden, len(tokens)
-        own = {names.HIDDEN: hidden, **{names.token_input(name): tokens.inputs[name] for name in self._spec.inputs}}
+        hidden, count = tokens.hidden, len(tokens.hidden)
         self._last[0], self._total[0] = self.length + count - 1, self.length + count
+        own = {names.HIDDEN: hidden}
+        for name in self._stage.spec.inputs:
+            own[names.token_input(name)] = tokens.inputs[name]
         if positions.ndim > 1:
-            cos, sin = rope_at(self._context.tables, self._context.model.rope.axes, positions)
-            own, positions = {**own, names.COS: cos, names.SIN: sin}, np.arange(count)
+            own[names.COS], own[names.SIN] = rope_at(self._context.tables, self._context.model.rope.axes, positions)
+            positions = np.arange(count)
         elif count == 1 and self.bound_once and not query:
             self._row_position[:] = positions
             for name, row in self._row.items():
                 row[:] = own[name]
-            self._stage.run_bound(self.row_binding)
+            self._stage.graph.run_bound(self.row_binding)
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
-        positions, out = positions[None].copy(), np.empty_like(hidden)
-        own = {name: np.ascontiguousarray(array) for name, array in own.items()}
-        inputs: dict[str, NDArray[Any]] = {**own, names.POSITIONS: positions, **self._slots}
-        binding = bind(self._context, self._stage, inputs, out, self._scales, self.buffers)
+        out, inputs = np.empty_like(hidden), {names.POSITIONS: positions[None].copy(), **self._slots}
+        for name, array in own.items():
+            inputs[name] = np.ascontiguousarray(array)
+        binding = self._stage.bind(inputs, out, self.buffers)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)
             binding.bind_ortvalue_output(names.QUERY, self._context.value(self.query))
-        self._stage.run_bound(binding)
+        self._stage.graph.run_bound(binding)
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:
@@ -140,10 +160,10 @@ class OrtStageCache(SlotCounter):
         query = self.query[-1:] if last_only else self.query
         binding = score.session.io_binding()
         binding.bind_ortvalue_input(names.QUERY, value(query))
-        binding.bind_ortvalue_input(names.KEY, self.buffers[-2][2])  # the last layer's
+        binding.bind_ortvalue_input(names.KEY, self.buffers[-2])  # the last layer's
         binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
-        if self._key_scale is not None:
-            binding.bind_ortvalue_input(names.KEY_SCALE, self._key_scale)
+        if self._stage.key_scale is not None:
+            binding.bind_ortvalue_input(names.KEY_SCALE, self._stage.key_scale)
         binding.bind_output(names.ATTENTION_SUM, "cpu")
         binding.bind_output(names.ATTENTION_MAX, "cpu")
         score.run_bound(binding)
@@ -156,45 +176,11 @@ class OrtStageCache(SlotCounter):
     def _scaled(self, keys: NDArray[Any]) -> NDArray[np.float32]:
         """Keys [kv_heads, slots, head_dim] of the last layer as numbers."""
         wide = keys.astype(np.float32)
-        return wide if self._key_scale is None else wide * self._key_scale.numpy()[0]
+        return wide if self._stage.key_scale is None else wide * self._stage.key_scale.numpy()[0]
 
     def read(self, slots: Ids) -> NDArray[Any]:
         return np.take(self.kv, slots, axis=-2)
 
     def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
         self.kv[..., slots, :] = kv
-        self.length = length
-
-
-def named(spec: StageSpec, values: Iterable[tuple[Any, Any]]) -> Buffers:
-    """K and V of each layer of a stage, with the names that they are bound by as input and output."""
-    buffers: Buffers = []
-    for layer, (key, value) in zip(spec.cached, values, strict=True):
-        buffers.append((names.past_key(layer), names.present_key(layer), key))
-        buffers.append((names.past_value(layer), names.present_value(layer), value))
-    return buffers
-
-
-def bind(
-    context: OrtCacheContext,
-    stage: OrtGraph,
-    inputs: Mapping[str, NDArray[Any]],
-    out: HiddenStates,
-    scales: Mapping[str, Any],
-    buffers: Buffers,
-) -> Any:
-    """A binding of a stage's graph over host arrays, which the caller holds, and K and V.
-
-    `inputs` may hold rotary tables of these tokens alone.
-    """
-    binding, value = stage.session.io_binding(), context.value
-    for name, array in inputs.items():
-        binding.bind_ortvalue_input(name, value(array))
-    binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))
-    for name, constant in (*context.rope.items(), *scales.items()):
-        if name not in inputs:
-            binding.bind_ortvalue_input(name, constant)
-    for past, present, buffer in buffers:
-        binding.bind_ortvalue_input(past, buffer)
-        binding.bind_ortvalue_output(present, buffer)
-    return binding
+        self.fill(length)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterable
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
@@ -129,7 +128,7 @@ class OrtCudaBackend(OrtBackend):
 
     def stage(self, index: int, capacity: int) -> OrtCudaCache:
         try:
-            return OrtCudaCache(self._context, self._stages[index], self._manifest.stages[index], capacity)
+            return OrtCudaCache(self._stages[index], capacity)
         except Exception as e:  # onnxruntime's own, without a type
             raise DeviceError(
                 f"no KV cache of {capacity} slots on the GPU ({type(e).__name__}: {str(e)[:200]}); end other programs "
@@ -148,23 +147,19 @@ class OrtCudaCache(OrtStageCache):
 
     def _allocate(
         self, shape: tuple[int, ...], kv_type: np.dtype[Any], number: int | None
-    ) -> tuple[NDArray[Any], Iterable[tuple[Any, Any]]]:
+    ) -> tuple[NDArray[Any], list[Any]]:
         memory, make = self._context.memory, self._context.value
-
-        def buffer() -> Any:
-            return make(np.zeros(shape[2:], kv_type), memory, 0)
-
-        return np.zeros(0, kv_type), [(buffer(), buffer()) for _ in range(shape[0])]
+        return np.zeros(0, kv_type), [make(np.zeros(shape[2:], kv_type), memory, 0) for _ in self._stage.kv_names]
 
     def keys(self) -> NDArray[np.float32]:
-        return self._scaled(self.buffers[-2][2].numpy()[0, :, : self.length])
+        return self._scaled(self.buffers[-2].numpy()[0, :, : self.length])
 
     def read(self, slots: Ids) -> NDArray[Any]:
-        return np.stack([np.take(buffer.numpy(), slots, axis=-2) for _, _, buffer in self.buffers])
+        return np.stack([np.take(buffer.numpy(), slots, axis=-2) for buffer in self.buffers])
 
     def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
-        for (_, _, buffer), part in zip(self.buffers, kv, strict=True):
+        for buffer, part in zip(self.buffers, kv, strict=True):
             content = buffer.numpy()
             content[..., slots, :] = part
             buffer.update_inplace(content)
-        self.length = length
+        self.fill(length)

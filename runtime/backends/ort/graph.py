@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.allocation import returning_memory
-from vtx.runtime.backends.failures import closed_failure, load_failure, run_failures
+from vtx.runtime.backends.failures import ClosedGraph, load_failure, run_failure
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs
-from vtx.runtime.errors import DeviceError
+from vtx.runtime.errors import DeviceError, VtxError
 
 ENGINE = "onnxruntime"
 
@@ -53,10 +53,10 @@ class OrtLoader:
 
 
 class OrtGraph:
-    """A loaded graph with these outputs. Safe to share between threads."""
+    """A loaded graph with these outputs, its onnxruntime.InferenceSession. Safe to share between threads."""
 
     def __init__(self, name: str, session: Any, outputs: Sequence[str]) -> None:
-        self.name, self._session, self._outputs = name, session, outputs
+        self.name, self.session, self._outputs = name, session, outputs
 
     def is_free(self, name: str, axis: int) -> bool:
         """Return True if an input may have any size along an axis."""
@@ -64,24 +64,22 @@ class OrtGraph:
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The outputs by name."""
-        session = self.session
-        with run_failures(ENGINE, self.name):
-            return dict(zip(self._outputs, session.run(self._outputs, dict(inputs)), strict=True))
+        try:
+            return dict(zip(self._outputs, self.session.run(self._outputs, dict(inputs)), strict=True))
+        except VtxError:
+            raise
+        except Exception as e:
+            raise run_failure(ENGINE, self.name, e) from e
 
     def run_bound(self, binding: Any) -> None:
         """Run over an onnxruntime.IOBinding of this session."""
-        session = self.session
-        with run_failures(ENGINE, self.name):
-            session.run_with_iobinding(binding)
+        try:
+            self.session.run_with_iobinding(binding)
+        except VtxError:
+            raise
+        except Exception as e:
+            raise run_failure(ENGINE, self.name, e) from e
 
     def close(self) -> None:
         """Release the session with its weights and threads."""
-        self._session = None
-
-    @property
-    def session(self) -> Any:
-        """The onnxruntime.InferenceSession; raises ModelClosedError once it is closed."""
-        session = self._session
-        if session is None:
-            raise closed_failure(self.name)
-        return session
+        self.session = ClosedGraph(self.name)

@@ -125,7 +125,7 @@ class TensorrtStageCache(SlotCounter):
         assert len(slots) == kv.count
         with self._context.cuda:
             self._move(slots, kv, out=False)
-        self.length = length
+        self.fill(length)
 
     @property
     def _last_key(self) -> int:

@@ -129,7 +129,7 @@ class GrowingStageCache(SlotCounter):
                 for start, first, run in runs(slots):
                     self._copy(self.memory.now, part, length, first, kv.buffer, part, kv.count, start, run, kept=False)
             self._context.cuda.wait()
-        self.length = length
+        self.fill(length)
 
     def _lay_out(self, length: int) -> None:
         """Lay the buffer out for `length` slots; the first that it held stay."""

@@ -12,19 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.errors import BundleError
-from vtx.runtime.policies.base import Boundary, Needs, Reduction
+from vtx.runtime.policies.base import Boundary, Decision, Needs, Reduction
 from vtx.runtime.vision.tokens import Mask
 
 Odds = Callable[[int, NDArray[Any]], NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The decision of one gate: the probability that the image tokens may leave before layer `k`, and its cost."""
-
-    k: int
-    probability: float
-    ms: float
 
 
 @dataclass(frozen=True, slots=True)

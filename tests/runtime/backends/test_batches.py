@@ -20,7 +20,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.backends import slots
 from vtx.runtime.backends.backend import BatchBackend
-from vtx.runtime.backends.ort import cache as ort
+from vtx.runtime.backends.ort.cache import OrtStage
 from vtx.runtime.backends.slots import LanePool
 from vtx.runtime.vision.tokens import TokenStates
 
@@ -109,7 +109,7 @@ def test_a_run_that_fails_while_caches_change_places_loses_nothing(
         caches, alone = ([engine.stage(0, 64) for _ in prompts] for _ in range(2))
         for cache, prompt in zip((*caches, *alone), (*prompts, *prompts), strict=True):
             cache.append(TokenStates(prompt), np.arange(5))
-        bind, left = ort.bind, [1]
+        bind, left = OrtStage.bind, [1]
 
         def failing(*args: Any) -> Any:
             left[0] -= 1
@@ -117,7 +117,7 @@ def test_a_run_that_fails_while_caches_change_places_loses_nothing(
                 raise MemoryError
             return bind(*args)
 
-        monkeypatch.setattr(ort, "bind", failing)
+        monkeypatch.setattr(OrtStage, "bind", failing)
         apart = [caches[0], alone[2]]  # lanes 0 and 5: one changes places with a cache of another prompt
         with pytest.raises(MemoryError):
             engine.append_each(0, apart, TokenStates(rows[:2, 0]), np.array([5, 5]))

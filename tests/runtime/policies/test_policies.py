@@ -20,11 +20,11 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.policies import Boundary, base, parse
 from vtx.runtime.policies import spec as specs
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.methods.fastv import FastV
 from vtx.runtime.policies.methods.gate import Gate
 from vtx.runtime.policies.methods.mustdrop import MustDrop
 from vtx.runtime.policies.methods.withdraw import Full, Withdraw
-from vtx.runtime.policies.policy import Policy
 
 # ---- together --------------------------------------------------------------------------------------------------------
 

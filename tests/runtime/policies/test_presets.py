@@ -14,8 +14,7 @@ from torch import Tensor
 
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.policies import Boundary, parse
-from vtx.runtime.policies.base import PromptText
-from vtx.runtime.policies.policy import Policy
+from vtx.runtime.policies.base import Policy, PromptText
 from vtx.runtime.vision.tokens import ImageTokens, Patches
 
 V = 576  # of a picture of LLaVA-1.5

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import Needs, parse, to_spec
 from vtx.runtime.policies import spec as specs
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_depth
 from vtx.runtime.policies.methods.cdpruner import CDPruner
 from vtx.runtime.policies.methods.cls import Cls
@@ -19,7 +20,6 @@ from vtx.runtime.policies.methods.fastv import FastV
 from vtx.runtime.policies.methods.lsm import Lsm
 from vtx.runtime.policies.methods.mustdrop import MustDrop
 from vtx.runtime.policies.methods.withdraw import Withdraw
-from vtx.runtime.policies.policy import Policy
 
 AS_RELEASED: Any = {"positions": "renumber", "order": "merged-first", "keys": "last-block"}
 
@@ -187,7 +187,7 @@ def test_what_a_method_needs_of_a_bundle() -> None:
 
 
 def test_needs_of_several_add_up() -> None:
-    both = Policy((Withdraw(5), *parse("lsm+mustdrop:tau=off,key=0,layers=2/4+fastv:k=4"))).needs()
+    both = Policy((Withdraw(5), *parse("lsm+mustdrop:tau=off,key=0,layers=2/4+fastv:k=4"))).needs
     assert both == Needs((3, 5), (2, 4), shrinks=2, merging=True)
 
 

@@ -27,8 +27,8 @@ from tests.support.statement import Method, Outcome, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import BundleError
+from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import make_policy
-from vtx.runtime.policies.policy import Policy
 from vtx.runtime.session import session as session_module
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.tokens import Scores

@@ -244,10 +244,10 @@ def test_decoding_writes_one_slot_in_place(roomy: Model, k: int | None) -> None:
     for cache, old in zip(caches(session), before, strict=True):
         changed = (cache.kv != old).any(axis=(0, 1, 2, 3, 5))
         assert np.flatnonzero(changed).tolist() == [cache.length - 1]
-        for number, (_, _, value) in enumerate(cache.buffers):
+        for number, value in enumerate(cache.buffers):
             assert value.data_ptr() == cache.kv[number // 2, number % 2].ctypes.data
         outputs = {value.data_ptr() for value in cache.row_binding.get_outputs()}
-        assert {value.data_ptr() for _, _, value in cache.buffers} < outputs
+        assert {value.data_ptr() for value in cache.buffers} < outputs
 
 
 @pytest.mark.parametrize("k", [None, 3])
