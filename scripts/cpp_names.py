@@ -15,7 +15,7 @@ from vtx.runtime.bundle import tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import image_settings, manifest, model_spec, names, text_settings
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.prompt import messages, template, text
+from vtx.runtime.prompt import guiding, messages, template, text
 from vtx.runtime.session import sampling
 from vtx.runtime.vision import limits, tokens
 from vtx.runtime.vision.layouts import anyres, marked
@@ -66,8 +66,11 @@ def header() -> str:
         "NEWLINE": tokens.NEWLINE, "CLASS_TOKEN": names.CLASS_TOKEN, "GONE": names.GONE, "PATCH": names.PATCH,
         "WINDOW": names.WINDOW, "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"), "PAGED_BLOCK": paged.BLOCK,
         "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES, "QUESTION_ROWS": memory.QUESTION_ROWS, "FEW_TOKENS": cache.FEW,
-        "LARGEST_INTEGER": integers.LARGEST,
+        "LARGEST_INTEGER": integers.LARGEST, "MAX_SCHEMA": guiding.MAX_SCHEMA, "MAX_REGEX": guiding.MAX_REGEX,
+        "MAX_GRAMMAR": guiding.MAX_GRAMMAR, "MAX_CHOICES": guiding.MAX_CHOICES, "MAX_SCORED": guiding.MAX_SCORED,
+        "KEPT_GRAMMARS": guiding.KEPT,
     }  # fmt: skip
+    numbers |= {name.upper(): limit for name, limit in guiding.LIMITS.items()}
     quantised = [row for row in PRECISIONS.values() if row.openvino_group]
     numbers |= {f"QUANTISED_ROWS_{row.name.upper()}": row.openvino_group for row in quantised}
     numbers |= {f"WIDE_{row.name.upper()}": row.openvino_hidden for row in PRECISIONS.values()}

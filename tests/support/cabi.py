@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes as c
 import json
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from tests.support.cpp import BUILD, onnxruntime, openvino
 
@@ -123,6 +124,15 @@ class Loaded:
         facts["stopped"] = self.library.vtx_answer_stopped(answer).decode()
         self.library.vtx_answer_free(answer)
         return facts
+
+    def opened(self, picture: Image.Image) -> Callable[..., dict[str, Any]]:
+        """A conversation about one picture, as a function of a question and the fields of `AskOptions`."""
+        conversation = opened(self.library, self.handle, np.asarray(picture))
+
+        def ask(question: str, **fields: Any) -> dict[str, Any]:
+            return self._ask(self.library.vtx_ask, conversation, question, options_of(self.library, **fields))
+
+        return ask
 
     def _check(self, status: int) -> None:
         assert status == OK, self.library.vtx_last_error().decode()

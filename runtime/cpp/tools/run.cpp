@@ -1,4 +1,5 @@
 // vtx-cpp-run: answers questions about an image, with the options and the JSON of vtx-run.
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
@@ -6,6 +7,7 @@
 #include <iostream>
 #include <iterator>
 #include <limits>
+#include <sstream>
 #include <utility>
 
 #include "vtx/vtx.hpp"
@@ -21,7 +23,7 @@ constexpr char kHelp[] =
     "  --reduce SPEC|none      Leave out vision tokens, as fastv or mustdrop:192 [default: the bundle's first].\n"
     "  --about TEXT            Choose image tokens by this text, not by the question (cdpruner, dart:k=0).\n"
     "  --json-schema JSON      The answer is JSON that this schema allows.\n"
-    "  --choices JSON          The answer is one of a JSON list of texts.\n"
+    "  --choices A,B,...       The answer is one of these, also as a JSON list.\n"
     "  --regex REGEX           The answer matches this regular expression.\n"
     "  --grammar TEXT          The answer is of this grammar, in llguidance's Lark.\n"
     "  --gate-threshold P      With --k auto: exit above this [default: 0.5].\n"
@@ -78,6 +80,22 @@ Whole whole_number(const std::string& option, const char* text) {
   return value;
 }
 
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (char c : text) {
+    if (c == '"' || c == '\\') {
+      (out += '\\') += c;
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      char escape[8];
+      std::snprintf(escape, sizeof escape, "\\u%04x", static_cast<unsigned>(c));
+      out += escape;
+    } else {
+      out += c;
+    }
+  }
+  return out + '"';
+}
+
 Arguments parse(int count, char** values) {
   Arguments out;
   if (const char* bundle = std::getenv("VTX_BUNDLE")) out.bundle = bundle;
@@ -111,7 +129,15 @@ Arguments parse(int count, char** values) {
       out.ask.about = next();
     else if (word == "--json-schema" || word == "--choices" || word == "--regex" || word == "--grammar") {
       out.ask.guide_kind = word == "--json-schema" ? "schema" : word.substr(2);
-      out.ask.guide = next();
+      std::string text = next();
+      size_t first = text.find_first_not_of(" \t\r\n");
+      if (word == "--choices" && (first == std::string::npos || text[first] != '[')) {  // A,B,...
+        std::string list;
+        std::istringstream parts(text + ",");
+        for (std::string part; std::getline(parts, part, ',');) list += (list.empty() ? "[" : ", ") + quoted(part);
+        text = list + "]";
+      }
+      out.ask.guide = text;
     } else if (word == "--gate-threshold")
       out.ask.gate_threshold = number(word, next());
     else if (word == "--image")
@@ -169,22 +195,6 @@ Arguments parse(int count, char** values) {
   return out;
 }
 
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (char c : text) {
-    if (c == '"' || c == '\\') {
-      (out += '\\') += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char escape[8];
-      std::snprintf(escape, sizeof escape, "\\u%04x", static_cast<unsigned>(c));
-      out += escape;
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
-}
-
 // The answer's object with the question before it and why it ended behind it, as vtx-run prints it.
 void print_json(const Arguments& arguments, const std::string& question, const vtx::Answer& answer) {
   std::string images;
@@ -195,6 +205,22 @@ void print_json(const Arguments& arguments, const std::string& question, const v
             << "], \"bundle\": " << quoted(arguments.bundle) << ", " << facts.substr(1)
             << ", \"stopped\": " << quoted(answer.stopped()) << "}\n"
             << std::flush;
+}
+
+// What follows the text of an answer: how probable its choices are, and whether it was cut.
+void print_end(const Arguments& arguments, const vtx::Answer& answer) {
+  std::cout << std::endl;
+  std::vector<std::pair<std::string, double>> choices = answer.choices();
+  std::stable_sort(choices.begin(), choices.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
+  std::string line;
+  for (const auto& [choice, probability] : choices) {
+    char share[16];
+    std::snprintf(share, sizeof share, " %.1f%%", 100 * probability);
+    line += (line.empty() ? "" : ", ") + choice + share;
+  }
+  if (!line.empty()) std::cerr << line << "\n";
+  if (arguments.ask.guide && answer.stopped() != "end")
+    std::cerr << "the answer was cut before its form was complete; raise --max-new-tokens\n";
 }
 
 void run(const Arguments& arguments) {
@@ -218,7 +244,7 @@ void run(const Arguments& arguments) {
       if (arguments.json)
         print_json(arguments, question, answer);
       else
-        std::cout << "\n";
+        print_end(arguments, answer);
     }
     if (arguments.chat) conversation.restart_chat();
   }

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.bundles import ORT, export
 from tests.support.exported import THREADS, Models, policy, prompt
+from tests.support.guided import plain_scores
 from tests.support.text import TEMPLATES, ask, make_text
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.prepare import demo_checkpoint
@@ -54,7 +55,7 @@ SAMPLINGS = {
 @pytest.fixture(scope="module", params=["demo", "random"])
 def model(request: pytest.FixtureRequest, models: Models, tmp_path_factory: Any) -> Iterator[Model]:
     if request.param == "random":
-        yield models(Tiny(context=512), ks=(3,))
+        yield models(Tiny(context=512, kv_heads=4), ks=(3,))  # multi-head; the demo's queries are grouped
     else:
         folder: Path = export(demo_checkpoint(), tmp_path_factory.mktemp("demo") / "b", (16,), dialects=ORT).folder
         with load(folder, device="cpu", threads=THREADS) as demo:
@@ -118,6 +119,7 @@ def test_answers_decoded_together_are_those_of_each_alone(model: Model) -> None:
     assert batching.tokens > 10
     for stream, answer in zip(streams, alone, strict=True):
         assert (stream.answer.token_ids, stream.answer.stopped) == (answer.token_ids, answer.stopped)
+        assert stream.answer.stats.forced == answer.stats.forced, "in as few passes"
 
 
 def _steps(stream: Any) -> bool:
@@ -240,21 +242,6 @@ def test_commands_guide_answers(model: Model, tmp_path: Path) -> None:
     assert "must be a list" in answers[3]["error"]
 
 
-def plain_scores(model: Model, choices: tuple[str, ...], k: int | None) -> list[float]:
-    """The probabilities of choices: each whole conversation as one new prompt, without caches or tries."""
-    user = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
-    asked, found = prompt(model, [user], [random_image(1)]), list[float]()
-    for choice in choices:
-        own = model.loaded.text.answer_ids(choice)
-        session = Session(model.backend, model.manifest)
-        rows = [session.prefill(asked, policy(k)).logits, *(session.decode(token) for token in own)]
-        known = [row.astype(np.float64) - np.logaddexp.reduce(row.astype(np.float64)) for row in rows]
-        ends = np.logaddexp.reduce(known[-1][list(model.manifest.text.end_ids)])
-        found.append(float(sum(row[token] for row, token in zip(known, own, strict=False)) + ends))
-    odds = np.exp(np.array(found) - np.logaddexp.reduce(found))
-    return [float(value) for value in odds]
-
-
 @pytest.mark.parametrize("lookup", [0, 3])
 def test_the_probabilities_of_choices_are_those_of_plain_scoring(
     model: Model, image: Conversation, lookup: int
@@ -265,7 +252,7 @@ def test_the_probabilities_of_choices_are_those_of_plain_scoring(
     assert sum(answer.choices.values()) == pytest.approx(1)
     assert list(answer.choices) == list(choices)
     assert list(answer.choices.values()) == pytest.approx(
-        plain_scores(model, choices, model.manifest.default_k), abs=1e-4
+        plain_scores(model, random_image(1), QUESTION, choices), abs=1e-4
     )
     assert answer.to_dict()["choices"] == answer.choices
     assert image.ask(QUESTION, regex="a").choices is None

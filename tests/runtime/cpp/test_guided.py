@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -12,26 +14,29 @@ import jsonschema
 import pytest
 from benchmarks.schemas import random_schema
 
-from tests.support.bundles import ORT, export
+from tests.support.bundles import export
 from tests.support.cabi import Loaded
-from tests.support.cpp import needs_cpp
+from tests.support.cpp import needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS, Models
+from tests.support.guided import plain_scores
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.prepare import demo_checkpoint
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 
 llguidance = pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
-pytestmark = needs_cpp
+pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 QUESTION, TOKENS = "How many shapes are there?", 60
 
 
 @pytest.fixture(scope="module", params=["demo", "random"])
 def model(request: pytest.FixtureRequest, models: Models, tmp_path_factory: Any) -> Iterator[Model]:
     if request.param == "random":
-        yield models(Tiny(context=512), ks=(3,))
+        yield models(Tiny(context=512, kv_heads=4), ks=(3,))  # multi-head; the demo's queries are grouped
     else:
-        folder = export(demo_checkpoint(), tmp_path_factory.mktemp("demo") / "b", (16,), dialects=ORT).folder
+        folder = export(
+            demo_checkpoint(), tmp_path_factory.mktemp("demo") / "b", (16,), dialects=("ort", "plain")
+        ).folder
         with load(folder, device="cpu", threads=THREADS) as demo:
             yield demo
 
@@ -83,21 +88,60 @@ def test_answers_have_the_ids_of_python(
     for seed in range(3):
         found, answer = both(model, loaded, picture, kind, value, temperature, seed)
         assert (found["token_ids"], found["text"]) == (list(answer.token_ids), answer.text)
-        assert found["stopped"] == answer.stopped
+        assert (found["stopped"], found["forced"]) == (answer.stopped, answer.stats.forced)
 
 
 def test_answers_under_random_schemas_have_the_ids_of_python_and_validate(
     model: Model, loaded: Loaded, picture: Path
 ) -> None:
-    ended = 0
+    ended, forced = 0, 0
     for number in range(60):
         schema = random_schema(Random(number))
         found, answer = both(model, loaded, picture, "schema", schema, float(number % 2), number)
-        assert found["token_ids"] == list(answer.token_ids), schema
+        assert (found["token_ids"], found["forced"]) == (list(answer.token_ids), answer.stats.forced), schema
+        forced += found["forced"]
         if found["stopped"] == "end":
             ended += 1
             jsonschema.validate(json.loads(found["text"]), schema)
     assert ended > 30
+    assert forced > 200
+
+
+def test_forced_runs_end_where_the_answer_is_cut(model: Model, loaded: Loaded, picture: Path) -> None:
+    sure = {"const": "the picture is a red square"}
+    whole, _ = both(model, loaded, picture, "schema", sure, 0.0, 0)
+    for tokens in range(1, len(whole["token_ids"])):
+        [cut] = loaded.ask(
+            [picture], [QUESTION], guide_kind=b"schema", guide=json.dumps(sure).encode(), max_new_tokens=tokens
+        )
+        assert (cut["stopped"], cut["token_ids"]) == ("length", whole["token_ids"][:tokens])
+        assert cut["forced"] == max(0, tokens - 2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_the_probabilities_of_choices_are_those_of_plain_scoring(
+    model: Model, loaded: Loaded, picture: Path, device: str
+) -> None:
+    choices = ["5", "4", "red", "red circle", "", "a picture of a square", "Größe\n<image>"]
+    other = Loaded(model.bundle.folder, device)
+    sampling: dict[str, Any] = {"seed": 3, "temperature": 0.8}
+    guide = {"guide_kind": b"choices", "guide": json.dumps(choices).encode()}
+    found = other.ask([picture], [QUESTION, "red?", QUESTION], turns={1, 2}, has_seed=1, **sampling, **guide)
+    other.close()
+    with load(model.bundle.folder, device=device, threads=THREADS) as python, python.open(picture) as image:
+        chat, sampling = image.chat(), {**sampling, "choices": choices}
+        answers = [image.ask(QUESTION, **sampling), chat.ask("red?", **sampling), chat.ask(QUESTION, **sampling)]
+        plain = plain_scores(python, random_image(1), QUESTION, choices)
+    assert list(found[0]["choices"]) == choices
+    assert list(found[0]["choices"].values()) == pytest.approx(plain, abs=1e-4)
+    for answer, known in zip(answers, found, strict=True):
+        assert answer.choices is not None
+        assert known["token_ids"] == list(answer.token_ids)
+        assert known["choices"] == pytest.approx(answer.choices, abs=1e-4)
+    many = loaded.ask(
+        [picture], [QUESTION], guide_kind=b"choices", guide=json.dumps([str(n) for n in range(65)]).encode()
+    )
+    assert "choices" not in many[0]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +154,8 @@ def test_answers_under_random_schemas_have_the_ids_of_python_and_validate(
         ("choices", "[]", "at least one string"),
         ("choices", '[" a"]', "without whitespace at its start"),
         ("choices", "[1]", "not a string"),
+        ("choices", '["a", "b", "a"]', "same string twice"),
+        ("choices", json.dumps([str(n) for n in range(1025)]), "1,025 choices.*1,024"),
         ("picture", "a", "0 of schema"),
         ("regex", "a" * 5000, "5,000 bytes, the limit is 4,096"),
         ("grammar", "\xff", "grammar"),
@@ -120,3 +166,29 @@ def test_what_cannot_guide_an_answer_is_refused(
 ) -> None:
     with pytest.raises(AssertionError, match=said):
         loaded.ask([picture], [QUESTION], guide_kind=kind.encode(), guide=text.encode("latin-1"))
+
+
+def test_vtx_cpp_run_says_how_sure_it_is_and_that_an_answer_was_cut(
+    model: Model, picture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, where the wheel's library finds the symbols of Python in Python's library."""
+    python = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LDLIBRARY"))
+    if python.suffix != ".so":
+        pytest.skip("this Python has no shared library, which llguidance's wheel would need outside of Python")
+    monkeypatch.setenv("LD_PRELOAD", str(python))
+    monkeypatch.setenv("VTX_LLGUIDANCE", str(Path(llguidance.__file__).parent / "_lib.abi3.so"))
+    with model.open(picture) as image:
+        answer = image.ask(QUESTION, choices=["red", "a,b", ""])
+    assert answer.choices is not None
+    words = ("--bundle", model.bundle.folder, "--threads", "1", picture, QUESTION)
+    for choices in (json.dumps(["red", "a,b", ""]), "red,a,b"):
+        done = run("run", *words, "--choices", choices)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.decode().strip() in ("red", "a,b", "", "a", "b")
+        shares = [float(share) for share in re.findall(r" ([0-9.]+)%", done.stderr.decode())]
+        assert shares == sorted(shares, reverse=True)
+        assert sum(shares) == pytest.approx(100, abs=0.2)
+        if choices.startswith("["):
+            assert shares == pytest.approx(sorted((100 * p for p in answer.choices.values()), reverse=True), abs=0.06)
+    cut = run("run", *words, "--regex", "[0-9]{9}", "--max-new-tokens", "1")
+    assert b"cut before its form was complete" in cut.stderr

@@ -174,6 +174,9 @@ VTX_API const int64_t* vtx_answer_ids(const vtx_answer* answer, size_t* count);
  * last norm at the token that chose it, which a mask decoder outside goes on from. `count` states of `hidden` floats, one
  * after the other, which belong to the answer; NULL where there are none. Costs nothing: they were copied as they came. */
 VTX_API const float* vtx_answer_seg_states(const vtx_answer* answer, size_t* count, size_t* hidden);
+/* Of an answer held to at most 64 choices: choice `index` of them, and how probable it is that the model answers with it, as
+ * a share of all choices. NULL past the last, and where there are none. */
+VTX_API const char* vtx_answer_choice(const vtx_answer* answer, size_t index, double* probability);
 /* "end", "stop", "length", "context", "timeout" or "cancelled". */
 VTX_API const char* vtx_answer_stopped(const vtx_answer* answer);
 /* The object that vtx-run --json prints of an answer. */

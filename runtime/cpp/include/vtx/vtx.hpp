@@ -119,6 +119,14 @@ class Answer {
     const int64_t* ids = vtx_answer_ids(answer_.get(), &count);
     return std::vector<int64_t>(ids, ids + count);
   }
+  // Of at most 64 choices each with its probability, normalised over them.
+  std::vector<std::pair<std::string, double>> choices() const {
+    std::vector<std::pair<std::string, double>> out;
+    double probability = 0;
+    while (const char* choice = vtx_answer_choice(answer_.get(), out.size(), &probability))
+      out.emplace_back(choice, probability);
+    return out;
+  }
   // Of each segmentation token (LISA) the hidden state that chose it; a copy.
   std::vector<std::vector<float>> seg_states() const {
     size_t count = 0, hidden = 0;

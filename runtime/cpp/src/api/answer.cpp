@@ -176,6 +176,8 @@ void describe(Answer& answer, const Model& model, const Policy& policy, bool log
     }
     out.emplace_back("seg_states", std::move(states));
   }
+  if (answer.forced) out.emplace_back("forced", *answer.forced);
+  if (!answer.choices.empty()) out.emplace_back("choices", Json::Object(answer.choices.begin(), answer.choices.end()));
   if (logprobs) out.emplace_back("logprobs", Json::Array(answer.logprobs.begin(), answer.logprobs.end()));
   answer.json = out;
 }

@@ -44,6 +44,8 @@ struct Answer {
   std::string text, stopped;
   Ids token_ids;
   std::vector<double> logprobs;
+  std::vector<std::pair<std::string, double>> choices;  // the probability of each, normalised over them
+  std::optional<int64_t> forced;                        // of a guided answer: tokens that ran in an earlier one's pass
   Rows seg_states;  // of each segmentation token the state [hidden] that chose it, behind the decoder's last norm
   int64_t prompt_tokens = 0;
   std::optional<PrefillResult> prefill;

@@ -325,6 +325,13 @@ const float* vtx_answer_seg_states(const vtx_answer* answer, size_t* count, size
   return states && states->count() > 0 ? states->data.data() : nullptr;
 }
 
+const char* vtx_answer_choice(const vtx_answer* answer, size_t index, double* probability) {
+  auto held = found(answer);
+  bool there = held && index < held->answer.choices.size();
+  if (probability) *probability = there ? held->answer.choices[index].second : 0;
+  return there ? held->answer.choices[index].first.c_str() : nullptr;
+}
+
 const char* vtx_answer_stopped(const vtx_answer* answer) {
   auto held = found(answer);
   return held ? held->answer.stopped.c_str() : "";

@@ -1,6 +1,8 @@
 #include "api/conversation.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "base/checks.hpp"
 #include "session/encoded_images.hpp"
@@ -173,12 +175,38 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
     out.prompt_tokens = static_cast<int64_t>(asked.ids.size());
     out.prefill = session_.prefill(asked, policy, turn.after, [this] { check_ended(); });
     out.timings.prefill = std::max(0.0, ms_since(start_) - out.timings.vision);
+    if (options.guide) score_choices(out, options.guide->choices());
     generate(out, options, asked, guided ? &*guided : nullptr);
   } catch (const Ended& ended) {
     out.stopped = ended.stopped;
   }
+  if (guided) out.forced = guided->forced();
   describe(out, *model_, policy, options.logprobs);
   return out;
+}
+
+// Finds the probability that the answer is a choice, up to its end token, for each; one pass a choice.
+void Conversation::score_choices(Answer& answer, const std::vector<std::string>& choices) {
+  if (choices.empty() || choices.size() > static_cast<size_t>(names::kMaxScored)) return;
+  const Ids& ends = model_->manifest().text.end_ids;
+  Doubles scores;
+  for (const Ids& ids : model_->text().answer_ids(choices)) {
+    check_ended();
+    Rows rows = ids.empty() ? Rows() : session_.try_tokens(ids);
+    Floats logits = answer.prefill->logits;
+    double score = 0, end = 0;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      score += log_probability(logits, ids[i]);
+      logits.assign(rows.row(i), rows.row(i) + rows.width);
+    }
+    double most = -std::numeric_limits<double>::infinity();
+    for (int64_t id : ends) most = std::max(most, log_probability(logits, id));
+    for (int64_t id : ends) end += std::exp(log_probability(logits, id) - most);
+    scores.push_back(score + most + std::log(end));
+  }
+  double best = *std::max_element(scores.begin(), scores.end()), total = 0;
+  for (double& score : scores) total += score = std::exp(score - best);
+  for (size_t i = 0; i < choices.size(); ++i) answer.choices.emplace_back(choices[i], scores[i] / total);
 }
 
 void Conversation::generate(Answer& answer, const Options& options, const Prompt& prompt, GuidedAnswer* guided) {
@@ -186,12 +214,16 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
   Sampler sample(options.sampling, prompt.ids);
   std::optional<TextOutput> output;
   if (model_->has_text()) output.emplace(model_->text(), options.stop);
-  Floats logits = std::move(answer.prefill->logits);
+  Rows run;  // the logits after each token of the last pass; forced tokens ran in it with the one before them
+  run.width = answer.prefill->logits.size(), run.data = std::move(answer.prefill->logits);
+  size_t at = 0;
   for (int64_t left = options.max_new_tokens; answer.stopped.empty(); --left) {
+    Floats logits(run.row(at), run.row(at) + run.width);
     int64_t token = sample(guided ? guided->mask(logits) : logits);
     bool complete = guided && guided->push(token);
     if (model_->manifest().text.seg_token_id == token) {
-      Floats state = model_->normed(session_.state());
+      const Rows& states = session_.states();
+      Floats state = model_->normed(Floats(states.row(at), states.row(at) + states.width));
       answer.seg_states.width = state.size();
       answer.seg_states.data.insert(answer.seg_states.data.end(), state.begin(), state.end());
     }
@@ -209,7 +241,7 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
       answer.stopped = "end";
     else if (left == 1)
       answer.stopped = "length";
-    else if (session_.length() + 1 >= session_.capacity())
+    else if (session_.length() - static_cast<int64_t>(run.count() - at) + 2 >= session_.capacity())
       answer.stopped = "context";
     if (!answer.stopped.empty() && answer.stopped != "stop" && output) {
       piece += output->finish();
@@ -219,7 +251,12 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
     if (options.on_token && !options.on_token(token, piece)) throw Ended{"cancelled"};
     if (!answer.stopped.empty()) return;
     check_ended();
-    logits = session_.decode(token);
+    if (++at < run.count()) continue;
+    Ids next{token};
+    if (guided)
+      for (int64_t sure : guided->draft(std::min(left, session_.capacity() - session_.length()) - 2)) next.push_back(sure);
+    run = session_.decode(next);
+    at = 0;
   }
 }
 

@@ -42,6 +42,7 @@ class Conversation {
   Ids expanded(const Ids& ids, const std::vector<MarkedImage>& images) const;
   Answer answer(const Turn& turn, const Options& options);
   Prompt prompt(const Turn& turn, const Policy& policy, const std::optional<std::string>& about, Timings& timings);
+  void score_choices(Answer& answer, const std::vector<std::string>& choices);
   void generate(Answer& answer, const Options& options, const Prompt& prompt, GuidedAnswer* guided);
 
   std::shared_ptr<const Model> model_;

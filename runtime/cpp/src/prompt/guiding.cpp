@@ -10,6 +10,7 @@
 #include "base/checks.hpp"
 #include "base/json.hpp"
 #include "base/utf8.hpp"
+#include "bundle/names.hpp"
 
 namespace vtxcore {
 
@@ -57,7 +58,6 @@ struct Llguidance {
 
 namespace {
 
-constexpr size_t kMaxSchema = 64 << 10, kMaxRegex = 4 << 10, kMaxGrammar = 8 << 10, kMaxChoices = 1024, kKept = 32;
 constexpr char kForms[] = "schema, choices, regex, grammar";
 constexpr size_t kMaxForced = 4096;  // tokens that are known beforehand
 
@@ -146,14 +146,32 @@ std::string lark_of(const std::string& regex) {
 }  // namespace
 
 void Guide::check() const {
-  size_t most = kind == "regex" ? kMaxRegex : kind == "grammar" ? kMaxGrammar : kMaxSchema;
+  int64_t most = kind == "regex" ? names::kMaxRegex : kind == "grammar" ? names::kMaxGrammar : names::kMaxSchema;
   if (kind != "schema" && kind != "choices" && kind != "regex" && kind != "grammar")
     fail(Kind::request, 0, " of ", kForms, " are given to guide an answer; give one");
   if (size_t at = first_invalid_utf8(value); at != std::string::npos)
     fail(Kind::request, kind, " is not UTF-8 text (byte ", at, ")");
-  if (value.size() > most)
-    fail(Kind::request, kind, " has ", grouped(static_cast<int64_t>(value.size())), " bytes, the limit is ",
-         grouped(static_cast<int64_t>(most)), "; give a shorter one");
+  if (auto size = static_cast<int64_t>(value.size()); size > most)
+    fail(Kind::request, kind, " has ", grouped(size), " bytes, the limit is ", grouped(most), "; give a shorter one");
+}
+
+std::vector<std::string> Guide::choices() const {
+  if (kind != "choices") return {};
+  Json list = parse_json(value, "the list of choices", Kind::request);
+  int64_t count = list.array() ? static_cast<int64_t>(list.array()->size()) : 0;
+  if (count == 0) fail(Kind::request, "choices is ", value.substr(0, 40), "; it must be a list of at least one string");
+  if (count > names::kMaxChoices)
+    fail(Kind::request, grouped(count), " choices are given, the limit is ", grouped(names::kMaxChoices), "; give fewer");
+  std::vector<std::string> out;
+  for (const Json& choice : *list.array()) {
+    if (!choice.string() || strip(*choice.string(), true, false).size() != choice.string()->size())
+      fail(Kind::request, "the choice ", choice.dump(),
+           " is not a string without whitespace at its start; answers have none");
+    out.push_back(*choice.string());
+  }
+  if (std::set<std::string>(out.begin(), out.end()).size() < out.size())
+    fail(Kind::request, "choices holds the same string twice; leave one out");
+  return out;
 }
 
 GuidedAnswer::GuidedAnswer(const Llguidance& library, std::shared_ptr<void> matcher)
@@ -193,6 +211,12 @@ bool GuidedAnswer::push(int64_t token) {
   return complete;
 }
 
+Ids GuidedAnswer::draft(int64_t most) {
+  Ids out(forced_.begin(), forced_.begin() + std::clamp<int64_t>(most, 0, static_cast<int64_t>(forced_.size())));
+  drafted_ += static_cast<int64_t>(out.size());
+  return out;
+}
+
 Grammars::Grammars(const std::string& tokenizer_json, int64_t vocab, const Ids& end_ids, bool space)
     : library_(llguidance()), space_(space) {
   std::string json = unchanging(tokenizer_json);
@@ -226,20 +250,8 @@ std::shared_ptr<void> Grammars::compile(const Guide& guide) const {
     }
     body = {{"json_schema", schema}};
   } else if (guide.kind == "choices") {
-    Json list = parse_json(guide.value, "the list of choices", Kind::request);
     std::string text;
-    size_t count = list.array() ? list.array()->size() : 0;
-    if (count == 0)
-      fail(Kind::request, "choices is ", guide.value.substr(0, 40), "; it must be a list of at least one string");
-    if (count > kMaxChoices)
-      fail(Kind::request, grouped(static_cast<int64_t>(count)), " choices are given, the limit is ",
-           grouped(static_cast<int64_t>(kMaxChoices)), "; give fewer");
-    for (const Json& choice : *list.array()) {
-      if (!choice.string() || strip(*choice.string(), true, false).size() != choice.string()->size())
-        fail(Kind::request, "the choice ", choice.dump(),
-             " is not a string without whitespace at its start; answers have none");
-      text += (text.empty() ? "start: " : " | ") + choice.dump();
-    }
+    for (const std::string& choice : guide.choices()) text += (text.empty() ? "start: " : " | ") + Json(choice).dump();
     body = {{"lark_grammar", text}};
   } else {
     body = {{"lark_grammar", guide.kind == "regex" ? lark_of(guide.value) : guide.value}};
@@ -247,8 +259,9 @@ std::shared_ptr<void> Grammars::compile(const Guide& guide) const {
   LlgInit init{};
   library_.defaults(&init, handle_.get());
   init.log_buffer_level = init.log_stderr_level = 0;
-  init.limits.initial_lexer_fuel = 1'000'000, init.limits.step_lexer_fuel = 200'000;
-  init.limits.step_max_items = 50'000, init.limits.max_lexer_states = 50'000, init.limits.max_grammar_size = 500'000;
+  init.limits.initial_lexer_fuel = names::kInitialLexerFuel, init.limits.step_lexer_fuel = names::kStepLexerFuel;
+  init.limits.step_max_items = names::kStepMaxItems, init.limits.max_lexer_states = names::kMaxLexerStates;
+  init.limits.max_grammar_size = names::kMaxGrammarSize;
   init.limits.verbose_errors = false;
   auto compiled = [&](const Json::Array& grammars) {
     std::string text = Json(Json::Object{{"grammars", grammars}}).dump();
@@ -276,7 +289,7 @@ GuidedAnswer Grammars::start(const Guide& guide) {
   std::shared_ptr<void> matcher = found == compiled_.end() ? compile(guide) : found->second;
   if (found != compiled_.end()) compiled_.erase(found);
   compiled_.emplace_back(key, matcher);
-  if (compiled_.size() > kKept) compiled_.erase(compiled_.begin());
+  if (compiled_.size() > names::kKeptGrammars) compiled_.erase(compiled_.begin());
   return GuidedAnswer(library_, std::shared_ptr<void>(library_.clone(matcher.get()), library_.free_matcher));
 }
 

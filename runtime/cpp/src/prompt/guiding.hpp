@@ -17,6 +17,8 @@ struct Llguidance;
 struct Guide {
   std::string kind, value;
   void check() const;  // throws Error(request)
+  // The texts of "choices", none for another kind. Throws Error(request).
+  std::vector<std::string> choices() const;
 };
 
 // One answer held to a form.
@@ -28,6 +30,10 @@ class GuidedAnswer {
   Floats mask(const Floats& logits);
   // One more token of the answer; true if nothing may follow it. Throws Error(request).
   bool push(int64_t token);
+  // Tokens that are certain to follow, at most `most`, to run in the pass of the token last pushed.
+  Ids draft(int64_t most);
+  // Tokens that `draft` gave.
+  int64_t forced() const { return drafted_; }
 
  private:
   void find_forced();
@@ -35,7 +41,7 @@ class GuidedAnswer {
   const Llguidance& library_;
   std::shared_ptr<void> matcher_;
   std::vector<uint32_t> forced_, bits_;
-  int64_t tokens_ = 0;
+  int64_t tokens_ = 0, drafted_ = 0;
 };
 
 // The forms that a bundle's tokenizer can hold answers to; safe for many threads.

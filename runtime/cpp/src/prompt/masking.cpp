@@ -34,13 +34,19 @@ class FreeCharacters {
   char32_t next_ = 0;
 };
 
+// The bytes of the longest control token that is written at byte `at` of `text`, or 0.
+size_t control_at(const std::string& text, size_t at, const TextSettings& settings) {
+  size_t longest = 0;
+  for (const auto& [token, id] : settings.control_tokens)
+    if (text.compare(at, token.size(), token) == 0) longest = std::max(longest, token.size());
+  return longest;
+}
+
 // Where control tokens start in `text`, in characters: as written, or as the tokenizer's normalizer would make them.
 std::vector<size_t> find_control(const std::string& text, const Tokenizer& tokenizer, const TextSettings& settings) {
   std::vector<size_t> spots;
   for (size_t at = 0; at < text.size();) {
-    size_t longest = 0;
-    for (const auto& [token, id] : settings.control_tokens)
-      if (text.compare(at, token.size(), token) == 0) longest = std::max(longest, token.size());
+    size_t longest = control_at(text, at, settings);
     if (longest > 0) spots.push_back(length_utf8(std::string_view(text).substr(0, at)));
     at += std::max<size_t>(1, longest);
   }
@@ -118,6 +124,25 @@ Ids encode_masked(const std::string& rendered, const Marks& marks, const Tokeniz
   }
   plain(rendered.size());
   return out;
+}
+
+Ids continuation(const std::string& before, const std::string& text, const Tokenizer& tokenizer,
+                 const std::set<int64_t>& control, const TextSettings& settings) {
+  size_t start = 0;  // behind the last control token
+  for (size_t at = 0; at < before.size();) {
+    size_t length = control_at(before, at, settings);
+    at += std::max<size_t>(1, length);
+    if (length > 0) start = at;
+  }
+  auto encoded = [&](const std::string& piece, bool at_start) {
+    Ids ids;
+    for (const TokenAt& token : tokenizer.encode(piece, {&control, at_start})) ids.push_back(token.id);
+    return ids;
+  };
+  std::string known = before.substr(start);
+  Ids prefix = encoded(known, start == 0), ids = encoded(known + text, start == 0);
+  if (prefix.size() > ids.size() || !std::equal(prefix.begin(), prefix.end(), ids.begin())) return encoded(text, false);
+  return {ids.begin() + static_cast<std::ptrdiff_t>(prefix.size()), ids.end()};
 }
 
 }  // namespace vtxcore

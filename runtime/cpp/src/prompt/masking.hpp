@@ -25,4 +25,8 @@ std::vector<Message> mask(const std::vector<Message>& messages, const Tokenizer&
 Ids encode_masked(const std::string& rendered, const Marks& marks, const Tokenizer& tokenizer,
                   const std::set<int64_t>& control, const TextSettings& settings);
 
+// The ids of `text` behind the rendered `before`; control tokens in `text` are text.
+Ids continuation(const std::string& before, const std::string& text, const Tokenizer& tokenizer,
+                 const std::set<int64_t>& control, const TextSettings& settings);
+
 }  // namespace vtxcore

@@ -41,7 +41,7 @@ void Text::check_printed(size_t printed, size_t images) const {
          kPrintCure);
 }
 
-bool Text::may_begin_with_space() const {
+std::pair<std::string, bool> Text::before_answer() const {
   auto said = [](const char* role, const char* text) {
     Part part{};
     part.text = text;
@@ -50,11 +50,24 @@ bool Text::may_begin_with_space() const {
   std::vector<Message> asked{said("user", "?")}, answered{asked[0], said("assistant", "x")};
   try {
     std::string before = template_.render(asked), after = template_.render(answered);
-    if (after.compare(0, before.size() + 1, before + " ") == 0) return true;
+    return {before, after.compare(0, before.size() + 1, before + " ") == 0};
   } catch (const Error&) {  // as in Python, nothing is then known of the template
+    return {"", false};
   }
+}
+
+bool Text::may_begin_with_space() const {
+  if (before_answer().second) return true;
   std::vector<TokenAt> written = tokenizer_.encode("x");
   return !written.empty() && tokenizer_.token(written[0].id).compare(0, 3, "\xe2\x96\x81") == 0;
+}
+
+std::vector<Ids> Text::answer_ids(const std::vector<std::string>& answers) const {
+  auto [before, space] = before_answer();
+  std::vector<Ids> out;
+  for (const std::string& answer : answers)
+    out.push_back(answer.empty() ? Ids{} : continuation(before, (space ? " " : "") + answer, tokenizer_, control_, m_.text));
+  return out;
 }
 
 // `rendered` with the text of each image for its image token.

@@ -28,8 +28,12 @@ class Text {
   bool hidden(int64_t id) const { return tokenizer_.special(id); }
   // True if answers usually begin with a space, which the template prints or the tokenizer adds.
   bool may_begin_with_space() const;
+  // Token ids of each of these answers behind a prompt, as the template prints earlier ones, without an end token.
+  std::vector<Ids> answer_ids(const std::vector<std::string>& answers) const;
 
  private:
+  // The end of a prompt as text, and whether the template prints a space between it and an answer.
+  std::pair<std::string, bool> before_answer() const;
   Ids expanded(const Ids& ids, const Ids& spans) const;
   std::string with_marks(const std::string& rendered, const std::vector<MarkedImage>& images) const;
   void check_printed(size_t printed, size_t images) const;

@@ -59,21 +59,20 @@ PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const
   bool reused = known && prompt.prefix_length() > 0 && prefix_.depth() > 0;
   if (!known) replace_prefix(prompt);
   Rows hidden = run_suffix(prompt, policy, after);
-  Rows last = take(hidden, {static_cast<int64_t>(hidden.count()) - 1});
-  Floats logits = std::move(backend_.head(last).data);
-  state_ = std::move(last.data);
-  return result(std::move(logits), reused);
+  states_ = take(hidden, {static_cast<int64_t>(hidden.count()) - 1});
+  return result(std::move(backend_.head(states_).data), reused);
 }
 
-Floats Session::decode(int64_t token) {
-  check_room(length(), 0);
-  Rows hidden = backend_.embed({token});
-  for (size_t number = 0; number < stages_.size(); ++number)
-    hidden = cache(number).append(hidden, {layouts_[number].position + static_cast<int64_t>(suffix_.size())}, false);
-  suffix_.push_back(token);
-  Floats logits = std::move(backend_.head(hidden).data);
-  state_ = std::move(hidden.data);
-  return logits;
+Rows Session::decode(const Ids& tokens) {
+  check_room(length() + static_cast<int64_t>(tokens.size()) - 1, 0);
+  states_ = append(tokens);
+  suffix_.insert(suffix_.end(), tokens.begin(), tokens.end());
+  return backend_.head(states_);
+}
+
+Rows Session::try_tokens(const Ids& tokens) {
+  check_room(length() + static_cast<int64_t>(tokens.size()) - 1, 0);
+  return backend_.head(append(tokens));  // the next append writes over them
 }
 
 void Session::check_room(int64_t tokens, int64_t vision) const {

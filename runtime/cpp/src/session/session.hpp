@@ -58,12 +58,14 @@ class Session {
   // `after` a question: then the image tokens that stay are those of that question. Throws Error(context) where prompt
   // and one new token do not fit, Error(request) where no text stands after the last image.
   PrefillResult prefill(const Prompt& prompt, const Policy& policy, const Selection* after, const Check& check);
-  // Runs one more token; the logits [vocab] after it.
-  Floats decode(int64_t token);
+  // Runs the next tokens in one pass; the logits [tokens, vocab] after each.
+  Rows decode(const Ids& tokens);
+  // The same for tokens that leave the caches again.
+  Rows try_tokens(const Ids& tokens);
 
   int64_t capacity() const { return m_.max_context; }
-  // The hidden state [hidden] of the last layer, whose logits were given last.
-  const Floats& state() const { return state_; }
+  // The hidden states [tokens, hidden] of the last layer, of which `prefill` or `decode` last gave the logits.
+  const Rows& states() const { return states_; }
   // The position of the next token.
   int64_t length() const { return prefix_.next_position + static_cast<int64_t>(suffix_.size()); }
   // The cache that stage `number` runs in for this question; for whoever records positions.
@@ -110,7 +112,7 @@ class Session {
   std::vector<PrefixSlots> layouts_;
   std::vector<Cut> cuts_;
   Check check_;
-  Floats state_;
+  Rows states_;
 };
 
 }  // namespace vtxcore

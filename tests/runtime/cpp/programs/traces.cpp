@@ -168,7 +168,7 @@ class Recorder {
     for (int64_t step = 0; step <= steps_; ++step) {
       tokens.push_back(std::max_element(logits.begin(), logits.end()) - logits.begin());
       if (step == steps_) break;
-      logits = session_.decode(tokens.back());
+      logits = std::move(session_.decode({tokens.back()}).data);
       all.insert(all.end(), logits.begin(), logits.end());
     }
     by_layer([&](const std::string& layer, const Ids& positions) {
