@@ -146,7 +146,7 @@ Policy make_policy(const std::string& k, const std::string& reduce, const Manife
   check_provided(reductions, m, dialect);
   policy.parts.push_back(make_exit(k, m, odds, threshold, policy.decisions));
   policy.parts.insert(policy.parts.end(), reductions.begin(), reductions.end());
-  if (policy.needs.final_norm) policy.final_norm = final_norm();
+  if (policy.needs().final_norm) policy.final_norm = final_norm();
   return policy;
 }
 

@@ -83,7 +83,7 @@ std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& id
   out->hidden = backend.embed(out->ids);
   out->after = Mask(out->ids.size(), 1);
   std::fill(out->after.begin(), out->after.begin() + before, uint8_t{0});
-  if (policy.needs.text_tower) out->embeddings = embeddings();
+  if (policy.needs().text_tower) out->embeddings = embeddings();
   return out;
 }
 

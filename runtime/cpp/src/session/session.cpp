@@ -112,7 +112,7 @@ Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selec
 Rows Session::select(const Selection& selection, const Policy& policy) {
   selection_.reset();
   suffix_.clear();
-  Needs needs = policy.needs;
+  Needs needs = policy.needs();
   prepare(policy);
   first_pruned_ = stages_.size();
   cuts_.clear();
