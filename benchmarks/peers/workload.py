@@ -52,7 +52,7 @@ class Asker:
 
     def __init__(self, plan: Any) -> None:
         from vtx.runtime.errors import RequestError
-        from vtx.runtime.prompt.shaping import ShapingTemplate
+        from vtx.runtime.prompt.template import ShapingTemplate
         from vtx.runtime.prompt.text import Text
         from vtx.runtime.prompt.tokenizer import parse_tokenizer
 

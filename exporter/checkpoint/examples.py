@@ -9,7 +9,7 @@ from datetime import datetime
 from vtx.runtime.bundle.spec.text_settings import ExampleTurn, PromptExample, TextSettings
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.messages import Message, Part
-from vtx.runtime.prompt.shaping import ShapingTemplate
+from vtx.runtime.prompt.template import ShapingTemplate
 
 EXAMPLE_TIME = datetime(2001, 2, 3, 4, 5, 6)
 _PADDED = " \n a\tB  c \u3000"

@@ -8,9 +8,9 @@ between those is unmasked and encoded by the tokenizer without control tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import chain, islice, takewhile
+from itertools import chain, takewhile
 from operator import itemgetter
 
 from tokenizers import Encoding, Tokenizer
@@ -34,28 +34,26 @@ class Masking:
         self._taken = frozenset(literals).union(*control)
         unk = getattr(tokenizer.model, "unk_token", None) or unk_token
         self._unk_id = tokenizer.token_to_id(unk) if unk else None
+        self._typed = self._ids - {self._unk_id}  # ids that text must not become
         self._pattern = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
 
     def mask(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """The messages with special tokens masked, and the masking character of each character masked."""
         masks: dict[str, str] = {}
-        taken = self._taken.union(*(text for message in messages for text in texts_of(message)))
-        free = (char for code in chain(*_PRIVATE_USE) if (char := chr(code)) not in taken)
         masked: list[Message] = []
         for message in messages:
-            role = self._mask_text(message["role"], masks, free)
+            role, content = self._mask_text(message["role"], masks, messages), message["content"]
             # A special token may span two parts, so a message is masked as one text and cut again.
-            text = iter(self._mask_text("".join(texts_of(message)), masks, free))
-            content = message["content"]
+            text, at = self._mask_text("".join(texts_of(message)), masks, messages), 0
             if isinstance(content, str):
-                masked.append({"role": role, "content": "".join(text)})
+                masked.append({"role": role, "content": text})
                 continue
-            parts: list[Part] = [
-                {"type": "text", "text": "".join(islice(text, len(part["text"])))}
-                if part["type"] == "text"
-                else {"type": part["type"]}
-                for part in content
-            ]
+            parts: list[Part] = []
+            for part in content:
+                parts.append({"type": part["type"]})
+                if part["type"] == "text":
+                    at += len(part["text"])
+                    parts[-1]["text"] = text[at - len(part["text"]) : at]
             masked.append({"role": role, "content": parts})
         return masked, masks
 
@@ -89,19 +87,22 @@ class Masking:
     def _text_tokenizers(self) -> tuple[Tokenizer, Tokenizer]:
         return without_control_tokens(self._tokenizer, self._control)
 
-    def _mask_text(self, text: str, masks: dict[str, str], free: Iterator[str]) -> str:
+    def _mask_text(self, text: str, masks: dict[str, str], messages: Sequence[Message]) -> str:
         while True:
-            starts = [match.start() for match in self._pattern.finditer(text)]
+            starts = list(map(re.Match.start, self._pattern.finditer(text)))
             if not starts and self._tokenizer.normalizer is not None:  # which may make control tokens of other text
                 encoding = encode(self._tokenizer, text)
-                control, tokens = self._ids - {self._unk_id}, zip(encoding.ids, encoding.offsets, strict=True)
-                starts = [start for id, (start, end) in tokens if start < end and id in control]
+                if not self._typed.isdisjoint(encoding.ids):
+                    tokens = zip(encoding.ids, encoding.offsets, strict=True)
+                    starts = [start for id, (start, end) in tokens if start < end and id in self._typed]
             if not starts:
                 return text
             characters = list(text)
             for spot in starts:
                 character = characters[spot]
                 if character not in masks:
+                    taken = self._taken.union(masks.values(), *map("".join, map(texts_of, messages)))
+                    free = (char for code in chain(*_PRIVATE_USE) if (char := chr(code)) not in taken)
                     masks[character] = "" if character in masks.values() else next(free, "")
                 if not masks[character]:
                     raise RequestError(f"the special token at character {spot} cannot be kept as text; leave it out")

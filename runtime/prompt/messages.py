@@ -33,7 +33,8 @@ def parts_of(message: Message) -> Sequence[Part]:
 
 def texts_of(message: Message) -> list[str]:
     """The texts of a message, one a part."""
-    return [part["text"] for part in parts_of(message) if part["type"] == "text"]
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def asked_text(messages: Sequence[Message]) -> str:
@@ -64,8 +65,11 @@ def _asking(messages: Sequence[Message]) -> int | None:
     return next(asking, None)
 
 
-def check_messages(messages: Sequence[Message]) -> list[str]:
-    """The types of the images and videos, in their order. Raises `RequestError` if they cannot be asked."""
+def check_messages(messages: Sequence[Message]) -> tuple[list[str], int]:
+    """The types of the images and videos, in their order, and the number of characters.
+
+    Raises `RequestError` if they cannot be asked.
+    """
     if not messages:
         raise RequestError("the conversation is empty; ask a question")
     kinds, question, length = list[str](), "", 0
@@ -97,4 +101,4 @@ def check_messages(messages: Sequence[Message]) -> list[str]:
         raise RequestError(f"the conversation has {length:,} characters, the limit is {MAX_TEXT:,}; shorten it")
     if not question.strip():
         raise RequestError("the question is empty; write at least one word")
-    return kinds
+    return kinds, length

@@ -1,4 +1,4 @@
-"""A chat template in jinja2's sandbox.
+"""A chat template in jinja2's sandbox, and messages in the shape that it reads.
 
 The cost of an untrusted template is tested by `vtx-export`, in a confined process. A bundle is trusted like a program,
 so only cheap limits are applied here.
@@ -7,6 +7,7 @@ so only cheap limits are applied here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -18,11 +19,14 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from vtx.runtime.bundle.spec.text_settings import ROLES, TextSettings
 from vtx.runtime.errors import TemplateError
+from vtx.runtime.prompt.messages import Message, Part
 
 MAX_SOURCE = 128 << 10  # characters; the longest templates in use have about 30,000
 MAX_OUTPUT = 4 << 20  # characters
 MAX_PRODUCT = 1 << 20  # characters or items that `*` makes, bits of a number that `*` or `**` makes
+_PROBE = "vtx-probe-7f3a"
 CURE = "give another one with vtx-export --chat-template FILE"
 
 
@@ -66,6 +70,51 @@ class ChatTemplate:
         if length > MAX_OUTPUT:
             raise LimitError(f"the chat template prints more than {MAX_OUTPUT:,} characters; {CURE}")
         return "".join(chunks)
+
+
+class ShapingTemplate:
+    """A chat template that takes content of either shape. Raises `TemplateError` when the template cannot be used.
+
+    Some templates read content as a string, some as parts, some both, and what they cannot read they drop or print as
+    Python. So each role is tried once in both shapes, and messages are given in the shape that works.
+    """
+
+    def __init__(self, source: str, settings: TextSettings, now: Callable[[], datetime] = datetime.now) -> None:
+        self._template, self._settings, self._variables = ChatTemplate(source, now), settings, settings.variables()
+        self._reads: dict[str, tuple[bool, bool]] = {}  # by role: the template reads parts, it reads strings
+        for role in ("user", *(role for role in ROLES if role != "user")):
+            image: list[Part] = [{"type": "image"}] if role == "user" else []
+            parts = self._try(role, [*image, {"type": "text", "text": _PROBE}])
+            reads_parts = _PROBE in parts and not re.search("""['"]type['"]""", parts)
+            reads_parts = reads_parts and parts.count(settings.image_token) == len(image)
+            self._reads[role] = reads_parts, _PROBE in self._try(role, _PROBE)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """The conversation as text. Raises `TemplateError`."""
+        return self._template.render(
+            list(map(self._shape, messages)), self._variables, add_generation_prompt=add_generation_prompt
+        )
+
+    def _try(self, role: str, content: str | Sequence[Part]) -> str:
+        chat: list[Message] = [{"role": role, "content": content}]
+        if role != "user":
+            chat.insert(0 if role == "assistant" else 1, self._shape({"role": "user", "content": "?"}))
+        try:
+            return self._template.render(chat, self._variables, add_generation_prompt=False)
+        except LimitError:
+            raise
+        except TemplateError:
+            return ""
+
+    def _shape(self, message: Message) -> Message:
+        content = message["content"]
+        reads_parts, reads_strings = self._reads.get(message["role"], (True, True))
+        if isinstance(content, str) and reads_parts and not reads_strings:
+            content = [{"type": "text", "text": content}]
+        elif not isinstance(content, str) and reads_strings and not reads_parts:
+            tokens = {"image": f"{self._settings.image_token}\n", "video": f"{self._settings.video_token}\n"}
+            content = "".join(part["text"] if part["type"] == "text" else tokens[part["type"]] for part in content)
+        return {"role": message["role"], "content": content}
 
 
 def _one_line(error: Exception) -> str:

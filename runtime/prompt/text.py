@@ -14,7 +14,7 @@ from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, RequestError, TemplateError, VtxError
 from vtx.runtime.prompt.masking import Masking
 from vtx.runtime.prompt.messages import Message, check_messages, texts_of
-from vtx.runtime.prompt.shaping import ShapingTemplate
+from vtx.runtime.prompt.template import ShapingTemplate
 from vtx.runtime.prompt.tokenizer import Detokenizer, decode, encode, parse_tokenizer, rust_errors
 from vtx.runtime.vision.tokens import PromptImage
 
@@ -55,7 +55,9 @@ class Text:
                 )
         self.settings = settings
         self.tokenizer, self._max_context, self._vocab = tokenizer, max_context, vocab
-        self._or_more_context = or_more_context
+        self._or_more_context, self._most_characters = or_more_context, None
+        if settings.length_bound is not None and max_context is not None:
+            self._most_characters = settings.length_bound.characters_per_token * (max_context - 1)
         video = settings.video_token_id
         self._pictures = [settings.image_token_id, *([] if video is None else [video])]  # ids
         self._hidden = frozenset(id for id, token in added.items() if token.special)
@@ -101,18 +103,22 @@ class Text:
         `ContextError` for those that cannot fit, `TemplateError` when the template fails or does not print every image
         once, `BundleError` when the tokenizer gives a token that the model does not have.
         """
-        kinds = check_messages(messages)
-        self._check_length(messages, add_generation_prompt)
+        kinds, length = check_messages(messages)
+        if self._most_characters is not None and length > self._most_characters:
+            self._check_length(messages, add_generation_prompt, self._most_characters)
         ids = self._ids(messages, add_generation_prompt)
         self._check_printed(ids, kinds)
-        given = [images] * len(kinds) if isinstance(images, int) else images
-        forms = [PromptImage((image,)) if isinstance(image, int) else image for image in given]
-        if any(any(image.texts) for image in forms):
+        forms, spans, texts = list[PromptImage](), list[int](), list[str]()
+        for image in [images] * len(kinds) if isinstance(images, int) else images:
+            forms.append(PromptImage((image,)) if isinstance(image, int) else image)
+            spans += forms[-1].spans
+            texts += forms[-1].texts
+        if any(texts):
             ids = self._ids(messages, add_generation_prompt, forms)
         is_image = np.isin(ids, self._pictures)
         ids[is_image] = self.settings.image_token_id
         counts = np.ones(len(ids), np.int64)
-        counts[is_image] = [tokens for image in forms for tokens in image.spans]
+        counts[is_image] = spans
         return np.repeat(ids, counts)
 
     def size(self, image: PromptImage) -> int:
@@ -126,7 +132,7 @@ class Text:
 
         Raises as `prompt` does.
         """
-        kinds = check_messages(messages)
+        kinds, _ = check_messages(messages)
         if len({*kinds}) < 2 or len({*self._pictures}) < 2:
             return [*range(len(kinds))]
         ids = self._ids(messages, add_generation_prompt=True)
@@ -217,22 +223,19 @@ class Text:
         """A new detokenizer for one answer."""
         return Detokenizer(self.tokenizer, hidden=self._hidden, byte_tokens=self._bytes)
 
-    def _check_length(self, messages: Sequence[Message], add_generation_prompt: bool) -> None:
+    def _check_length(self, messages: Sequence[Message], add_generation_prompt: bool, limit: int) -> None:
         """Refuse messages with too many characters for the context, without tokenising them."""
-        bound, context = self.settings.length_bound, self._max_context
-        if bound is None or context is None:
-            return
-        limit = bound.characters_per_token * (context - 1)
-        if sum(len(text) for message in messages for text in texts_of(message)) <= limit:
-            return
-        text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
-        if bound.normalized and self.tokenizer.normalizer is not None:
+        text, bound = (
+            self._template.render(messages, add_generation_prompt=add_generation_prompt),
+            self.settings.length_bound,
+        )
+        if bound is not None and bound.normalized and self.tokenizer.normalizer is not None:
             with rust_errors(BundleError, "the tokenizer's normalizer fails"):
                 text = self.tokenizer.normalizer.normalize_str(text)
         if len(text) > limit:
             raise ContextError(
                 f"the prompt has {len(text):,} characters, and at most {limit:,} can fit into this bundle's context of "
-                f"{context:,} tokens; shorten it{self._or_more_context}"
+                f"{self._max_context:,} tokens; shorten it{self._or_more_context}"
             )
 
 

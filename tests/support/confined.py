@@ -17,8 +17,7 @@ from vtx.exporter.checkpoint.resolving import resolve
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import VtxError
 from vtx.runtime.host.confined_child import LENGTHS
-from vtx.runtime.prompt.shaping import ShapingTemplate
-from vtx.runtime.prompt.template import ChatTemplate
+from vtx.runtime.prompt.template import ChatTemplate, ShapingTemplate
 from vtx.runtime.strict import Strict
 
 

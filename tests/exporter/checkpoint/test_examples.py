@@ -25,7 +25,7 @@ from vtx.exporter.checkpoint.examples import with_examples
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.messages import Message
-from vtx.runtime.prompt.shaping import ShapingTemplate
+from vtx.runtime.prompt.template import ShapingTemplate
 from vtx.runtime.strict import Strict, json_value
 
 SETTINGS = make_settings(make_tokenizer("first"))

@@ -30,7 +30,7 @@ from vtx.exporter.checkpoint.examples import with_examples
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import TemplateError
 from vtx.runtime.prompt.messages import Message, parts_of
-from vtx.runtime.prompt.shaping import ShapingTemplate
+from vtx.runtime.prompt.template import ShapingTemplate
 from vtx.runtime.strict import json_value
 
 pytestmark = needs_cpp
