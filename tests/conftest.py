@@ -166,9 +166,9 @@ def children_started(children_forked: Callable[..., Child], monkeypatch: pytest.
 @pytest.fixture(scope="session", autouse=True)
 def crop_noted_already() -> None:
     """The note about crops comes once per process; which test it would meet must not depend on their order."""
-    from vtx.runtime.vision import fit
+    from vtx.runtime.vision import preprocess
 
-    fit.noted.set()
+    preprocess.noted.set()
 
 
 @pytest.fixture(scope="session")

@@ -57,8 +57,8 @@ from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, counter
-from vtx.runtime.vision.fit import trained_fit
 from vtx.runtime.vision.layouts import spec_of
+from vtx.runtime.vision.preprocess import trained_fit
 from vtx.tools.common.files import sync_file
 
 GATES = "gates.safetensors"

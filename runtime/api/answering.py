@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -69,45 +68,35 @@ class TextOutput:
         return text[:cut]
 
 
-@dataclass(frozen=True, slots=True)
-class Caches:
-    """Everything that a conversation keeps between questions."""
+class AnswerInProgress(Request):
+    """One answer while it is made, to messages that were checked and are in token `ids`.
 
-    session: Session
-    images: EncodedImages
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question, checked and in token ids. `after`: the question of a chat's first turn."""
-
-    messages: Sequence[Message]
-    ids: NDArray[np.int64]
-    policy: Policy
-    options: Options
-    after: Selection | None = None
-
-
-class AnswerInProgress:
-    """One answer while it is made.
-
-    `lease` gives the caches of the conversation for as long as it is its turn; `completed` gets a complete answer and
-    the question that selected its image tokens.
+    `after` is the question of a chat's first turn. `lease` gives the session and the encoded images of the
+    conversation for as long as it is its turn; `completed` gets a complete answer and the question that selected its
+    image tokens.
     """
 
     def __init__(
         self,
         loaded: LoadedBundle,
-        question: Question,
-        lease: Callable[[Request], AbstractContextManager[Caches]],
-        completed: Callable[[Answer, Selection | None], None] | None,
+        messages: Sequence[Message],
+        ids: NDArray[np.int64],
+        policy: Policy,
+        options: Options,
+        lease: Callable[[Request], AbstractContextManager[tuple[Session, EncodedImages]]],
+        *,
+        after: Selection | None = None,
+        completed: Callable[[Answer, Selection | None], None] | None = None,
     ) -> None:
-        self._loaded, self._question, self._lease, self._completed = loaded, question, lease, completed
-        self.request = Request(question.options.timeout)
+        super().__init__(options.timeout)
+        self._loaded, self._messages, self._prompt_ids, self._policy, self._options = (
+            loaded, messages, ids, policy, options,
+        )  # fmt: skip
+        self._lease, self._after, self._completed = lease, after, completed
         self.answer: Answer | None = None
         self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
         self._vision_seconds = 0.0
-        self._prompt_tokens = len(question.ids)
+        self._prompt_tokens = len(ids)
         self._result: PrefillResult | None = None
         self.session: Session | None = None  # while it decodes
         self._ids: list[int] = []
@@ -116,32 +105,31 @@ class AnswerInProgress:
         self._seg_states: list[tuple[float, ...]] = []
         self._lookup: PromptLookup | None = None
         self._choices: dict[str, float] | None = None
-        guide = question.options.guide
-        self._guided = None if guide is None else loaded.guided(guide)
-        begun = loaded.text.begun(question.messages)
-        self._output = TextOutput(loaded.text.stream(), question.options.stop, begun)
+        self._guided = None if options.guide is None else loaded.guided(options.guide)
+        self._output = TextOutput(loaded.text.stream(), options.stop, loaded.text.begun(messages))
 
     def pieces(self) -> Generator[str]:
         """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
         self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
-        self.request.start()
-        question, loaded, check = self._question, self._loaded, self.request.check
-        ids, policy, token = question.ids, question.policy, loaded.manifest.text.image_token_id
+        self.start()
+        loaded, policy, token = self._loaded, self._policy, self._loaded.manifest.text.image_token_id
         try:
-            with self._lease(self.request) as caches:
-                before = caches.images.seconds
+            with self._lease(self) as (session, images):
+                before = images.seconds
                 try:
-                    text, expand = self._selecting_text(), partial(loaded.text.asked, question.messages)
-                    prompt = caches.images.prompt(ids, token, policy, text, expand, check)
+                    text, expand = self._selecting_text(), partial(loaded.text.asked, self._messages)
+                    prompt = images.prompt(self._prompt_ids, token, policy, text, expand, self.check)
                     self._prompt_tokens = len(prompt.ids)
-                    result = caches.session.prefill(prompt, policy, after=question.after, check=check)
+                    result = session.prefill(prompt, policy, after=self._after, check=self.check)
                 finally:
-                    self._vision_seconds = caches.images.seconds - before
+                    self._vision_seconds = images.seconds - before
                 self._result, self._prefilled = result, perf_counter()
-                self.session = caches.session
+                self.session = session
                 yield ""
-                yield from self._score_choices(caches.session, result)
-                stopped = yield from self._generate(caches.session, result, prompt)
+                choices = self._options.guide.choices if self._options.guide is not None else None
+                if choices is not None and len(choices) <= MAX_SCORED:
+                    yield from self._score(choices, session, result)
+                stopped = yield from self._generate(session, result, prompt)
                 self.end(stopped)
                 if self._completed is not None and self.answer is not None:
                     self._completed(self.answer, result.selection)
@@ -155,17 +143,16 @@ class AnswerInProgress:
 
     def _selecting_text(self) -> PromptText | None:
         """The text by which image tokens are chosen: the question, or what `about` says."""
-        question, loaded, about = self._question, self._loaded, self._question.options.about
-        messages, ids, after = question.messages, question.ids, question.after
-        if about is not None:
-            messages, after = asking_about(messages, about), None
+        loaded, messages, ids, after = self._loaded, self._messages, self._prompt_ids, self._after
+        if self._options.about is not None:
+            messages, after = asking_about(messages, self._options.about), None
             try:
                 ids = loaded.prompt_ids(messages)
             except ContextError as e:
                 raise ContextError(f"with about in place of the question, {e}") from e
         embeddings = partial(loaded.embed_question, messages)
         token = loaded.manifest.text.image_token_id
-        return selecting_text(loaded.backend, ids, token, question.policy, after, embeddings)
+        return selecting_text(loaded.backend, ids, token, self._policy, after, embeddings)
 
     def progress(self, start: int) -> Progress:
         """The tokens so far, from number `start` on."""
@@ -175,10 +162,10 @@ class AnswerInProgress:
         """Complete the answer with what there is so far."""
         if self.answer is not None:
             return
-        options = self._question.options
+        options = self._options
         logprobs = tuple(self._logprobs) if options.logprobs else None
         likely = tuple(self._likely) if options.top_logprobs else None
-        manifest, backend, policy = self._loaded.manifest, self._loaded.backend, self._question.policy
+        manifest, backend, policy = self._loaded.manifest, self._loaded.backend, self._policy
         result, report = self._result or NOTHING, None
         decoding = self._last_token - self._first_token
         seconds = {
@@ -219,14 +206,11 @@ class AnswerInProgress:
         text, ids, choices = self._output.text, tuple(self._ids), self._choices
         self.answer = Answer(text, ids, stats, stopped, logprobs, likely, choices)
 
-    def _score_choices(self, session: Session, result: PrefillResult) -> Generator[str]:
+    def _score(self, choices: Sequence[str], session: Session, result: PrefillResult) -> Generator[str]:
         """Find the probability that the answer is a choice, up to its end token, for each; one pass a choice."""
-        guide, text, scores = self._question.options.guide, self._loaded.text, list[float]()
-        choices = guide.choices if guide is not None and guide.choices is not None else ()
-        if not choices or len(choices) > MAX_SCORED:
-            return
+        text, scores = self._loaded.text, list[float]()
         for choice in choices:
-            self.request.check()
+            self.check()
             ids, logits = text.answer_ids(choice), result.logits[None]
             logits = np.concatenate([logits, session.try_tokens(ids)]) if ids else logits
             known = log_softmax(logits)
@@ -238,7 +222,7 @@ class AnswerInProgress:
 
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
         """Yield the text of token after token; return why it ended."""
-        options, output, ids, text = self._question.options, self._output, self._ids, self._loaded.manifest.text
+        options, output, ids, text = self._options, self._output, self._ids, self._loaded.manifest.text
         guided = self._guided
         end_ids = () if options.ignore_eos else text.end_ids
         sampler = Sampler(options.sampling, prompt.ids.tolist())
@@ -259,9 +243,9 @@ class AnswerInProgress:
             self._lookup = PromptLookup(prompt.ids[~prompt.is_vision].tolist(), options.prompt_lookup)
         if guided is not None:
             guided.lookup = self._lookup
-        limit, check, drafts = options.max_new_tokens, self.request.check, guided or self._lookup
+        limit, drafts = options.max_new_tokens, guided or self._lookup
         tokens = generate(
-            session, result.logits, sample, end_ids=end_ids, max_new_tokens=limit, check=check, drafts=drafts
+            session, result.logits, sample, end_ids=end_ids, max_new_tokens=limit, check=self.check, drafts=drafts
         )
         for token in tokens:
             self._last_token = perf_counter()

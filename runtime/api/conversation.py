@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.answering import AnswerInProgress, Caches, Question
+from vtx.runtime.api.answering import AnswerInProgress
 from vtx.runtime.api.loaded import LoadedBundle, opening_parts
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
@@ -53,8 +53,8 @@ class Conversation:
             check_text("system", system)
         self.loaded, self.images, self.system = loaded, images, system
         self._shares_images = shares_images
-        self._caches = self._empty_caches()
         self._turns = Turns()
+        self._forget()
         loaded.register(self)
 
     def __enter__(self) -> Conversation:
@@ -71,7 +71,7 @@ class Conversation:
     def close(self) -> None:
         """End a running answer and free the caches. The conversation can be used again and then starts afresh."""
         with self._turns.hold(Request(), closing=True):
-            self._caches = self._empty_caches()
+            self._forget()
 
     def ask(
         self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
@@ -151,9 +151,11 @@ class Conversation:
         if not policy.entries:  # these leave out image tokens before the decoder
             loaded.check_room(ids, images)
         if resume and policy.fixed:
-            after = self._caches.session.selection
-        question = Question(messages, ids, policy, settings.options, after)
-        return AnswerStream(AnswerInProgress(loaded, question, self._lease, completed))
+            after = self._session.selection
+        answering = AnswerInProgress(
+            loaded, messages, ids, policy, settings.options, self._lease, after=after, completed=completed
+        )
+        return AnswerStream(answering)
 
     def _policy(self, settings: Settings) -> Policy:
         policy = self.loaded.policy(settings.k, settings.options, settings.reduce)
@@ -163,19 +165,19 @@ class Conversation:
 
     def agreement(self, ids: NDArray[np.int64]) -> tuple[int, int]:
         """The number of leading tokens of a prompt that the caches hold, and of all that they hold."""
-        return self._caches.session.agreement(ids)
+        return self._session.agreement(ids)
 
     def share_prefix(self, other: Conversation) -> None:
         """Begin with what another conversation about the same images, which computes nothing now, has of their prefix.
 
         Its system text and images are encoded and in the caches then, as far as they are there.
         """
-        self._caches.session.caches.copy_prefix(other.prefix_caches)
+        self._session.caches.copy_prefix(other.prefix_caches)
 
     @property
     def prefix_caches(self) -> PrefixCaches:
         """Its caches with the prefix in them, for a conversation that copies it."""
-        return self._caches.session.caches
+        return self._session.caches
 
     @property
     def cache_bytes(self) -> int:
@@ -183,19 +185,21 @@ class Conversation:
 
         GPUs reserve the whole context.
         """
-        caches = self._caches
-        return caches.session.kv_slots * self.loaded.backend.kv_slot_bytes + caches.images.bytes
+        return self._session.kv_slots * self.loaded.backend.kv_slot_bytes + self._encoded.bytes
 
     @contextmanager
-    def _lease(self, request: Request) -> Iterator[Caches]:
+    def _lease(self, request: Request) -> Iterator[tuple[Session, EncodedImages]]:
         with self._turns.hold(request):
             self.loaded.check_open()
-            yield self._caches
+            yield self._session, self._encoded
 
-    def _empty_caches(self) -> Caches:
-        backend = self.loaded.backend
-        images = EncodedImages(backend, self.images, self.loaded.image_cache if self._shares_images else None)
-        return Caches(Session(backend, self.loaded.manifest), images)
+    def _forget(self) -> None:
+        """Begin with empty caches."""
+        backend, shared = self.loaded.backend, self.loaded.image_cache if self._shares_images else None
+        self._session, self._encoded = (
+            Session(backend, self.loaded.manifest),
+            EncodedImages(backend, self.images, shared),
+        )
 
 
 class Chat:

@@ -26,12 +26,11 @@ from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
-from vtx.runtime.vision.fit import fitted, note_discarded
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
-from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.preprocess import fitted, note_discarded, preprocess
 from vtx.runtime.vision.video import Video, as_video, load_frames
 
 if TYPE_CHECKING:
@@ -163,14 +162,15 @@ class LoadedBundle:
 
         `messages` is the prompt, a first question if left out; `stopped` ends reading a video.
         """
-        given = [as_video(source) or source for source in sources]
-        number = sum(not isinstance(source, Video) for source in given)
-        images = [
-            self.prepare_video(source, fit, stopped)
-            if isinstance(source, Video)
-            else self.prepare(source, fit, of_images=number)
-            for source in given
-        ]
+        given, number, images = list[Picture](), 0, list[PreparedImage]()
+        for source in sources:
+            given.append(as_video(source) or source)
+            number += not isinstance(given[-1], Video)
+        for source in given:
+            if isinstance(source, Video):
+                images.append(self.prepare_video(source, fit, stopped))
+            else:
+                images.append(self.prepare(source, fit, of_images=number))
         if number in (0, len(images)):
             return tuple(images)
         order = self.text.order(messages or [{"role": "user", "content": opening_parts(images, "?")}])

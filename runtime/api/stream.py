@@ -26,11 +26,10 @@ class AnswerStream:
     """
 
     def __init__(self, answering: AnswerInProgress) -> None:
-        self._answering, self._request = answering, answering.request
-        self._pieces = answering.pieces()
+        self._answering, self._pieces = answering, answering.pieces()
         self._lock = threading.Lock()
         self.reader: Reader | None = None  # None: the thread that reads
-        self._request.stream = weakref.ref(self)
+        answering.stream = weakref.ref(self)
 
     def __iter__(self) -> AnswerStream:
         return self
@@ -45,12 +44,12 @@ class AnswerStream:
 
         For a program that computes several answers in turn. Raises StopIteration at the end, as `next` does.
         """
-        self._request.reader = self.reader or threading.current_thread()
+        self._answering.reader = self.reader or threading.current_thread()
         try:
             with self._lock:
                 return next(self._pieces)
         finally:
-            if self._request.cancelled:
+            if self._answering.cancelled:
                 self._close()
 
     @contextmanager
@@ -61,17 +60,17 @@ class AnswerStream:
         """
         with self._lock:
             session = self._answering.session
-            ready = session is not None and session.next_token is not None and not self._request.cancelled
+            ready = session is not None and session.next_token is not None and not self._answering.cancelled
             yield session if ready else None
 
     @property
     def timeout(self) -> float | None:
         """Seconds that the answer may take from its first step on; None: as many as it needs."""
-        return self._request.timeout
+        return self._answering.timeout
 
     def on_progress(self, beat: Callable[[], None]) -> None:
         """Call `beat`, in the thread that computes, before each view of an image, stage and token."""
-        self._request.beat = beat
+        self._answering.beat = beat
 
     def progress(self, start: int = 0) -> Progress:
         """The tokens so far from number `start` on.
@@ -107,14 +106,14 @@ class AnswerStream:
 
         Its reader sees the iteration end. The conversation is free for the next question.
         """
-        self._request.cancel()
+        self._answering.cancel()
         self._close()
 
     close = cancel
 
     def read(self) -> Answer:
         """Run to the end and return the answer."""
-        self._request.returns_by_itself = True
+        self._answering.returns_by_itself = True
         with suppress(StopIteration):
             while True:
                 self.step()

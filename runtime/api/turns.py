@@ -109,8 +109,7 @@ class Turns:
                     stream = holder.stream() if holder.stream is not None else None  # None: being collected
                     if stream is not None and stream.running and reader is request.reader:
                         raise ConversationBusyError(
-                            "this conversation is computing an answer in this very thread; ask when the call has "
-                            "returned"
+                            "this conversation is computing an answer in this very thread; ask when the call returns"
                         )
                     if stream is not None:
                         stream.cancel()

@@ -10,7 +10,6 @@ from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES, FASTER
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.host.gpu import find_gpu
 from vtx.runtime.host.machine import cpu_flags
 from vtx.runtime.precision import PRECISIONS
 
@@ -52,8 +51,11 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
     able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
     first, obstacle = next(iter((able or obstacles).items()))
     cpu = [able[name] for name in able if not ENGINES[name].gpu]
-    if ENGINES[first].gpu and cpu and find_gpu() is None:  # no package makes a GPU
-        raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
+    if ENGINES[first].gpu and cpu:
+        from vtx.runtime.host.gpu import find_gpu
+
+        if find_gpu() is None:  # no package makes a GPU
+            raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
     raise DeviceError(obstacle)
 
 

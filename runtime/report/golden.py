@@ -18,7 +18,7 @@ from vtx.runtime.policies.make import make_policy
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.session.session import Prompt, Session
-from vtx.runtime.vision.fit import without_notes
+from vtx.runtime.vision.preprocess import without_notes
 
 QUESTION = "What is in the picture?"
 FEATURE_TOKENS = 8  # whose vision features are kept

@@ -9,8 +9,8 @@ from typing import Any
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.names import kv_type
-from vtx.runtime.vision.fit import trained_fit
 from vtx.runtime.vision.layouts import read_layout
+from vtx.runtime.vision.preprocess import trained_fit
 
 TEXT_TOKENS = 64
 INT8_KV = (

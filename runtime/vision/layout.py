@@ -17,7 +17,7 @@ from PIL import Image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
-from vtx.runtime.vision.fit import fitted
+from vtx.runtime.vision.preprocess import fitted
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
 

@@ -1,17 +1,33 @@
-"""From RGB pixels to the vision graph's `pixel_values`, with the numbers of Hugging Face's PIL processors."""
+"""From RGB pixels to the vision graph's `pixel_values`, with the numbers of Hugging Face's PIL processors.
+
+A picture of another shape than the tower's is fitted to it: `crop` cuts off what lies beyond the middle, `pad` puts
+bars of the mean colour around the picture, `squash` stretches it. Without a choice it is treated as the checkpoint's
+image processor says, which need not be how the model was trained: `docs/how-to/pictures.md` lists the checkpoints.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.errors import ImageError
+from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.limits import MAX_PIXELS, MAX_RESIZED_PIXELS, MAX_RESIZED_SIDE
+
+FITS = ("crop", "pad", "squash")
+WORTH_A_NOTE = 0.05  # of the picture
+
+_log = logging.getLogger("vtx")
+noted = threading.Event()  # once per process: pictures of one camera all have one shape
 
 
 def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
@@ -52,7 +68,7 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
 def normalised(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
     """An RGB picture of the size that the vision graph takes, float32 [3, height, width]."""
     rescaled = (np.arange(256) * settings.rescale).astype(np.float32)  # rounded to float32 after each step, as HF does
-    mean, std = (np.array(values, np.float32)[:, None] for values in (settings.mean, settings.std))
+    mean, std = np.array(settings.mean, np.float32)[:, None], np.array(settings.std, np.float32)[:, None]
     tables: NDArray[np.float32] = (rescaled - mean) / std  # of each byte's value, [3, 256]
     pixels = np.asarray(image)
     out = np.empty((3, image.height, image.width), np.float32)
@@ -69,3 +85,91 @@ def resized_size(width: int, height: int, resize: int | tuple[int, int] | None) 
         return resize[1], resize[0]
     longer = int(resize * max(width, height) / min(width, height))
     return (resize, longer) if width <= height else (longer, resize)
+
+
+def trained_fit(settings: ImageSettings) -> str:
+    """The one of `FITS` that the checkpoint's settings apply; `none` if images keep their shape."""
+    if settings.own_size:
+        return "none"
+    if settings.pad:
+        return "pad"
+    return "squash" if isinstance(settings.resize, tuple) else "crop"
+
+
+def fitted(settings: ImageSettings, fit: str | None) -> ImageSettings:
+    """The settings that treat pictures of another shape by `fit`; unchanged if it is None or theirs already.
+
+    Raises RequestError for a fit that is none of `FITS`, or `pad` to a shape that is not a square.
+    """
+    if fit is None:
+        return settings
+    if fit not in FITS:
+        raise RequestError(f"fit is {str(fit)[:20]!r}; it must be one of {', '.join(FITS)}, or left out")
+    if fit == trained_fit(settings):
+        return settings
+    height, width = settings.size
+    if fit == "squash":
+        return replace(settings, pad=None, resize=(height, width), crop=None)
+    if fit == "crop":
+        return replace(settings, pad=None, resize=max(height, width), crop=(height, width))
+    if height != width:
+        raise RequestError(f"fit 'pad' makes squares, this model takes {width}x{height}; use crop or squash")
+    pad = 127, 127, 127  # grey if the processor does not normalise, else the value that becomes 0, rounded as in LLaVA
+    if any(settings.mean):
+        red, green, blue = (int(min(max(x / (255 * settings.rescale), 0.0), 1.0) * 255) for x in settings.mean)
+        pad = red, green, blue
+    return replace(settings, pad=pad, resize=(height, width), crop=None)
+
+
+def square_settings(settings: ImageSettings) -> ImageSettings:
+    """The settings by which LLaVA-OneVision squares one of several pictures, as transformers' processor has it.
+
+    Its bars are int(255 * mean), however pixel values are scaled. Raises RequestError if that is not a colour,
+    or if the processor does not normalise: its mean is then unknown here.
+    """
+    bars = tuple(int(255 * mean) for mean in settings.mean)
+    if not all(0 <= part <= 255 for part in bars) or (settings.mean, settings.std) == ((0, 0, 0), (1, 1, 1)):
+        raise RequestError(
+            f"several images get bars of the image processor's mean colour, and its mean of {list(settings.mean)} is "
+            "not one; ask about one image at a time, or about square ones"
+        )
+    red, green, blue = bars
+    return replace(fitted(settings, "pad"), pad=(red, green, blue))
+
+
+def discarded(width: int, height: int, settings: ImageSettings) -> tuple[float, float]:
+    """The parts of a picture's width and height, from 0 to 1, that are lost because its shape is not the crop's.
+
+    One of both is 0: the part that pictures of the right shape lose too is left out.
+    """
+    if settings.pad or settings.crop is None:
+        return 0.0, 0.0
+    resized_width, resized_height = resized_size(width, height, settings.resize)
+    crop_height, crop_width = settings.crop
+    across, down = min(crop_width / resized_width, 1.0), min(crop_height / resized_height, 1.0)
+    return 1.0 - across / max(across, down), 1.0 - down / max(across, down)
+
+
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Suppress the note about what a crop leaves out, for vtx's own pictures."""
+    before = noted.is_set()
+    noted.set()
+    try:
+        yield
+    finally:
+        if not before:
+            noted.clear()
+
+
+def note_discarded(width: int, height: int, settings: ImageSettings) -> None:
+    """Log, once per process, that a centre crop leaves out a part worth mentioning."""
+    across, down = discarded(width, height, settings)
+    if max(across, down) <= WORTH_A_NOTE or noted.is_set():
+        return
+    noted.set()
+    _log.warning(
+        "the centre crop leaves out %.0f%% of a %dx%d picture, at its %s, as the checkpoint's image processor has it; "
+        "--fit pad (fit='pad') shows all of it with bars, --fit squash stretches it",
+        100 * max(across, down), width, height, "left and right" if across > down else "top and bottom",
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from vtx.runtime.backends import openvino, ort, tensorrt
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report import doctor as report
-from vtx.runtime.vision import fit
+from vtx.runtime.vision import preprocess
 
 CARD = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 << 30, (13, 0))
 SHARD = "weights/00001-of-00001.safetensors"
@@ -139,13 +139,13 @@ def test_a_sound_bundle_is_certified(bundle: Path) -> None:
 
 
 def test_nothing_is_noted_of_its_own_pictures(bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit.noted.clear()
+    preprocess.noted.clear()
     try:
         assert invoke(bundle, "--device", "cpu").exit_code == 0
         assert "crop" not in caplog.text
-        assert not fit.noted.is_set(), "the first picture of somebody else is noted"
+        assert not preprocess.noted.is_set(), "the first picture of somebody else is noted"
     finally:
-        fit.noted.set()
+        preprocess.noted.set()
 
 
 @pytest.mark.parametrize("words", [("--device", "cpu"), ("--compute", "f32"), ("--require-signature", "key.pem")])

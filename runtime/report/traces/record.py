@@ -33,7 +33,7 @@ from vtx.runtime.report.traces.files import (
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, selecting_text
 from vtx.runtime.session.session import PrefillResult, Selection, Session
 from vtx.runtime.units import Progress
-from vtx.runtime.vision.fit import without_notes
+from vtx.runtime.vision.preprocess import without_notes
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 STEPS = 4  # tokens decoded after the first one

@@ -24,7 +24,7 @@ from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.session.encoded_images import ImageCache
 from vtx.runtime.units import size
-from vtx.runtime.vision.fit import trained_fit
+from vtx.runtime.vision.preprocess import trained_fit
 
 log = logging.getLogger(__name__)
 

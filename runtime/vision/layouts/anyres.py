@@ -21,10 +21,9 @@ from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision import bilinear
-from vtx.runtime.vision.fit import square_settings
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.layout import Layout, check_max_tiles, check_tiles, image_layout
-from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.preprocess import preprocess, square_settings
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, joined
 
 MAX_RESOLUTIONS = 128

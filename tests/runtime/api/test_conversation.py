@@ -171,7 +171,7 @@ def test_the_order_of_two_images_matters(model: Model) -> None:
 def test_closing_frees_the_caches_and_starts_afresh(model: Model, fresh: dict[Any, Any]) -> None:
     conversation = model.open(IMAGE)
     conversation.ask(QUESTIONS[0], 3, OPTIONS)
-    session = conversation._caches.session
+    session = conversation._session
     caches = [weakref.ref(cache) for cache in (*session.caches.full.values(), *session.caches.pruned.values())]
     del session
     assert len(caches) == 5
@@ -291,7 +291,7 @@ def test_a_chat_goes_on_where_another_question_came_between(model: Model) -> Non
 def test_a_later_turn_runs_only_its_own_rows(model: Model) -> None:
     """Counted in rows that enter the first stage: the turns before are in the caches already."""
     with model.open(IMAGE) as conversation:
-        chat, cut = conversation.chat(5), conversation._caches.session
+        chat, cut = conversation.chat(5), conversation._session
         first = chat.ask(QUESTIONS[1], Options(max_new_tokens=4, ignore_eos=True))
         held = cut.caches.full[0].length
         ran: list[int] = []

@@ -17,7 +17,7 @@ from vtx import cli
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ImageError, RequestError
-from vtx.runtime.vision import fit as fit_module
+from vtx.runtime.vision import preprocess as fit_module
 
 WIDE = random_image(4, (160, 60))
 ARRAY = np.asarray(WIDE)
