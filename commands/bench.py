@@ -223,10 +223,10 @@ def _chosen(ks: tuple[K, ...], manifest: Manifest) -> tuple[K, ...]:
 def _ceilings(bench: Bench) -> Ceilings | None:
     """The limits of the machine, if it computes on a CPU."""
     from vtx.tools.bench.ceilings.ceilings import GEMM, VISION_GEMM, Ceilings
-    from vtx.tools.bench.ceilings.products import GRAPHS, Kind
+    from vtx.tools.bench.ceilings.products import DEVICES, Kind
 
     backend, manifest = bench.model.backend, bench.model.manifest
-    if (backend.device, "float") not in GRAPHS:
+    if backend.device not in DEVICES:
         note(f"no ceilings: they are measured for CPUs, and this is {backend.device}")
         return None
     decoder, tower = (

@@ -108,9 +108,9 @@ def run(
                 _show(stream, model.manifest.or_more_context, before="" if answers else introduction)
             answers.append(stream.answer.stats)
         if show_tokens:
+            from vtx.runtime.bundle.files import replacing
             from vtx.runtime.errors import RequestError
             from vtx.runtime.report.tokens_plot import draw_tokens
-            from vtx.tools.common.files import replacing
 
             picture = draw_tokens(questions, answers, conversation.images, model.manifest)
             try:

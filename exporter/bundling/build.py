@@ -33,6 +33,7 @@ from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.bundle import seal_manifest, sha256
+from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.safetensors import read_header, write_safetensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import (
@@ -59,7 +60,6 @@ from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, counter
 from vtx.runtime.vision.layouts import spec_of
 from vtx.runtime.vision.preprocess import trained_fit
-from vtx.tools.common.files import sync_file
 
 GATES = "gates.safetensors"
 # Bytes of a bundle above which the reference gives back the memory of each matrix once it is done with it, as the

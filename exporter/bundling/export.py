@@ -28,10 +28,10 @@ from vtx.exporter.bundling.staging import (
 )
 from vtx.exporter.weights.journal import ExportJournal, begin
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
+from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
 from vtx.runtime.units import Progress
-from vtx.tools.common.files import sync_file
 from vtx.tools.data.items import SCENES, read_data
 
 
@@ -44,9 +44,7 @@ def run_export(
     `sign` is the key that signs the manifest once it is complete.
 
     An interrupted export leaves its hidden staging directory next to `out`; the same export resumes there. Raises
-    ExportError if `out` exists, the disk is too small or full (nothing is left behind); RequestError if no thresholds
-    retain that number of tokens (nothing is left behind); CheckpointError if a weight is NaN, or a file changed during
-    the export.
+    ExportError, RequestError, CheckpointError.
     """
     try:
         out = out.expanduser().absolute()

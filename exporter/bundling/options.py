@@ -54,10 +54,9 @@ class MeasuredArithmetic:
 class ExportOptions:
     """The settings of an export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
 
-    `dialects` are the operator sets to write the graphs in.
-    "auto" means every depth that has a gate in the file `gates`, and the gates decide by default.
-    `calibration` records how K was chosen if it was measured; it must keep 90% of the answers, unless
-    `allow_changed_answers` is set. `reductions` are the specs of methods that drop image
+    `dialects` are the operator sets to write the graphs in. "auto" means every depth that has a gate in the file
+    `gates`, and the gates decide by default. `calibration` records how K was chosen if it was measured; it must keep
+    90% of the answers, unless `allow_changed_answers` is set. `reductions` are the specs of methods that drop image
     tokens, the first one the default; `retain` is the number of tokens that its thresholds are to keep. `aware` holds
     the questions by whose activations the channels of quantised matrices are scaled. `text_tower` is the CLIP whose
     text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and

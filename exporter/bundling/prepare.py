@@ -144,9 +144,7 @@ class Plan:
 def plan_export(options: ExportOptions) -> Plan:
     """Read and check everything but the weights themselves; write nothing.
 
-    Raises CheckpointError for a damaged or hostile checkpoint, its subclass UnsupportedModelError for a kind of model
-    that vtx does not export; RequestError for a K out of range, a wrong reduction, or a context larger than the
-    model's; DeviceError if a library of the [export] extra is missing.
+    Raises CheckpointError, UnsupportedModelError, RequestError, DeviceError.
     """
     for library in ("torch", "transformers"):  # fail now if one that the last step of an export needs is missing
         if find_spec(library) is None:
@@ -301,11 +299,7 @@ def load_template(path: Path) -> str:
 
 
 def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
-    """Read and check the specs of `--reduce`.
-
-    Raises RequestError for an unknown reduction or option, a layer that the model does not have, one variant named
-    twice; UnsupportedModelError if the model's vision tower lacks an input of a reduction.
-    """
+    """Read and check the specs of `--reduce`. Raises RequestError, UnsupportedModelError."""
     needs, specs, vision = Needs(), list[str](), config.vision
     for text in texts:
         parts = parse(text)

@@ -86,8 +86,7 @@ def calibrate(
 ) -> Measurement:
     """Measure every item that `out`/samples.jsonl does not hold yet, and save it there; equal items count once.
 
-    Raises RequestError if there is nothing to measure, or `out` holds a measurement of another model or with other
-    options; ExportError if `out` cannot be written.
+    Raises RequestError, ExportError.
     """
     askable, skipped = prepare(source, data, options.max_new_tokens)
     ks = options.ks(source.config.text.layers)

@@ -147,10 +147,7 @@ def write_report(report: CalibrationReport, folder: Path) -> Path:
 
 
 def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
-    """The choice of a vtx-calibrate report on disk.
-
-    Raises RequestError if the report is missing, was measured on another model, or picks no K.
-    """
+    """The choice of a vtx-calibrate report on disk. Raises RequestError."""
     report = read_json_object(path, MAX_REPORT, error=RequestError)
     if report.get("format") != FORMAT:
         raise RequestError(f"{path} is not a report of vtx-calibrate")

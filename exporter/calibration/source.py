@@ -40,8 +40,7 @@ def open_source(
     """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle if one is given.
 
     `template` is a chat template for a checkpoint without one, `tower` the vision tower of one that only names it;
-    `allow_pickle` allows weights that are pickles. Raises CheckpointError if the checkpoint is damaged or of a kind
-    that vtx does not read; BundleError if the bundle is damaged, or holds no configuration to read its weights by.
+    `allow_pickle` allows weights that are pickles. Raises CheckpointError, BundleError.
     """
     if bundle is not None:
         return _of_bundle(Bundle.open(bundle))

@@ -46,9 +46,8 @@ def open_checkpoint(
     """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
 
     `tower` is the vision tower of a checkpoint that only names one. With `allow_pickle` files of `torch.save` are read
-    if there is no safetensors file. The config is checked before weights are downloaded. Raises CheckpointError for a
-    damaged, hostile, incomplete or unreachable checkpoint; UnsupportedModelError for another model; RequestError for a
-    `tower` for a checkpoint that has its own; DeviceError if huggingface_hub is not installed.
+    if there is no safetensors file. The config is checked before weights are downloaded. Raises CheckpointError,
+    UnsupportedModelError, RequestError, DeviceError.
     """
 
     def folders(config: Config) -> Collection[str]:
@@ -98,8 +97,7 @@ def _added_id(folder: Path, token: str) -> int:
 def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, *, allow_pickle: bool) -> Checkpoint:
     """The checkpoint with `vision_config` in its configuration, the tower's tensors, and its `original` parts.
 
-    Raises CheckpointError if the tower is missing, damaged or hostile; UnsupportedModelError for a tower that vtx does
-    not export.
+    Raises CheckpointError, UnsupportedModelError.
     """
     config = checkpoint.config
     if "vision_config" in config or "text_config" in config:
@@ -136,8 +134,7 @@ def find_tower(
     """The tower called `name` by the checkpoint `model`, or the one `given` by the user.
 
     It is a `vision_config`, an image processor's configuration, and the tower's checkpoint if one was opened. Without
-    `weights` the model holds those itself. Raises CheckpointError if it is damaged, hostile, or not found
-    (the message says how to give it); UnsupportedModelError for another kind of tower.
+    `weights` the model holds those itself. Raises CheckpointError, UnsupportedModelError.
     """
     if given is None and not weights and name == CLIP_L_336:
         return CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None

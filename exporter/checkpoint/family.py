@@ -142,8 +142,7 @@ def read_llava_like(
     """Read `config.json` with transformers' class `kind` and its defaults.
 
     `layout` gets the parsed configuration, the tower and the selection strategy, `video` the parsed configuration and
-    the model. Raises UnsupportedModelError for a part that vtx does not export, by name; CheckpointError for invalid
-    sizes.
+    the model. Raises UnsupportedModelError, CheckpointError.
     """
     if "text_config" not in config and any(key.startswith("mm_") for key in config):
         raise UnsupportedModelError(

@@ -46,8 +46,7 @@ def read_rope(config: Any, head_dim: int, *, three_part: bool) -> RopeSpec:
     """The rotary embedding of a text model's parsed configuration.
 
     "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context. Raises
-    UnsupportedModelError for another kind, frequencies that differ between layers, or partly rotated heads;
-    CheckpointError for a missing or invalid number.
+    UnsupportedModelError, CheckpointError.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))

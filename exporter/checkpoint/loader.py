@@ -78,8 +78,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a sha256 over the config and every tensor's name, dtype, shape and a few bytes from its middle.
 
-        It changes when a model is retrained, and does not depend on the division into shards.
-        Raises `CheckpointError` when a shard cannot be read.
+        It changes when a model is retrained, and does not depend on the division into shards. Raises CheckpointError.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, info in sorted(self.tensors.items()):
@@ -143,8 +142,7 @@ def open_model(
     `check` raises for a config to refuse, before weights are downloaded; `rename` gives a tensor's canonical name.
     `parts` are the folders of the tensors if they are not in the config's; names then begin with the folder. Without
     `weights` only settings are downloaded and read. With `allow_pickle` files of `torch.save` are read if there is no
-    safetensors file. Raises CheckpointError for a damaged, hostile, incomplete or unreachable checkpoint; DeviceError
-    if huggingface_hub is not installed.
+    safetensors file. Raises CheckpointError, DeviceError.
     """
     if os.path.isdir(model):
         folder = Path(model).resolve()

@@ -20,8 +20,7 @@ _FILTERS = dict(enumerate(RESAMPLING))
 def read_image_settings(folder: Path, known: Sequence[ImageProcessor] = ONE_PIECE) -> ImageSettings:
     """Settings from `processor_config.json`'s `image_processor`, else from `preprocessor_config.json`.
 
-    `known` are the image processors that the model's family may have. Raises UnsupportedModelError for another image
-    processor or an unsupported option, and CheckpointError if neither file holds one, or it is damaged.
+    `known` are the image processors that the model's family may have. Raises UnsupportedModelError, CheckpointError.
     """
     return image_settings(read_image_processor(folder), known)
 

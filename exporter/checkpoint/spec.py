@@ -44,10 +44,7 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
 
 
 def config_of(manifest: Manifest) -> ModelConfig:
-    """The part of a checkpoint's configuration that its bundle holds.
-
-    Raises BundleError for an unknown flag of the decoder or the tower.
-    """
+    """The part of a checkpoint's configuration that its bundle holds. Raises BundleError."""
     m, tower = manifest.model, manifest.model.tower
     return ModelConfig(
         text=TextConfig(**_configured(m, TextConfig), ffn=m.intermediate),
@@ -89,8 +86,7 @@ def _configured(part: ModelSpec | TowerSpec, kind: type[TextConfig | VisionConfi
 def find_size(model: str) -> ModelSize:
     """Sizes of a known name, of a bundle's directory, or of a checkpoint's directory or `config.json`.
 
-    Raises RequestError if `model` is none of these (the message lists the known names); BundleError for a damaged
-    bundle; CheckpointError for a damaged configuration, or one that vtx does not export.
+    Raises RequestError, BundleError, CheckpointError.
     """
     if model in KNOWN:
         return KNOWN[model]

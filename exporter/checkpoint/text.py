@@ -48,9 +48,7 @@ def read_text(
     The tokenizer is the one that transformers' AutoTokenizer makes of the checkpoint's data files, without any code of
     the checkpoint; `template` replaces the checkpoint's. A question about an image is tried, so that models without a
     usable prompt are refused here. `original`: the tokenizer is a tokenizer.model without an image token, which gets
-    one. `end_ids` end an answer, whatever the files say. Raises CheckpointError for damaged, hostile or inconsistent
-    files; TemplateError for a chat template that cannot be used; UnsupportedModelError for a tokenizer.model of another
-    kind.
+    one. `end_ids` end an answer, whatever the files say. Raises CheckpointError, TemplateError, UnsupportedModelError.
     """
     template = template if template is not None else read_template(folder)
     if end_ids is None:

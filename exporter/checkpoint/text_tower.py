@@ -42,9 +42,8 @@ class TextTowerCheckpoint:
 def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_pickle: bool) -> TextTowerCheckpoint:
     """Open the CLIP in directory `path`, or on the hub, whose vision tower the LLaVA has.
 
-    With `allow_pickle` files of `torch.save` are read if there is no safetensors file. Raises CheckpointError for a
-    damaged, hostile or incomplete checkpoint; UnsupportedModelError if it is not a CLIPModel, or does not fit the
-    LLaVA's vision tower.
+    With `allow_pickle` files of `torch.save` are read if there is no safetensors file. Raises CheckpointError,
+    UnsupportedModelError.
     """
 
     def canonical(name: str) -> str:

@@ -219,8 +219,7 @@ def measure_on_cluster(
     """Measure what is missing on the cluster at `address`: host:port of its head, or auto.
 
     `report` gets the number of items done. A machine of the cluster measures one shard at a time, on all its cores.
-    Raises DeviceError if Ray is not installed, the cluster cannot be reached, or it fails, or a worker cannot measure;
-    RequestError if too many items cannot be measured.
+    Raises DeviceError, RequestError.
     """
     from safetensors.numpy import load
 

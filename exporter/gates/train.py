@@ -50,10 +50,8 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     """Write the gate file `out`, and next to it its report as .json and .png; return the report.
 
     Measurements stay in `work_folder`: an interrupted run resumes from there, and one with other fitting options
-    measures nothing again. `report` gets (phase, done, total). Raises RequestError if the data cannot be used, `out` is
-    a directory, or `work_folder` holds another measurement; CheckpointError if the checkpoint is damaged or of a kind
-    that vtx does not read; ExportError if the disk is too small, or a file cannot be written; DeviceError if the
-    cluster cannot be reached or fails.
+    measures nothing again. `report` gets (phase, done, total). Raises RequestError, CheckpointError, ExportError,
+    DeviceError.
     """
     if out.is_dir():
         raise RequestError(f"cannot write the gates to {out}, which is a directory; name a file with --out")

@@ -82,10 +82,7 @@ class WorkIdentity:
 
 
 class WorkDirectory:
-    """A directory of measurements, guarded by a fingerprint of model, data and options.
-
-    Raises `RequestError` if the directory holds another measurement.
-    """
+    """A directory of measurements, guarded by a fingerprint of model, data and options. Raises RequestError."""
 
     def __init__(self, folder: Path, source: Source, options: MeasureOptions, shards: Sequence[Shard]) -> None:
         self.folder, self.shards = folder, tuple(shards)

@@ -40,8 +40,7 @@ class Gates:
 def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
     """Read and check a gate file for a model. A gate on the last layer is ignored, as nothing is withdrawn there.
 
-    Raises CheckpointError for names or shapes that do not fit the model, NaN, or gates trained for another model or on
-    other inputs.
+    Raises CheckpointError.
     """
     header = read_header(path)
     pairs: dict[int, dict[str, TensorInfo]] = {}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from vtx.exporter.reference.prompts import answer_ids, prompt_ids
@@ -16,7 +15,7 @@ from vtx.exporter.reference.source import Source
 from vtx.exporter.tuning.options import Packing
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.image import ImageSource
-from vtx.tools.data.items import Item
+from vtx.tools.data.items import Item, image_key
 
 Ids = NDArray[np.int64]
 
@@ -102,11 +101,6 @@ def pack(
             tokens += more
         rows.append(_row([(questions[n], own.get(n)) for n in taken], image_token))
     return rows
-
-
-def image_key(image: ImageSource) -> object:
-    """A key that equal images share while their items are in memory."""
-    return id(image) if isinstance(image, Image.Image) else image
 
 
 def _row(asked: Sequence[tuple[TuningQuestion, Ids | None]], image_token: int) -> Row:

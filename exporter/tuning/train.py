@@ -25,12 +25,13 @@ from vtx.exporter.reference.source import Source
 from vtx.exporter.training import learning_rate_factor
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, tensors_of
 from vtx.exporter.tuning.options import LossWeights, TuneOptions
-from vtx.exporter.tuning.packing import Row, image_key
+from vtx.exporter.tuning.packing import Row
 from vtx.exporter.tuning.state import Log, StateFile
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.image import ImageSource
+from vtx.tools.data.items import image_key
 
 TERMS = ("kl", "ce", "hidden")
 MAX_NORM = 1.0
@@ -116,8 +117,7 @@ class Trainer:
     def run(self, state: StateFile, out: Path, report: Callable[[int, int], None]) -> int:
         """Train from the saved state to the end, saving on the way; return the number of steps run here.
 
-        Raises RequestError if the loss or its gradient is not finite (the last saved state stays); ExportError if a
-        file cannot be written.
+        Raises RequestError, ExportError.
         """
         first, total = state.load(self._parameters, self._optimizer), self.order.steps
         main = self._accelerator.is_main_process

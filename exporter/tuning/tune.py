@@ -22,7 +22,7 @@ from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
 from vtx.exporter.tuning.judge import judge
 from vtx.exporter.tuning.options import TuneOptions, check_tunable
-from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, image_key, pack, read_questions
+from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, pack, read_questions
 from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import ImageEncoder, Trainer
 from vtx.exporter.tuning.write import (
@@ -36,12 +36,13 @@ from vtx.exporter.tuning.write import (
     write_adapters,
     write_merged,
 )
+from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, size
-from vtx.tools.common.files import replacing, write_json
+from vtx.tools.common.files import write_json
 from vtx.tools.common.memory import peak
-from vtx.tools.data.items import MAX_SKIPPED, SCENES, Item, read_data, split_items
+from vtx.tools.data.items import MAX_SKIPPED, SCENES, Item, image_key, read_data, split_items
 from vtx.tools.data.journal import ResultJournal
 from vtx.tools.estimate.sizes import ModelSize
 
@@ -70,9 +71,7 @@ def tune(options: TuneOptions, out: Path, report: Progress, say: Callable[[str],
 
     `out` gets `merged` (a checkpoint), `adapter` (unless whole layers are trained), `log.csv`, `report.json`, and the
     state that an interrupted run resumes from. `report` gets (phase, done, total), `say` a line at a time; both on the
-    main process only. Raises RequestError if the data or an option cannot be used, the training diverged, or `out`
-    holds another tuning; CheckpointError if the checkpoint is damaged or of a kind that vtx does not read; ExportError
-    if the disk is too small, or a file cannot be written; DeviceError if peft or accelerate is missing.
+    main process only. Raises RequestError, CheckpointError, ExportError, DeviceError.
     """
     return run(open_workspace(options, out, say), options, out, report, say)
 

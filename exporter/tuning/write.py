@@ -24,9 +24,9 @@ from vtx.exporter.tuning.decoder import ADAPTER, WithdrawingDecoder, adapter_con
 from vtx.exporter.tuning.judge import Accuracy, TuningComparison
 from vtx.exporter.tuning.options import Learning, TuneOptions
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
+from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.safetensors import TensorInfo, layout, open_data, write_safetensors
 from vtx.runtime.errors import CheckpointError, ExportError
-from vtx.tools.common.files import sync_file
 
 ADAPTER_PREFIX = "base_model.model.model.language_model."  # of peft around transformers' vision-language models
 SETTINGS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -84,8 +84,7 @@ def checkpoint_bytes(source: Source) -> int:
 def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None:
     """Write the whole checkpoint to the directory `out`, which is replaced only once the new one is complete.
 
-    Raises ExportError if the disk is full or refuses (the previous content of `out` remains); CheckpointError if a file
-    of the original cannot be read.
+    Raises ExportError, CheckpointError.
     """
     partial = out.with_name(f".{out.name}.partial")
     try:

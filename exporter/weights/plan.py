@@ -92,8 +92,7 @@ def plan_weights(
 ) -> WeightPlan:  # fmt: skip
     """Check that every needed tensor exists in its shape, and lay out the files.
 
-    A file that holds one of the tensors `scaled`, whose values will change, is not used whole. Raises CheckpointError
-    if a tensor is missing or has another shape than the configuration states.
+    A file that holds one of the tensors `scaled`, whose values will change, is not used whole. Raises CheckpointError.
     """
     by_source: dict[Path, list[tuple[str, TensorInfo]]] = {}
     for name, shape in needed:

@@ -49,8 +49,7 @@ def write_weights(
 
     The weights named in `scalings` are multiplied first.
 
-    Returns size and checksum of each file by its name in the bundle. Raises CheckpointError if a weight is NaN or
-    infinite, or a source file has changed; ExportError if the disk is full, or a value does not fit the precision.
+    Returns size and checksum of each file by its name in the bundle. Raises CheckpointError, ExportError.
     """
     (folder / "weights").mkdir(exist_ok=True)
     with ThreadPoolExecutor(THREADS) as pool:

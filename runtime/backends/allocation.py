@@ -22,11 +22,9 @@ _MADV_DONTNEED = 4
 def zeros_in_small_pages(shape: tuple[int, ...], dtype: np.dtype[Any], *, reserved: bool = True) -> NDArray[Any]:
     """Zeros that become resident when they are written, in pages of the smallest size.
 
-    A cache [..., heads, capacity, head_dim] that is filled in part is written in one place for each head. In pages of
-    2 MiB, which numpy asks Linux for, all of it would become resident. Unless `reserved`, it may be larger than the
-    memory of the machine.
-
-    Raises MemoryError: the address space or the system's limit is exhausted.
+    A cache [..., heads, capacity, head_dim] that is filled in part is written in one place for each head. In pages of 2
+    MiB, which numpy asks Linux for, all of it would become resident. Unless `reserved`, it may be larger than the
+    memory of the machine. Raises MemoryError: the address space or the system's limit is exhausted.
     """
     if sys.platform != "linux":
         return np.zeros(shape, dtype)

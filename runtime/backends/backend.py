@@ -33,12 +33,11 @@ class StageCache(Protocol):
     ) -> HiddenStates:
         """Run tokens [n] at their positions; their K/V fill the next n slots. Returns their hidden states [n, hidden].
 
-        The stage reads the token inputs that the manifest lists for it.
-        `outputs` [m], rising: return the hidden states of these tokens only, [m, hidden]; not with `query`. The last
-        layer of the stage needs only K and V of the other tokens, so an engine may skip the rest of it for them.
-        Positions are [n], or [n, 3] if the manifest's rotary embedding has sections: time, row and column.
-        `query`: keep the queries of the stage's last layer for `attention`; only for a stage that has them by the
-        manifest.
+        The stage reads the token inputs that the manifest lists for it. `outputs` [m], rising: return the hidden states
+        of these tokens only, [m, hidden]; not with `query`. The last layer of the stage needs only K and V of the other
+        tokens, so an engine may skip the rest of it for them. Positions are [n], or [n, 3] if the manifest's rotary
+        embedding has sections: time, row and column. `query`: keep the queries of the stage's last layer for
+        `attention`; only for a stage that has them by the manifest.
         """
 
     def attention(self, *, last_only: bool = False) -> Scores:
@@ -150,9 +149,7 @@ class BatchBackend(Backend, Protocol):
     def share_caches(self, conversations: int) -> None:
         """Put the caches of this number of conversations into one pool from now on, which one run reaches.
 
-        Caches may swap lanes within a run, so all of them are for one thread from then on.
-
-        Raises DeviceError: this bundle's graphs take one conversation at a time, or there is no address space.
+        Caches may swap lanes within a run, so all of them are for one thread from then on. Raises DeviceError.
         """
 
     def reaches(self, caches: Sequence[StageCache]) -> bool:

@@ -5,7 +5,7 @@ Token ids are checked at each run, since a graph takes -1 for the last token, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.vision.tokens import Ids, TokenStates
 
 DTYPES = {"float32": "float"}  # numpy's names that differ from onnxruntime's
+Port = tuple[str, str, Sequence[Any] | None]  # name, type and sizes of an input or output
 
 
 def embeddable(m: Manifest, ids: Ids) -> Ids:
@@ -56,24 +57,22 @@ def of_each(graph: str, output: NDArray[np.float32], count: int) -> NDArray[np.f
     return output
 
 
-def check(graph: str, session: Any, promised: graphs.GraphIO) -> None:
-    """Raise BundleError unless a loaded graph has the promised inputs and outputs.
+def check(graph: str, inputs: Iterable[Port], outputs: Iterable[Port], promised: graphs.GraphIO) -> None:
+    """Raise BundleError unless a loaded graph has the promised inputs and outputs, as onnxruntime names their types.
 
-    `session` lists them as an onnxruntime.InferenceSession does. Only sizes that are numbers on both sides must agree.
+    Only sizes that are numbers on both sides must agree.
     """
-    loaded = (session.get_inputs(), session.get_outputs())
-    for declared, actual in zip((promised.inputs, promised.outputs), loaded, strict=True):
-        if {tensor.name for tensor in actual} != set(declared):
+    for declared, actual in ((promised.inputs, [*inputs]), (promised.outputs, [*outputs])):
+        if {name for name, _, _ in actual} != set(declared):
             raise BundleError(f"{graph} is not the graph that vtx.json says it is; export the bundle again")
-        for tensor in actual:
-            spec, shape = declared[tensor.name], tensor.shape or ()
+        for name, dtype, shape in actual:
+            spec, given = declared[name], shape or ()
             kind = DTYPES.get(spec.dtype, spec.dtype)
             sizes = [size if isinstance(size, int) else None for size in spec.shape]
-            agree = len(sizes) == len(shape) and all(
-                a is None or not isinstance(b, int) or a == b for a, b in zip(sizes, shape, strict=True)
+            agree = len(sizes) == len(given) and all(
+                a is None or not isinstance(b, int) or a == b for a, b in zip(sizes, given, strict=True)
             )
-            if tensor.type != f"tensor({kind})" or not agree:
+            if dtype != f"tensor({kind})" or not agree:
                 raise BundleError(
-                    f"{graph}: {tensor.name} is {tensor.type} {tensor.shape}, vtx.json says {kind} {sizes}; "
-                    "export the bundle again"
+                    f"{graph}: {name} is {dtype} {shape}, vtx.json says {kind} {sizes}; export the bundle again"
                 )

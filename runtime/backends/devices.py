@@ -24,10 +24,7 @@ class DeviceChoice:
 
 
 def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> DeviceChoice:
-    """The device that was asked for, or with "auto" the best of those that are possible.
-
-    Raises DeviceError: no such device, or it lacks its package, its graphs in this bundle, or the arithmetic asked for.
-    """
+    """The device that was asked for, or with "auto" the best of those that are possible. Raises DeviceError."""
     if device not in DEVICES:
         raise DeviceError(f"device {device!r} is not available in this version; it runs on: {', '.join(DEVICES)}")
     if compute is not None and compute not in COMPUTE:
@@ -42,11 +39,8 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
     for name in sorted(merits, key=lambda name: (merits[name][0], name), reverse=True):
         obstacle = _obstacle(bundle, name, compute)
         if not obstacle:
-            return DeviceChoice(
-                name,
-                compute or default_compute(bundle.manifest, name),
-                "; ".join([merits[name][1], *obstacles.values()]),
-            )
+            why = "; ".join([merits[name][1], *obstacles.values()])
+            return DeviceChoice(name, compute or default_compute(bundle.manifest, name), why)
         obstacles[name] = obstacle
     able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
     first, obstacle = next(iter((able or obstacles).items()))

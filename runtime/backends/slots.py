@@ -28,7 +28,6 @@ class LanePool:
     """Room for the caches of `lanes` conversations in one stage, `kv` [layers, 2, lanes, *shape].
 
     It is only address space until a lane is written to, and `give_back` returns a lane's memory. Safe for threads.
-
     Raises MemoryError: the address space or the system's limit is exhausted.
     """
 

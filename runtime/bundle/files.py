@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -137,6 +137,28 @@ def digest(file: BinaryIO, name: str, error: type[VtxError], progress: Callable[
     except OSError as cause:
         raise error(f"{name} cannot be read ({reason(cause)}); check the disk") from cause
     return total.hexdigest()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file next to `path` to write to; once synced it replaces `path`, or is removed after an error."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        sync_file(partial)
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def sync_file(path: Path) -> None:
+    """Sync a file or a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def reason(cause: Exception) -> str:

@@ -92,9 +92,8 @@ class EngineSet:
 def read_engines(bundle: Bundle, target: str) -> EngineSet:
     """The engines of a target, as recorded; the files themselves are looked at by `open_engine`.
 
-    They are built after a bundle was signed, so their record has a signature of its own, by the same key.
-
-    Raises BundleError: there are none, the record is damaged, or not signed although the bundle must be.
+    They are built after a bundle was signed, so their record has a signature of its own, by the same key. Raises
+    BundleError: there are none, the record is damaged, or not signed although the bundle must be.
     """
     where, cure = f"{FOLDER}/{target}/{RECORD}", build_command(bundle, target)
     if not bundle.files.exists(where):

@@ -6,7 +6,6 @@ A file is an 8-byte little-endian length N, N bytes of JSON header, then the ten
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO, NoReturn, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.bundle.files import POINTER, Identity, check_fetched, open_named, reason
+from vtx.runtime.bundle.files import POINTER, Identity, check_fetched, open_named, reason, replacing
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 
 # A tensor takes 100 to 200 bytes of header and a 13B LLaVA has 750 of them; parsed JSON takes up to 30 times its size.
@@ -35,29 +34,12 @@ _ALIGNMENT = 64
 
 # Bits per element, and the numpy dtype of the stored bits (None: numpy has none). BF16 is stored as its bits.
 DTYPES: Mapping[str, tuple[int, str | None]] = {
-    "BOOL": (8, "?"),
-    "F4": (4, None),
-    "F6_E2M3": (6, None),
-    "F6_E3M2": (6, None),
-    "F8_E4M3": (8, None),
-    "F8_E4M3FNUZ": (8, None),
-    "F8_E5M2": (8, None),
-    "F8_E5M2FNUZ": (8, None),
-    "F8_E8M0": (8, None),
-    "U8": (8, "u1"),
-    "I8": (8, "i1"),
-    "U16": (16, "<u2"),
-    "I16": (16, "<i2"),
-    "BF16": (16, "<u2"),
-    "F16": (16, "<f2"),
-    "U32": (32, "<u4"),
-    "I32": (32, "<i4"),
-    "F32": (32, "<f4"),
-    "U64": (64, "<u8"),
-    "I64": (64, "<i8"),
-    "F64": (64, "<f8"),
-    "C64": (64, "<c8"),
-}
+    "BOOL": (8, "?"), "F4": (4, None), "F6_E2M3": (6, None), "F6_E3M2": (6, None), "F8_E4M3": (8, None),
+    "F8_E4M3FNUZ": (8, None), "F8_E5M2": (8, None), "F8_E5M2FNUZ": (8, None), "F8_E8M0": (8, None),
+    "U8": (8, "u1"), "I8": (8, "i1"), "U16": (16, "<u2"), "I16": (16, "<i2"), "BF16": (16, "<u2"), "F16": (16, "<f2"),
+    "U32": (32, "<u4"), "I32": (32, "<i4"), "F32": (32, "<f4"), "U64": (64, "<u8"), "I64": (64, "<i8"),
+    "F64": (64, "<f8"), "C64": (64, "<c8"),
+}  # fmt: skip
 RowIndex = slice | NDArray[np.int64]  # of a tensor's first axis
 EVERY = slice(None)
 _NAMES = {np.dtype(stored): name for name, (_, stored) in DTYPES.items() if stored and name != "BF16"}
@@ -142,8 +124,7 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
     """The stored bits of a tensor, or of some of its rows, in memory of their own; BF16 comes as uint16.
 
     `rows` are a slice without a step, or row numbers. They are read, not mapped: a disk that fails under a mapping ends
-    the process. Raises `error` for a dtype that numpy lacks (the 8-bit floats and smaller), and for a file that cannot
-    be read or was written to since its header was read.
+    the process. Raises `error`.
     """
     dtype, height = _stored_dtype(info, error), info.shape[0] if info.shape else 1
     nbytes, count = math.prod(info.shape[1:]) * dtype.itemsize, 0
@@ -163,7 +144,12 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
     try:
         with open_data(info, error=error) as file:
             for start, end, row in parts:
-                _fill(out[start:end], file, info.offset + row * nbytes)
+                file.seek(info.offset + row * nbytes)
+                buffer = out[start:end].reshape(-1).view(np.uint8).data
+                while buffer.nbytes:
+                    if not (read := file.readinto(buffer)):  # type: ignore[attr-defined]
+                        raise EOFError("it ends too early")  # noqa: TRY301
+                    buffer = buffer[read:]
         return out if info.shape else out.reshape(())
     except (OSError, EOFError) as cause:
         raise error(
@@ -172,10 +158,7 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
 
 
 def read_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> NDArray[Any]:
-    """Read a tensor into memory of its own; BF16 is widened to float32, which loses nothing.
-
-    Raises `error` as `read_bits` does.
-    """
+    """Read a tensor into memory of its own; BF16 is widened to float32, which loses nothing. Raises `error`."""
     stored = read_bits(info, error=error)
     return widen_bf16(stored) if info.dtype == "BF16" else stored
 
@@ -223,20 +206,13 @@ def write_safetensors(
         raise ValueError(f"safetensors has no dtype for numpy's {unknown}")
     specs = [(name, _NAMES[array.dtype.newbyteorder("<")], array.shape) for name, array in tensors.items()]
     header, places = layout(path, specs, metadata)
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("wb") as file:
+        with replacing(path) as partial, partial.open("wb") as file:
             file.write(header)
             for place in places:
                 file.write(np.asarray(tensors[place.name], DTYPES[place.dtype][1], order="C").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
     except OSError as cause:
         raise ExportError(f"cannot write {path}: {cause.strerror}") from cause
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def parse_json(raw: bytes, where: str, *, error: type[VtxError] = CheckpointError) -> Any:
@@ -381,13 +357,3 @@ def _stored_dtype(info: TensorInfo, error: type[VtxError]) -> np.dtype[Any]:
     if stored is None:
         raise error(f"tensor {shown(info.name)} in {info.file.name} is {info.dtype}, which vtx cannot read")
     return np.dtype(stored)
-
-
-def _fill(out: NDArray[Any], file: BinaryIO, offset: int) -> None:
-    file.seek(offset)
-    buffer = out.reshape(-1).view(np.uint8).data
-    while buffer.nbytes:
-        count = file.readinto(buffer)  # type: ignore[attr-defined]
-        if not count:
-            raise EOFError("it ends too early")
-        buffer = buffer[count:]

@@ -9,14 +9,12 @@ The checksum shows damage. The signature shows who made the bundle; openssl can 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vtx.runtime.bundle.files import Folder, read_named
+from vtx.runtime.bundle.files import Folder, read_named, replacing
 from vtx.runtime.errors import DeviceError, RequestError
 
 if TYPE_CHECKING:
@@ -113,16 +111,8 @@ def _checksum(content: bytes, name: str) -> bytes:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    with replacing(path) as partial:
+        partial.write_bytes(content)
 
 
 def _read_key(path: Path, kind: Literal["public", "private"]) -> Any:

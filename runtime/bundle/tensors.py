@@ -36,10 +36,7 @@ def rope_at(tables: RopeTables, axes: Sequence[int], positions: NDArray[np.int64
 
 
 def read_kv_scales(bundle: Bundle) -> dict[str, Floats]:
-    """`names.key_scale` and `names.value_scale` of every layer, each [1, kv_heads, 1, head_dim].
-
-    Raises BundleError: a scale is missing, has another shape or type, or is not positive and finite.
-    """
+    """`names.key_scale` and `names.value_scale` of every layer, each [1, kv_heads, 1, head_dim]. Raises BundleError."""
     model = bundle.manifest.model
     layers = range(1, model.layers + 1)
     wanted = [name(layer) for layer in layers for name in (names.key_scale, names.value_scale)]

@@ -14,16 +14,10 @@ from vtx.runtime.strict import Strict, json_value, write_json
 
 INTERFACE = "interface"
 LISTS = {"k": "--k", "dialects": "--dialect"}
-VALUES = {
-    "precision": "--precision",
-    "vision_precision": "--vision-precision",
-    "head_precision": "--head-precision",
-    "kv_precision": "--kv-precision",
-    "max_context": "--max-context",
-    "text_tower": "--text-tower",
-    "tower": "--tower",
-    "int4_block": "--int4-block",
-}
+VALUES = (
+    "precision", "vision_precision", "head_precision", "kv_precision", "max_context", "text_tower", "tower",
+    "int4_block",
+)  # fmt: skip
 MAX_COMMAND = 2000  # characters
 
 
@@ -35,8 +29,7 @@ def write_manifest(manifest: Manifest) -> str:
 def parse_manifest(text: str | bytes, folder: str | None = None) -> Manifest:
     """Read the text of `vtx.json`; `folder` is named in the command that makes a bundle of an older format again.
 
-    Raises BundleError: unknown, missing or mistyped keys, another format, or graphs that take or give something else
-    than this vtx knows.
+    Raises BundleError.
     """
     raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     data = parse_json(raw, "vtx.json", error=BundleError)
@@ -72,9 +65,9 @@ def remake_advice(manifest: Mapping[str, Any], folder: str | None) -> str:
         values = options.get(key)
         if isinstance(values, list) and values:
             words += [option, ",".join(map(str, values))]
-    for key, option in VALUES.items():
+    for key in VALUES:
         if isinstance(value := options.get(key), str | int) and not isinstance(value, bool):
-            words += [option, str(value)]
+            words += [f"--{key.replace('_', '-')}", str(value)]
     if options.get("allow_pickle") is True:
         words.append("--allow-pickle")
     reductions = options.get("reduce")

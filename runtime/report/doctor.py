@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import DeviceState
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.bundle.bundle import Bundle
@@ -22,7 +24,7 @@ from vtx.runtime.report.golden import Check, check_golden, choice_limit, logits_
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.files import read_index
 from vtx.runtime.report.traces.record import write_traces
-from vtx.runtime.units import Progress, size
+from vtx.runtime.units import Progress, counter, size
 
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "safetensors", "huggingface-hub")
 
@@ -47,13 +49,9 @@ class MachineReport:
     @property
     def problems(self) -> tuple[str, ...]:
         """One line each; empty if at least one device's library is installed and nothing is broken."""
+        none = 'no engine is installed: pip install "vtx-edge[cpu]" (docs/how-to/tensorrt.md has those for GPUs)'
         broken = tuple(f"{fact.name}: {fact.value}" for fact in self.facts if not fact.ok)
-        if any(state.installed for state in self.devices):
-            return broken
-        return (
-            *broken,
-            'no engine is installed: pip install "vtx-edge[cpu]" (docs/how-to/tensorrt.md has those for GPUs)',
-        )
+        return broken if any(state.installed for state in self.devices) else (*broken, none)
 
     @property
     def cpu_device(self) -> str | None:
@@ -62,11 +60,9 @@ class MachineReport:
         return next((name for name in ("openvino", "cpu") if name in usable), None)
 
     def to_dict(self) -> dict[str, Any]:
-        machine = {fact.name: fact.value for fact in self.facts}
-        devices = [asdict(state) for state in self.devices]
-        return {
-            "machine": machine, "profile": self.device.profile, "devices": devices, "problems": list(self.problems)
-        }  # fmt: skip
+        machine, devices = {fact.name: fact.value for fact in self.facts}, [asdict(state) for state in self.devices]
+        problems = list(self.problems)
+        return {"machine": machine, "profile": self.device.profile, "devices": devices, "problems": problems}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +75,17 @@ class BundleReport:
     compute: str
     checks: tuple[Check, ...]
 
+    @classmethod
+    def of(cls, model: Model, checks: Iterable[Check]) -> BundleReport:
+        bundle, files = str(model.bundle.folder), len(model.manifest.files)
+        return cls(bundle, files, model.backend.device, model.backend.compute, tuple(checks))
+
     @property
     def failed(self) -> tuple[str, ...]:
         return tuple(check.name for check in self.checks if not check.passed)
 
     def to_dict(self) -> dict[str, Any]:
-        checks = [{**asdict(check), "passed": check.passed} for check in self.checks]
-        return {
-            "bundle": self.bundle, "files": self.files, "device": self.device, "compute": self.compute, "checks": checks
-        }  # fmt: skip
+        return {**asdict(self), "checks": [{**asdict(check), "passed": check.passed} for check in self.checks]}
 
 
 def look_at_machine(device: Device | None = None) -> MachineReport:
@@ -138,13 +136,7 @@ def look_at_machine(device: Device | None = None) -> MachineReport:
 
 def altered_files(bundle: Bundle, progress: Progress) -> list[str]:
     """The problem of each file that is not as exported; `progress` gets the bytes that are hashed."""
-    total, done = sum(record.bytes for record in bundle.manifest.files.values()), 0
-
-    def hashed(count: int) -> None:
-        nonlocal done
-        done += count
-        progress("checksums", done, total)
-
+    hashed = counter(progress, "checksums", sum(record.bytes for record in bundle.manifest.files.values()))
     return [problem for _, problem in bundle.verify(hashed) if problem]
 
 
@@ -159,19 +151,10 @@ def check_traces(
     limit = max(logits_limit(model.manifest, compute) for compute in (model.backend.compute, theirs))
     with TemporaryDirectory(prefix="vtx-traces-") as own:
         write_traces(model, Path(own), progress)
-        checks = tuple(compare_traces(Path(own), given, limit, choice_limit(model.manifest)))
-    return BundleReport(
-        str(model.bundle.folder), len(model.manifest.files), model.backend.device, model.backend.compute, checks
-    )  # fmt: skip
+        return BundleReport.of(model, compare_traces(Path(own), given, limit, choice_limit(model.manifest)))
 
 
 def check_bundle(folder: str, device: str, compute: str | None, require_signature: Path | None = None) -> BundleReport:
     """Compute a bundle's golden vectors again on a device."""
     model = load(folder, device=device, compute=compute, require_signature=require_signature)
-    return BundleReport(
-        bundle=str(model.bundle.folder),
-        files=len(model.manifest.files),
-        device=model.backend.device,
-        compute=model.backend.compute,
-        checks=tuple(check_golden(model)),
-    )
+    return BundleReport.of(model, check_golden(model))

@@ -107,10 +107,7 @@ def choice_limit(manifest: Manifest) -> float:
 
 
 def check_golden(model: Model) -> Iterator[Check]:
-    """Recompute every golden vector through the bundle.
-
-    Raises BundleError if the golden file lacks a vector, or holds one of another model.
-    """
+    """Recompute every golden vector through the bundle. Raises BundleError."""
     manifest = model.manifest
     stored = read_golden(model.bundle)
     ks: list[int | None] = [None, *manifest.variants]

@@ -62,11 +62,7 @@ class GraphSource(Protocol):
 
 
 def open_source(bundle: Bundle, name: str) -> GraphSource:
-    """The source of that name: a dialect's, or a device's.
-
-    Raises RequestError if there is no such source; BundleError if the bundle lacks graphs of the dialect; DeviceError
-    if the device lacks its library, its engines or its hardware, or if onnxruntime is too old.
-    """
+    """The source of that name: a dialect's, or a device's. Raises RequestError, BundleError, DeviceError."""
     if name in names.DIALECTS:
         return DialectSource(bundle, name)
     if name in BACKENDS:

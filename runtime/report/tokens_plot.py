@@ -79,13 +79,13 @@ def _panel(pixels: NDArray[np.float64], side: int, report: ReductionReport, kept
     height, width = pixels.shape[:2]
     bright = lit[np.arange(height) * side // height][:, np.arange(width) * side // width]
     image = _enlarged(np.where(bright[..., None], pixels, pixels * DIMMED))
-    draw, step = ImageDraw.Draw(image), image.width / side
-    for index in alive & merged:
+    draw, step, keys = ImageDraw.Draw(image), image.width / side, set(report.keys[number])
+    for index in alive & (merged | keys):
         y, x = divmod(index, side)
-        _frame(draw, x * step, y * step, WINDOW * step)
-    for index in alive & set(report.keys[number]):
-        y, x = divmod(index, side)
-        _corner(draw, x * step, y * step, step)
+        if index in merged:
+            _frame(draw, x * step, y * step, WINDOW * step)
+        if index in keys:
+            _corner(draw, x * step, y * step, step)
     return image
 
 
@@ -141,9 +141,7 @@ def _legend(merged: bool, keys: bool) -> Image.Image:
 
 def _write(image: Image.Image, at: tuple[int, int], text: str, height: int, width: int) -> None:
     """One line of `text`, shortened to `width` pixels."""
-    font, line = ImageFont.load_default(height), printable(" ".join(text.split()))[:400]
-    if font.getlength(line) > width:
-        while line and font.getlength(line + " ...") > width:
-            line = line[:-1]
-        line += " ..."
-    ImageDraw.Draw(image).text(at, line, fill=INK, font=font)
+    font, line, end = ImageFont.load_default(height), printable(" ".join(text.split()))[:400], ""
+    while line and font.getlength(line + end) > width:
+        line, end = line[:-1], " ..."
+    ImageDraw.Draw(image).text(at, line + end, fill=INK, font=font)

@@ -30,7 +30,6 @@ RUNTIME_MAY_IMPORT = {
     "onnxruntime",
     "openvino",
     "PIL",
-    "polygraphy",
     "rich",
     "starlette",
     "uvicorn",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tests.support.exported import THREADS
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.ort.graph import ports
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs as graph_io
@@ -46,7 +47,7 @@ class DialectBackend:
     def _session(self, name: str, promised: graph_io.GraphIO) -> Any:
         options = session_options(self._ort, THREADS)
         session = self._ort.InferenceSession(Path(self.bundle.path(name)), options, providers=["CPUExecutionProvider"])
-        contract.check(name, session, promised)
+        contract.check(name, *ports(session), promised)
         return session
 
     def embed(self, ids: NDArray[np.int64]) -> TokenStates:

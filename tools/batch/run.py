@@ -15,6 +15,7 @@ from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import DEFAULT, K, Options, combined
 from vtx.runtime.bundle.bundle import sha256
+from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.objects import Objects
@@ -25,7 +26,6 @@ from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.video import video
 from vtx.tools.batch.tasks import BadLine, Task, Tasks
-from vtx.tools.common.files import replacing
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.journal import ResultJournal
 

@@ -14,7 +14,7 @@ from vtx.runtime.strict import json_value
 from vtx.tools.bench.ladder import Best, Ladder, find_best, verdict
 from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
-from vtx.tools.bench.methods import NONE, Method, MethodAnswer, Trial
+from vtx.tools.bench.methods import NONE, MethodAnswer, Trial
 from vtx.tools.bench.series import Series, spread
 from vtx.tools.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, mean_intervals, share_interval
 
@@ -125,7 +125,19 @@ def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequenc
     `ladder`, the best setting of each of its families within each of `budgets`, by arithmetic and by first token.
     """
     unreduced = fmean(by_method[trial.methods[0]].flops for by_method in trial.answers)
-    methods = [_method(m, [by_method[m] for by_method in trial.answers], unreduced) for m in trial.methods]
+    methods = list[MethodResult]()
+    for method in trial.methods:
+        answers = [by_method[method] for by_method in trial.answers]
+        rights = [answer.right for answer in answers if answer.right is not None]
+        mean = {n: fmean(getattr(a, n) for a in answers) for n in ("flops", "full_layers", "kv_bytes", "reused_layers")}
+        times = {phase: [answer.ms[phase] for answer in answers if answer.ms[phase]] for phase in PHASES}
+        methods.append(MethodResult(
+            name=method.name, kind=method.kind, k=method.k, reduce=method.reduce,
+            right=share_interval(sum(rights), len(rights)) if rights else None,
+            same=share_interval(sum(answer.same for answer in answers), len(answers)),
+            vision_rows=fmean(answer.vision_tokens for answer in answers), flops_ratio=mean["flops"] / unreduced,
+            ms={phase: spread(values) if values else None for phase, values in times.items()}, **mean,
+        ))  # fmt: skip
     known = methods[0].right is not None
 
     def score(answer: MethodAnswer) -> float:  # NaN if the right answer is unknown, though others are known
@@ -133,7 +145,7 @@ def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequenc
         return np.nan if right is None else float(right)
 
     scores = np.array([[score(by_method[method]) for method in trial.methods] for by_method in trial.answers])
-    compared = [_compare(methods, scores, number) for number, method in enumerate(methods) if method.reduce != NONE]
+    compared = [_compare(methods, scores, number) for number, row in enumerate(methods) if row.reduce != NONE]
     costs = {"flops": [m.flops for m in methods], "first_token": [m.first_token for m in methods]}
     best = {name: find_best(ladder or {}, trial.methods, scores, values, budgets) for name, values in costs.items()}
     best = {name: rows for name, rows in best.items() if rows}
@@ -150,22 +162,6 @@ def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequenc
         methods=tuple(methods), compared=tuple(compared),
         families={family: tuple(method.name for method in settings) for family, settings in (ladder or {}).items()},
         budgets=best, verdict=(*_verdict(methods, compared, len(trial.answers), scores), *sentences),
-    )  # fmt: skip
-
-
-def _method(method: Method, answers: Sequence[MethodAnswer], unreduced_flops: float) -> MethodResult:
-    rights = [answer.right for answer in answers if answer.right is not None]
-    flops = fmean(answer.flops for answer in answers)
-    times = {phase: [answer.ms[phase] for answer in answers if answer.ms[phase]] for phase in PHASES}
-    return MethodResult(
-        name=method.name, kind=method.kind, k=method.k, reduce=method.reduce,
-        right=share_interval(sum(rights), len(rights)) if rights else None,
-        same=share_interval(sum(answer.same for answer in answers), len(answers)),
-        full_layers=fmean(answer.full_layers for answer in answers),
-        vision_rows=fmean(answer.vision_tokens for answer in answers), flops=flops, flops_ratio=flops / unreduced_flops,
-        kv_bytes=fmean(answer.kv_bytes for answer in answers),
-        reused_layers=fmean(answer.reused_layers for answer in answers),
-        ms={phase: spread(values) if values else None for phase, values in times.items()},
     )  # fmt: skip
 
 

@@ -60,22 +60,17 @@ class Turn:
     decode: Sequence[Call]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Bytes held by the process while a K's answer was open, and its peak during the turn; None: unknown here."""
-
-    steady: int | None
-    peak: int | None
-
-
 @dataclass(slots=True)
 class BenchResult:
-    """The measurements so far. `switched_ms` are of second questions on an image first asked about at another K."""
+    """The measurements so far. `switched_ms` are of second questions on an image first asked about at another K.
+
+    `memory`: bytes held while a K's answer was open, and their peak during the turn; None: unknown here.
+    """
 
     question: str
     machine: Machine
     loaded: int | None
-    memory: dict[K, MemoryUse]
+    memory: dict[K, tuple[int | None, int | None]]
     predicted_s: float = 0.0
     turns: dict[K, list[Turn]] = field(default_factory=dict)
     switched_ms: dict[K, list[float]] = field(default_factory=dict)
@@ -162,14 +157,14 @@ class Bench:
             self.result.interrupted = True
         return self.result
 
-    def _turn(self, k: K, other: K) -> tuple[Turn, MemoryUse, float | None]:
+    def _turn(self, k: K, other: K) -> tuple[Turn, tuple[int | None, int | None], float | None]:
         start = time.perf_counter()
         with self.model.open(self.options.image) as conversation:
             preprocess_ms = 1000 * (time.perf_counter() - start)
             self._calls.clear()
             stats = conversation.ask(self.result.question, k, self._ask_options, reduce=None).stats
             prefill, decode = split(self._calls)
-            used = MemoryUse(memory.resident(), memory.peak())
+            used = memory.resident(), memory.peak()
             second_ms = self._again(conversation, k)
             switched_ms = None if other == k else self._again(conversation, other)
         return Turn(preprocess_ms, second_ms, stats, prefill, decode), used, switched_ms

@@ -117,10 +117,7 @@ class Trial:
         return self.predicted_s
 
     def run(self, report: Progress) -> None:
-        """Ask everything; Ctrl-C stops and keeps the questions that every method has answered.
-
-        Raises RequestError if too many questions do not fit the model.
-        """
+        """Ask everything; Ctrl-C stops and keeps the questions that every method has answered. Raises RequestError."""
         items = self.data.items
         try:
             for number, item in enumerate(items):

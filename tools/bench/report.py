@@ -130,6 +130,6 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
     ]  # fmt: skip
     return Depth(
         k=k, full_layers=stats.full_layers, ms=ms, prefill_stages=tuple(stages), kv_bytes=stats.kv_bytes,
-        kv_slots=stats.kv_slots, steady_bytes=result.memory[k].steady, peak_bytes=result.memory[k].peak,
+        kv_slots=stats.kv_slots, steady_bytes=result.memory[k][0], peak_bytes=result.memory[k][1],
         shares=shares(work, ms, ceilings) if ceilings else None, **dataclasses.asdict(work),
     )  # fmt: skip

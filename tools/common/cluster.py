@@ -15,10 +15,7 @@ TIMEOUT_S = 5
 
 @contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Ray, connected inside the context to the cluster at host:port of its head, or auto.
-
-    Raises DeviceError if Ray is not installed, the cluster cannot be reached, or it fails.
-    """
+    """Ray, connected inside the context to the cluster at host:port of its head, or auto. Raises DeviceError."""
     try:
         import ray
         import ray.data

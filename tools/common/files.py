@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import ExportError, RequestError
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file next to `path` to write to; once synced it replaces `path`, or is removed after an error."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        sync_file(partial)
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def check_folder(path: Path) -> None:
@@ -38,24 +24,12 @@ def check_folder(path: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to `path`, which is replaced only once complete.
-
-    Raises ExportError if the file cannot be written.
-    """
+    """Write `value` to `path`, which is replaced only once complete. Raises ExportError."""
     try:
         with replacing(path) as partial:
             partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as e:
         raise ExportError(f"cannot write {path} ({e.strerror}); free some space or name another directory") from e
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file or a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_directory(folder: Path) -> int:

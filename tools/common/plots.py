@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import DeviceError, RequestError
-from vtx.tools.common.files import replacing
 
 DPI = 144
 # Okabe and Ito's colours, told apart by people with any colour vision; without the yellow, which fades on white
@@ -27,8 +27,7 @@ LOOK: dict[str, Any] = {
 def draw(path: Path, fill: Callable[[Any], None], width: float = 10, height: float = 4.5) -> None:
     """Let `fill` draw on a figure of `width` x `height` inches and write it in the format of the suffix of `path`.
 
-    An existing file is replaced only by a complete picture. Raises DeviceError if matplotlib is missing; RequestError
-    if the file cannot be written, or its ending is not a known format.
+    An existing file is replaced only by a complete picture. Raises DeviceError, RequestError.
     """
     make = figures()
     from cycler import cycler

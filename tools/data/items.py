@@ -106,7 +106,13 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
     if not folder.is_dir():
         raise RequestError(f"the image path {folder} is not a directory; give one with --images")
     items, skipped = list[Item](), list[str]()
-    records = _records(file)
+    raw = read_named(file, MAX_FILE, error=RequestError)
+    if raw.lstrip()[:1] != b"[":
+        records: list[tuple[str, Any]] = [(f"line {n}", x) for n, x in enumerate(raw.splitlines(), 1) if x.strip()]
+    elif len(raw) > MAX_LIST_FILE:
+        raise RequestError(f"{file.name} holds {len(raw):,} bytes of JSON, the limit is {MAX_LIST_FILE:,}; split it")
+    else:
+        records = [(f"item {n}", x) for n, x in enumerate(parse_json(raw, file.name, error=RequestError), 1)]
     if len(records) > samples:
         records = [records[n] for n in sorted(random.Random(seed).sample(range(len(records)), samples))]
     for label, record in records:
@@ -115,6 +121,11 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
         except (RequestError, ImageError) as e:
             skipped.append(f"{label}: {e}")
     return Data(file.name, tuple(items), tuple(skipped))
+
+
+def image_key(image: ImageSource) -> object:
+    """A key that equal images share while their items are in memory."""
+    return id(image) if isinstance(image, Image.Image) else image
 
 
 def scene_items(count: int) -> tuple[Item, ...]:
@@ -145,16 +156,6 @@ def image_tokens(layout: Layout, item: Item) -> int:
 def plain(answer: str) -> str:
     """An answer normalised for comparison: case, spaces and the final full stop are ignored."""
     return " ".join(answer.casefold().split()).rstrip(" .!")
-
-
-def _records(file: Path) -> list[tuple[str, Any]]:
-    """(label, parsed record) of a JSON list, or (label, raw line) of a JSONL file."""
-    raw = read_named(file, MAX_FILE, error=RequestError)
-    if raw.lstrip()[:1] != b"[":
-        return [(f"line {n}", line) for n, line in enumerate(raw.splitlines(), 1) if line.strip()]
-    if len(raw) > MAX_LIST_FILE:
-        raise RequestError(f"{file.name} holds {len(raw):,} bytes of JSON, the limit is {MAX_LIST_FILE:,}; split it")
-    return [(f"item {n}", record) for n, record in enumerate(parse_json(raw, file.name, error=RequestError), 1)]
 
 
 def parse_line(raw: bytes, most: int = MAX_LINE) -> Any:
@@ -222,8 +223,7 @@ def split_items(
     count = min(held_out, round(len(items) * held_out / (learn + held_out)))
     by_image: dict[object, list[int]] = {}
     for number, item in enumerate(items):
-        first = item.images[0]
-        by_image.setdefault(id(first) if isinstance(first, Image.Image) else first, []).append(number)
+        by_image.setdefault(image_key(item.images[0]), []).append(number)
     groups = list(by_image.values())
     if shuffle:
         random.Random(seed).shuffle(groups)

@@ -70,11 +70,10 @@ class ResultJournal:
     def _resume(self) -> None:
         """Lock the file and read its results."""
         try:
-            alone = locked(self._file.fileno())
+            if not locked(self._file.fileno()):
+                raise RequestError(f"another process is writing {self._path}; wait for it, or name another --out")
         except OSError as e:
             raise ExportError(f"cannot lock {self._path} ({e.strerror}); name another --out") from e
-        if not alone:
-            raise RequestError(f"another process is writing {self._path}; wait for it, or name another --out")
         size = os.fstat(self._file.fileno()).st_size
         if size > MAX_JOURNAL:
             raise RequestError(f"{self._path} has {size:,} bytes, the limit is {MAX_JOURNAL:,}; name another --out")

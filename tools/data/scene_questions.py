@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vtx.tools.data.scenes import COLORS, GRID, PLACES, SHAPES, Scene, Thing
@@ -57,20 +57,6 @@ class SceneQuestion:
     answer: str
 
 
-Asked = Callable[[Scene, random.Random], tuple[str, str] | None]  # question and answer, None if there is no clear one
-KINDS = dict[str, Asked]()
-
-
-def _kind(name: str) -> Callable[[Asked], Asked]:
-    """Register a kind of question."""
-
-    def register(asked: Asked) -> Asked:
-        KINDS[name] = asked
-        return asked
-
-    return register
-
-
 def _unique(scene: Scene, key: Callable[[Thing], str]) -> list[Thing]:
     counts = Counter(map(key, scene.things))
     return [t for t in scene.things if counts[key(t)] == 1]
@@ -96,24 +82,20 @@ def _plural(shape: str) -> str:
     return shape + ("es" if shape.endswith("cross") else "s")
 
 
-@_kind("count")
 def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
     return _how_many(rng, rng.choice(("shapes", "shapes", "things", "objects")), len(scene.things))
 
 
-@_kind("count of a colour")
 def _count_color(scene: Scene, rng: random.Random) -> tuple[str, str]:
     color = _present_or_any(rng, [t.color for t in scene.things], list(COLORS))
     return _how_many(rng, f"{color} {_thing(rng)}s", sum(t.color == color for t in scene.things))
 
 
-@_kind("count of a shape")
 def _count_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
     shape = _present_or_any(rng, [t.shape for t in scene.things], SHAPES)
     return _how_many(rng, _plural(shape), sum(t.shape == shape for t in scene.things))
 
 
-@_kind("colour of a shape")
 def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     if choices := _unique(scene, lambda t: t.shape):
         thing = rng.choice(choices)
@@ -121,7 +103,6 @@ def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     return None
 
 
-@_kind("shape of a colour")
 def _shape(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     if choices := _unique(scene, lambda t: t.color):
         thing = rng.choice(choices)
@@ -129,7 +110,6 @@ def _shape(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     return None
 
 
-@_kind("place")
 def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     options = [(t, t.shape) for t in _unique(scene, lambda t: t.shape)]
     options += [(t, f"{t.color} {_thing(rng)}") for t in _unique(scene, lambda t: t.color)]
@@ -140,7 +120,6 @@ def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     return _ask(rng, WHERE, n=name), PLACES[thing.cell]
 
 
-@_kind("what is at a place")
 def _contents(scene: Scene, rng: random.Random) -> tuple[str, str]:
     at = {t.cell: t.name for t in scene.things}
     cell = rng.choice(sorted(at)) if rng.random() < 0.8 else rng.randrange(GRID * GRID)
@@ -148,7 +127,6 @@ def _contents(scene: Scene, rng: random.Random) -> tuple[str, str]:
     return _ask(rng, WHAT_IS_AT, p=PLACES[cell] + corner), at.get(cell, "nothing")
 
 
-@_kind("yes or no")
 def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
     chance = rng.random()
     if chance < 0.15 and (unique := _unique(scene, lambda t: t.shape)):
@@ -177,6 +155,13 @@ def _absent(scene: Scene, rng: random.Random, names: set[str]) -> str:
     return rng.choice(absent or [f"{c} {s}" for c in COLORS for s in SHAPES if f"{c} {s}" not in names])
 
 
+Asked = Callable[[Scene, random.Random], tuple[str, str] | None]  # question and answer, None if there is no clear one
+KINDS: Mapping[str, Asked] = {
+    "count": _count, "count of a colour": _count_color, "count of a shape": _count_shape, "colour of a shape": _color,
+    "shape of a colour": _shape, "place": _place, "what is at a place": _contents, "yes or no": _exists,
+}  # fmt: skip
+
+
 def ask(scene: Scene, kind: str, rng: random.Random) -> SceneQuestion | None:
     """A question of `kind` about `scene`, or None if the scene has no clear answer to one."""
     pair = KINDS[kind](scene, rng)
@@ -195,11 +180,9 @@ def ask_some(
     scene: Scene, count: int, rng: random.Random, weights: dict[str, float] | None = None
 ) -> list[SceneQuestion]:
     """`count` questions of kinds drawn by `weights` (even when not given)."""
-    kinds = list(KINDS)
+    kinds, items = list(KINDS), list[SceneQuestion]()
     odds = [weights[k] if weights else 1.0 for k in kinds]
-    items: list[SceneQuestion] = []
     while len(items) < count:
-        item = ask(scene, rng.choices(kinds, odds)[0], rng)
-        if item:
+        if item := ask(scene, rng.choices(kinds, odds)[0], rng):
             items.append(item)
     return items

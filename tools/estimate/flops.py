@@ -28,10 +28,7 @@ def full_schedule(layers: int, *, text: int, vision: int) -> tuple[int, ...]:
 
 
 def withdrawal_schedule(layers: int, k: int | None, *, text: int, vision: int) -> tuple[int, ...]:
-    """VTW Eq. 5: layers 1..K-1 see all tokens, layers K..N the text alone. None: no withdrawal.
-
-    Raises RequestError if K is outside 2..layers.
-    """
+    """VTW Eq. 5: layers 1..K-1 see all tokens, layers K..N the text alone. None: no withdrawal. Raises RequestError."""
     if k is None:
         return full_schedule(layers, text=text, vision=vision)
     if not 2 <= k <= layers:

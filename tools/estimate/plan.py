@@ -50,8 +50,7 @@ class Reduced:
 def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, views: int = 1) -> Reduced:
     """The tokens of one image of `vision` tokens, of `views` views, in each layer, in the runtime's order of methods.
 
-    Raises RequestError if a method works beyond the last layer; UnsupportedModelError if the model lacks what a method
-    needs.
+    Raises RequestError, UnsupportedModelError.
     """
     check_depth(parts, model.decoder.layers)
     tower = model.vision
@@ -262,8 +261,7 @@ def make_plan(
     """The cost of `model`. `ks` empty: no withdrawal and a spread of K.
 
     `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `floats` are the bytes
-    of a float in a CPU's memory, by type; they differ by engine. Raises RequestError if a K is outside 2..layers, a
-    precision is unknown, or it differs from the tied head's; a reduction that this model cannot have.
+    of a float in a CPU's memory, by type; they differ by engine. Raises RequestError.
     """
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
@@ -300,11 +298,8 @@ def _cost(
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
     answer = sum(flops.kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
     on_cpu = widens(profile)
-    held = (
-        weights.resident(model, precisions, floats)
-        if on_cpu
-        else weights.stored_bytes(weights.all_weights(model), precisions)
-    )
+    stored = weights.stored_bytes(weights.all_weights(model), precisions)
+    held = weights.resident(model, precisions, floats) if on_cpu else stored
     wide = on_cpu or PRECISIONS[precisions.decoder].arithmetic == "float32"
     activations = activation_bytes(model, slots, views, 4 if wide else 2)
     peak = held + sum(cache) + answer + activations + RUN_BASE

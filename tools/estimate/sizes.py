@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
@@ -40,9 +39,6 @@ class DecoderSize:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
 
     @property
     def layer_macs(self) -> int:
@@ -105,11 +101,6 @@ class VisionSize:
     projector_bias: bool = True
     projector_layers: int = 2
 
-    def __post_init__(self) -> None:
-        _check_sizes(self, zero="used")
-        if self.used > self.layers:
-            raise RequestError(f"{self.used} layers of a tower of {self.layers} cannot be used; correct the sizes")
-
     def seeing(self, tokens: int) -> VisionSize:
         """The tower as it sees an image of that many tokens: the same for every image."""
         return self
@@ -144,14 +135,6 @@ class VisionSize:
         embeddings = h * 3 * self.patch * self.patch + self.tower_tokens * h + (3 * h if self.class_token else h)
         projector = self.projector_token_macs + self.projector_bias * self.projector_layers * self.out
         return self.towers * (self.used * layer + embeddings) + projector
-
-
-def _check_sizes(size: DecoderSize | VisionSize, zero: str = "") -> None:
-    for field in fields(size):
-        value = getattr(size, field.name)
-        least = 0 if field.name == zero else 1
-        if not isinstance(value, bool) and not least <= value < 1 << 31:
-            raise RequestError(f"{type(size).__name__}.{field.name} is {value}, outside {least}..2147483647")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,23 +216,18 @@ class ModelSize:
         return replace(self, vision=self.vision and self.vision.seeing(vision_tokens))
 
     def to_dict(self) -> dict[str, Any]:
-        values = dataclasses.asdict(replace(self, layout=None))
-        del values["layout"]
-        return values
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "layout"}
 
 
-def _known() -> Iterator[ModelSize]:
-    strict = Strict()
-    for name, data in json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8")).items():
-        vision, layout = data["vision"], data["layout"]
-        yield ModelSize(
-            name, "known", strict.read(DecoderSize, data["decoder"], name),
-            strict.read(NativeSize if "window" in vision else VisionSize, vision, name),
-            layout and strict.read(layouts()[layout["name"]], layout["parameters"], name),
-        )  # fmt: skip
+def _known(name: str, decoder: Any, vision: Any, layout: Any, **_: Any) -> ModelSize:
+    read = Strict().read
+    kept = layout and read(layouts()[layout["name"]], layout["parameters"], name)
+    tower = read(NativeSize if "window" in vision else VisionSize, vision, name)
+    return ModelSize(name, "known", read(DecoderSize, decoder, name), tower, kept)
 
 
-KNOWN: Mapping[str, ModelSize] = {model.name: model for model in _known()}
+_MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+KNOWN: Mapping[str, ModelSize] = {name: _known(name, **data) for name, data in _MODELS.items()}
 
 
 def bundle_size(bundle: Bundle) -> ModelSize:

@@ -29,10 +29,7 @@ class WeightGroup:
 
 
 def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, head: str | None = None) -> Precisions:
-    """The precisions that an export of `model` stores, with the defaults of vtx-export.
-
-    Raises RequestError for no such precision, or a tied head in another precision than its table.
-    """
+    """The precisions that an export of `model` stores, with the defaults of vtx-export. Raises RequestError."""
     precisions = Precisions.choose(decoder, vision, head, None)
     if not model.decoder.tied:
         return precisions
@@ -55,14 +52,11 @@ def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
 def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
     """The matrices of all decoder layers."""
     q, kv, n = size.heads * size.head_dim, size.kv_heads * size.head_dim, size.layers
-    for name, shape, count in (
-        ("self_attn.q_proj", (q, size.hidden), n),
-        ("self_attn.k_proj", (kv, size.hidden), 2 * n),
-        ("self_attn.o_proj", (size.hidden, q), n),
-        ("mlp.up_proj", (size.ffn, size.hidden), 2 * n),
-        ("mlp.down_proj", (size.hidden, size.ffn), n),
-    ):
-        yield WeightGroup(f"text.layers.0.{name}.weight", shape, count)
+    yield WeightGroup("text.layers.0.self_attn.q_proj.weight", (q, size.hidden), n)
+    yield WeightGroup("text.layers.0.self_attn.k_proj.weight", (kv, size.hidden), 2 * n)
+    yield WeightGroup("text.layers.0.self_attn.o_proj.weight", (size.hidden, q), n)
+    yield WeightGroup("text.layers.0.mlp.up_proj.weight", (size.ffn, size.hidden), 2 * n)
+    yield WeightGroup("text.layers.0.mlp.down_proj.weight", (size.hidden, size.ffn), n)
 
 
 def head_weights(size: DecoderSize) -> Iterator[WeightGroup]:
@@ -72,23 +66,15 @@ def head_weights(size: DecoderSize) -> Iterator[WeightGroup]:
 
 def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     """The exported part of the towers, and the projector."""
-    hidden, layers = size.hidden, size.towers * size.used
-    if isinstance(size, NativeSize):
-        matrices = (
-            WeightGroup("vision.blocks.0.attn.proj.weight", (hidden, hidden), 4 * layers),
-            WeightGroup("vision.blocks.0.mlp.fc1.weight", (size.ffn, hidden), (1 + size.gated) * layers),
-            WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, size.ffn), layers),
-            WeightGroup("vision.merger.mlp.0.weight", (size.wide, size.wide)),
-            WeightGroup("vision.merger.mlp.2.weight", (size.out, size.wide)),
-        )
-    else:
-        matrices = (
-            WeightGroup("vision.encoder.layers.0.self_attn.q_proj.weight", (hidden, hidden), 4 * layers),
-            WeightGroup("vision.encoder.layers.0.mlp.fc1.weight", (size.ffn, hidden), layers),
-            WeightGroup("vision.encoder.layers.0.mlp.fc2.weight", (hidden, size.ffn), layers),
-            WeightGroup("projector.linear_1.weight", (size.out, size.features * hidden)),
-            WeightGroup("projector.linear_2.weight", (size.out, size.out)),
-        )
+    hidden, layers, wide = size.hidden, size.towers * size.used, size.features * size.hidden
+    gated, between = (size.gated, wide) if isinstance(size, NativeSize) else (False, size.out)
+    matrices = (
+        WeightGroup("vision.blocks.0.attn.weight", (hidden, hidden), 4 * layers),
+        WeightGroup("vision.blocks.0.mlp.fc1.weight", (size.ffn, hidden), (1 + gated) * layers),
+        WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+        WeightGroup("projector.linear_1.weight", (between, wide)),
+        WeightGroup("projector.linear_2.weight", (size.out, between)),
+    )
     yield from matrices
     yield WeightGroup("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
 

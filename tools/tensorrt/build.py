@@ -107,8 +107,7 @@ def plan_engines(
 ) -> EnginePlan:  # fmt: skip
     """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
 
-    Raises RequestError if the target does not support the bundle's precision, or TensorRT the model; BundleError for no
-    such dialect, or graphs that the release does not read.
+    Raises RequestError, BundleError.
     """
     m = bundle.manifest
     lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)

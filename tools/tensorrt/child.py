@@ -49,10 +49,7 @@ class BuiltEngine:
 
 
 def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER) -> BuiltEngine:
-    """Build one engine; `watch` is called with the progress. An interrupt ends the child first.
-
-    Raises ExportError if the builder refused, or its process ended without a result.
-    """
+    """Build one engine; `watch` is called with the progress. An interrupt ends the child first. Raises ExportError."""
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
             [sys.executable, *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

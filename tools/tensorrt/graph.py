@@ -67,10 +67,7 @@ class SeenGraph:
 
 
 def load_graph(path: Path) -> SeenGraph:
-    """Read a graph file, without weights in other files.
-
-    Raises BundleError if it cannot be read, or is not an ONNX model.
-    """
+    """Read a graph file, without weights in other files. Raises BundleError."""
     import onnx
 
     fix = "export the bundle again"

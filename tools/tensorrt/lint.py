@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Problems = Iterator[tuple["onnx.NodeProto | None", str]]
 Rule = Callable[[SeenGraph, Release], Problems]
-RULES = dict[str, Rule]()
 
 CACHES = (names.past_key(0)[:-1], names.past_value(0)[:-1])
 _STANDARD = frozenset({"", "ai.onnx"})
@@ -53,16 +52,6 @@ class LintFinding:
         return f"{where}: {self.problem} [{self.rule}]; for {self.release} export the {self.dialect!r} dialect"
 
 
-def rule(name: str) -> Callable[[Rule], Rule]:
-    """Register a rule."""
-
-    def register(function: Rule) -> Rule:
-        RULES[name] = function
-        return function
-
-    return register
-
-
 def lint(graph: SeenGraph, release: Release) -> list[LintFinding]:
     """The violations of the rules of `release` in a graph, in the order of the rules."""
     return [
@@ -76,19 +65,13 @@ def lint(graph: SeenGraph, release: Release) -> list[LintFinding]:
 
 
 def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[LintFinding]:
-    """The findings of all graphs of one dialect of a bundle.
-
-    Raises BundleError if the bundle has no such dialect, or a graph cannot be read.
-    """
+    """The findings of all graphs of one dialect of a bundle. Raises BundleError."""
     graphs = (load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect))
     return [finding for graph in graphs for finding in lint(graph, release)]
 
 
 def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
-    """Files of a dialect's graphs: vision, embed, stages, head, gates, score.
-
-    Raises RequestError if TensorRT is not built for this model; BundleError if the bundle has no such dialect.
-    """
+    """Files of a dialect's graphs: vision, embed, stages, head, gates, score. Raises RequestError, BundleError."""
     if bundle.manifest.image.own_size:
         raise RequestError(f"{NOT_BUILT}; run the bundle with --device cpu or openvino")
     dialects = bundle.manifest.dialects
@@ -100,7 +83,6 @@ def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
     return list(dialects[dialect].all)
 
 
-@rule("opset")
 def _opset(graph: SeenGraph, release: Release) -> Problems:
     ceiling = release.opset
     if not any(node.op_type == CHANGED_IN_21 for node in graph.nodes):
@@ -109,7 +91,6 @@ def _opset(graph: SeenGraph, release: Release) -> Problems:
         yield None, f"opset {graph.opset}, {release.name} reads {FLOOR} to {ceiling}"
 
 
-@rule("operator")
 def _operators(graph: SeenGraph, release: Release) -> Problems:
     for node in graph.nodes:
         if node.domain not in _STANDARD:
@@ -122,7 +103,6 @@ def _operators(graph: SeenGraph, release: Release) -> Problems:
             yield node, f"{node.op_type} came with {since[0]}.{since[1]}"
 
 
-@rule("type")
 def _types(graph: SeenGraph, release: Release) -> Problems:
     for value, kind in graph.types.items():
         maker = graph.makers.get(value)
@@ -134,7 +114,6 @@ def _types(graph: SeenGraph, release: Release) -> Problems:
             yield maker, f"{value} is UINT8, which only inputs and outputs may be"
 
 
-@rule("attention")
 def _attention(graph: SeenGraph, _: Release) -> Problems:
     for node in _standard(graph, "Attention"):
         for index, name in _ATTENTION_INPUTS.items():
@@ -154,7 +133,6 @@ def _attention(graph: SeenGraph, _: Release) -> Problems:
             yield node, "is_causal counts from the upper left, wrong over a cache; give a mask"
 
 
-@rule("cache")
 def _caches(graph: SeenGraph, _: Release) -> Problems:
     for node in _standard(graph, "TensorScatter"):
         cache, indices = node.input[0], node.input[2] if len(node.input) > 2 else ""
@@ -169,14 +147,12 @@ def _caches(graph: SeenGraph, _: Release) -> Problems:
             yield node, "the slot of the update must be given, as INT32 or INT64"
 
 
-@rule("loop")
 def _loops(graph: SeenGraph, _: Release) -> Problems:
     for node in graph.nodes:
         if node.op_type in _LOOPS and node.domain in _STANDARD:
             yield node, f"{node.op_type} runs its body one node at a time; unroll it"
 
 
-@rule("size")
 def _sizes(graph: SeenGraph, _: Release) -> Problems:
     for node in graph.nodes:
         if node.op_type in _SIZED_BY_VALUES:
@@ -187,7 +163,6 @@ def _sizes(graph: SeenGraph, _: Release) -> Problems:
                 yield node, f"a size depends on the values of {graph.computed[value]}; take it from a shape"
 
 
-@rule("constant")
 def _constants(graph: SeenGraph, release: Release) -> Problems:
     moving_axes = not release.has_caches and release.version < (10, 7)
     for node in graph.nodes:
@@ -201,7 +176,6 @@ def _constants(graph: SeenGraph, release: Release) -> Problems:
             yield node, "ScatterND's reduction is not supported"
 
 
-@rule("quantized")
 def _quantized(graph: SeenGraph, _: Release) -> Problems:
     for node in _standard(graph, "DequantizeLinear"):
         if graph.types.get(node.input[0]) not in ("INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1"):
@@ -214,3 +188,9 @@ def _quantized(graph: SeenGraph, _: Release) -> Problems:
 
 def _standard(graph: SeenGraph, operator: str) -> Iterator[onnx.NodeProto]:
     return (node for node in graph.nodes if node.op_type == operator and node.domain in _STANDARD)
+
+
+RULES: Mapping[str, Rule] = {
+    "opset": _opset, "operator": _operators, "type": _types, "attention": _attention, "cache": _caches, "loop": _loops,
+    "size": _sizes, "constant": _constants, "quantized": _quantized,
+}  # fmt: skip

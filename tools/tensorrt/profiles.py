@@ -57,10 +57,7 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
 
 
 def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
-    """The smallest, likely and largest shape of every input with a free size.
-
-    Raises BundleError for a free size that the profile does not know.
-    """
+    """The smallest, likely and largest shape of every input with a free size. Raises BundleError."""
     shapes = {}
     for name in graph.inputs:
         dims = graph.shapes.get(name, ())

@@ -96,10 +96,8 @@ def _tensorrt(
     whole = NOT_BUILT if isinstance(model.vision, NativeSize) else None
     if model.vision is not None and model.vision.towers > 1:
         whole = NO_FRAMES
-
-    def obstacle(p: Precisions) -> str | None:
+    obstacles = dict[str, str | None]()
+    for name, p in parts.items():
         lacking = sorted({p.decoder, p.vision, p.head} & lacks)
-        return f"it does not compute with {lacking[0]} weights" if lacking else None
-
-    obstacles = {name: whole or obstacle(p) for name, p in parts.items()}
+        obstacles[name] = whole or (f"it does not compute with {lacking[0]} weights" if lacking else None)
     return EngineSupport("tensorrt", software, release.dialect, obstacles)

@@ -55,8 +55,6 @@ TARGETS = {
 }
 _JETSON_INSTALL = "sudo apt-get install tensorrt python3-libnvinfer (both are part of JetPack)"
 _JETSONS = frozenset(target.capability for target in TARGETS.values() if target.name.startswith("jetson"))
-_CHECKING = {"onnx": "onnx"}  # module by package, for vtx-build --check
-_BUILDING = {**_CHECKING, "polygraphy": "polygraphy"}  # and for building, in addition to TensorRT
 
 
 def find_target(name: str, gpu: Gpu | None = None) -> Target:
@@ -79,10 +77,7 @@ def find_target(name: str, gpu: Gpu | None = None) -> Target:
 
 
 def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, Release]:
-    """The Python module that builds for a target here, and its release.
-
-    Raises DeviceError if another machine is needed, or TensorRT is not installed.
-    """
+    """The Python module that builds for a target here, and its release. Raises DeviceError."""
     flavour = target.release.flavour
     if not target.portable and (gpu or find_gpu() or _NONE).capability != target.capability:
         raise DeviceError(
@@ -102,8 +97,8 @@ def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, R
 
 def check_libraries(target: Target, *, building: bool) -> None:
     """Raise DeviceError unless the libraries to read graphs, and with `building` to build engines, are installed."""
-    needed = _BUILDING if building else _CHECKING
-    missing = [package for package, module in needed.items() if importlib.util.find_spec(module) is None]
+    needed = ("onnx", "polygraphy") if building else ("onnx",)
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
     if missing:
         raise DeviceError(f"vtx-build needs {' and '.join(missing)}, not installed here; {_pip_install(target)}")
 

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +53,6 @@ def main() -> None:
     send(seconds=seconds, memory=peak, bytes=engine.stat().st_size, sha256=sha256(engine))
 
 
-@dataclass(frozen=True, slots=True)
-class BuildPhase:
-    """A running phase: its parent phase or None, the number of finished steps, and of all."""
-
-    parent: str | None
-    done: int
-    steps: int
-
-
 class BuildProgress:
     """Phases nest: the running step of an outer phase is filled by the phases within it.
 
@@ -71,25 +61,24 @@ class BuildProgress:
     """
 
     def __init__(self) -> None:
-        self._phases: dict[str, BuildPhase] = {}
+        self._phases: dict[str, tuple[str | None, int, int]] = {}  # the phase around it, finished steps, all steps
         self.share = 0.0
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
-        self._phases[name] = BuildPhase(parent, 0, max(steps, 1))
+        self._phases[name] = parent, 0, max(steps, 1)
 
     def step(self, name: str, step: int) -> None:
         """Step number `step`, counted from 0, is complete."""
-        phase = self._phases.get(name, BuildPhase(None, 0, 1))
-        self._phases[name] = BuildPhase(phase.parent, min(step + 1, phase.steps), phase.steps)
+        parent, _, steps = self._phases.get(name, (None, 0, 1))
+        self._phases[name] = parent, min(step + 1, steps), steps
         self.share = max(self.share, self._share_within(None))
 
     def finish(self, name: str) -> None:
         self._phases.pop(name, None)
 
     def _share_within(self, parent: str | None) -> float:
-        running = [(name, phase) for name, phase in self._phases.items() if phase.parent == parent]
-        shares = (min(p.done + self._share_within(name), p.steps) / p.steps for name, p in running)
-        return max(shares, default=0.0)
+        running = [(name, done, steps) for name, (around, done, steps) in self._phases.items() if around == parent]
+        return max((min(done + self._share_within(name), steps) / steps for name, done, steps in running), default=0.0)
 
 
 class _BuildError(Exception):
@@ -125,7 +114,28 @@ def _build(request: dict[str, Any], send: Callable[..., None], stopped: threadin
     if hasattr(trt.LayerType, "ATTENTION_INPUT"):  # since 10.14
         # Attention without a fused kernel, as in float32, is computed from its parts instead of failing.
         network = poly.SetDecomposableAttentions(network)
-    config = _config(poly, trt, request, _monitor(trt, send, stopped))
+    workspace, profiles = request["workspace"], []
+    for shapes in request["profiles"]:
+        profiles.append(poly.Profile())
+        for name, sizes in shapes.items():
+            profiles[-1].add(name, *map(tuple, sizes))
+    options = {
+        "profiles": profiles,
+        "load_timing_cache": request["timing_cache"],
+        "profiling_verbosity": trt.ProfilingVerbosity.DETAILED,  # so that an inspector can name layers
+        "memory_pool_limits": {trt.MemoryPoolType.WORKSPACE: workspace} if workspace else None,
+        "progress_monitor": _monitor(trt, send, stopped),
+    }
+    if request["flavour"] == _RTX:
+        from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
+
+        def allocate_ourselves(builder: Any, network: Any, config: Any) -> None:
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # without it no stream can be captured
+
+        config = CreateConfigRTX(**options, compute_capabilities=[tuple(request["capability"])])
+        config = poly.PostprocessConfig(config, allocate_ourselves)
+    else:
+        config = poly.CreateConfig(**options, tf32=hasattr(trt.BuilderFlag, "TF32"))  # as TensorRT's own default
     build = poly.EngineBytesFromNetwork(network, config, save_timing_cache=request["timing_cache"])
     try:
         engine = build()
@@ -137,33 +147,6 @@ def _build(request: dict[str, Any], send: Callable[..., None], stopped: threadin
     with open(request["engine"], "wb") as file:
         file.write(engine)
         os.fsync(file.fileno())
-
-
-def _config(poly: Any, trt: Any, request: dict[str, Any], monitor: Any) -> Any:
-    """The loader of the builder's configuration."""
-    workspace, profiles = request["workspace"], []
-    for shapes in request["profiles"]:
-        profile = poly.Profile()
-        for name, (low, likely, high) in shapes.items():
-            profile.add(name, tuple(low), tuple(likely), tuple(high))
-        profiles.append(profile)
-    options = {
-        "profiles": profiles,
-        "load_timing_cache": request["timing_cache"],
-        "profiling_verbosity": trt.ProfilingVerbosity.DETAILED,  # so that an inspector can name layers
-        "memory_pool_limits": {trt.MemoryPoolType.WORKSPACE: workspace} if workspace else None,
-        "progress_monitor": monitor,
-    }
-    if request["flavour"] != _RTX:
-        return poly.CreateConfig(**options, tf32=hasattr(trt.BuilderFlag, "TF32"))  # as TensorRT's own default
-    from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
-
-    config = CreateConfigRTX(**options, compute_capabilities=[tuple(request["capability"])])
-
-    def allocate_ourselves(builder: Any, network: Any, config: Any) -> None:
-        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # without it no stream can be captured
-
-    return poly.PostprocessConfig(config, allocate_ourselves)
 
 
 def _monitor(trt: Any, send: Callable[..., None], stopped: threading.Event) -> Any:

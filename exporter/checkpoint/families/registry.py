@@ -40,9 +40,5 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of a model's graphs, from its `config.json`.
-
-    Raises UnsupportedModelError for a family, or a part of the model, that vtx does not export, by name;
-    CheckpointError for invalid sizes.
-    """
+    """The configuration of a model's graphs, from its `config.json`. Raises UnsupportedModelError, CheckpointError."""
     return find_family(config).read(config)

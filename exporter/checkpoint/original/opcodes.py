@@ -60,8 +60,7 @@ _MARK = _Name("(")
 def read_value(stream: BinaryIO) -> Any:
     """The value of the pickle at the position of `stream`, which moves to its end.
 
-    It consists of tables with text as keys, lists, tuples, constants and `PickledTensor`. Raises `ValueError` for any
-    other pickle.
+    It consists of tables with text as keys, lists, tuples, constants and `PickledTensor`. Raises ValueError.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}

@@ -30,10 +30,7 @@ _OLD, _OLD_VERSION = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10,
 
 
 def pickled_tensors(files: Folder, shards: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
-    """The tensors of each of the files `shards`, by name.
-
-    Raises CheckpointError if a file is missing or damaged, holds anything but tensors, or exceeds a limit.
-    """
+    """The tensors of each of the files `shards`, by name. Raises CheckpointError."""
     if len(shards) > MAX_SHARDS:
         raise CheckpointError(f"{PICKLE_INDEX} names {len(shards):,} files, vtx reads at most {MAX_SHARDS:,}; {_FIX}")
     found = {}

@@ -31,9 +31,7 @@ def original_tokenizer(folder: Path, name: str, *, own_image_token: bool = False
     """Transformers' tokenizer for the tokenizer.model in `folder`, with the image token instead of <unk>.
 
     Text without a piece becomes bytes and never <unk>, whose id is free. With an `own_image_token` among its added
-    tokens it keeps <unk>. Raises CheckpointError if it is damaged, or gives other ids than sentencepiece does;
-    UnsupportedModelError if it is not a byte-fallback BPE model, or has a normalizer; DeviceError if sentencepiece is
-    not installed.
+    tokens it keeps <unk>. Raises CheckpointError, UnsupportedModelError, DeviceError.
     """
     if not (folder / FILE).exists():
         raise UnsupportedModelError(

@@ -19,7 +19,7 @@ from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.loading import is_roomy, load_each
 from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
 from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache
-from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, Ports, StageGraph
+from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, ports
 from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.openvino.narrow import LEAST_BLOCK, int4_block, keep_narrow, releasing_pages
 from vtx.runtime.backends.openvino.paged import page_caches, select_outputs
@@ -130,7 +130,8 @@ class OpenvinoBackend(HostBackend):
                 model = self._core.read_model(os.fspath(path))
             except RuntimeError as e:
                 raise load_failure(ENGINE, name, e) from e
-        contract.check(name, Ports(model, promised), promised)
+        given, made = ports(model.inputs, promised.inputs), ports(model.outputs, promised.outputs)
+        contract.check(name, given, made, promised)
         keep_narrow(model, self.compute)
         return model
 
@@ -144,15 +145,20 @@ class OpenvinoBackend(HostBackend):
             raise load_failure(ENGINE, name, e) from e
 
     def _graph(
-        self, name: str, promised: graphs.GraphIO, precision: str, first: Mapping[str, NDArray[Any]] | None = None
-    ) -> OpenvinoGraph:
+        self, name: str, promised: graphs.GraphIO, precision: str, first: Mapping[str, NDArray[Any]] | None = None,
+        image: ImageSettings | None = None,
+    ) -> OpenvinoGraph:  # fmt: skip
         """Load a graph. `first`: inputs of a run at once, since the engine packs weights when a free-sized graph runs.
 
-        `precision`: of its weights.
+        `precision`: of its weights. `image`: a tower is compiled for the size of all images, if they have one: the
+        engine then chooses kernels for it.
         """
         model = self._read(name, promised)
+        if image is not None and not image.own_size:
+            model.reshape({names.PIXELS: [1, 3, *image.size]})
         with releasing_pages(model, at_once=not self._roomy):
-            graph = OpenvinoGraph(name, self._compile(name, model, precision), promised.outputs)
+            compiled = self._compile(name, model, precision, **({} if image is None else self.tower_settings))
+            graph = OpenvinoGraph(name, compiled, promised.outputs)
             if first is not None:
                 graph.run(first)
         return graph
@@ -185,15 +191,7 @@ class OpenvinoBackend(HostBackend):
         return stage
 
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> OpenvinoGraph:
-        """Compiled for the size of all images, if they have one: the engine then chooses kernels for it."""
-        if image is None:
-            return self._graph(name, promised, self._manifest.vision_precision)
-        model = self._read(name, promised)
-        if not image.own_size:
-            model.reshape({names.PIXELS: [1, 3, *image.size]})
-        with releasing_pages(model, at_once=not self._roomy):
-            compiled = self._compile(name, model, self._manifest.vision_precision, **self.tower_settings)
-            return OpenvinoGraph(name, compiled, promised.outputs)
+        return self._graph(name, promised, self._manifest.vision_precision, image=image)
 
     def _new_batches(self, lanes: int, capacity: int) -> list[OpenvinoStageBatch]:
         stages = zip(self.stages, self._manifest.stages, strict=True)

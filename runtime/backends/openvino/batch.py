@@ -41,9 +41,7 @@ class OpenvinoStageBatch:
         """Run one of the tokens [n] into each cache, at its position [n]. Returns their hidden states [n, hidden]."""
         self._stage.check_open()
         past = np.array([cache.length for cache in caches], np.int32)
-        blocks = list[
-            NDArray[np.int32]
-        ]()  # of each cache: the numbers in the pool of those with its slots and the next
+        blocks = list[NDArray[np.int32]]()  # of each cache: the numbers in the pool, up to that of its next slot
         for cache in caches:
             assert cache.lane is not None, "it is in no pool"
             assert cache.length < cache.capacity, "it is full"

@@ -78,26 +78,21 @@ class OpenvinoStageCache(SlotCounter):
     selects_outputs = True
 
     def __init__(
-        self,
-        context: OpenvinoCacheContext,
-        stage: StageGraph,
-        spec: StageSpec,
-        capacity: int,
+        self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, capacity: int,
         pool: LanePool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(capacity)
         self._context, self._stage, self._reads = context, stage, spec.inputs
-        self._request, self._for_many = stage.request(), stage.request_for_many()
-        self._ran = self._request
+        self._request, many = stage.request(), stage.for_many
+        self._for_many, self._ran = None if many is None else many.create_infer_request(), self._request
         model, blocks = context.model, -(-capacity // BLOCK)
         self.lane = pool.take() if pool is not None else None
         if pool is not None and self.lane is not None:
             self.kv = pool.kv[:, :, self.lane.number, :blocks]
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
         else:
-            self.kv = zeros_in_small_pages(
-                (len(spec.cached), 2, *context.shape(blocks)), np.dtype(KV_ARRAYS[context.kv])
-            )
+            shape = (len(spec.cached), 2, *context.shape(blocks))
+            self.kv = zeros_in_small_pages(shape, np.dtype(KV_ARRAYS[context.kv]))
         for layer, (keys, values) in zip(spec.cached, self.kv, strict=True):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))
@@ -185,13 +180,9 @@ class OpenvinoStageCache(SlotCounter):
     def attention(self, *, last_only: bool = False) -> Scores:
         score = self._context.score
         assert score is not None
-        outputs = score.run(
-            {
-                names.QUERY: self._query[-1:] if last_only else self._query,
-                names.KEY: self._last_keys()[None].astype(self._context.key, copy=False),
-                names.TOTAL_SLOTS: np.array([self.length], np.int32),
-            }
-        )
+        key = self._last_keys()[None].astype(self._context.key, copy=False)
+        query, filled = self._query[-1:] if last_only else self._query, np.array([self.length], np.int32)
+        outputs = score.run({names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: filled})
         return outputs[names.ATTENTION_SUM], outputs[names.ATTENTION_MAX]
 
     def keys(self) -> NDArray[np.float32]:

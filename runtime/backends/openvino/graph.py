@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.backends.contract import Port
 from vtx.runtime.backends.failures import closed_failure, run_failures
-from vtx.runtime.bundle.spec import graphs
 from vtx.runtime.vision.tokens import HiddenStates
 
 ENGINE = "OpenVINO"
 TYPES = {"f32": "float", "f16": "float16", "i64": "int64", "i32": "int32"}  # OpenVINO's and onnxruntime's
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
-    """An input or output in the form that `contract.check` reads."""
-
-    name: str
-    type: str
-    shape: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, port: Any, promised: Iterable[str]) -> Port:
-        """A port may have other names too, of tensors that were folded into it."""
-        name = next(iter(port.get_names().intersection(promised)), port.get_any_name())
-        shape = tuple(None if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
-        kind = port.get_element_type().get_type_name()
-        return cls(name, f"tensor({TYPES.get(kind, kind)})", shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """A graph's inputs and outputs, listed as by an onnxruntime.InferenceSession."""
-
-    model: Any
-    promised: graphs.GraphIO
-
-    def get_inputs(self) -> Sequence[Port]:
-        return [Port.of(port, self.promised.inputs) for port in self.model.inputs]
-
-    def get_outputs(self) -> Sequence[Port]:
-        return [Port.of(port, self.promised.outputs) for port in self.model.outputs]
+def ports(values: Iterable[Any], promised: Iterable[str]) -> Iterator[Port]:
+    """A graph's inputs or outputs; they may have other names too, of tensors that were folded into them."""
+    for value in values:
+        name = next(iter(value.get_names().intersection(promised)), value.get_any_name())
+        shape = [None if size.is_dynamic else size.get_length() for size in value.get_partial_shape()]
+        kind = value.get_element_type().get_type_name()
+        yield name, f"tensor({TYPES.get(kind, kind)})", shape
 
 
 class OpenvinoGraph:
@@ -114,11 +92,6 @@ class StageGraph:
         if compiled is None:
             raise closed_failure(self.name)
         return compiled.create_infer_request()
-
-    def request_for_many(self) -> Any:
-        """An infer request over the form for many tokens; None if there is none."""
-        compiled = self.for_many
-        return None if compiled is None else compiled.create_infer_request()
 
     def check_open(self) -> None:
         """Raise ModelClosedError if the model was closed."""

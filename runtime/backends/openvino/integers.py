@@ -57,9 +57,7 @@ def bring_to_int8(model: Any) -> list[NDArray[np.int8]]:
 
     An integer of a block becomes the nearest int8 to its value by the row's scale: the rounding error is at most half
     of 1/127 of the largest weight of its row. The new matrices are in a temporary file without a name: its pages need
-    not stay in memory once the engine has packed them.
-
-    Raises DeviceError: the file cannot be written.
+    not stay in memory once the engine has packed them. Raises DeviceError: the file cannot be written.
     """
     from openvino import Tensor
     from openvino import opset13 as ops

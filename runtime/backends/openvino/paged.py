@@ -38,10 +38,7 @@ def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
 
     Caches become inputs with the same names, [blocks, kv_heads, BLOCK, head_dim], which the operator writes into; the
     engine's settings say in which type. A token sees its own slot and the ones before, as by the mask. `model` is an
-    openvino.Model and is changed.
-
-    Raises BundleError: attention is written in another way than vtx writes it; DeviceError: this release of OpenVINO
-    lacks the operator.
+    openvino.Model and is changed. Raises BundleError, DeviceError.
     """
     from openvino import opset13 as ops
 
@@ -75,9 +72,7 @@ def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
 def select_outputs(model: Any) -> None:
     """Add the input `OUTPUTS`: the last layer computes K and V of all tokens, and everything after for these only.
 
-    `model` is an openvino.Model whose caches are paged already, and is changed.
-
-    Raises BundleError: a layer is written in another way than vtx writes it.
+    `model` is an openvino.Model whose caches are paged already, and is changed. Raises BundleError.
     """
     selected = add_parameter(model, OUTPUTS, [-1], "i32")
     attention = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"][-1]

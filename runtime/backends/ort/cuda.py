@@ -35,11 +35,6 @@ RELU = (
 )
 
 
-def obstacle(kv_dtype: str) -> str | None:
-    """The reason why onnxruntime cannot answer on a GPU here, and the fix; None if it can."""
-    return kv_obstacle(kv_dtype) or provider_obstacle()
-
-
 @cache
 def provider_obstacle() -> str | None:
     """The reason why onnxruntime's CUDA provider cannot open a GPU here, and the fix; None once it has.
@@ -111,7 +106,7 @@ class OrtCudaBackend(OrtBackend):
 
     @staticmethod
     def obstacle(bundle: Bundle) -> str | None:
-        return obstacle(bundle.manifest.kv_dtype)
+        return kv_obstacle(bundle.manifest.kv_dtype) or provider_obstacle()
 
     @staticmethod
     def state(machine: Device) -> DeviceState:

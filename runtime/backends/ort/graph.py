@@ -33,11 +33,7 @@ class OrtLoader:
     roomy: bool = False
 
     def load(self, name: str, promised: graphs.GraphIO) -> OrtGraph:
-        """The graph in the file `name`, checked against its contract.
-
-        Raises DeviceError: there is too little memory; BundleError: onnxruntime does not load it, or it is not the
-        graph that the manifest promises.
-        """
+        """The graph in the file `name`, checked against its contract. Raises DeviceError, BundleError."""
         with self.bundle.graph_path(name) as path:
             try:
                 with returning_memory(at_once=not self.roomy):
@@ -48,8 +44,14 @@ class OrtLoader:
                 raise load_failure(ENGINE, name, e) from e
         if self.providers[0] not in session.get_providers():  # older releases go on without it
             raise DeviceError(f"{ENGINE} loaded {name} without its {self.providers[0]}; vtx-doctor has the reason")
-        contract.check(name, session, promised)
+        contract.check(name, *ports(session), promised)
         return OrtGraph(name, session, list(promised.outputs))
+
+
+def ports(session: Any) -> tuple[list[contract.Port], list[contract.Port]]:
+    """The inputs and the outputs of an onnxruntime.InferenceSession."""
+    given, made = ([(x.name, x.type, x.shape) for x in side] for side in (session.get_inputs(), session.get_outputs()))
+    return given, made
 
 
 class OrtGraph:

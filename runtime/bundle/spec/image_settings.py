@@ -14,10 +14,9 @@ RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # 
 class ImageSettings:
     """The preprocessing of a picture to [3, height, width]: pad, resize, crop, `(value * rescale - mean) / std`.
 
-    `pad` is the RGB background of a square around the picture, or None; `resize` the shortest edge, or
-    (height, width), or None; `crop` the centre's (height, width), or None. With none of the three the image layout
-    resizes pictures, and each has its own size. Raises BundleError for values out of range, and for other settings
-    that give pictures of several sizes.
+    `pad` is the RGB background of a square around the picture, or None; `resize` the shortest edge, or (height, width),
+    or None; `crop` the centre's (height, width), or None. With none of the three the image layout resizes pictures, and
+    each has its own size. Raises BundleError.
     """
 
     pad: tuple[int, int, int] | None

@@ -148,14 +148,13 @@ class FileRecord:
 class Manifest:
     """The facts of a bundle that a runtime needs before it opens another file of it.
 
-    `variants` are the prebuilt K in rising order and `default_k` the one used when none is asked for
-    (None: no withdrawal; "auto": the gates decide). `reductions` are the specs of the methods that it was
-    exported for, the first one used when none is asked for. `stages` cut the decoder, `gates` are the K that have
-    one; both hold for every dialect. `token_inputs` are inputs of stages per token. `text_tower` is CLIP's, `video`
-    declares videos; None if the bundle has none.
-    `arithmetic` names the types of arithmetic next to float32 that were measured to keep its answers.
-    `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of
-    the bundle but the manifest. `record` says how the bundle was made and is not interpreted.
+    `variants` are the prebuilt K in rising order and `default_k` the one used when none is asked for (None: no
+    withdrawal; "auto": the gates decide). `reductions` are the specs of the methods that it was exported for, the first
+    one used when none is asked for. `stages` cut the decoder, `gates` are the K that have one; both hold for every
+    dialect. `token_inputs` are inputs of stages per token. `text_tower` is CLIP's, `video` declares videos; None if the
+    bundle has none. `arithmetic` names the types of arithmetic next to float32 that were measured to keep its answers.
+    `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of the bundle but the manifest.
+    `record` says how the bundle was made and is not interpreted.
     """
 
     format: int

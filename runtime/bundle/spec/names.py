@@ -91,12 +91,8 @@ CLS_ATTENTION = "cls_attention"
 CLS_ATTENTION_LAST = "cls_attention_last"
 CLIP_PATCHES = "clip_patches"
 TEXT_EMBEDDING = "text_embedding"
-VISION_SIGNALS = (
-    SIMILARITY,
-    CLS_ATTENTION,
-    CLS_ATTENTION_LAST,
-    CLIP_PATCHES,
-)  # outputs of vision graphs that say something of each row, [rows] or [rows, width] float32
+# Outputs of vision graphs for each token, [tokens] or [tokens, width] float32.
+VISION_SIGNALS = (SIMILARITY, CLS_ATTENTION, CLS_ATTENTION_LAST, CLIP_PATCHES)
 
 CLASS_TOKEN = -1  # the patch index of the tower's class token
 GONE, PATCH, WINDOW = -1, 0, 1  # what `merged` says of a token: gone into a window, one patch, a window of nine
@@ -110,28 +106,10 @@ def token_input(name: str) -> str:
     return TOKEN_INPUT + name
 
 
-def past_key(layer: int | str) -> str:
-    return f"past_key.{layer}"
-
-
-def past_value(layer: int | str) -> str:
-    return f"past_value.{layer}"
-
-
-def present_key(layer: int | str) -> str:
-    return f"present_key.{layer}"
-
-
-def present_value(layer: int | str) -> str:
-    return f"present_value.{layer}"
-
-
-def key_scale(layer: int | str) -> str:
-    return f"{KEY_SCALE}.{layer}"
-
-
-def value_scale(layer: int | str) -> str:
-    return f"value_scale.{layer}"
+# Names of the tensors of a layer.
+past_key, past_value = "past_key.{}".format, "past_value.{}".format
+present_key, present_value = "present_key.{}".format, "present_value.{}".format
+key_scale, value_scale = f"{KEY_SCALE}.{{}}".format, "value_scale.{}".format
 
 
 def kv_type(dialect: str, kept: str) -> str:

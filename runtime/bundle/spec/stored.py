@@ -99,13 +99,9 @@ class Precisions:
     def of(self, name: str) -> str:
         """The precision of the part that the tensor of canonical `name` belongs to."""
         part = name.partition(".")[0]
-        return {
-            "vision": self.vision,
-            "video": self.vision,
-            "projector": self.vision,
-            "clip": self.vision,
-            "head": self.head,
-        }.get(part, self.decoder)
+        if part in ("vision", "video", "projector", "clip"):
+            return self.vision
+        return self.head if part == "head" else self.decoder
 
     def stored(self, name: str, shape: tuple[int, ...], source: str) -> tuple[str, Scheme | None]:
         """The safetensors dtype of a tensor that a checkpoint holds as `source`, and its scheme if it is quantised.

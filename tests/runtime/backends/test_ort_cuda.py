@@ -74,7 +74,7 @@ def test_slots_set_aside_come_back_where_they_are_put(slots: list[int], folders:
 
 
 def test_an_onnxruntime_without_cuda_is_said_so(folders: dict[str, Path]) -> None:
-    if ort_cuda.obstacle("float16") is None:
+    if ort_cuda.provider_obstacle() is None:
         pytest.skip("this onnxruntime has the CUDA provider")
     with pytest.raises(DeviceError, match=r"this onnxruntime has no CUDA provider; .*vtx-edge\[gpu\]"):
         choose(Bundle.open(folders["fp16"]), "cuda")
@@ -168,7 +168,7 @@ def test_a_provider_that_does_not_open_the_gpu_is_refused_and_auto_goes_on(
 
 @pytest.mark.filterwarnings("ignore:.*CUDAExecutionProvider.*not in available provider names")
 def test_a_graph_that_is_loaded_without_the_provider_is_an_error(folders: dict[str, Path]) -> None:
-    if ort_cuda.obstacle("float16") is None:
+    if ort_cuda.provider_obstacle() is None:
         pytest.skip("this onnxruntime has the CUDA provider")
     with pytest.raises(DeviceError, match=r"loaded .* without its CUDAExecutionProvider"):
         OrtCudaBackend(Bundle.open(folders["fp16"]), THREADS)

@@ -30,7 +30,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.precision import ARITHMETIC
 from vtx.runtime.report.inspect import kv_bytes
 from vtx.tools.bench.ceilings.ceilings import Ceilings
-from vtx.tools.bench.ceilings.products import GRAPHS, Kind, Product
+from vtx.tools.bench.ceilings.products import Kind, Product, make_graph
 from vtx.tools.bench.series import Series, shown, spread
 from vtx.tools.bench.stopwatch import split, timed
 from vtx.tools.bench.work import WorkCounter, weights_read
@@ -239,7 +239,7 @@ def test_ceilings_are_measured_in_the_arithmetic_that_computes(
 def test_a_device_without_a_known_ceiling_gets_no_shares(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.tools.bench.ceilings.products.GRAPHS", {})
+    monkeypatch.setattr("vtx.tools.bench.ceilings.products.DEVICES", ())
     target = tmp_path / "out.json"
     done = vtx_bench(bundle, "--k", "3", "--repeats", "1", "--out", str(target))
     assert done.exit_code == 0, done.stderr
@@ -306,7 +306,7 @@ def test_a_product_is_a_sound_graph_and_computes_what_onnx_says_of_it(kind: Kind
         openvino = pytest.importorskip("openvino")
         if kind.compute == "bf16" and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             pytest.skip("this processor does not compute in bf16")
-    graph = onnx.load_model_from_string(GRAPHS[kind.device, kind.stored](kind, 4, 256, 8))
+    graph = onnx.load_model_from_string(make_graph(kind, 4, 256, 8))
     rows = np.random.default_rng(1).standard_normal((4, 256), np.float32)
     if graph.graph.node[0].op_type == "MatMulNBits":
         weights = {t.name: onnx.numpy_helper.to_array(t) for t in graph.graph.initializer}

@@ -59,8 +59,7 @@ class MeasuredCeilings:
 class Ceilings:
     """Measured in turn with the bundle, so that both see the same load on the machine.
 
-    `kinds` are the products by their names in the report. Raises DeviceError if memory is short, or the engine is
-    missing or computes with another number of threads.
+    `kinds` are the products by their names in the report. Raises DeviceError.
     """
 
     def __init__(self, kinds: Mapping[str, Kind], tokens: int, depth: int, width: int, threads: int) -> None:

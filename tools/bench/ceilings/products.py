@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from vtx.runtime.bundle.spec.stored import BLOCK, INT8_ACTIVATIONS
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.precision import PRECISIONS
 
-if TYPE_CHECKING:
-    import onnx
-
+DEVICES = tuple(device for device, engine in ENGINES.items() if not engine.gpu)
 OPSETS, IR_VERSION = {"": 21, "com.microsoft": 1}, 10
 
 
@@ -48,9 +46,8 @@ class Kind:
 
     def in_words(self) -> str:
         weights = "" if self.stored == "float" else f"{self.stored} weights, products of integers, "
-        if self.compute == "int8":
-            return f"{ENGINES[self.device].title}, {weights}a scale a token"
-        return f"{ENGINES[self.device].title}, {weights}{self.compute} arithmetic"
+        used = "a scale a token" if self.compute == "int8" else f"{self.compute} arithmetic"
+        return f"{ENGINES[self.device].title}, {weights}{used}"
 
 
 class Product:
@@ -60,14 +57,25 @@ class Product:
     """
 
     def __init__(self, kind: Kind, rows: int, depth: int, width: int, threads: int) -> None:
-        graph = GRAPHS[kind.device, kind.stored](kind, rows, depth, width)
-        self._run: Callable[[Any], Any]
-        if kind.device == "cpu":
+        graph = make_graph(kind, rows, depth, width)
+        if ENGINES[kind.device].dialect == "ort":
             ort = load_onnxruntime()
             session = ort.InferenceSession(graph, session_options(ort, threads), providers=["CPUExecutionProvider"])
-            self._run = lambda inputs: session.run(None, inputs)[0]
+            self._run: Callable[[Any], Any] = lambda inputs: session.run(None, inputs)[0]
         else:
-            self._run = _openvino(graph, kind, threads)
+            core = load_openvino().Core()
+            settings = arithmetic(kind.compute, "fp32" if kind.stored == "float" else kind.stored, threads)
+            model = core.read_model(graph, b"")
+            if kind.compute == "int8":
+                self._held = bring_to_int8(model)  # the weights' memory, which only the engine reads
+                multiply_integers(model)
+            request = core.compile_model(model, "CPU", settings).create_infer_request()
+
+            def run(inputs: Any) -> Any:
+                request.infer(inputs, share_inputs=True, share_outputs=True)
+                return request.get_tensor("y").data
+
+            self._run = run
         self._inputs = {"x": np.random.default_rng(1).standard_normal((rows, depth), np.float32)}
         self.flops = 2 * rows * depth * width
 
@@ -76,89 +84,36 @@ class Product:
         return self._run(self._inputs)
 
 
-def _openvino(graph: bytes, kind: Kind, threads: int) -> Callable[[Any], Any]:
-    core = load_openvino().Core()
-    settings = arithmetic(kind.compute, "fp32" if kind.stored == "float" else kind.stored, threads)
-    model = core.read_model(graph, b"")
-    held = []
-    if kind.compute == "int8":
-        held = bring_to_int8(model)
-        multiply_integers(model)
-    request = core.compile_model(model, "CPU", settings).create_infer_request()
+def make_graph(kind: Kind, rows: int, depth: int, width: int) -> bytes:
+    """The product from the input "x" to the output "y", in the engine's dialect; INT4 weights are two to a byte."""
+    onnx = load_onnx()
+    make, types, rng = onnx.helper, onnx.TensorProto, np.random.default_rng(0)
 
-    def run(inputs: Any, _: Any = held) -> Any:  # the weights' memory, which only the engine reads
-        request.infer(inputs, share_inputs=True, share_outputs=True)
-        return request.get_tensor("y").data
+    def constant(name: str, dtype: int, shape: Sequence[int], values: np.typing.NDArray[Any]) -> Any:
+        return make.make_tensor(name, dtype, shape, values.tobytes(), raw=True)
 
-    return run
+    def scales(*shape: int) -> Any:
+        return constant("scales", types.FLOAT, shape, np.full(shape, 0.01, np.float32))
 
-
-def _model(nodes: Sequence[onnx.NodeProto], constants: Sequence[onnx.TensorProto], sizes: Sequence[int]) -> bytes:
-    """The product of [rows, depth] by [depth, width], all three in `sizes`, from the input "x" to the output "y"."""
-    helper, kind = load_onnx().helper, load_onnx().TensorProto.FLOAT
-    rows, depth, width = sizes
-    x = helper.make_tensor_value_info("x", kind, (rows, depth))
-    y = helper.make_tensor_value_info("y", kind, (rows, width))
-    opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS.items()]
-    graph = helper.make_graph(nodes, "graph", [x], [y], constants)
-    written: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString()
+    bits = None if kind.stored == "float" else PRECISIONS[kind.stored].bits
+    octets, blocks = rng.integers(0, 256, width * depth * (bits or 0) // 8, np.uint8), depth // BLOCK
+    if bits is None:
+        nodes = [make.make_node("MatMul", ("x", "w"), ["y"])]
+        weights = rng.standard_normal((depth, width), np.float32)
+        constants = [constant("w", types.FLOAT, (depth, width), weights)]
+    elif ENGINES[kind.device].dialect == "ort":
+        settings = {"K": depth, "N": width, "bits": bits, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
+        nodes = [make.make_node("MatMulNBits", ("x", "w", "scales"), ["y"], domain="com.microsoft", **settings)]
+        shape = (width, blocks, BLOCK * bits // 8)
+        constants = [constant("w", types.UINT8, shape, octets), scales(width, blocks)]
+    else:  # a scale per row for int8, per block for int4
+        each = {"axis": 0} if bits == 8 else {"axis": 1, "block_size": BLOCK}
+        wide = make.make_node("DequantizeLinear", ("w", "scales"), ["wide"], **each)
+        nodes = [wide, make.make_node("Gemm", ("x", "wide"), ["y"], transB=1)]
+        dtype = types.INT8 if bits == 8 else types.INT4
+        constants = [constant("w", dtype, (width, depth), octets), scales(width, *([blocks] if bits == 4 else []))]
+    x, y = (make.make_tensor_value_info(n, types.FLOAT, (rows, size)) for n, size in (("x", depth), ("y", width)))
+    graph = make.make_graph(nodes, "graph", [x], [y], constants)
+    opsets = [make.make_opsetid(domain, version) for domain, version in OPSETS.items()]
+    written: bytes = make.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString()
     return written
-
-
-def _node(kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
-    node: onnx.NodeProto = load_onnx().helper.make_node(kind, inputs, [output], **attributes)
-    return node
-
-
-def _constant(name: str, kind: str, shape: Sequence[int], values: np.typing.NDArray[Any]) -> onnx.TensorProto:
-    """A weight of ONNX's type `kind`, `values` as in memory (INT4: two to a byte)."""
-    library = load_onnx()
-    dtype = getattr(library.TensorProto, kind)
-    tensor: onnx.TensorProto = library.helper.make_tensor(name, dtype, shape, values.tobytes(), raw=True)
-    return tensor
-
-
-def _floats(_: Kind, rows: int, depth: int, width: int) -> bytes:
-    weights = _constant(
-        "w", "FLOAT", (depth, width), np.random.default_rng(0).standard_normal((depth, width), np.float32)
-    )
-    return _model([_node("MatMul", ("x", "w"), "y")], [weights], (rows, depth, width))
-
-
-def _octets(count: int) -> np.typing.NDArray[np.uint8]:
-    return np.random.default_rng(0).integers(0, 256, count, np.uint8)
-
-
-def _scales(*shape: int) -> onnx.TensorProto:
-    return _constant("scales", "FLOAT", shape, np.full(shape, 0.01, np.float32))
-
-
-def _in_blocks(kind: Kind, rows: int, depth: int, width: int) -> bytes:
-    """As in the dialect `ort`."""
-    bits, blocks = PRECISIONS[kind.stored].bits, depth // BLOCK
-    assert bits is not None, "floats have other products"
-    octets = _constant("w", "UINT8", (width, blocks, BLOCK * bits // 8), _octets(width * depth * bits // 8))
-    attributes = {"K": depth, "N": width, "bits": bits, "block_size": BLOCK, "accuracy_level": INT8_ACTIVATIONS}
-    node = _node("MatMulNBits", ("x", "w", "scales"), "y", domain="com.microsoft", **attributes)
-    return _model([node], [octets, _scales(width, blocks)], (rows, depth, width))
-
-
-def _dequantised(kind: Kind, rows: int, depth: int, width: int) -> bytes:
-    """As in the dialect `plain`: a scale per row for int8, per block for int4."""
-    attributes: Mapping[str, int]
-    if PRECISIONS[kind.stored].bits == 8:
-        weights = _constant("w", "INT8", (width, depth), _octets(width * depth))
-        scales, attributes = _scales(width), {"axis": 0}
-    else:
-        weights = _constant("w", "INT4", (width, depth), _octets(width * depth // 2))
-        scales, attributes = _scales(width, depth // BLOCK), {"axis": 1, "block_size": BLOCK}
-    wide = _node("DequantizeLinear", ("w", "scales"), "wide", **attributes)
-    product = _node("Gemm", ("x", "wide"), "y", transB=1)
-    return _model([wide, product], [weights, scales], (rows, depth, width))
-
-
-GRAPHS = {
-    (device, stored): _floats if stored == "float" else quantised
-    for device, quantised in (("cpu", _in_blocks), ("openvino", _dequantised))
-    for stored in ("float", *(row.name for row in PRECISIONS.values() if row.bits))
-}
