@@ -116,7 +116,7 @@ def export(
     from vtx.exporter.bundling import export as exporter
     from vtx.exporter.bundling.activation_aware import SAMPLES as AWARE_SAMPLES
     from vtx.exporter.bundling.arithmetic import SAMPLES as ARITHMETIC_SAMPLES
-    from vtx.exporter.bundling.options import ActivationAware, MeasuredArithmetic
+    from vtx.exporter.bundling.options import MeasuredArithmetic
     from vtx.exporter.bundling.retain import SAMPLES as RETAIN_SAMPLES
     from vtx.exporter.bundling.retain import Retain
     from vtx.runtime.bundle.seal import SigningKey
@@ -144,7 +144,7 @@ def export(
         return read_data(calibration or SCENES, images, samples)
 
     retained = None if retain is None else Retain(retain, questions("--retain counts on", RETAIN_SAMPLES))
-    aware = ActivationAware(questions("--activation-aware measures", AWARE_SAMPLES)) if activation_aware else None
+    aware = questions("--activation-aware measures", AWARE_SAMPLES) if activation_aware else None
     measured = None
     if arithmetic != "f32":
         asked = None if one_k or calibration is None else read_data(calibration, images, ARITHMETIC_SAMPLES)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.bundling.options import ActivationAware
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.weights.scaling import TOKENS, Floats, find_factors, quantised_channels, tried
@@ -23,7 +22,8 @@ from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, w
 from vtx.runtime.bundle.spec.stored import scheme
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.strict import Strict, json_value
-from vtx.runtime.units import Progress
+from vtx.runtime.units import Progress, counter
+from vtx.tools.data.items import Data
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,8 +66,8 @@ class ChannelFactors:
         return cls(factors, STRICT.read(FactorsRecord, record, path.name))
 
 
-def measure_factors(plan: Plan, aware: ActivationAware, report: Progress) -> ChannelFactors:
-    """Run the reference over the items of `aware` and find every layer's factors. `report` gets (phase, done, total).
+def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
+    """Run the reference over the items of `data` and find every layer's factors. `report` gets (phase, done, total).
 
     Raises RequestError if too many items cannot be used; CheckpointError if the model computes NaN or infinity.
     """
@@ -78,9 +78,10 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Progress) -> Cha
     from vtx.exporter.weights.tensors import CheckpointWeights
 
     source = plan.source()
-    questions, skipped = prepare(source, aware.data, 0)
+    questions, skipped = prepare(source, data, 0)
     reference, layers = Reference(plan.checkpoint, plan.config), plan.config.text.layers
-    report("activations", 0, layers)
+    count, done = counter(report, "activations", layers), 0
+    count(0)
     with torch.inference_mode(), returning_memory():
         samples = [
             Sample(
@@ -90,17 +91,16 @@ def measure_factors(plan: Plan, aware: ActivationAware, report: Progress) -> Cha
             for q in questions
         ]
         search = _FactorSearch(plan, samples, CheckpointWeights(plan.checkpoint).read)
-        done = 0
 
-        def layer(count: int) -> None:
+        def layer(_: int) -> None:
             nonlocal done
-            done += count
+            done += 1
             search.finish_layer(done)
-            report("activations", done, layers)
+            count(1)
 
         reference.hidden(samples, [None], layer, feed=search.add)
     record = FactorsRecord(
-        data=aware.data.source,
+        data=data.source,
         items=len(questions),
         skipped=len(skipped),
         rows=sum(len(sample.ids) for sample in samples),

@@ -95,7 +95,7 @@ def key_of(plan: Plan) -> str:
         header = hashlib.sha256(file.header or b"").hexdigest()
         sources.append([file.name, str(file.source), source and source[1:], header])
     options = replace(plan.options, retain=None, aware=None, arithmetic=None)  # others change only the manifest
-    aware = plan.options.aware.digest() if plan.options.aware else None
+    aware = [item.digest() for item in plan.options.aware.items] if plan.options.aware else None
     tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None
     identity = [plan.checkpoint.fingerprint(), tower, str(options), list(plan.ks), plan.template, sources, aware]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,25 +17,6 @@ from vtx.tools.data.choice import RecordedChoice
 from vtx.tools.data.items import Data, image_tokens
 
 DEMO = "demo"
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationAware:
-    """The questions whose activations choose the channel factors."""
-
-    data: Data
-
-    def check(self, precision: str) -> None:
-        """Raise RequestError if no matrix of the decoder is quantised."""
-        if PRECISIONS[precision].bits is None:
-            raise RequestError(
-                f"--activation-aware lowers the error of integer weights, and {precision} weights are not rounded; "
-                "add --precision int4 or int8, or leave it out"
-            )
-
-    def digest(self) -> str:
-        """Changes with any item."""
-        return hashlib.sha256("".join(item.digest() for item in self.data.items).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +57,7 @@ class ExportOptions:
     head_precision: str | None = None
     kv_precision: str | None = None
     retain: Retain | None = None
-    aware: ActivationAware | None = None
+    aware: Data | None = None
     text_tower: str | None = None
     tower: str | None = None
     allow_pickle: bool = False
@@ -91,8 +71,11 @@ class ExportOptions:
             if self.ks != (self.calibration.k,):
                 raise RequestError(f"K is {self.ks}, but the calibration chose {self.calibration.k}; give one of them")
             self.calibration.check(allowed=self.allow_changed_answers)
-        if self.aware is not None:
-            self.aware.check(precisions.decoder)
+        if self.aware is not None and PRECISIONS[precisions.decoder].bits is None:
+            raise RequestError(
+                f"--activation-aware lowers the error of integer weights, and {precisions.decoder} weights are not "
+                "rounded; add --precision int4 or int8, or leave it out"
+            )
         if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):
             names = ", ".join(self.dialects)
             raise RequestError(f"--dialect is {names}; name ort, which vtx-run needs, and any of {', '.join(DIALECTS)}")
@@ -111,5 +94,5 @@ class ExportOptions:
 
     def measured_tokens(self, config: ModelConfig) -> tuple[int, ...]:
         """Approximate number of tokens of each prompt whose activations are measured."""
-        items = self.aware.data.items if self.aware else ()
+        items = self.aware.items if self.aware else ()
         return tuple(image_tokens(config.layout, item) + QUESTION_TOKENS for item in items)

@@ -135,7 +135,7 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings to show before the export begins."""
-        skipped = self.options.aware.data.skipped if self.options.aware else ()
+        skipped = self.options.aware.skipped if self.options.aware else ()
         tower = self.text_tower.warnings if self.text_tower else ()
         gates = self.gates.warnings if self.gates else ()
         return *self.disagreements, *gates, *tower, *(f"skipped {line}" for line in skipped)

@@ -70,11 +70,7 @@ def open_checkpoint(
         text, vision = (folder / layout.folders[key] for key in ("llm_cfg", "vision_tower_cfg"))
         processor = layout.processor(config, read_image_processor(vision))
         return replace(checkpoint, config=config, original=OriginalParts(processor, layout.template(config), text))
-    config = {
-        **config,
-        "text_config": config.get(whole.text),
-        "image_token_id": _added_id(folder, whole.image_token),
-    }
+    config = {**config, "text_config": config.get(whole.text), "image_token_id": _added_id(folder, whole.image_token)}
     end_ids = (_added_id(folder, whole.end_token),)
     parts = OriginalParts(layout.processor(config, {}), layout.template(config), folder, end_ids)
     return replace(checkpoint, config=config, tensors=dict(whole.tensors(config, checkpoint.tensors)), original=parts)
@@ -139,16 +135,14 @@ def find_tower(
     if given is None and not weights and name == CLIP_L_336:
         return CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None
     address = given
-    if (
-        address is None
-    ):  # the checkpoint may name a folder inside it or a hub id; other folders are for the user to name
+    if address is None:  # it may name a folder inside it or a hub id; other folders are for the user to name
         files = checkpoint_files(model.folder)
         inside = (part for part in (name, PurePosixPath(name).name) if part and is_plain_path(part))
         address = next((str(model.folder / part) for part in inside if files.exists(f"{part}/config.json")), None)
     try:
-        found = open_model(
-            address or _hub_id(name), _check_tower, _tower_name, weights=weights, allow_pickle=allow_pickle
-        )
+        if address is None and (not is_plain_path(name) or name.count("/") != 1):
+            raise CheckpointError("it is a path of the machine that it was trained on")  # noqa: TRY301
+        found = open_model(address or name, _check_tower, _tower_name, weights=weights, allow_pickle=allow_pickle)
     except UnsupportedModelError:
         raise
     except CheckpointError as cause:
@@ -167,17 +161,8 @@ def find_tower(
 
 def _tower_name(name: str) -> str:
     """The canonical name of a tower's tensor."""
-    for pattern, part in INTERNVIT_TENSORS:
-        renamed, found = re.subn(pattern, part, name)
-        if found:
-            return renamed
-    return canonical_name(name)
-
-
-def _hub_id(name: str) -> str:
-    if not is_plain_path(name) or name.count("/") != 1:
-        raise CheckpointError("it is a path of the machine that it was trained on")
-    return name
+    found = (re.sub(pattern, part, name) for pattern, part in INTERNVIT_TENSORS if re.search(pattern, name))
+    return next(found, None) or canonical_name(name)
 
 
 def _check_tower(config: Config) -> None:

@@ -402,41 +402,29 @@ def _snapshot(model: str, revision: str | None, patterns: list[str], *, nested: 
         found = huggingface_hub.snapshot_download(
             model, revision=revision, allow_patterns=patterns, ignore_patterns=None if nested else ["*/*"]
         )
-    except huggingface_hub.errors.GatedRepoError as cause:
-        raise CheckpointError(
-            f"{model} is gated; ask for access on its page on the hub, then run: hf auth login"
-        ) from cause
-    except huggingface_hub.errors.RepositoryNotFoundError as cause:
-        raise CheckpointError(
-            f"{model} is neither a directory here nor a model on the hub; if it is private, run: hf auth login"
-        ) from cause
-    except huggingface_hub.errors.RevisionNotFoundError as cause:
-        raise CheckpointError(
-            f"{model} has no revision {revision} on the hub; name a branch, a tag or a commit"
-        ) from cause
-    except (
-        huggingface_hub.errors.LocalEntryNotFoundError,
-        huggingface_hub.errors.OfflineModeIsEnabled,
-        huggingface_hub.errors.HfHubHTTPError,
-    ) as cause:
-        for response in (getattr(error, "response", None) for error in (cause, cause.__cause__)):
-            if response is not None:
-                fix = "ask for access on its page on the hub, then run: hf auth login"
-                fix = fix if response.status_code in (401, 403) else "try again later"
-                raise CheckpointError(
-                    f"the hub answers {response.status_code} to a request for {model}; {fix}"
-                ) from cause
-        raise CheckpointError(
-            f"{model} is not in the local cache and the hub is unreachable; go online, or name a local directory"
-        ) from cause
-    except Exception as cause:  # other errors of the hub, its HTTP library and the disk
-        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-            raise CheckpointError(
-                f"the disk has no space for {model} in {huggingface_hub.constants.HF_HUB_CACHE}; free some there, or "
-                "set HF_HOME to a directory on another disk"
-            ) from cause
-        first = (str(cause).strip().splitlines() or [""])[0]
-        raise CheckpointError(
-            f"{model} could not be fetched from the hub: {type(cause).__name__}: {first[:300]}"
-        ) from cause
+    except Exception as cause:  # also errors of its HTTP library and of the disk
+        access, errors = "ask for access on its page on the hub, then run: hf auth login", huggingface_hub.errors
+        unreachable = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError
+        answers = (getattr(error, "response", None) for error in (cause, cause.__cause__))
+        if isinstance(cause, errors.GatedRepoError):
+            problem = f"{model} is gated; {access}"
+        elif isinstance(cause, errors.RepositoryNotFoundError):
+            fix = "if it is private, run: hf auth login"
+            problem = f"{model} is neither a directory here nor a model on the hub; {fix}"
+        elif isinstance(cause, errors.RevisionNotFoundError):
+            problem = f"{model} has no revision {revision} on the hub; name a branch, a tag or a commit"
+        elif not isinstance(cause, unreachable):
+            first = (str(cause).strip().splitlines() or [""])[0]
+            problem = f"{model} could not be fetched from the hub: {type(cause).__name__}: {first[:300]}"
+            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+                store = huggingface_hub.constants.HF_HUB_CACHE
+                fix = "free some there, or set HF_HOME to a directory on another disk"
+                problem = f"the disk has no space for {model} in {store}; {fix}"
+        elif (status := next((answer.status_code for answer in answers if answer is not None), None)) is not None:
+            fix = access if status in (401, 403) else "try again later"
+            problem = f"the hub answers {status} to a request for {model}; {fix}"
+        else:
+            fix = "go online, or name a local directory"
+            problem = f"{model} is not in the local cache and the hub is unreachable; {fix}"
+        raise CheckpointError(problem) from cause
     return Path(found).resolve()

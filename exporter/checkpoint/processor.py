@@ -71,7 +71,17 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
     """
     if not isinstance(config, Mapping):
         raise CheckpointError(f"the image processor's configuration is {_show(config)}, not a JSON object")
-    kind = _kind(config, known)
+    # the named one of `known`; without a name the last, as in transformers
+    name = config.get("image_processor_type") or config.get("feature_extractor_type") or known[-1].name
+    if not isinstance(name, str):
+        raise CheckpointError(f"image_processor_type is {_show(name)}; it must be a class name")
+    base = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    kind = next((kind for kind in known if kind.name == base), None)
+    if kind is None:
+        names = ", ".join(kind.name for kind in known)
+        raise UnsupportedModelError(f"image processor {_show(name)} is not supported; supported: {names}")
+    if config.get("use_square_size"):
+        raise UnsupportedModelError(f"{kind.name} with use_square_size is not supported; give size as height and width")
     values = {**kind.defaults, **{key: value for key, value in config.items() if value is not None}}
     square, pads, normalize = (_flag(values, key) for key in ("default_to_square", "do_pad", "do_normalize"))
     mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
@@ -120,21 +130,6 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
         )
     except BundleError as error:
         raise CheckpointError(f"{kind.name}: {error}") from error
-
-
-def _kind(config: Mapping[str, Any], known: Sequence[ImageProcessor]) -> ImageProcessor:
-    """The named one of `known`; without a name the last, as in transformers."""
-    name = config.get("image_processor_type") or config.get("feature_extractor_type") or known[-1].name
-    if not isinstance(name, str):
-        raise CheckpointError(f"image_processor_type is {_show(name)}; it must be a class name")
-    base = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
-    kind = next((kind for kind in known if kind.name == base), None)
-    if kind is None:
-        names = ", ".join(kind.name for kind in known)
-        raise UnsupportedModelError(f"image processor {_show(name)} is not supported; supported: {names}")
-    if config.get("use_square_size"):
-        raise UnsupportedModelError(f"{kind.name} with use_square_size is not supported; give size as height and width")
-    return kind
 
 
 def _size(values: Mapping[str, Any], key: str, *, square: bool) -> Any:

@@ -56,7 +56,10 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         name: None if getattr(loaded, name, None) is None else str(getattr(loaded, name))
         for name in ("bos_token", "eos_token", "pad_token", "unk_token")
     }
-    video = request["video_token_id"]
+    video, seg = request["video_token_id"], request.get("seg_token")
+    seg_id = None if seg is None else tokenizer.token_to_id(seg)
+    if seg is not None and (seg_id is None or encode(tokenizer, seg).ids != [seg_id]):
+        raise CheckpointError(f"the tokenizer has no token {seg}; use the tokenizer that belongs to the model")
     settings = TextSettings(
         image_token=_added_token(tokenizer, request["image_token_id"], "image"),
         image_token_id=request["image_token_id"],
@@ -70,7 +73,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         examples=(),
         video_token=None if video is None else _added_token(tokenizer, video, "video"),
         video_token_id=video,
-        seg_token_id=_seg_token(tokenizer, request.get("seg_token")),
+        seg_token_id=seg_id,
     )
     control = control_tokens(tokenizer, settings)
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
@@ -145,13 +148,3 @@ def _added_token(tokenizer: Tokenizer, id: int, kind: str) -> str:
     if ids != [id]:
         raise CheckpointError(f"the tokenizer encodes the {kind} token {token.content!r} as {ids}, not [{id}]")
     return str(token.content)
-
-
-def _seg_token(tokenizer: Tokenizer, token: str | None) -> int | None:
-    """The id of the token of a segment, if the family has one."""
-    if token is None:
-        return None
-    id = tokenizer.token_to_id(token)
-    if id is None or encode(tokenizer, token).ids != [id]:
-        raise CheckpointError(f"the tokenizer has no token {token}; use the tokenizer that belongs to the model")
-    return int(id)

@@ -88,12 +88,10 @@ def _check_clip(config: Mapping[str, Any]) -> None:
 
 
 def _check_fits(clip: Any, config: ModelConfig) -> None:
-    vision, problem = config.vision, ""
-    if vision.family != "clip":
-        problem = f"a {vision.family} vision tower has no CLIP text tower"
-    elif len(config.feature_layers) > 1:
-        problem = f"CDPruner projects the hidden states of one layer, and this model uses {len(config.feature_layers)}"
-    if problem:
+    vision, used = config.vision, len(config.feature_layers)
+    if vision.family != "clip" or used > 1:
+        problem = f"CDPruner projects the hidden states of one layer, and this model uses {used}"
+        problem = problem if vision.family == "clip" else f"a {vision.family} vision tower has no CLIP text tower"
         raise UnsupportedModelError(f"--text-tower: {problem}; leave the option out, and use cdpruner:text=embedding")
     width = getattr(clip.vision_config, "hidden_size", None)
     if width != vision.hidden:

@@ -13,7 +13,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +29,6 @@ from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, VtxError
 from vtx.tools.common.cluster import connected, cores
 from vtx.tools.data.items import Item, plain
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 HEAD_TOKENS = 512  # tokens whose logits are in memory at once
 UNKNOWN = 2

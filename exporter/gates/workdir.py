@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,38 +72,27 @@ def make_shards(items: Sequence[Item], batch: int, *, held_out: bool, first: int
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkIdentity:
-    """Digests of the model, the data and the options of a measurement."""
-
-    model: str
-    data: str
-    options: str
-
-
 class WorkDirectory:
     """A directory of measurements, guarded by a fingerprint of model, data and options. Raises RequestError."""
 
     def __init__(self, folder: Path, source: Source, options: MeasureOptions, shards: Sequence[Shard]) -> None:
         self.folder, self.shards = folder, tuple(shards)
         self.skipped: dict[str, list[str]] = {}
-        identity = WorkIdentity(
-            model=_digest([source.fingerprint, source.version()]),
-            data=_digest([[shard.name, *(item.digest() for item in shard.items)] for shard in shards]),
-            options=_digest([FORMAT, options.answers, options.max_new_tokens, options.batch]),
-        )
-        self.fingerprint = _digest(asdict(identity))
+        identity = {
+            "model": _digest([source.fingerprint, source.version()]),
+            "data": _digest([[shard.name, *(item.digest() for item in shard.items)] for shard in shards]),
+            "options": _digest([FORMAT, options.answers, options.max_new_tokens, options.batch]),
+        }
+        self.fingerprint = _digest(identity)
         path = folder / "work.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                path.write_text(json.dumps(asdict(identity)), encoding="utf-8")
+                path.write_text(json.dumps(identity), encoding="utf-8")
             held = read_json_object(path, MAX_WORK, error=RequestError)
         except (OSError, VtxError) as e:
             raise RequestError(f"cannot use {folder} as the work directory ({e}); name another --work") from e
-        existing = STRICT.read(WorkIdentity, held, str(path))
-        wanted = asdict(identity)
-        different = [name for name, value in asdict(existing).items() if value != wanted[name]]
+        different = [name for name, value in identity.items() if held.get(name) != value]
         if different:
             raise RequestError(
                 f"{folder} holds measurements that differ in {' and '.join(different)}; "

@@ -15,6 +15,7 @@ from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.tools.data.items import SCENES
 
 AROUND = 2  # layers on either side of a single K
+_SPAN = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 Dtype = Literal["auto", "fp32", "bf16"]
 
 
@@ -29,7 +30,7 @@ class Depths:
     @classmethod
     def parse(cls, text: str) -> Depths:
         """Read `8` (6 to 10, 8 the most often) or `4-12` (each alike). Raises RequestError."""
-        if not (match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())):
+        if not (match := _SPAN.fullmatch(text.strip())):
             raise RequestError(f"--k is {text!r}; give a layer such as 8, or a range such as 4-12")
         low, high = int(match[1]), int(match[2] or match[1])
         if not 2 <= low <= high:
@@ -84,7 +85,7 @@ class Learning:
     @staticmethod
     def parse_layers(text: str) -> tuple[int, int]:
         """`7` or `1-7`, counted from 1. Raises RequestError."""
-        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text.strip())
+        match = _SPAN.fullmatch(text.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise RequestError(f"--layers is {text!r}; give a layer such as 7, or a range such as 1-7")

@@ -37,22 +37,14 @@ TERMS = ("kl", "ce", "hidden")
 MAX_NORM = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """Scalars: `kl` KL(teacher || student), nats a token; `ce` of the answers that the data give, 0 without any;
-    `hidden` the squared distance of the last hidden states as a share of the teacher's; `total` their weighted sum.
-    """
-
-    total: Tensor
-    kl: Tensor
-    ce: Tensor
-    hidden: Tensor
-
-
 def losses(
     decoder: WithdrawingDecoder, student: Tensor, teacher: Tensor, row: dict[str, Tensor], weights: LossWeights
-) -> Losses:
-    """The losses from hidden states [m, hidden] before the last norm, the student's and the teacher's."""
+) -> dict[str, Tensor]:
+    """The losses from hidden states [m, hidden] before the last norm, the student's and the teacher's: scalars.
+
+    `kl` KL(teacher || student), nats a token; `ce` of the answers that the data give, 0 without any; `hidden` the
+    squared distance of the last hidden states as a share of the teacher's; `total` their weighted sum.
+    """
     logits = decoder.head(student)
     with torch.no_grad():
         expected = decoder.head(teacher).log_softmax(-1)
@@ -62,7 +54,7 @@ def losses(
     away = (student.float() - teacher.float()).square().sum(-1)
     hidden = (away / teacher.float().square().sum(-1).clamp(min=1e-12)).mean()
     total = weights.kl * kl + weights.ce * ce + weights.hidden * hidden
-    return Losses(total, kl, ce, hidden)
+    return {"total": total, "kl": kl, "ce": ce, "hidden": hidden}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +154,9 @@ class Trainer:
                     teacher = self._decoder.teach(tensors, features)
                     student = self._parallel(tensors, features, k)
                     loss = losses(self._decoder, student, teacher, tensors, self._options.weights)
-                self._accelerator.backward(loss.total / self._share)
-                depth = loss.total.new_tensor(float(self._decoder.text.layers + 1 if k is None else k))
-                terms = (getattr(loss, term).detach() for term in TERMS)
-                sums += torch.stack([loss.total.detach(), *terms, depth])
+                self._accelerator.backward(loss["total"] / self._share)
+                depth = loss["total"].new_tensor(float(self._decoder.text.layers + 1 if k is None else k))
+                sums += torch.stack([*(loss[term].detach() for term in ("total", *TERMS)), depth])
         means = self._accelerator.reduce(sums / self._share, "mean").tolist()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), MAX_NORM)
         return means, float(norm)

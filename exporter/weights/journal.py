@@ -8,31 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from vtx.runtime.bundle.spec.manifest import FileRecord
-from vtx.runtime.errors import RequestError, VtxError
-from vtx.runtime.strict import Strict, json_value
+from vtx.runtime.errors import VtxError
 from vtx.tools.data.journal import MAX_JOURNAL, as_line, read_lines
 
 JOURNAL = ".journal"
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """The first line: the key of the export that the journal belongs to."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """A finished file."""
-
-    file: str
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +27,6 @@ class Written:
     tensor: str
     end: int
     crc: int
-
-
-@dataclass(frozen=True, slots=True)
-class _OtherPart:
-    """A finished part of another kind: golden vectors or factors."""
-
-    part: str
-
-
-Line = _Begun | _Finished | Written | _OtherPart
-LINES: Mapping[str, type[Line]] = {"key": _Begun, "file": _Finished, "of": Written, "part": _OtherPart}
 
 
 class ExportJournal:
@@ -69,12 +42,16 @@ class ExportJournal:
         self.parts: set[str] = set()
         for line in _lines(self._path):
             match line:
-                case _Finished(name, size, digest):
+                case {"file": str(name), "bytes": int(size), "sha256": str(digest)}:
                     self.files[name] = FileRecord(size, digest)
-                case Written(of=file):
-                    self.tensors.setdefault(file, []).append(line)
-                case _OtherPart(part):
+                case {"of": str(file), "tensor": str(tensor), "end": int(end), "crc": int(crc)}:
+                    self.tensors.setdefault(file, []).append(Written(file, tensor, end, crc))
+                case {"part": str(part)}:  # golden vectors or factors
                     self.parts.add(part)
+                case {"key": str()}:  # of the export that the journal belongs to
+                    pass
+                case _:
+                    break
 
     @property
     def has_work(self) -> bool:
@@ -82,14 +59,14 @@ class ExportJournal:
 
     def add_file(self, name: str, record: FileRecord) -> None:
         self.files[name] = record
-        _append(self._path, _Finished(name, record.bytes, record.sha256))
+        _append(self._path, {"file": name, **asdict(record)})
 
     def add_tensor(self, written: Written) -> None:
-        _append(self._path, written)
+        _append(self._path, asdict(written))
 
     def add_part(self, part: str) -> None:
         self.parts.add(part)
-        _append(self._path, _OtherPart(part))
+        _append(self._path, {"part": part})
 
     def remove(self) -> None:
         """Remove the journal, which does not belong to the bundle."""
@@ -98,26 +75,23 @@ class ExportJournal:
 
 def begin(folder: Path, key: str) -> None:
     """Start the journal of the export with that key in its empty staging directory."""
-    _append(folder / JOURNAL, _Begun(key))
+    _append(folder / JOURNAL, {"key": key})
 
 
 def key_in(folder: Path) -> str | None:
     """The key of the export that left a journal in `folder`."""
-    first = next(_lines(folder / JOURNAL), None)
-    return first.key if isinstance(first, _Begun) else None
+    key = next(_lines(folder / JOURNAL), {}).get("key")
+    return key if isinstance(key, str) else None
 
 
-def _lines(path: Path) -> Iterator[Line]:
-    """The journal's lines up to the first incomplete or damaged one."""
-    strict = Strict(RequestError, "begin the export anew")
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The journal's lines up to the first that is incomplete or no JSON."""
     with suppress(OSError, VtxError):
         with path.open("rb") as file:
             content = file.read(MAX_JOURNAL)
-        for line in read_lines(content, path.name):
-            kind = next((LINES[name] for name in LINES if name in line), _Begun)
-            yield strict.read(kind, line, path.name)
+        yield from read_lines(content, path.name)
 
 
-def _append(path: Path, line: Line) -> None:
+def _append(path: Path, line: Mapping[str, Any]) -> None:
     with path.open("ab") as file:
-        file.write(as_line(json_value(line)))
+        file.write(as_line(line))

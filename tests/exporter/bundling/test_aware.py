@@ -25,7 +25,7 @@ from vtx.exporter.bundling import activation_aware as measuring
 from vtx.exporter.bundling import build
 from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
 from vtx.exporter.bundling.export import Plan, plan_export, run_export
-from vtx.exporter.bundling.options import ActivationAware, ExportOptions
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.reference.model import Encoded, Reference
@@ -73,7 +73,7 @@ class Scaled:
 
 
 def options(folder: Path, precision: str = "int4", data: Data = DATA, **more: Any) -> ExportOptions:
-    return ExportOptions(str(folder), (3,), precision, dialects=("ort",), aware=ActivationAware(data), **more)
+    return ExportOptions(str(folder), (3,), precision, dialects=("ort",), aware=data, **more)
 
 
 def change(folder: Path, target: Path, change: Callable[[str, np.ndarray], None]) -> Path:
@@ -188,7 +188,7 @@ def test_the_search_finds_what_a_plain_statement_over_transformers_rows_finds(
 ) -> None:
     folder = with_outliers(tiny_checkpoint(tiny), tmp_path / "ck")
     plan = plan_export(options(folder, precision))
-    found = measure_factors(plan, ActivationAware(DATA), bundles.IGNORE)
+    found = measure_factors(plan, DATA, bundles.IGNORE)
     assert (found.record.items, found.record.data) == (3, "a few pictures")
     rows, vision = inputs_of_matrices(Judge(folder), DATA)
     assert found.record.rows == len(vision)
@@ -354,7 +354,7 @@ def test_an_interrupted_export_goes_on_with_the_same_factors(
 def test_other_questions_or_none_start_afresh(tiny_checkpoint: Make, tmp_path: Path, other: Data | None) -> None:
     folder = tiny_checkpoint(GQA)
     stopped(plan_export(options(folder)), tmp_path / "b")
-    changed = replace(options(folder), aware=ActivationAware(other) if other else None)
+    changed = replace(options(folder), aware=other if other else None)
     said: list[str] = []
     made = run_export(plan_export(changed), tmp_path / "b", force=False, report=bundles.IGNORE, say=said.append)
     assert any("starting afresh" in line for line in said)
@@ -371,7 +371,7 @@ def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Make, tmp_p
 
     folder = change(tiny_checkpoint(Tiny(layers=3)), tmp_path / "ck", mute)
     plan = plan_export(options(folder))
-    found = measure_factors(plan, ActivationAware(DATA), bundles.IGNORE).by_source
+    found = measure_factors(plan, DATA, bundles.IGNORE).by_source
     norms = [factors for name, factors in found.items() if name.endswith("layernorm.weight")]
     assert norms
     assert all(factors[0] == factors[5] == 1 for factors in norms)
@@ -407,9 +407,9 @@ def test_questions_that_do_not_fit_are_counted_and_too_many_refused(tiny_checkpo
     long = Item((random_image(9),), "what " * 300)
     few = Data("mixed", (*DATA.items, DATA.items[0], DATA.items[1], long))
     plan = plan_export(options(tiny_checkpoint(Tiny(layers=3)), data=few))
-    assert measure_factors(plan, ActivationAware(few), bundles.IGNORE).record.skipped == 1
+    assert measure_factors(plan, few, bundles.IGNORE).record.skipped == 1
     with pytest.raises(RequestError, match="cannot be used"):
-        measure_factors(plan, ActivationAware(Data("mixed", (DATA.items[0], long))), bundles.IGNORE)
+        measure_factors(plan, Data("mixed", (DATA.items[0], long)), bundles.IGNORE)
 
 
 def export(checkpoint: Path, out: Path, *arguments: str) -> Any:

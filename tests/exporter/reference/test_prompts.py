@@ -13,7 +13,6 @@ from tests.support.exported import Checkpoints
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.export import ExportOptions, plan_export
-from vtx.exporter.bundling.options import ActivationAware
 from vtx.exporter.bundling.predict import QUESTION_TOKENS
 from vtx.exporter.reference.golden import golden_ids
 from vtx.exporter.reference.model import Reference
@@ -52,7 +51,7 @@ def test_images_take_the_tokens_that_they_have_beside_others(tiny_checkpoint: Ch
         counts.append(int((prompt_ids(source, Item(images, "?")) == source.config.image_token_id).sum()))
         assert counts[-1] == len(Reference(source.checkpoint, source.config).encode(images, source.image).hidden)
     assert counts[2] == 2 * 17 < counts[0] + counts[1]
-    measured = ExportOptions("", precision="int4", aware=ActivationAware(Data("two", (Item((wide, high), "?"),))))
+    measured = ExportOptions("", precision="int4", aware=Data("two", (Item((wide, high), "?"),)))
     assert measured.measured_tokens(source.config) == (counts[2] + QUESTION_TOKENS,)
 
 
@@ -61,7 +60,7 @@ def test_golden_prompt_and_forecasts_ask_the_layout(source: Source) -> None:
     layout = source.config.layout
     assert (ids == source.config.image_token_id).sum() == layout.count(*golden_image().size)
     items = tuple(Item((Image.new("RGB", (width, 10)),), "?") for width in (40, 170))
-    options = ExportOptions("", precision="int4", aware=ActivationAware(Data("two sizes", items)))
+    options = ExportOptions("", precision="int4", aware=Data("two sizes", items))
     assert options.measured_tokens(source.config) == tuple(
         layout.count(width, 10) + QUESTION_TOKENS for width in (40, 170)
     )
