@@ -23,13 +23,8 @@ def _clip(b: Builder, x: ir.Value, low: float, high: float) -> ir.Value:
 
 
 ACTIVATIONS: dict[str, Callable[[Builder, ir.Value], ir.Value]] = {
-    "gelu": _gelu,
-    "gelu_python": _gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_accurate": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "gelu_python_tanh": _gelu_tanh,
+    **dict.fromkeys(("gelu", "gelu_python"), _gelu),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), _gelu_tanh),
     "gelu_10": lambda b, x: _clip(b, _gelu(b, x), -10, 10),
     "quick_gelu": lambda b, x: b.dialect.swish(b, x, 1.702),
     "silu": lambda b, x: b.dialect.swish(b, x, 1.0),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,21 @@ ELEMENT_TYPES = {
     "I4": ir.DataType.INT4,
 }
 Shape = Sequence[int | str]
+
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]  # names of weights and their shapes
+
+
+def linear_tensors(name: str, out: int, into: int, *, bias: bool = True) -> Shapes:
+    yield f"{name}.weight", (out, into)
+    if bias:
+        yield f"{name}.bias", (out,)
+
+
+def norm_tensors(name: str, width: int, *, bias: bool = True) -> Shapes:
+    yield f"{name}.weight", (width,)
+    if bias:
+        yield f"{name}.bias", (width,)
 
 
 class Builder:
@@ -165,13 +180,9 @@ class Builder:
 
     def model(self) -> ir.Model:
         graph = ir.Graph(
-            self._inputs,
-            self._outputs,
-            nodes=self._nodes,
-            initializers=list(self._initializers.values()),
-            opset_imports=dict(self.dialect.opsets),
-            name=self.name,
-        )
+            self._inputs, self._outputs, nodes=self._nodes, initializers=list(self._initializers.values()),
+            opset_imports=dict(self.dialect.opsets), name=self.name,
+        )  # fmt: skip
         return ir.Model(graph, ir_version=self.dialect.ir_version, producer_name="vtx")
 
     def write(self, path: Path) -> None:

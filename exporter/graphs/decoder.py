@@ -7,18 +7,14 @@ slot after image tokens have been withdrawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder, StageAttention
+from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, StageAttention, linear_tensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.precision import KV_DTYPES
-
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def layer_tensors(c: TextConfig, layer: int) -> Shapes:
@@ -28,17 +24,12 @@ def layer_tensors(c: TextConfig, layer: int) -> Shapes:
     yield f"{p}.input_layernorm.weight", (c.hidden,)
     yield f"{p}.post_attention_layernorm.weight", (c.hidden,)
     for name, out, into, bias in (
-        ("self_attn.q_proj", q, c.hidden, c.qkv_bias),
-        ("self_attn.k_proj", kv, c.hidden, c.qkv_bias),
-        ("self_attn.v_proj", kv, c.hidden, c.qkv_bias),
-        ("self_attn.o_proj", c.hidden, q, c.o_bias),
-        ("mlp.gate_proj", c.ffn, c.hidden, c.mlp_bias),
-        ("mlp.up_proj", c.ffn, c.hidden, c.mlp_bias),
+        ("self_attn.q_proj", q, c.hidden, c.qkv_bias), ("self_attn.k_proj", kv, c.hidden, c.qkv_bias),
+        ("self_attn.v_proj", kv, c.hidden, c.qkv_bias), ("self_attn.o_proj", c.hidden, q, c.o_bias),
+        ("mlp.gate_proj", c.ffn, c.hidden, c.mlp_bias), ("mlp.up_proj", c.ffn, c.hidden, c.mlp_bias),
         ("mlp.down_proj", c.hidden, c.ffn, c.mlp_bias),
-    ):
-        yield f"{p}.{name}.weight", (out, into)
-        if bias:
-            yield f"{p}.{name}.bias", (out,)
+    ):  # fmt: skip
+        yield from linear_tensors(f"{p}.{name}", out, into, bias=bias)
     for name in ("q_norm", "k_norm") if c.qk_norm else ():
         yield f"{p}.self_attn.{name}.weight", (c.head_dim,)
 
@@ -140,9 +131,8 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), b.op("Sub", total, tokens))
     seen = b.op("LessOrEqual", b.op("Unsqueeze", every, b.constant([0])), b.op("Unsqueeze", own, b.constant([1])))
     weights = b.op("Softmax", b.op("Where", seen, products, b.constant(UNSEEN)), axis=-1)
-    mean = b.op(
-        "ReduceSum", b.op("Div", weights, b.constant(np.array(c.heads, np.float32))), b.constant([0]), keepdims=0
-    )
+    shares = b.op("Div", weights, b.constant(np.array(c.heads, np.float32)))
+    mean = b.op("ReduceSum", shares, b.constant([0]), keepdims=0)
     if b.dialect.opsets[""] < 18:  # which made the axes an input
         largest = b.op("ReduceMax", mean, axes=[0], keepdims=0)
     else:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, norm_tensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 
@@ -34,25 +33,16 @@ class TextEncoder:
 Encoder = VisionConfig | TextEncoder
 
 
-def block_tensors(e: Encoder, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def block_tensors(e: Encoder, p: str) -> Shapes:
     """Names and shapes of the weights of the block whose names begin with `p`."""
     for name in ("layer_norm1", "layer_norm2"):
-        yield f"{p}.{name}.weight", (e.hidden,)
-        if not e.rms_norm:
-            yield f"{p}.{name}.bias", (e.hidden,)
+        yield from norm_tensors(f"{p}.{name}", e.hidden, bias=not e.rms_norm)
     for part in "qk" if e.qk_norm else "":
         yield f"{p}.self_attn.{part}_norm.weight", (e.hidden,)
-    for name, out, into in (
-        ("self_attn.q_proj", e.hidden, e.hidden),
-        ("self_attn.k_proj", e.hidden, e.hidden),
-        ("self_attn.v_proj", e.hidden, e.hidden),
-        ("self_attn.out_proj", e.hidden, e.hidden),
-        ("mlp.fc1", e.ffn, e.hidden),
-        ("mlp.fc2", e.hidden, e.ffn),
-    ):
-        yield f"{p}.{name}.weight", (out, into)
-        if e.qkv_bias or not name.endswith(("q_proj", "k_proj", "v_proj")):
-            yield f"{p}.{name}.bias", (out,)
+    square = ((f"self_attn.{part}_proj", e.hidden, e.hidden) for part in ("q", "k", "v", "out"))
+    for name, out, into in (*square, ("mlp.fc1", e.ffn, e.hidden), ("mlp.fc2", e.hidden, e.ffn)):
+        bias = e.qkv_bias or not name.endswith(("q_proj", "k_proj", "v_proj"))
+        yield from linear_tensors(f"{p}.{name}", out, into, bias=bias)
     for half in LAYER_SCALES if e.layer_scale else ():
         yield f"{p}.{half}", (e.hidden,)
 
@@ -70,7 +60,7 @@ def build_block(
     y = b.dialect.tower_attention(b, q, k, w, e.heads, e.hidden // e.heads, seen, causal=causal)
     y = b.linear(b.reshape(y, -1, e.hidden), f"{name}.self_attn.out_proj", bias=True)
     x = b.op("Add", x, b.reshape(_scaled(b, e, y, name, 0), *shape))
-    hidden = b.reshape(_norm(b, e, x, f"{name}.layer_norm2"), -1, e.hidden)
+    hidden = b.reshape(norm(b, e, x, f"{name}.layer_norm2"), -1, e.hidden)
     hidden = activate(b, b.linear(hidden, f"{name}.mlp.fc1", bias=True), e.activation)
     y = b.linear(hidden, f"{name}.mlp.fc2", bias=True)
     return b.op("Add", x, b.reshape(_scaled(b, e, y, name, 1), *shape)), q, k
@@ -85,7 +75,7 @@ def projected(
     b: Builder, e: Encoder, x: ir.Value, name: str, shape: tuple[int, int, int], parts: str
 ) -> list[ir.Value]:
     """The `parts` of a block's q, k and v."""
-    hidden = b.reshape(_norm(b, e, x, f"{name}.layer_norm1"), -1, e.hidden)
+    hidden = b.reshape(norm(b, e, x, f"{name}.layer_norm1"), -1, e.hidden)
     found = []
     for part in parts:
         y = b.linear(hidden, f"{name}.self_attn.{part}_proj", bias=e.qkv_bias)
@@ -95,7 +85,7 @@ def projected(
     return found
 
 
-def _norm(b: Builder, e: Encoder, x: ir.Value, name: str) -> ir.Value:
+def norm(b: Builder, e: Encoder, x: ir.Value, name: str) -> ir.Value:
     if e.rms_norm:
         return b.dialect.norm(b, x, f"{name}.weight", e.eps)
     return b.dialect.layer_norm(b, x, name, e.eps)
@@ -110,15 +100,14 @@ def _encoder(spec: TextTowerSpec) -> TextEncoder:
     return TextEncoder(spec.hidden, spec.intermediate, spec.heads, spec.eps, spec.activation)
 
 
-def text_tower_tensors(spec: TextTowerSpec, vision_hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def text_tower_tensors(spec: TextTowerSpec, vision_hidden: int) -> Shapes:
     """Canonical names and shapes of the weights of the text tower's graph and of the patches' projection."""
     yield TOKENS, (spec.vocab, spec.hidden)
     yield POSITIONS, (spec.max_tokens, spec.hidden)
     for layer in range(spec.layers):
         yield from block_tensors(_encoder(spec), _block(layer))
-    for norm, width in ((LAST_NORM, spec.hidden), (VISION_NORM, vision_hidden)):
-        yield f"{norm}.weight", (width,)
-        yield f"{norm}.bias", (width,)
+    yield from norm_tensors(LAST_NORM, spec.hidden)
+    yield from norm_tensors(VISION_NORM, vision_hidden)
     yield f"{PROJECTION}.weight", (spec.width, spec.hidden)
     yield f"{VISION_PROJECTION}.weight", (spec.width, vision_hidden)
 

@@ -6,7 +6,6 @@ by row within a square. The size of the image determines their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,8 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, norm_tensors
+from vtx.exporter.graphs.encoder import norm
 from vtx.runtime.bundle.spec import names
 
 MOMENTS = 2  # of a video in one patch; an image fills both
@@ -23,34 +23,23 @@ END = 1 << 30  # of any axis
 INT64 = ir.DataType.INT64.value
 
 
-def native_tensors(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def native_tensors(c: ModelConfig) -> Shapes:
     """Canonical names and shapes of the weights of tower and merger."""
     v = c.vision
     yield "vision.patch_embed.proj.weight", (v.hidden, 3, MOMENTS, v.patch, v.patch)
     for layer in range(v.layers):
         p = f"vision.blocks.{layer}"
-        yield from _norm_tensors(v, f"{p}.norm1")
-        yield from _norm_tensors(v, f"{p}.norm2")
-        yield from _linear_tensors(f"{p}.attn.qkv", 3 * v.hidden, v.hidden)
-        yield from _linear_tensors(f"{p}.attn.proj", v.hidden, v.hidden)
+        yield from norm_tensors(f"{p}.norm1", v.hidden, bias=not v.rms_norm)
+        yield from norm_tensors(f"{p}.norm2", v.hidden, bias=not v.rms_norm)
+        yield from linear_tensors(f"{p}.attn.qkv", 3 * v.hidden, v.hidden)
+        yield from linear_tensors(f"{p}.attn.proj", v.hidden, v.hidden)
         for name in ("gate_proj", "up_proj") if v.gated else ("fc1",):
-            yield from _linear_tensors(f"{p}.mlp.{name}", v.ffn, v.hidden)
-        yield from _linear_tensors(f"{p}.mlp.{'down_proj' if v.gated else 'fc2'}", v.hidden, v.ffn)
+            yield from linear_tensors(f"{p}.mlp.{name}", v.ffn, v.hidden)
+        yield from linear_tensors(f"{p}.mlp.{'down_proj' if v.gated else 'fc2'}", v.hidden, v.ffn)
     wide = v.hidden * v.shuffle**2
-    yield from _norm_tensors(v, "vision.merger.ln_q")
-    yield from _linear_tensors("vision.merger.mlp.0", wide, wide)
-    yield from _linear_tensors("vision.merger.mlp.2", c.text.hidden, wide)
-
-
-def _norm_tensors(v: VisionConfig, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", (v.hidden,)
-    if not v.rms_norm:
-        yield f"{name}.bias", (v.hidden,)
-
-
-def _linear_tensors(name: str, out: int, into: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.weight", (out, into)
-    yield f"{name}.bias", (out,)
+    yield from norm_tensors("vision.merger.ln_q", v.hidden, bias=not v.rms_norm)
+    yield from linear_tensors("vision.merger.mlp.0", wide, wide)
+    yield from linear_tensors("vision.merger.mlp.2", c.text.hidden, wide)
 
 
 Grid = tuple[ir.Value, ir.Value]  # the numbers of rows and columns of squares, [1] int64 each
@@ -86,13 +75,13 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     for layer in range(v.layers):
         name = f"vision.blocks.{layer}"
         within = None if layer in v.full_blocks else windows
-        x = b.op("Add", x, _attention(b, v, _norm(b, v, x, f"{name}.norm1"), f"{name}.attn", turn, within))
-        y, mlp = _norm(b, v, x, f"{name}.norm2"), f"{name}.mlp"
+        x = b.op("Add", x, _attention(b, v, norm(b, v, x, f"{name}.norm1"), f"{name}.attn", turn, within))
+        y, mlp = norm(b, v, x, f"{name}.norm2"), f"{name}.mlp"
         gate = activate(b, b.linear(y, f"{mlp}.{'gate_proj' if v.gated else 'fc1'}", bias=True), v.activation)
         y = b.op("Mul", gate, b.linear(y, f"{mlp}.up_proj", bias=True)) if v.gated else gate
         x = b.op("Add", x, b.linear(y, f"{mlp}.{'down_proj' if v.gated else 'fc2'}", bias=True))
     wide = v.hidden * v.shuffle**2
-    x = b.linear(b.reshape(_norm(b, v, x, "vision.merger.ln_q"), -1, wide), "vision.merger.mlp.0", bias=True)
+    x = b.linear(b.reshape(norm(b, v, x, "vision.merger.ln_q"), -1, wide), "vision.merger.mlp.0", bias=True)
     x = b.linear(activate(b, x, c.projector_activation), "vision.merger.mlp.2", bias=True)
     out = b.to_float32(b.reshape(x, 1, -1, c.text.hidden))
     b.output(out, names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
@@ -171,9 +160,3 @@ def _attention(
     if within is not None:
         y = b.op("Gather", y, within.back)
     return b.linear(y, f"{name}.proj", bias=True)
-
-
-def _norm(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:
-    if v.rms_norm:
-        return b.dialect.norm(b, x, f"{name}.weight", v.eps)
-    return b.dialect.layer_norm(b, x, name, v.eps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, norm_tensors
 from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows
 from vtx.exporter.graphs.native import build_native, native_tensors
@@ -24,7 +24,7 @@ POST_NORM = "vision.post_layernorm"
 NEWLINE = "image_newline"  # a weight of the layout that no graph reads
 
 
-def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
+def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
     """Canonical names and shapes of the weights of tower and projector; `last_attention` as in `build_vision`."""
     v = c.vision
     if v.native:
@@ -37,8 +37,7 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
     if v.class_token:
         yield "vision.embeddings.class_embedding", (*batch, *batch, v.hidden)
     if v.pre_norm:
-        yield "vision.pre_layrnorm.weight", (v.hidden,)
-        yield "vision.pre_layrnorm.bias", (v.hidden,)
+        yield from norm_tensors("vision.pre_layrnorm", v.hidden)
     else:
         yield "vision.embeddings.patch_embedding.bias", (v.hidden,)
     used = max(c.feature_layers)
@@ -49,16 +48,12 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Iterator[
         used_parts = f"{last}.layer_norm1", f"{last}.self_attn.q_", f"{last}.self_attn.k_"
         yield from (tensor for tensor in block_tensors(v, last) if tensor[0].startswith(used_parts))
     if v.post_norm:
-        yield f"{POST_NORM}.weight", (v.hidden,)
-        yield f"{POST_NORM}.bias", (v.hidden,)
+        yield from norm_tensors(POST_NORM, v.hidden)
     width = feature_width(c)
     if c.projector_norm_eps is not None:
-        yield "projector.norm.weight", (width,)
-        yield "projector.norm.bias", (width,)
+        yield from norm_tensors("projector.norm", width)
     for number, name in enumerate(projector_layers(c)):
-        yield f"{name}.weight", (c.text.hidden, c.text.hidden if number else width)
-        if c.projector_bias:
-            yield f"{name}.bias", (c.text.hidden,)
+        yield from linear_tensors(name, c.text.hidden, c.text.hidden if number else width, bias=c.projector_bias)
     if c.layout.newline:
         yield NEWLINE, (c.text.hidden,)
 
@@ -68,7 +63,7 @@ def projector_layers(c: ModelConfig) -> list[str]:
     return [f"projector.linear_{number}" for number in range(1, c.projector_layers + 1)]
 
 
-def video_tensors(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def video_tensors(c: ModelConfig) -> Shapes:
     """Canonical names and shapes of the weights of a separate tower for videos."""
     if c.frames is None or c.video is None or not c.video.own_tower:
         return

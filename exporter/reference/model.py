@@ -100,7 +100,7 @@ class Reference:
         """The tokens of one prompt's images, one image after the other."""
         layout, tokens = self.config.layout.for_images(len(images)), list[ImageTokens]()
         hidden = (0, self.config.text.hidden)
-        newline = self._tensor(NEWLINE)[None].cpu().numpy() if layout.newline else np.zeros(hidden, np.float32)
+        newline = self._weights.read(NEWLINE)[None].cpu().numpy() if layout.newline else np.zeros(hidden, np.float32)
         for source in images:
             image = load_image(source)
             views = layout.views(image, settings)
@@ -116,9 +116,9 @@ class Reference:
         """Views [views, 3, height, width] to their tokens [views * tokens of each, hidden]."""
         c, v = self.config, self.config.vision
         if v.native:
-            tower = NativeTower(v, self._tensor, _activate)
+            tower = NativeTower(v, self._weights.read, _activate)
             return torch.cat([tower.tokens(view) for view in torch.from_numpy(pixels)])
-        w, name = self._tensor, "vision.embeddings"
+        w, name = self._weights.read, "vision.embeddings"
         kernel = w(f"{name}.patch_embedding.weight")
         bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
         x = F.conv2d(torch.from_numpy(pixels).to(kernel.device), kernel, bias, stride=v.patch)
@@ -232,7 +232,10 @@ class Reference:
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
         text = self.config.text
-        name, x = EMBEDDING if text.tied else "head.weight", _rms(hidden, self._tensor("text.norm.weight"), text.eps)
+        name, x = (
+            EMBEDDING if text.tied else "head.weight",
+            _rms(hidden, self._weights.read("text.norm.weight"), text.eps),
+        )
         starts = range(0, self._weights.rows(name), HEAD_ROWS)
         return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
 
@@ -272,35 +275,34 @@ class Reference:
         parts = [self._linear(y, f"{name}.self_attn.{part}_proj") for part in "qkv"]
         if v.qk_norm:
             for number, part in enumerate("qk"):
-                parts[number] = _rms(parts[number], self._tensor(f"{name}.self_attn.{part}_norm.weight"), v.eps)
+                parts[number] = _rms(parts[number], self._weights.read(f"{name}.self_attn.{part}_norm.weight"), v.eps)
         q, k, w = (part.reshape(*y.shape[:2], v.heads, -1).transpose(1, 2) for part in parts)
-        scales = [self._tensor(f"{name}.{scale}") for scale in LAYER_SCALES] if v.layer_scale else [1.0, 1.0]
+        scales = [self._weights.read(f"{name}.{scale}") for scale in LAYER_SCALES] if v.layer_scale else [1.0, 1.0]
         y = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
         x = x + scales[0] * self._linear(y, f"{name}.self_attn.out_proj")
         y = self._linear(self._layer_norm(x, f"{name}.layer_norm2"), f"{name}.mlp.fc1")
         return x + scales[1] * self._linear(_activate(y, v.activation), f"{name}.mlp.fc2")
 
     def _layer_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
-        weight = self._tensor(f"{name}.weight")
+        weight = self._weights.read(f"{name}.weight")
         if f"{name}.bias" not in self._names:
             return _rms(x, weight, eps or self.config.vision.eps)
-        bias = self._tensor(f"{name}.bias")
+        bias = self._weights.read(f"{name}.bias")
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps or self.config.vision.eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         bias = f"{name}.bias"
-        return F.linear(x, self._tensor(f"{name}.weight"), self._tensor(bias) if bias in self._names else None)
-
-    def _tensor(self, name: str) -> Tensor:
-        return self._weights.read(name)
+        return F.linear(
+            x, self._weights.read(f"{name}.weight"), self._weights.read(bias) if bias in self._names else None
+        )
 
     def _layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
         """The weights of decoder layer `layer`, from 1, by name: read now if `keep`, else at each use."""
         prefix = f"text.layers.{layer - 1}."
         names = {n.removeprefix(prefix): n for n, _ in layer_tensors(self.config.text, layer)}
         if keep:
-            return {name: self._tensor(full) for name, full in names.items()}.get
-        return lambda name: self._tensor(names[name]) if name in names else None
+            return {name: self._weights.read(full) for name, full in names.items()}.get
+        return lambda name: self._weights.read(names[name]) if name in names else None
 
 
 def _decoder_layer(

@@ -10,11 +10,7 @@ from vtx.exporter.graphs.dialects.plain import Plain
 from vtx.exporter.graphs.dialects.trt import Trt
 from vtx.runtime.precision import PRECISIONS
 
-ARITHMETIC = {
-    "float32": ir.DataType.FLOAT,
-    "float16": ir.DataType.FLOAT16,
-    "bfloat16": ir.DataType.BFLOAT16,
-}
+ARITHMETIC = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 
 def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataType | None = None) -> Dialect:

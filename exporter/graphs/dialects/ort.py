@@ -86,15 +86,10 @@ class OrtAttention:
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         self._b, self._c, self._kv_type = b, c, kv_type
         half = c.head_dim // 2
-        self._rope = (
-            b.input(names.POSITIONS, ir.DataType.INT64, ["batch", "each"]),
-            b.input(names.COS, FLOAT, ["max_context", half]),
-            b.input(names.SIN, FLOAT, ["max_context", half]),
-        )
-        self._slots = (
-            b.input(names.LAST_SLOT, ir.DataType.INT32, ["batch"]),
-            b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]),
-        )
+        positions = b.input(names.POSITIONS, ir.DataType.INT64, ["batch", "each"])
+        self._rope = (positions, *(b.input(name, FLOAT, ["max_context", half]) for name in (names.COS, names.SIN)))
+        shapes = ((names.LAST_SLOT, "batch"), (names.TOTAL_SLOTS, 1))
+        self._slots = [b.input(name, ir.DataType.INT32, [size]) for name, size in shapes]
         self._apart = b.op("Concat", b.op("Shape", self._rope[0]), b.constant([-1]), axis=0)
         self._cache_shape = ("batch", c.kv_heads, "capacity", c.head_dim)
         self._presents: list[tuple[ir.Value, str]] = []
@@ -117,11 +112,8 @@ class OrtAttention:
             skipped = [None] * 5  # tables of a rotation, positions, a bias, sinks
             shape = (1, c.kv_heads, 1, c.head_dim)
             scales = [*skipped, *(b.input(name(layer), FLOAT, shape) for name in (names.key_scale, names.value_scale))]
-            rounding = {
-                "k_quant_type": "PER_CHANNEL",
-                "v_quant_type": "PER_CHANNEL",
-                "kv_cache_bit_width": kv_type.bitwidth,
-            }
+            rounding = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
+            rounding["kv_cache_bit_width"] = kv_type.bitwidth
         y, key, value = b.ops(
             "GroupQueryAttention", q, k, v, *past, *self._slots, *scales, outputs=3, domain=MICROSOFT,
             num_heads=c.heads, kv_num_heads=c.kv_heads, scale=c.head_dim**-0.5, **rounding,

@@ -176,7 +176,7 @@ def test_a_graph_that_is_loaded_without_the_provider_is_an_error(folders: dict[s
 
 @pytest.mark.gpu
 def test_answers_on_a_gpu_are_those_of_the_cpu(folders: dict[str, Path]) -> None:
-    reason = ort_cuda.obstacle("float16")
+    reason = ort_cuda.provider_obstacle()
     if reason is not None:
         pytest.skip(reason)
     ours, reference = opened(folders["fp16"], OrtCudaBackend), load(folders["fp16"], device="cpu", threads=THREADS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -253,7 +254,7 @@ def test_sealing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(seal.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         seal.write_sealed(tmp_path / "a.json", b"new")
     assert {path.name for path in tmp_path.iterdir()} == {"a.json"}  # without its checksum it is not accepted
