@@ -179,12 +179,8 @@ def _manifest(
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),
         "source": {
-            "model": plan.name,
-            "revision": plan.checkpoint.revision,
-            "fingerprint": plan.checkpoint.fingerprint(),
-            "tower": plan.config.vision.family,
-            "fit": trained_fit(plan.image),
-            "parameters": plan.weights.parameters,
+            "model": plan.name, "revision": plan.checkpoint.revision, "fingerprint": plan.checkpoint.fingerprint(),
+            "tower": plan.config.vision.family, "fit": trained_fit(plan.image), "parameters": plan.weights.parameters,
         },
         "options": {
             "model": options.model.encode("utf-8", "replace").decode(),  # a directory's name need not be Unicode
@@ -208,36 +204,18 @@ def _manifest(
         **({"calibration": json_value(options.calibration)} if options.calibration else {}),
         **({"activation_aware": json_value(factors.record)} if factors else {}),
         "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
-    }
+    }  # fmt: skip
     return Manifest(
-        format=FORMAT,
-        vtx=__version__,
-        model=model_spec(plan.config, plan.name),
-        layout=spec_of(plan.config.layout),
-        precision=precisions.decoder,
-        vision_precision=precisions.vision,
-        head_precision=precisions.head,
-        kv_dtype=precisions.kv_dtype,
-        max_context=plan.max_context,
-        variants=tuple(sorted(plan.ks)),
-        default_k=plan.default_k,
-        reductions=plan.reductions.specs,
-        stages=plan.stages,
-        token_inputs=tuple(plan.config.token_inputs.values()),
-        gates=plan.gated_ks,
-        dialects=plan.dialects,
-        tokenizer=TOKENIZER,
-        chat_template=TEMPLATE,
-        rope=ROPE,
-        golden=GOLDEN,
+        format=FORMAT, vtx=__version__, model=model_spec(plan.config, plan.name), layout=spec_of(plan.config.layout),
+        precision=precisions.decoder, vision_precision=precisions.vision, head_precision=precisions.head,
+        kv_dtype=precisions.kv_dtype, max_context=plan.max_context, variants=tuple(sorted(plan.ks)),
+        default_k=plan.default_k, reductions=plan.reductions.specs, stages=plan.stages,
+        token_inputs=tuple(plan.config.token_inputs.values()), gates=plan.gated_ks, dialects=plan.dialects,
+        tokenizer=TOKENIZER, chat_template=TEMPLATE, rope=ROPE, golden=GOLDEN,
         kv_scales=KV_SCALES if KV_TYPES[precisions.kv].scaled else None,
-        text_tower=plan.text_tower.spec if plan.text_tower else None,
-        image=plan.image,
-        text=plan.text,
-        files=records,
-        record=record,
-        video=plan.video,
-    )
+        text_tower=plan.text_tower.spec if plan.text_tower else None, image=plan.image, text=plan.text, files=records,
+        record=record, video=plan.video,
+    )  # fmt: skip
 
 
 DISTRIBUTION = "vtx-edge"

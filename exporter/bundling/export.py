@@ -102,13 +102,6 @@ def key_of(plan: Plan) -> str:
 
 
 __all__ = [
-    "DEMO",
-    "ExportOptions",
-    "Plan",
-    "check_memory",
-    "check_target",
-    "demo_checkpoint",
-    "load_template",
-    "plan_export",
+    "DEMO", "ExportOptions", "Plan", "check_memory", "check_target", "demo_checkpoint", "load_template", "plan_export",
     "run_export",
-]
+]  # fmt: skip

@@ -82,13 +82,10 @@ def predict(
         measuring = 4 * matrices + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
         measuring += 4 * max(measured) * (4 * text.ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
     return Prediction(
-        disk=sum(file.size for file in plan.files) + small,
-        linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=export_base() + max(writing, checking, measuring),
-        run_memory=resident + answering,
-        kv_full=slot * text.layers,
-        work=sum(file.work for file in plan.files),
-    )
+        disk=sum(file.size for file in plan.files) + small, linked=sum(file.size for file in plan.files if file.whole),
+        export_memory=export_base() + max(writing, checking, measuring), run_memory=resident + answering,
+        kv_full=slot * text.layers, work=sum(file.work for file in plan.files),
+    )  # fmt: skip
 
 
 def export_base() -> int:

@@ -147,13 +147,11 @@ class _BatchMeasurer:
             reached = self._along(right[i], forced[i]) if i in forced else agree
             results.append(
                 ItemResult(
-                    answer=answer.text if answer else None,
-                    **self._next_token(hidden[i]),
-                    agree=agree,
+                    answer=answer.text if answer else None, **self._next_token(hidden[i]), agree=agree,
                     right=None if prepared.answer_ids is None else reached,
                     attention=meter.shares(i) if meter else None,
                 )
-            )
+            )  # fmt: skip
         return results
 
     def _next_token(self, hidden: dict[int | None, Tensor]) -> dict[str, Any]:

@@ -42,10 +42,8 @@ def _part(text: str | None) -> Part:
 def _conversations() -> Iterator[tuple[ExampleTurn, ...]]:
     """One to nine turns, with and without a system text; each shape of a question, and each text in each role."""
     question, answer, system = (
-        ExampleTurn("user", (None, "first")),
-        ExampleTurn("assistant", ("answer",)),
-        ExampleTurn("system", ("rules",)),
-    )
+        ExampleTurn("user", (None, "first")), ExampleTurn("assistant", ("answer",)), ExampleTurn("system", ("rules",)),
+    )  # fmt: skip
     for count in (1, 2, 5):
         turns = ((question, answer) * count)[:-1]
         yield turns

@@ -27,20 +27,13 @@ Config = Mapping[str, Any]
 NORM = "projector_layernorm_eps"
 _COMMON = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "resample": 3}
 CLIP_DEFAULTS: Config = {
-    **_COMMON,
-    "size": {"shortest_edge": 224},
-    "do_center_crop": True,
-    "crop_size": {"height": 224, "width": 224},
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
+    **_COMMON, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": {"height": 224, "width": 224},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
 SIGLIP_DEFAULTS: Config = {
-    **_COMMON,
-    "size": {"height": 224, "width": 224},
-    "do_center_crop": False,
-    "image_mean": [0.5, 0.5, 0.5],
+    **_COMMON, "size": {"height": 224, "width": 224}, "do_center_crop": False, "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,18 +28,13 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
     """The sizes of a model called `name`."""
     text, vision = config.text, config.vision
     tower = TowerSpec(
-        **_declared(vision, TowerSpec),
-        intermediate=vision.ffn,
-        feature_layers=config.feature_layers,
+        **_declared(vision, TowerSpec), intermediate=vision.ffn, feature_layers=config.feature_layers,
         select=config.select,
-    )
+    )  # fmt: skip
     projector = ProjectorSpec(
-        config.projector_width,
-        config.projector_activation,
-        config.projector_bias,
-        config.projector_norm_eps,
+        config.projector_width, config.projector_activation, config.projector_bias, config.projector_norm_eps,
         config.projector_layers,
-    )
+    )  # fmt: skip
     return ModelSpec(**_declared(text, ModelSpec), name=name, intermediate=text.ffn, tower=tower, projector=projector)
 
 

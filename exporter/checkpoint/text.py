@@ -55,15 +55,10 @@ def read_text(
         end_ids = _end_ids(folder, text_config, top_config)
     with _copied(folder, text_config, top_config) as copy:
         request = {
-            "folder": str(copy),
-            "name": str(folder),
-            "image_token_id": image_token_id,
-            "video_token_id": video_token_id,
-            "end_ids": None if end_ids is None else list(end_ids),
-            "template": template,
-            "original": original,
-            "seg_token": seg_token,
-        }
+            "folder": str(copy), "name": str(folder), "image_token_id": image_token_id,
+            "video_token_id": video_token_id, "end_ids": None if end_ids is None else list(end_ids),
+            "template": template, "original": original, "seg_token": seg_token,
+        }  # fmt: skip
         files = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted(copy.iterdir())]
         key = hashlib.sha256(json.dumps([files, {**request, "folder": "", "name": ""}]).encode()).hexdigest()
         if key not in RESOLVED:
@@ -89,11 +84,9 @@ def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: Chil
             confine(
                 "vtx.exporter.checkpoint.resolving:resolve_plain",
                 {"folder": str(copy), "name": str(folder), "vocab": vocab},
-                subject=f"the tokenizer of {folder.name or folder}",
-                limits=limits,
-                reads=[str(copy)],
+                subject=f"the tokenizer of {folder.name or folder}", limits=limits, reads=[str(copy)],
             )
-        )
+        )  # fmt: skip
 
 
 def read_template(folder: Path) -> str:

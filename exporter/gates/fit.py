@@ -145,10 +145,7 @@ def write_gates(
     tensors = {name: w for k, gate in sorted(gates.items()) for name, w in zip(gate_tensors(k), gate, strict=True)}
     alpha = options.alpha if math.isfinite(options.alpha) else None
     training = {
-        **asdict(options),
-        "alpha": alpha,
-        **record,
-        "versions": {name: metadata.version(name) for name in RECORDED},
-    }
+        **asdict(options), "alpha": alpha, **record, "versions": {name: metadata.version(name) for name in RECORDED},
+    }  # fmt: skip
     fields = {"model_fingerprint": model_fingerprint, "features": FEATURES, "training": json.dumps(training)}
     write_safetensors(path, tensors, fields)

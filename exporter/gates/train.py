@@ -68,11 +68,9 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     make_folder(out.parent)
     work = WorkDirectory(work_folder, source, options.measure, shards)
     check_disk(
-        work_folder,
-        disk_bytes(source, work.missing()),
-        purpose="measuring",
+        work_folder, disk_bytes(source, work.missing()), purpose="measuring",
         fix="name another --work, or use fewer --items",
-    )
+    )  # fmt: skip
     count = counter(report, "items", sum(len(shard.items) for shard in work.missing()))
     if options.ray_address is None:
         measure(Measurer(source, options.measure), work, count)

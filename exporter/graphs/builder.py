@@ -22,12 +22,9 @@ from vtx.exporter.weights.plan import StoredTensor
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
 ELEMENT_TYPES = {
-    "F32": ir.DataType.FLOAT,
-    "F16": ir.DataType.FLOAT16,
-    "BF16": ir.DataType.BFLOAT16,
-    "I8": ir.DataType.INT8,
+    "F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16, "I8": ir.DataType.INT8,
     "I4": ir.DataType.INT4,
-}
+}  # fmt: skip
 Shape = Sequence[int | str]
 
 

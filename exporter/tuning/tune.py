@@ -254,16 +254,13 @@ def _finish(
         "options": json.loads(json.dumps(asdict(options), default=str)),
         "training": asdict(record),
         "cost": {
-            "steps": steps,
-            "seconds": seconds_of_steps(out),
-            "peak_memory_bytes": peak() or 0,
-            **on_gpu,
+            "steps": steps, "seconds": seconds_of_steps(out), "peak_memory_bytes": peak() or 0, **on_gpu,
         },
         "changed_layers": {str(layer): share for layer, share in changes(changed).items()},
         "skipped": list(work.skipped),
         "versions": versions(),
         "judged": json_value(judged),
-    }
+    }  # fmt: skip
     write_json(out / REPORT, made)
     return made
 

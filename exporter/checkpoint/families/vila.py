@@ -24,10 +24,8 @@ NORM_EPS = 1e-5  # of the projector's norm: no setting
 LLM, TOWER, PROJECTOR = "llm", "vision_tower", "mm_projector"
 # Settings whose other values are not supported.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "s2": (None, False),
-    "image_aspect_ratio": (None, "resize", "pad"),
-    "mm_vision_select_feature": ("cls_patch",),
-}
+    "s2": (None, False), "image_aspect_ratio": (None, "resize", "pad"), "mm_vision_select_feature": ("cls_patch",),
+}  # fmt: skip
 
 
 def _read(config: Config) -> ModelConfig:
@@ -39,13 +37,10 @@ def _read(config: Config) -> ModelConfig:
         )
     text, tower = part_of(config, "llm_cfg"), part_of(config, "vision_tower_cfg")
     shaped = {
-        "text_config": text,
-        "vision_config": tower,
-        "vision_feature_layer": config.get("mm_vision_select_layer", -2),
-        "vision_feature_select_strategy": "full",
-        "image_token_index": IMAGE_TOKEN_ID,
+        "text_config": text, "vision_config": tower, "vision_feature_layer": config.get("mm_vision_select_layer", -2),
+        "vision_feature_select_strategy": "full", "image_token_index": IMAGE_TOKEN_ID,
         "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
-    }
+    }  # fmt: skip
     frames = config.get("num_video_frames", FRAMES)
     if type(frames) is not int or not 1 <= frames <= MAX_SAMPLED_FRAMES:
         raise CheckpointError(
@@ -75,10 +70,8 @@ FAMILY = Family(
     read=_read,
     processors=ONE_PIECE,
     tensors=(
-        (rf"^{LLM}\.model\.", "text."),
-        (rf"^{LLM}\.lm_head\.", "head."),
-        (rf"^{PROJECTOR}\.layers\.1\.", "projector.norm."),
-        (rf"^{PROJECTOR}\.layers\.2\.", "projector.linear_1."),
+        (rf"^{LLM}\.model\.", "text."), (rf"^{LLM}\.lm_head\.", "head."),
+        (rf"^{PROJECTOR}\.layers\.1\.", "projector.norm."), (rf"^{PROJECTOR}\.layers\.2\.", "projector.linear_1."),
         (rf"^{PROJECTOR}\.layers\.4\.", "projector.linear_2."),
     ),
     original=OriginalLayout(
@@ -86,4 +79,4 @@ FAMILY = Family(
         template=lambda _: TEMPLATES["vicuna_v1"],
         folders={"llm_cfg": LLM, "vision_tower_cfg": TOWER, "mm_projector_cfg": PROJECTOR},
     ),
-)
+)  # fmt: skip

@@ -62,10 +62,8 @@ INTERNVL_SYSTEMS: Mapping[str, str] = {
     ),
 }
 TEMPLATES: Mapping[str, str] = {
-    "vicuna_v1": _speakers(_VICUNA.format("user")),
-    "llava_v1": _speakers(_VICUNA.format("human")),
-    "llava_llama_2": _instructions(_LLAMA_2, "{{ bos_token }}"),
-    "mistral_instruct": _instructions("", ""),
+    "vicuna_v1": _speakers(_VICUNA.format("user")), "llava_v1": _speakers(_VICUNA.format("human")),
+    "llava_llama_2": _instructions(_LLAMA_2, "{{ bos_token }}"), "mistral_instruct": _instructions("", ""),
     "internlm2-chat": _chatml(INTERNVL_SYSTEMS["internlm2-chat"], ""),
     "internvl2_5": _chatml(INTERNVL_SYSTEMS["internvl2_5"], "\n"),
-}
+}  # fmt: skip

@@ -98,15 +98,11 @@ class LoadedEngines:
         longest = {graph: self.longest(graph) for graph in self._engines if graph != files.vision}
         most = max(longest[graph] for graph in files.stages)
         sizes = {
-            names.IDS: 8 * longest[files.embed],
-            names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
-            names.HIDDEN_OUT: 4 * m.model.hidden * most,
-            names.POSITIONS: 8 * most,
-            names.TOTAL_SLOTS: 4,
-            names.PIXELS: 4 * 3 * math.prod(m.image.size),
-            names.LOGITS: 4 * m.model.vocab * longest[files.head],
+            names.IDS: 8 * longest[files.embed], names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
+            names.HIDDEN_OUT: 4 * m.model.hidden * most, names.POSITIONS: 8 * most, names.TOTAL_SLOTS: 4,
+            names.PIXELS: 4 * 3 * math.prod(m.image.size), names.LOGITS: 4 * m.model.vocab * longest[files.head],
             names.ODDS: 8,
-        }
+        }  # fmt: skip
         given = max(m.model.tower.tokens, max(longest.values()))
         sizes |= {names.token_input(each.name): 4 * each.width * given for each in m.token_inputs}
         if files.vision_merges:

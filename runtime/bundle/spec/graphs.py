@@ -88,11 +88,8 @@ def stage(m: Manifest, dialect: str, *, query: bool, reads: Sequence[str] = ()) 
     past, present = CACHE_SLOTS.get(dialect, (m.max_context, m.max_context))
     table = Tensor("float32", (m.max_context if dialect == "trt" else "max_context", m.model.head_dim // 2))
     inputs = {
-        names.HIDDEN: hidden(m),
-        names.POSITIONS: Tensor("int64", (1, TOKENS)),
-        names.COS: table,
-        names.SIN: table,
-    }
+        names.HIDDEN: hidden(m), names.POSITIONS: Tensor("int64", (1, TOKENS)), names.COS: table, names.SIN: table,
+    }  # fmt: skip
     inputs |= _token_inputs([each for each in m.token_inputs if each.name in reads])
     inputs |= {name: Tensor("int32", (1,)) for name in names.SLOTS[dialect]}
     inputs |= {name(LAYER): cache(m, dialect, past) for name in (names.past_key, names.past_value)}

@@ -37,16 +37,10 @@ def _read(name: str, config: Mapping[str, Any]) -> ModelConfig:
             "exports 26, 27 or a power of two a side"
         )
     return ModelConfig(
-        text=text_config,
-        vision=tower,
-        feature_layers=(tower.layers,),
-        select="full",
-        projector_activation="gelu",
-        projector_bias=False,
-        image_token_id=image_token_of(parsed, text_config),
-        layout=_layout(tower, SIDE),
+        text=text_config, vision=tower, feature_layers=(tower.layers,), select="full", projector_activation="gelu",
+        projector_bias=False, image_token_id=image_token_of(parsed, text_config), layout=_layout(tower, SIDE),
         projector_layers=1,
-    )
+    )  # fmt: skip
 
 
 def _layout(tower: VisionConfig, side: int) -> MarkedTiles:

@@ -52,11 +52,9 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
             raise UnsupportedModelError(f"{name} is {value!r:.40}, vtx exports InternVL models with {known!r} only")
     first = SimpleNamespace(image_size=vision.image_size[0], patch_size=vision.patch_size[0])
     tower = replace(
-        tower_of(vision, "internvit", SHUFFLE, first),
-        qkv_bias=bool(vision.attention_bias),
-        layer_scale=True,
+        tower_of(vision, "internvit", SHUFFLE, first), qkv_bias=bool(vision.attention_bias), layer_scale=True,
         shuffle=SHUFFLE,
-    )
+    )  # fmt: skip
     return ModelConfig(
         text=text_config,
         vision=tower,

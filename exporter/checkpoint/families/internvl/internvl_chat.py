@@ -24,12 +24,9 @@ INTERNLM2 = "InternLM2ForCausalLM"
 _DECODERS = {INTERNLM2: "llama", "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 # Settings whose other values are not supported.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "use_thumbnail": (True,),
-    "pad2square": (None, False),
-    "downsample_ratio": (0.5,),
-    "dynamic_image_size": (None, True, False),
-    "ps_version": (None, "v1", "v2"),
-}
+    "use_thumbnail": (True,), "pad2square": (None, False), "downsample_ratio": (0.5,),
+    "dynamic_image_size": (None, True, False), "ps_version": (None, "v1", "v2"),
+}  # fmt: skip
 _TEMPLATES = {"internlm2-chat": "internlm2-chat", "Hermes-2": "internlm2-chat", "internvl2_5": "internvl2_5"}
 MAX_SYSTEM = 4096  # characters
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -77,11 +74,9 @@ def _read(config: Config) -> ModelConfig:
     }
     model = INTERNVL.read(shaped)
     tower = replace(
-        model.vision,
-        rms_norm=vision.get("norm_type", "rms_norm") == "rms_norm",
-        qk_norm=vision.get("qk_normalization", True) is True,
-        shuffle_by_columns=config.get("ps_version", "v1") == "v1",
-    )
+        model.vision, rms_norm=vision.get("norm_type", "rms_norm") == "rms_norm",
+        qk_norm=vision.get("qk_normalization", True) is True, shuffle_by_columns=config.get("ps_version", "v1") == "v1",
+    )  # fmt: skip
     fewest, most = (config.get(f"{name}_dynamic_patch", usual) for name, usual in (("min", 1), ("max", 6)))
     if type(fewest) is not int or type(most) is not int:
         raise CheckpointError(
@@ -165,8 +160,6 @@ FAMILY = Family(
         (_LAYER + r"feed_forward\.w2\.", r"text.layers.\1.mlp.down_proj."),
     ),
     original=OriginalLayout(
-        processor=_processor,
-        template=_template,
-        whole=WholeLayout("llm_config", PLACEHOLDER, "<|im_end|>", _separate),
+        processor=_processor, template=_template, whole=WholeLayout("llm_config", PLACEHOLDER, "<|im_end|>", _separate),
     ),
-)
+)  # fmt: skip

@@ -27,10 +27,7 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
 
 
 FAMILY = Family(
-    model_type="qwen2_5_vl",
-    architecture="Qwen2_5_VLForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen2_5_VLConfig", _tower),
-    processors=(PROCESSOR,),
-    tensors=TENSORS,
+    model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration",
+    read=lambda config: read_qwen(config, "Qwen2_5_VLConfig", _tower), processors=(PROCESSOR,), tensors=TENSORS,
     adjust=adjust,
-)
+)  # fmt: skip

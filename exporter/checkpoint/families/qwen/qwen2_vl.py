@@ -49,16 +49,10 @@ def read_qwen(config: Mapping[str, Any], kind: str, tower: Callable[[Any, TextCo
     text = text_config_of(parsed)
     vision = tower(parsed.vision_config, text)
     return ModelConfig(
-        text=text,
-        vision=vision,
-        feature_layers=(vision.layers,),
-        select="full",
-        projector_activation="gelu",
-        projector_bias=True,
-        image_token_id=image_token_of(parsed, text),
-        layout=Native(vision.patch, vision.shuffle, FEWEST, MOST),
-        projector_norm_eps=NORM_EPS,
-    )
+        text=text, vision=vision, feature_layers=(vision.layers,), select="full", projector_activation="gelu",
+        projector_bias=True, image_token_id=image_token_of(parsed, text),
+        layout=Native(vision.patch, vision.shuffle, FEWEST, MOST), projector_norm_eps=NORM_EPS,
+    )  # fmt: skip
 
 
 def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text: TextConfig) -> VisionConfig:
@@ -80,18 +74,10 @@ def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text
             f"a text model of hidden size {text.hidden}; correct config.json"
         )
     return VisionConfig(
-        family=family,
-        layers=size(config, "depth", MAX_LAYERS),
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        image=_side(MOST, patch * config.spatial_merge_size),
-        patch=patch,
-        eps=NORM_EPS,
-        activation=str(config.hidden_act),
-        shuffle=config.spatial_merge_size,
-        native=True,
-    )
+        family=family, layers=size(config, "depth", MAX_LAYERS), hidden=hidden, ffn=ffn, heads=heads,
+        image=_side(MOST, patch * config.spatial_merge_size), patch=patch, eps=NORM_EPS,
+        activation=str(config.hidden_act), shuffle=config.spatial_merge_size, native=True,
+    )  # fmt: skip
 
 
 def _side(pixels: int, unit: int) -> int:
@@ -136,10 +122,7 @@ def _pixels(processor: Mapping[str, Any], limit: str, edge: str, default: int) -
 
 
 FAMILY = Family(
-    model_type="qwen2_vl",
-    architecture="Qwen2VLForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen2VLConfig", _tower),
-    processors=(PROCESSOR,),
-    tensors=TENSORS,
+    model_type="qwen2_vl", architecture="Qwen2VLForConditionalGeneration",
+    read=lambda config: read_qwen(config, "Qwen2VLConfig", _tower), processors=(PROCESSOR,), tensors=TENSORS,
     adjust=adjust,
-)
+)  # fmt: skip
