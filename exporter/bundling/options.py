@@ -88,7 +88,6 @@ class ExportOptions:
             )
 
     def precisions(self) -> Precisions:
-        """The precisions named, with defaults for the others."""
         parts = self.precision, self.vision_precision, self.head_precision, self.kv_precision
         return Precisions.choose(*parts, block=self.int4_block)
 

@@ -96,7 +96,6 @@ def export_base() -> int:
 
 
 def check_memory(prediction: Prediction, limit: int | None) -> None:
-    """Raise ExportError when an export would need more memory than `limit` bytes."""
     if limit is not None and prediction.export_memory > limit:
         raise ExportError(
             f"the export needs about {size(prediction.export_memory)} of memory, --max-memory allows {size(limit)}; "

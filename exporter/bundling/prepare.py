@@ -52,7 +52,6 @@ class Reductions:
     needs: Needs = Needs()  # noqa: RUF009 - frozen
 
     def cuts(self, ks: Sequence[int]) -> list[int]:
-        """Layers, rising, before which the decoder is cut."""
         return sorted({*ks, *self.needs.boundaries})
 
 
@@ -85,7 +84,6 @@ class Plan:
         return name.encode("utf-8", "replace").decode()  # a directory's name need not be Unicode, a manifest is
 
     def source(self) -> Source:
-        """The model as measurements read it."""
         text = Text(parse_tokenizer(self.tokenizer, ExportError), self.template, self.text)
         fingerprint = self.checkpoint.fingerprint()
         return Source(self.name, fingerprint, self.checkpoint, self.config, text, self.image, self.max_context)
@@ -103,7 +101,6 @@ class Plan:
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
-        """The stages of the decoder, in every dialect."""
         cuts, queries = self.reductions.cuts(self.ks), self.reductions.needs.queries
         spans = pairwise([1, *cuts, self.config.text.layers + 1])
         inputs = self.config.token_inputs
@@ -116,7 +113,6 @@ class Plan:
 
     @property
     def dialects(self) -> dict[str, Graphs]:
-        """The files of the graphs to write, by dialect."""
         needs, made = self.reductions.needs, dict[str, Graphs]()
         for dialect in self.options.dialects:
             suffix = f"{dialect}.onnx"
@@ -134,7 +130,6 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings to show before the export begins."""
         skipped = self.options.aware.skipped if self.options.aware else ()
         tower = self.text_tower.warnings if self.text_tower else ()
         gates = self.gates.warnings if self.gates else ()
@@ -203,7 +198,6 @@ def plan_export(options: ExportOptions) -> Plan:
 def _gates_and_ks(
     options: ExportOptions, checkpoint: Checkpoint, config: ModelConfig
 ) -> tuple[Gates | None, tuple[int, ...]]:
-    """The gates of the options' file, and the K to prebuild."""
     gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
     ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
     for k in ks:
@@ -258,7 +252,6 @@ def _weights(
     options: ExportOptions, checkpoint: Checkpoint, config: ModelConfig, text_tower: TextTowerCheckpoint | None,
     reductions: Reductions,
 ) -> WeightPlan:  # fmt: skip
-    """The location in the bundle of every tensor that a graph needs."""
     precisions = options.precisions()
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
     needed += decoder_tensors(config.text)

@@ -32,7 +32,6 @@ class Retain:
     data: Data
 
     def check(self, specs: Sequence[str]) -> None:
-        """Raise RequestError unless there are thresholds to look for."""
         part = next((part for part in parse(specs[0]) if part.thresholds), None) if specs else None
         if part is None:
             raise RequestError("--retain needs a first --reduce with thresholds; name one such as mustdrop:192")

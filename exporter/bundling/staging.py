@@ -21,7 +21,6 @@ from vtx.tools.common.files import locked, open_directory
 
 
 def check_target(out: Path, force: bool) -> None:
-    """Raise ExportError if a bundle cannot be written to `out`."""
     if not out.exists() and not out.is_symlink():
         return
     replaceable = out.is_dir() and not out.is_symlink() and ((out / MANIFEST).is_file() or not any(out.iterdir()))
@@ -32,7 +31,6 @@ def check_target(out: Path, force: bool) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a directory and its parents. Raises ExportError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:

@@ -57,7 +57,6 @@ class CalibrationOptions:
             )
 
     def ks(self, layers: int) -> tuple[int, ...]:
-        """The candidates for a model of `layers` layers."""
         if layers < 2:
             raise RequestError(f"the model has {layers} layer; choosing K needs at least 2")
         first = min(5, layers) if self.k_from is None else self.k_from
@@ -67,7 +66,6 @@ class CalibrationOptions:
 
 
 def predict_memory(source: Source, items: Sequence[PreparedItem], options: CalibrationOptions) -> int:
-    """Estimated bytes of memory of a measurement."""
     size, text = model_size(source.config, source.name), source.config.text
     image_token = source.config.image_token_id
     longest = max(len(prepared.ids) for prepared in items) + options.max_new_tokens
@@ -180,7 +178,6 @@ class _BatchMeasurer:
         return torch.stack([hidden[k] for k in (None, *self._ks)])
 
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        """Logits of hidden states [n, hidden], a bounded number at a time."""
         step = max(1, LOGITS // self._source.config.text.vocab)
         for start in range(0, len(hidden), step):
             yield self._reference.head(hidden[start : start + step])

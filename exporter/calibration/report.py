@@ -35,8 +35,6 @@ class CalibratedModel:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationData:
-    """The questions measured, and a line for each that could not be."""
-
     source: str
     items: int
     skipped: tuple[str, ...]
@@ -74,7 +72,6 @@ class CalibrationReport:
     samples: tuple[ItemResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of report.json; attention only if it was measured."""
         return {"format": FORMAT, **json_value(self)}
 
     @property
@@ -85,7 +82,6 @@ class CalibrationReport:
 
 
 def make_report(source: Source, data: str, measured: Measurement, choosing: Choosing) -> CalibrationReport:
-    """The whole report; `k` is the choice of the deciding rule."""
     curve = make_curve(measured)
     choices = choose(curve, choosing, len(measured.results))
     return CalibrationReport(
@@ -102,7 +98,6 @@ def make_report(source: Source, data: str, measured: Measurement, choosing: Choo
 
 
 def make_curve(measured: Measurement) -> tuple[Point, ...]:
-    """One point per K, K = none first."""
     ks = (None, *measured.ks)
     kl, reverse = (
         mean_intervals(np.array([[0.0, *getattr(r, name)] for r in measured.results])) for name in ("kl", "kl_reverse")
@@ -120,7 +115,6 @@ def make_curve(measured: Measurement) -> tuple[Point, ...]:
 
 
 def mean_attention(results: Sequence[ItemResult]) -> MeanAttention | None:
-    """The mean over the items; None if attention was not measured."""
     samples = [result.attention for result in results if result.attention is not None]
     if not samples:
         return None
@@ -147,7 +141,6 @@ def write_report(report: CalibrationReport, folder: Path) -> Path:
 
 
 def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
-    """The choice of a vtx-calibrate report on disk. Raises RequestError."""
     report = read_json_object(path, MAX_REPORT, error=RequestError)
     if report.get("format") != FORMAT:
         raise RequestError(f"{path} is not a report of vtx-calibrate")

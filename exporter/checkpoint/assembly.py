@@ -77,7 +77,6 @@ def open_checkpoint(
 
 
 def _added_id(folder: Path, token: str) -> int:
-    """The id of an added token in the tokenizer's files. Raises CheckpointError."""
     listed = read_settings(folder, "tokenizer_config.json").get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, Mapping) else ()
     known = {str(entry["content"]): id for id, entry in entries if isinstance(entry, Mapping) and "content" in entry}
@@ -160,7 +159,6 @@ def find_tower(
 
 
 def _tower_name(name: str) -> str:
-    """The canonical name of a tower's tensor."""
     found = (re.sub(pattern, part, name) for pattern, part in INTERNVIT_TENSORS if re.search(pattern, name))
     return next(found, None) or canonical_name(name)
 

@@ -195,7 +195,6 @@ def check_layers(part: Mapping[str, Any], file: str = "config.json") -> None:
 
 
 def part_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part's settings. Raises CheckpointError if they are missing."""
     part = config.get(name)
     if not isinstance(part, Mapping):
         raise CheckpointError(f"config.json: {name} is {part!r:.40}, not the settings of a part; download it again")

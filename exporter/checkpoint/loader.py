@@ -360,7 +360,6 @@ def _sharded_tensors(
 
 
 def _in_cache(folder: Path) -> bool:
-    """Return True for a snapshot in the hub's cache."""
     return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
 
 

@@ -117,7 +117,6 @@ def control_tokens(tokenizer: Tokenizer, settings: TextSettings) -> dict[str, in
 
 
 def _load(folder: Path, name: str) -> Any:
-    """AutoTokenizer's tokenizer of copied data files."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     if (folder / "tokenizer.json").exists():
@@ -137,7 +136,6 @@ def _load(folder: Path, name: str) -> Any:
 
 
 def _added_token(tokenizer: Tokenizer, id: int, kind: str) -> str:
-    """The placeholder token of an image or a video."""
     token = tokenizer.get_added_tokens_decoder().get(id)
     if token is None:
         raise CheckpointError(

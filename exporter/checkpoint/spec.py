@@ -25,7 +25,6 @@ from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size, spec_size
 
 
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:
-    """The sizes of a model called `name`."""
     text, vision = config.text, config.vision
     tower = TowerSpec(
         **_declared(vision, TowerSpec), intermediate=vision.ffn, feature_layers=config.feature_layers,
@@ -112,5 +111,4 @@ def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
 
 
 def model_size(config: ModelConfig, name: str) -> ModelSize:
-    """Sizes of a configuration that the exporter has read."""
     return spec_size(model_spec(config, name), config.layout, "config")

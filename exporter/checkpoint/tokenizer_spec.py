@@ -89,7 +89,6 @@ def _added(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a JSON value, itself included."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -131,7 +130,6 @@ def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthB
 
 
 def _sequence(step: Any, key: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, without nesting."""
     if not isinstance(step, dict):
         return []
     if step["type"] != "Sequence":

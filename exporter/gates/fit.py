@@ -141,7 +141,6 @@ def _initial(rows: int, columns: int, random: torch.Generator) -> Tensor:
 def write_gates(
     path: Path, gates: dict[int, GateWeights], model_fingerprint: str, options: FitOptions, record: dict[str, object]
 ) -> None:
-    """Write a gate file for `vtx-export --gates`, with a record of its training."""
     tensors = {name: w for k, gate in sorted(gates.items()) for name, w in zip(gate_tensors(k), gate, strict=True)}
     alpha = options.alpha if math.isfinite(options.alpha) else None
     training = {

@@ -141,7 +141,6 @@ class Measurer:
         return tensors, skipped
 
     def _prepare(self, number: int, item: Item) -> _GateItem:
-        """Raises VtxError for an item that cannot be measured."""
         source = self._source
         if not item.images:
             raise RequestError("it has no image; questions about text skip the gates")

@@ -39,7 +39,6 @@ class HeldOut:
 
     @classmethod
     def measure(cls, work: WorkDirectory, gates: Mapping[int, GateWeights]) -> HeldOut:
-        """Evaluate every gate on every held-out item of `work`."""
         ks = tuple(sorted(gates))
         odds = np.stack([gate_odds(work.read(f"inputs.{k - 2}", held_out=True), gates[k]) for k in ks], 1)
         same, right, tokens = (work.read(name, held_out=True) for name in ("same", "right", "rows"))
@@ -121,8 +120,6 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The data that gates were trained on."""
-
     items: int
     epochs: int
     answers: str
@@ -144,14 +141,12 @@ class GatesReport:
     plot: str | None = optional(None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of its file."""
         values: dict[str, Any] = json_value(self)
         judgement: dict[str, Any] = values.pop("judgement")
         return values | judgement
 
 
 def judge(held: HeldOut, size: ModelSize) -> Judgement:
-    """Judge gates by held-out items."""
     gates = []
     for threshold in THRESHOLDS:
         columns = held.exits(threshold)

@@ -96,7 +96,6 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
 
 
 def default_out(model: str) -> Path:
-    """The default gate file of a model."""
     return Path(f"vtx-gates-{Path(model).expanduser().absolute().name}.safetensors")
 
 

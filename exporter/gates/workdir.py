@@ -64,7 +64,6 @@ class Shard:
 
 
 def make_shards(items: Sequence[Item], batch: int, *, held_out: bool, first: int = 0) -> list[Shard]:
-    """`items`, numbered from `first`, in shards of `batch`."""
     return [
         Shard(n, held_out, tuple(range(first + at, first + at + len(part))), part)
         for n, at in enumerate(range(0, len(items), batch))

@@ -42,7 +42,6 @@ ACTIVATIONS: dict[str, Callable[[Builder, ir.Value], ir.Value]] = {
 
 
 def check_activation(name: str) -> None:
-    """Raise UnsupportedModelError when `name` is not among `ACTIVATIONS`."""
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(f"activation {name!r} is not supported; vtx knows {', '.join(sorted(ACTIVATIONS))}")
 

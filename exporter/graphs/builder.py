@@ -68,13 +68,11 @@ class Builder:
         self._outputs.append(value)
 
     def op(self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
-        """One node with one output."""
         return self.ops(kind, *inputs, outputs=1, domain=domain, **attributes)[0]
 
     def ops(
         self, kind: str, *inputs: ir.Value | None, outputs: int, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
-        """One node with several outputs."""
         node = ir.node(kind, list(inputs), attributes or None, domain=domain, num_outputs=outputs)
         node.name = f"{kind}_{len(self._nodes)}"
         for number, value in enumerate(node.outputs):
@@ -97,16 +95,13 @@ class Builder:
         return self._initializer(name, ir.tensor(data, name=name))
 
     def stored(self, name: str) -> ir.Value:
-        """A weight in its stored type."""
         location = self._weights[name]
         return self._external(name, location, ELEMENT_TYPES[location.dtype], location.shape)
 
     def location(self, name: str) -> StoredTensor:
-        """The location and the form of a weight."""
         return self._weights[name]
 
     def octets(self, name: str, *shape: int) -> ir.Value:
-        """A quantised matrix as its bytes."""
         return self._external(name, self._weights[name], ir.DataType.UINT8, shape)
 
     def scales(self, name: str, dtype: ir.DataType, *shape: int) -> ir.Value:
@@ -126,7 +121,6 @@ class Builder:
         return self._initializer(name, tensor)
 
     def weight(self, name: str, dtype: ir.DataType | None = None) -> ir.Value:
-        """A weight in the dialect's arithmetic type, or in `dtype`."""
         dtype = dtype or self.dialect.compute
         if ELEMENT_TYPES[self._weights[name].dtype] == dtype:
             return self.stored(name)
@@ -139,13 +133,11 @@ class Builder:
         return self.project(x, f"{name}.weight", f"{name}.bias" if bias else None)
 
     def project(self, x: ir.Value, weight: str, bias: str | None = None) -> ir.Value:
-        """`linear` with the weights by their own names."""
         if self._weights[weight].scales is not None:
             return self.dialect.quantised(self, x, weight, bias)
         return self.gemm(x, self.weight(weight), bias)
 
     def gemm(self, x: ir.Value, matrix: ir.Value, bias: str | None) -> ir.Value:
-        """X @ matrix^T (+ b)."""
         return self.op("Gemm", x, matrix, *([self.weight(bias)] if bias else []), transB=1)
 
     def dequantised(self, name: str) -> ir.Value:
@@ -159,16 +151,13 @@ class Builder:
         return self.op("DequantizeLinear", self.stored(name), scales, axis=1, block_size=location.shape[1] // blocks)
 
     def from_float32(self, x: ir.Value) -> ir.Value:
-        """Float32 values in the dialect's arithmetic type."""
         compute = self.dialect.compute
         return x if compute == FLOAT else self.op("Cast", x, to=compute.value)
 
     def to_float32(self, x: ir.Value) -> ir.Value:
-        """Values of the dialect's arithmetic type as float32."""
         return x if self.dialect.compute == FLOAT else self.op("Cast", x, to=FLOAT.value)
 
     def scalar(self, value: float) -> ir.Value:
-        """A number in the dialect's arithmetic type."""
         return self.constant(np.array(value, self.dialect.compute.numpy()))
 
     def reshape(self, x: ir.Value, *shape: int) -> ir.Value:
@@ -258,12 +247,10 @@ class Dialect(ABC):
         return b.op("Gelu", x, approximate="tanh") if tanh else b.op("Gelu", x)
 
     def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
-        """X * sigmoid(rate * x)."""
         inner = x if rate == 1 else b.op("Mul", x, b.scalar(rate))
         return b.op("Mul", x, b.op("Sigmoid", inner))
 
     def mish(self, b: Builder, x: ir.Value) -> ir.Value:
-        """X * tanh(softplus(x))."""
         return b.op("Mish", x)
 
     @abstractmethod

@@ -84,7 +84,6 @@ def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.Da
 def _attention(
     b: Builder, c: TextConfig, x: ir.Value, name: str, attention: StageAttention, layer: int
 ) -> tuple[ir.Value, ir.Value]:
-    """The layer's addition to the residual sum, and its rotated queries."""
     parts = []
     for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
         y = b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias)

@@ -17,8 +17,6 @@ LAYER_SCALES = ("lambda_1", "lambda_2")  # of attention and of the MLP
 
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
-    """The sizes of a text tower's blocks."""
-
     hidden: int
     ffn: int
     heads: int
@@ -67,14 +65,12 @@ def build_block(
 
 
 def _scaled(b: Builder, e: Encoder, y: ir.Value, name: str, half: int) -> ir.Value:
-    """The addition of half a block, times its scale if the model has one."""
     return b.op("Mul", y, b.weight(f"{name}.{LAYER_SCALES[half]}")) if e.layer_scale else y
 
 
 def projected(
     b: Builder, e: Encoder, x: ir.Value, name: str, shape: tuple[int, int, int], parts: str
 ) -> list[ir.Value]:
-    """The `parts` of a block's q, k and v."""
     hidden = b.reshape(norm(b, e, x, f"{name}.layer_norm1"), -1, e.hidden)
     found = []
     for part in parts:

@@ -79,7 +79,6 @@ def of_video(weights: Mapping[str, T]) -> dict[str, T]:
 
 
 def feature_width(c: ModelConfig) -> int:
-    """The width of the features that one token is projected from."""
     return c.vision.hidden * len(c.feature_layers) * c.vision.shuffle**2
 
 

@@ -50,7 +50,6 @@ class AttentionMeter:
         self._layers[number].append(scores.softmax(-1).mean(0) @ groups.kinds)
 
     def shares(self, number: int) -> AttentionShares:
-        """The shares of one sample."""
         groups, layers = self._groups[number], torch.stack(self._layers[number]).double()
         answer = layers[:, groups.prompt - groups.suffix - 1 :]
         question = layers[:, : groups.prompt - groups.suffix]

@@ -36,7 +36,6 @@ from vtx.runtime.vision.layout import Layout
 
 
 def golden_ids(text: Text, layout: Layout, question: str = QUESTION) -> NDArray[np.int64]:
-    """Token ids [tokens] of the golden image and a question."""
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
     return text.prompt([{"role": "user", "content": content}], [layout.prompt_image(*golden_image().size)])
 

@@ -42,7 +42,6 @@ class Encoded:
     images: tuple[ImageTokens, ...] = ()
 
     def first(self, count: int) -> Encoded:
-        """The first tokens of a single image."""
         kept = np.arange(min(count, len(self.hidden)))
         return Encoded(self.hidden[:count], tuple(image.take(kept) for image in self.images))
 
@@ -97,7 +96,6 @@ class Reference:
         self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
-        """The tokens of one prompt's images, one image after the other."""
         layout, tokens = self.config.layout.for_images(len(images)), list[ImageTokens]()
         hidden = (0, self.config.text.hidden)
         newline = self._weights.read(NEWLINE)[None].cpu().numpy() if layout.newline else np.zeros(hidden, np.float32)

@@ -23,6 +23,5 @@ class Source:
     context: int
 
     def version(self) -> list[list[str | int]]:
-        """Name, size in bytes and modification time of each weight file."""
         files = sorted({info.file for info in self.checkpoint.tensors.values()})
         return [[f.name, (s := f.stat()).st_size, s.st_mtime_ns] for f in files]

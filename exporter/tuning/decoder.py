@@ -114,7 +114,6 @@ class WithdrawingDecoder(nn.Module):
             return self._run(layers, row, features, None)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states [m, hidden] to float32 logits [m, vocab]."""
         logits: Tensor = self.model.lm_head(self.model.model.norm(hidden)).float()
         return logits
 
@@ -208,7 +207,6 @@ class _Cache:
 
 
 def adapter_config(learning: Learning, layers: range) -> Any:
-    """The configuration, peft's, of the adapters on `layers`, counted from 1."""
     from peft import LoraConfig
 
     numbers = "|".join(str(number - 1) for number in layers)
@@ -226,6 +224,5 @@ def adapter_layers(model: Any) -> Iterator[Any]:
 
 
 def tensors_of(row: Row, device: torch.device) -> dict[str, Tensor]:
-    """A row's tensors on a device, the argument of `forward`."""
     names = ("ids", "blocks", "positions", "image", "at", "targets", "given")
     return {name: getattr(row, name).to(device) for name in names}

@@ -79,7 +79,6 @@ def tune(options: TuneOptions, out: Path, report: Progress, say: Callable[[str],
 def run(
     work: Workspace, options: TuneOptions, out: Path, report: Progress, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Tune an opened workspace; otherwise as `tune`."""
     decoder = WithdrawingDecoder(
         work.source.config.text,
         load_text_model(work.source, work.dtype, work.accelerator.device, options.learning),
@@ -218,7 +217,6 @@ def predict_memory(model: ModelSize, rows: Sequence[Row], options: TuneOptions, 
 
 
 def learning_weights(model: ModelSize, options: TuneOptions) -> int:
-    """The number of trained weights."""
     d, layers = model.decoder, len(options.learning.chosen(model.decoder.layers))
     if options.learning.full:
         return layers * (d.layer_macs + d.small_parameters // d.layers)

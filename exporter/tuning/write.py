@@ -77,7 +77,6 @@ def changes(changed: Changed) -> dict[int, float]:
 
 
 def checkpoint_bytes(source: Source) -> int:
-    """Bytes on the disk of a tuned checkpoint's weights."""
     return sum(info.nbytes for info in source.checkpoint.tensors.values())
 
 
@@ -113,7 +112,6 @@ def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None
 
 
 def _rewrite(infos: list[tuple[str, TensorInfo]], changed: Changed, path: Path) -> None:
-    """One file of weights, a tensor in memory at a time."""
     specs = [(info.name, info.dtype, info.shape) for _, info in infos]
     header, _ = layout(path, specs, {"format": "pt"})
     with path.open("wb") as file:
@@ -175,8 +173,6 @@ RECORDED = ("vtx-edge", "torch", "transformers", "peft", "accelerate")
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """The data and the length of a training."""
-
     items: int
     rows: int
     data: str
@@ -188,7 +184,6 @@ def versions() -> dict[str, str]:
 
 
 def model_card(base: str, options: TuneOptions, record: TrainingRecord, judged: TuningComparison | None) -> str:
-    """Markdown, with the header that model hubs read."""
     d, w, learning = options.depths, options.weights, options.learning
     drawn = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")
     layers = "all layers" if learning.layers is None else f"layers {learning.layers[0]} to {learning.layers[1]}"

@@ -69,7 +69,6 @@ class ExportJournal:
         _append(self._path, {"part": part})
 
     def remove(self) -> None:
-        """Remove the journal, which does not belong to the bundle."""
         self._path.unlink(missing_ok=True)
 
 
@@ -79,7 +78,6 @@ def begin(folder: Path, key: str) -> None:
 
 
 def key_in(folder: Path) -> str | None:
-    """The key of the export that left a journal in `folder`."""
     key = next(_lines(folder / JOURNAL), {}).get("key")
     return key if isinstance(key, str) else None
 

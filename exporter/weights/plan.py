@@ -49,7 +49,6 @@ class WeightEntry:
 
     @property
     def end(self) -> int:
-        """The first byte of the file after this tensor."""
         last = self.scales or self.target
         return last.offset + last.nbytes
 
@@ -70,7 +69,6 @@ class WeightFile:
 
     @property
     def work(self) -> int:
-        """Source bytes that writing this file reads, for progress."""
         return self.size if self.whole else sum(entry.source.nbytes for entry in self.entries)
 
 

@@ -78,13 +78,11 @@ def pack(integers: NDArray[np.int8]) -> NDArray[np.uint8]:
 
 
 def unpack(packed: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """The inverse of `pack`."""
     both = np.stack((packed << 4, packed & 0xF0), -1).view(np.int8) >> 4
     return both.reshape(len(packed), -1)
 
 
 def dequantise(integers: NDArray[Any], scales: NDArray[np.float16], scheme: Scheme) -> Floats:
-    """The weights [n, in] that stored integers and scales stand for."""
     values = unpack(integers) if scheme.bits == 4 else integers
     blocks = values.reshape(len(values), -1, scheme.block).astype(np.float32)
     return (blocks * scales.astype(np.float32)[..., None]).reshape(len(values), -1)

@@ -24,18 +24,12 @@ CHUNK = 1 << 22  # elements widened at a time
 class WeightSource(Protocol):
     """The weights of a model, by canonical name."""
 
-    def rows(self, name: str) -> int:
-        """The number of rows of a weight."""
-        ...
+    def rows(self, name: str) -> int: ...
 
-    def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
-        """A copy of some rows of a weight as float32."""
-        ...
+    def read(self, name: str, rows: RowIndex = EVERY) -> Tensor: ...
 
 
 class CheckpointWeights:
-    """`WeightSource` of a checkpoint."""
-
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.tensors
 
@@ -81,7 +75,6 @@ def _widened(info: TensorInfo, rows: RowIndex) -> Tensor:
 
 
 def _parts(rows: RowIndex, count: int, step: int) -> Iterator[RowIndex]:
-    """`rows` of `count`, at most `step` at a time."""
     if isinstance(rows, slice):
         first, last, _ = rows.indices(count)
         yield from (slice(start, min(start + step, last)) for start in range(first, last, step))

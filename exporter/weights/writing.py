@@ -131,7 +131,6 @@ def shared(source: BinaryIO, path: Path, target: Path) -> bool:
 
 
 def pieces(size: int) -> Iterator[int]:
-    """The sizes of the blocks of `size` bytes."""
     for start in range(0, size, BLOCK):
         yield min(BLOCK, size - start)
 

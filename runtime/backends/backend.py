@@ -117,7 +117,6 @@ class DeviceState:
 
     @classmethod
     def on_gpu(cls, device: str, libraries: str, machine: Device) -> DeviceState:
-        """The state of an engine that needs a GPU, whose libraries are installed."""
         if not machine.gpus:
             return cls(device, True, False, f"{libraries}; no NVIDIA GPU was detected, so it cannot answer here")
         return cls(device, True, True, f"{libraries} on {machine.gpus[0].name} ({machine.gpus[0].sm})")

@@ -16,8 +16,6 @@ from vtx.runtime.precision import PRECISIONS
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The device and the arithmetic of a bundle, and the reason for it."""
-
     device: str
     compute: str
     why: str
@@ -86,10 +84,8 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
 
 
 def float_bytes(chosen: DeviceChoice) -> Floats:
-    """Bytes of a weight of each type of float in the device's memory."""
     return ENGINES[chosen.device].compute[chosen.compute]
 
 
 def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:
-    """Load the bundle's graphs on a device that `choose` gave."""
     return ENGINES[chosen.device].load()(bundle, threads, chosen.compute)

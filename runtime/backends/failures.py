@@ -12,7 +12,6 @@ MAX_REASON = 300  # characters of an engine's own message
 
 
 def load_failure(engine: str, graph: str, error: Exception) -> VtxError:
-    """The error of an engine that cannot load a graph."""
     if _lacks_memory(error):
         return DeviceError(
             f"not enough memory to load {graph}; end other programs, use a smaller precision or a machine with more"
@@ -60,7 +59,6 @@ class ClosedGraph:
 
 
 def closed_failure(graph: str) -> VtxError:
-    """The error of a graph that is run after its backend was closed."""
     return ModelClosedError(f"{graph} cannot run: the model is closed; load it again with vtx.load")
 
 

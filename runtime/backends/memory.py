@@ -74,7 +74,6 @@ def answering_memory(
 
 
 def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
-    """Bytes that a bundle needs to be loaded and asked about an image."""
     m = bundle.manifest
     return weights_in_memory(bundle, floats) + answering_memory(
         layers=m.model.layers, hidden=m.model.hidden, heads=m.model.heads, kv_heads=m.model.kv_heads,

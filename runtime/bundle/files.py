@@ -167,7 +167,6 @@ def reason(cause: Exception) -> str:
 
 
 def _open_below(root: Path, parts: tuple[str, ...]) -> int:
-    """Open `root / parts`, following no link below `root`."""
     if not parts:
         raise IsADirectoryError(21, "Is a directory")
     if not _BY_DESCRIPTOR:  # open the path, which was resolved, and check that it still leads here

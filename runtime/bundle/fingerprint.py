@@ -59,7 +59,6 @@ class EngineRecord:
             raise ValueError(f"the sizes of {self.file} are not sizes: they do not rise from 0")
 
     def longest(self, size: str) -> int:
-        """The largest value of a free size that any profile takes."""
         return max(profile[size][2] for profile in self.profiles)
 
 
@@ -112,12 +111,10 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
 
 
 def targets(bundle: Bundle) -> list[str]:
-    """The targets that the bundle holds engines for."""
     return sorted(path.parent.name for path in bundle.path(FOLDER).glob(f"*/{RECORD}"))
 
 
 def check_machine(bundle: Bundle, engines: EngineSet, flavour: str, version: str, gpu: Gpu | None) -> None:
-    """Raise DeviceError unless these engines run with this TensorRT on this GPU."""
     if gpu is None:
         raise DeviceError(
             "no NVIDIA GPU answers here: its driver is not installed, or this is a container without it; "

@@ -164,7 +164,6 @@ def read_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) ->
 
 
 def widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return the float32 values of BF16 bits, same shape."""
     wide = np.left_shift(bits, 16, dtype=np.uint32)
     return wide.view(np.float32)
 
@@ -258,7 +257,6 @@ def shown(name: str) -> str:
 
 
 def _header_bytes(file: BinaryIO, size: int, name: str, error: type[VtxError]) -> bytes:
-    """Return the header's JSON of a file of `size` bytes."""
     if size < 8:
         raise error(f"{name} holds {size} bytes, a safetensors file has at least 8; download it again")
     start = file.read(8)
@@ -277,7 +275,6 @@ def _header_bytes(file: BinaryIO, size: int, name: str, error: type[VtxError]) -
 
 
 def _parse(raw: bytes, path: Path, size: int, identity: Identity | None, error: type[VtxError]) -> Header:
-    """The header `raw` of a file of `size` bytes, checked."""
     parsed = parse_json(raw, f"the header of {path.name}", error=error)
     if not isinstance(parsed, dict):
         raise error(f"the header of {path.name} is not an object; download it again")

@@ -49,8 +49,6 @@ class PublicKey:
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """The private key that an export signs with."""
-
     name: str
     key: Ed25519PrivateKey
 
@@ -77,7 +75,6 @@ def write_sealed(path: Path, content: bytes, key: SigningKey | None = None) -> N
 
 
 def unseal(path: Path) -> None:
-    """Remove the checksum and the signature of `path`."""
     for suffix in (CHECKSUM, SIGNATURE):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
@@ -116,7 +113,6 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def _read_key(path: Path, kind: Literal["public", "private"]) -> Any:
-    """The Ed25519 key in a PEM file."""
     content = read_named(path, MAX_KEY, error=RequestError)
     try:
         import cryptography.exceptions  # noqa: F401 - `PublicKey.signed` needs it

@@ -22,7 +22,6 @@ MAX_COMMAND = 2000  # characters
 
 
 def write_manifest(manifest: Manifest) -> str:
-    """The text of `vtx.json`."""
     return write_json({**json_value(manifest), INTERFACE: interface.declare(manifest)})
 
 

@@ -87,14 +87,12 @@ def compare(bundle: Bundle, first: str, second: str) -> Iterator[GraphDifference
 
 
 def to_dict(sources: tuple[str, str], graphs: list[GraphDifference]) -> dict[str, Any]:
-    """The comparison as plain data, ready for JSON."""
     first = first_difference(graphs)
     outputs = [output.to_dict() for graph in graphs for output in graph.outputs]
     return {"compare": list(sources), "outputs": outputs, "first_difference": first and first.to_dict()}
 
 
 def first_difference(graphs: list[GraphDifference]) -> TensorDifference | None:
-    """The first output beyond its limit; None if all are within."""
     return next((graph.worst for graph in graphs if not graph.worst.passed), None)
 
 

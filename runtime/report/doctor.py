@@ -155,6 +155,5 @@ def check_traces(
 
 
 def check_bundle(folder: str, device: str, compute: str | None, require_signature: Path | None = None) -> BundleReport:
-    """Compute a bundle's golden vectors again on a device."""
     model = load(folder, device=device, compute=compute, require_signature=require_signature)
     return BundleReport.of(model, check_golden(model))

@@ -57,7 +57,6 @@ def golden_pixels(views: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def key_of(k: int | None) -> str:
-    """Name of the tensor with the logits at `k`."""
     return f"logits.{k or 'none'}"
 
 

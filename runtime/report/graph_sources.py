@@ -74,7 +74,6 @@ def open_source(bundle: Bundle, name: str) -> GraphSource:
 
 
 def graph_file(manifest: Manifest, dialect: str, part: GraphPart) -> str:
-    """The file of a part's graph."""
     graphs = manifest.dialects[dialect]
     if part.kind == "stage":
         return graphs.stages[part.number]
@@ -132,7 +131,6 @@ class DialectSource:
         return self._session_run(graph_file(self._manifest, self.dialect, part), inputs)
 
     def _stage(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
-        """A stage's own outputs over an empty cache."""
         stage = self._manifest.stages[number]
         count, model = len(inputs[names.HIDDEN]), self._manifest.model
         slots = {"ort": count, "plain": 0, "trt": self._manifest.max_context}[self.dialect]

@@ -123,7 +123,6 @@ def _sheet(rows: Sequence[tuple[str, Sequence[Panel]]], legend: Image.Image) -> 
 
 
 def _legend(merged: bool, keys: bool) -> Image.Image:
-    """Each mark in a square, and its meaning."""
     entries = {"lit: goes on": True, "dark: left out": True, "merged window": merged, "key token": keys}
     shown, step, square = [label for label, there in entries.items() if there], 150, LEGEND - 6
     image = Image.new("RGB", (step * len(shown), LEGEND), "white")
@@ -140,7 +139,6 @@ def _legend(merged: bool, keys: bool) -> Image.Image:
 
 
 def _write(image: Image.Image, at: tuple[int, int], text: str, height: int, width: int) -> None:
-    """One line of `text`, shortened to `width` pixels."""
     font, line, end = ImageFont.load_default(height), printable(" ".join(text.split()))[:400], ""
     while line and font.getlength(line + end) > width:
         line, end = line[:-1], " ..."

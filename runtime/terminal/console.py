@@ -100,7 +100,6 @@ def say(text: str, *, line: bool = True) -> None:
 
 
 def say_json(value: object) -> None:
-    """Print one JSON object on a line of its own."""
     click.echo(json.dumps(value, ensure_ascii=False))
 
 

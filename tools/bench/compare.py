@@ -114,7 +114,6 @@ class Comparison:
     verdict: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of its file."""
         return {"format": FORMAT, **json_value(self)}
 
 
@@ -166,7 +165,6 @@ def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequenc
 
 
 def _difference(scores: NDArray[np.float64], column: int, other: int) -> MeanInterval:
-    """Paired difference of the scores in `column` and `other`."""
     differences = scores[:, column] - scores[:, other]
     [interval] = mean_intervals(differences[~np.isnan(differences)][:, None])
     return interval
@@ -191,7 +189,6 @@ def _compare(methods: Sequence[MethodResult], scores: NDArray[np.float64], numbe
 def _verdict(
     methods: Sequence[MethodResult], compared: Sequence[Compared], items: int, scores: NDArray[np.float64]
 ) -> list[str]:
-    """The conclusions of the table, in sentences."""
     if not scores.any():
         return [f"No method answers any of the {items} questions right, so accuracy decides nothing here."]
     sentences = []

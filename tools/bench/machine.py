@@ -35,7 +35,6 @@ class Machine:
 
 
 def describe() -> Machine:
-    """Describe this machine as it is now."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -39,7 +39,6 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """The kind of method in the comparison."""
         if self.reduce == NONE:
             return "gates" if self.k == "auto" else "withdrawal"
         return "pruning" if self.k is None else "both"

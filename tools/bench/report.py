@@ -86,12 +86,10 @@ class BenchReport:
     depths: tuple[Depth, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of its file."""
         return {"format": FORMAT, **json_value(self)}
 
 
 def make_report(bench: Bench, result: BenchResult) -> BenchReport:
-    """The whole report, with every K that was measured."""
     ceilings = result.ceilings.report() if result.ceilings else None
     m, backend, options = bench.model.manifest, bench.model.backend, bench.options
     stats = next(iter(result.turns.values()))[0].stats

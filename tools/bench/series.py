@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Median, quartiles and extremes of `n` figures."""
-
     median: float
     q1: float
     q3: float
@@ -20,7 +18,6 @@ class Series:
 
 
 def spread(values: Sequence[float]) -> Series:
-    """Median, quartiles, extremes and count of at least one figure."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return Series(middle, low, high, min(values), max(values), len(values))
 

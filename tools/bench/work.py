@@ -50,7 +50,6 @@ class WorkCounter:
         self.width = self.decoder.ffn
 
     def count(self, prefill: Sequence[Call], decode: Sequence[Call]) -> WorkCount:
-        """The work of one question, from its calls."""
         appends = [(self._stages[c.stage].layers, c) for c in prefill if c.stage is not None and c.tokens]
         flops = [
             append_flops(self.decoder, layers, c.tokens, c.filled) - 2 * c.spared * self.decoder.macs_after_attention

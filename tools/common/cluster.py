@@ -42,7 +42,6 @@ def connected(address: str) -> Iterator[Any]:
 
 
 def cores(ray: Any) -> list[int]:
-    """CPU cores of each machine of the cluster that computes."""
     return [int(n["Resources"]["CPU"]) for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) >= 1]
 
 

@@ -33,7 +33,6 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def open_directory(folder: Path) -> int:
-    """A descriptor of a directory, to be locked. Raises OSError."""
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 

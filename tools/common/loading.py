@@ -36,7 +36,6 @@ class Loading:
 
     @property
     def key(self) -> PublicKey | None:
-        """The key of a required signature."""
         from vtx.runtime.bundle.seal import PublicKey
 
         return PublicKey.load(self.require_signature) if self.require_signature else None

@@ -32,7 +32,6 @@ def peak() -> int | None:
 
 
 def forget_peak() -> None:
-    """Reset `peak`, if the system can."""
     try:
         _CLEAR.write_text("5")
     except OSError:

@@ -13,8 +13,6 @@ DRAWS = 4000
 
 @dataclass(frozen=True, slots=True)
 class MeanInterval:
-    """A mean and its bootstrap interval."""
-
     mean: float
     low: float
     high: float

@@ -75,7 +75,6 @@ class Data:
 
 
 def check_skipped(source: str, used: int, skipped: Sequence[str], noun: str) -> None:
-    """Raise RequestError if too many of the data, the `noun`, cannot be used."""
     total = used + len(skipped)
     if skipped and (not used or len(skipped) > MAX_SKIPPED * total):
         raise RequestError(
@@ -142,13 +141,11 @@ def scene_items(count: int) -> tuple[Item, ...]:
 
 
 def prompt_images(layout: Layout, item: Item) -> list[PromptImage]:
-    """Each image of an item, as a prompt has it."""
     layout = layout.for_images(len(item.images))
     return [layout.prompt_image(*image_size(image)) for image in item.images]
 
 
 def image_tokens(layout: Layout, item: Item) -> int:
-    """The number of image tokens of an item."""
     layout = layout.for_images(len(item.images))
     return sum(layout.count(*image_size(image)) for image in item.images)
 

@@ -17,7 +17,6 @@ MAX_JOURNAL = 1 << 30  # bytes
 
 
 def as_line(value: Mapping[str, Any]) -> bytes:
-    """An object as a line of a journal."""
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
@@ -68,7 +67,6 @@ class ResultJournal:
         self.results.update(results)
 
     def _resume(self) -> None:
-        """Lock the file and read its results."""
         try:
             if not locked(self._file.fileno()):
                 raise RequestError(f"another process is writing {self._path}; wait for it, or name another --out")

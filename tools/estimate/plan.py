@@ -225,7 +225,6 @@ class CostPlan:
     reduced: Reduced | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that `vtx-plan --json` prints."""
         profile: dict[str, Any] | None = None
         if self.profile is not None:
             named = ("memory_gib", "system_gib", "bandwidth", "fp32", "fp16", "int8", "int4")

@@ -13,7 +13,6 @@ LAYERS = "layers that see the image (K - 1)"
 
 
 def plot_plan(plan: CostPlan, path: Path) -> None:
-    """Draw a plan over the full layers into `path`. Raises as `draw` does."""
     profile, depths = plan.profile, sorted(plan.depths, key=lambda depth: depth.full_layers)
     full = [depth.full_layers for depth in depths]
 

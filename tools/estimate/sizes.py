@@ -115,7 +115,6 @@ class VisionSize:
         return self.layer_macs_on(self.tower_tokens)
 
     def layer_macs_on(self, tokens: int) -> int:
-        """One layer of the tower for that number of tokens."""
         h = self.hidden
         return tokens * (4 * h * h + 2 * h * self.ffn) + 2 * tokens * tokens * h
 
@@ -150,7 +149,6 @@ class NativeSize(VisionSize):
     whole: int = 1
 
     def seeing(self, tokens: int) -> NativeSize:
-        """The tower as it sees an image of that many tokens."""
         tokens = max(1, min(tokens, self.image_tokens))
         return replace(self, patches=self.features * tokens, view_tokens=tokens, image_tokens=tokens)
 
@@ -175,7 +173,6 @@ class NativeSize(VisionSize):
 
     @property
     def parameters(self) -> int:
-        """Weights of the tower and of its merger."""
         h, norm = self.hidden, self.hidden * (1 if self.gated else 2)
         matrices = 4 * h * h + (2 + self.gated) * h * self.ffn
         layer = matrices + 4 * h + (1 + self.gated) * self.ffn + h + 2 * norm
@@ -212,7 +209,6 @@ class ModelSize:
         return self.layout.count(width, height), self.layout.passes(width, height)
 
     def seeing(self, vision_tokens: int) -> ModelSize:
-        """The model as it sees an image of that many tokens."""
         return replace(self, vision=self.vision and self.vision.seeing(vision_tokens))
 
     def to_dict(self) -> dict[str, Any]:
@@ -231,7 +227,6 @@ KNOWN: Mapping[str, ModelSize] = {name: _known(name, **data) for name, data in _
 
 
 def bundle_size(bundle: Bundle) -> ModelSize:
-    """Sizes of a bundle, as its manifest declares them."""
     manifest = bundle.manifest
     size = spec_size(manifest.model, read_layout(manifest.layout, manifest.model.tower), "bundle")
     if size.vision is None or not manifest.dialects["ort"].vision_last_attention:

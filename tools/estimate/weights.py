@@ -38,7 +38,6 @@ def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, hea
 
 
 def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
-    """Every weight that an export writes."""
     size = model.decoder
     yield WeightGroup(EMBEDDING, (size.vocab, size.hidden))
     yield from layer_weights(size)
@@ -50,7 +49,6 @@ def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
 
 
 def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
-    """The matrices of all decoder layers."""
     q, kv, n = size.heads * size.head_dim, size.kv_heads * size.head_dim, size.layers
     yield WeightGroup("text.layers.0.self_attn.q_proj.weight", (q, size.hidden), n)
     yield WeightGroup("text.layers.0.self_attn.k_proj.weight", (kv, size.hidden), 2 * n)

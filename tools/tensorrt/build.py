@@ -201,7 +201,6 @@ def _build_job(plan: EnginePlan, job: EngineJob, report: Progress) -> tuple[Engi
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock these engines against other runs of vtx-build."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = open_directory(folder)

@@ -40,7 +40,6 @@ class SeenGraph:
 
     @cached_property
     def makers(self) -> dict[str, onnx.NodeProto]:
-        """The node that makes each value."""
         return {value: node for node in self.nodes for value in node.output if value}
 
     @cached_property
@@ -117,7 +116,6 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    """The value of an attribute, or `default` if the node has none."""
     import onnx
 
     for entry in node.attribute:

@@ -65,7 +65,6 @@ def lint(graph: SeenGraph, release: Release) -> list[LintFinding]:
 
 
 def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[LintFinding]:
-    """The findings of all graphs of one dialect of a bundle. Raises BundleError."""
     graphs = (load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect))
     return [finding for graph in graphs for finding in lint(graph, release)]
 

@@ -77,6 +77,5 @@ def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
 
 
 def used_sizes(graph: SeenGraph, profile: Profile) -> dict[str, Range]:
-    """The sizes of a profile that the graph's inputs have."""
     named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
     return {size: bounds for size, bounds in profile.items() if size in named}

@@ -74,7 +74,6 @@ class Release:
 
     @property
     def dialect(self) -> str:
-        """The dialect of vtx for this release."""
         return "trt" if self.has_caches else "plain"
 
     @property

@@ -39,7 +39,6 @@ class EngineSupport:
 
     @property
     def answered(self) -> list[str]:
-        """The precisions in which it answers."""
         return [name for name, obstacle in self.obstacles.items() if obstacle is None]
 
     @property

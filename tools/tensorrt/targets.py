@@ -104,12 +104,10 @@ def check_libraries(target: Target, *, building: bool) -> None:
 
 
 def install(target: Target) -> str:
-    """The command that installs the TensorRT of a target on its machine."""
     return _JETSON_INSTALL if target.capability in _JETSONS else _pip_install(target)
 
 
 def _pip_install(target: Target) -> str:
-    """The command that installs the Python packages for a target."""
     extra = "jetson" if target.capability in _JETSONS else "rtx" if target.portable else "tensorrt"
     return f'pip install "vtx-edge[{extra}]"'
 

@@ -10,7 +10,6 @@ from vtx.runtime.vision.layouts.single import Single
 
 
 def in_one_piece(parsed: Any, vision: VisionConfig, select: str) -> Single:
-    """One view of each image."""
     return Single(vision.states - (select == "default"))
 
 

@@ -81,7 +81,6 @@ def _read(decoder: str, config: Config) -> ModelConfig:
 
 
 def _internvit(tower: VisionConfig, config: Config) -> VisionConfig:
-    """An InternViT-6B of the sizes of `tower`."""
     side = config.get("position_side")
     if config.get("unlike") or not isinstance(side, int) or not tower.patch <= side <= 1 << 14:
         raise UnsupportedModelError(

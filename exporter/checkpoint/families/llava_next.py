@@ -11,7 +11,6 @@ from vtx.runtime.vision.layouts.anyres import Anyres
 
 
 def anyres(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
-    """The layout by `image_grid_pinpoints`."""
     if vision.states - (select == "default") != vision.grid**2:
         raise UnsupportedModelError(
             f"vision_feature_select_strategy {select!r} with a {vision.family} tower does not give one token a "

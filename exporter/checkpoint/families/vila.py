@@ -60,7 +60,6 @@ def _read(config: Config) -> ModelConfig:
 
 
 def _tokens(vision: VisionConfig) -> int:
-    """Tokens of an image or a frame."""
     return (-(-vision.grid // SHUFFLE)) ** 2
 
 

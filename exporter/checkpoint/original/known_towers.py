@@ -49,7 +49,6 @@ def internvit_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def internvit_processor(name: str) -> Mapping[str, Any]:
-    """The image processor of a model with the InternViT-6B called `name`."""
     side = internvit_side(name)
     return {
         "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side},

@@ -59,7 +59,6 @@ def tensors_of(file: BinaryIO, path: Path) -> dict[str, TensorInfo]:
 def _located(
     table: Any, offsets: dict[PickledStorage, int], path: Path, status: os.stat_result
 ) -> dict[str, TensorInfo]:
-    """The tensors of `table` in the file; `offsets` are those of their storages."""
     if not isinstance(table, dict) or len(table) > MAX_TENSORS:
         raise ValueError(f"is not a table of at most {MAX_TENSORS:,} tensors by name")
     other = [name for name, value in table.items() if not isinstance(value, PickledTensor)]

@@ -62,7 +62,6 @@ def arithmetic(compute: str, precision: str, threads: int, int4_block: int = LEA
 
 
 def most_tokens(precision: str, compute: str) -> int | None:
-    """The most tokens of one run of a stage; None for any number."""
     return PRECISIONS[precision].openvino_tokens.get(compute)
 
 

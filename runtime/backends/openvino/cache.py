@@ -45,7 +45,6 @@ class OpenvinoCacheContext:
 
     @property
     def slot_width(self) -> int:
-        """Array elements of one slot of one head."""
         return self.model.head_dim + (ROW_SCALE_BYTES if self.kv == "u8" else 0)
 
     @property
@@ -54,15 +53,12 @@ class OpenvinoCacheContext:
         return 2 * self.model.kv_heads * self.slot_width * np.dtype(KV_ARRAYS[self.kv]).itemsize
 
     def shape(self, blocks: int) -> tuple[int, ...]:
-        """The shape of an array of K or V."""
         return blocks, self.model.kv_heads, BLOCK, self.slot_width
 
     def shared(self, array: NDArray[Any]) -> Any:
-        """An openvino.Tensor over a host array's own memory."""
         return self.openvino.Tensor(array, shared_memory=True)
 
     def blocks(self, array: NDArray[Any]) -> Any:
-        """An openvino.Tensor over K or V of a layer."""
         if self.kv == "bf16":
             return self.openvino.Tensor(array, array.shape, self.openvino.Type.bf16)
         return self.shared(array)

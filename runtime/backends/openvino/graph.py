@@ -36,7 +36,6 @@ class OpenvinoGraph:
         self._lock = threading.Lock()
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The outputs by name."""
         with self._lock:
             if self._request is None:
                 raise closed_failure(self.name)
@@ -45,7 +44,6 @@ class OpenvinoGraph:
             return {name: self._request.get_tensor(name).data.copy() for name in self._outputs}
 
     def close(self) -> None:
-        """Release the compiled graph with its weights and threads."""
         with self._lock:
             self._request = None
 
@@ -94,7 +92,6 @@ class StageGraph:
         return compiled.create_infer_request()
 
     def check_open(self) -> None:
-        """Raise ModelClosedError if the model was closed."""
         if self.compiled is None:
             raise closed_failure(self.name)
 

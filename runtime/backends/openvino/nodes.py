@@ -6,24 +6,20 @@ from typing import Any
 
 
 def kind_of(value: Any) -> str:
-    """The type of the node that gives a value."""
     kind: str = value.get_node().get_type_name()
     return kind
 
 
 def readers_of(value: Any) -> list[Any]:
-    """The nodes that read a value."""
     return [reader.get_node() for reader in value.get_target_inputs()]
 
 
 def replace(old: Any, new: Any) -> None:
-    """Make every reader of `old` read `new`."""
     for reader in old.get_target_inputs():
         reader.replace_source_output(new)
 
 
 def product_like(product: Any, left: Any, right: Any) -> Any:
-    """A product of matrices with the transpositions of another product."""
     from openvino import opset13 as ops
 
     attributes = product.get_attributes()
@@ -31,13 +27,11 @@ def product_like(product: Any, left: Any, right: Any) -> Any:
 
 
 def replace_node(old: Any, new: Any) -> None:
-    """Replace a node of one output, which may be an output of the graph."""
     new.output(0).get_tensor().set_names(old.output(0).get_names())
     replace(old.output(0), new.output(0))
 
 
 def add_parameter(model: Any, name: str, sizes: list[int], kind: str) -> Any:
-    """Add an input to the model; its node."""
     from openvino import PartialShape, Type
     from openvino import opset13 as ops
 

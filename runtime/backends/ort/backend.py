@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 
 class OrtBackend(HostBackend):
-    """`Backend` on onnxruntime's CPU provider."""
-
     device, dialect, compute = "cpu", "ort", "f32"
     providers: Sequence[str] = ("CPUExecutionProvider",)
     memory = "cpu"  # onnxruntime's name of the memory that holds K and V
@@ -95,7 +93,6 @@ class OrtBackend(HostBackend):
         return options
 
     def _in_memory(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-        """OrtValues in the memory that holds the caches."""
         make = self._ort.OrtValue.ortvalue_from_numpy
         return {name: make(array, self.memory, 0) for name, array in arrays.items()}
 

@@ -36,7 +36,6 @@ COMPUTE = {"float16": "f16", "float32": "f32"}  # `trt` engines compute in the t
 
 
 def load_flavour(flavour: str) -> Any:
-    """The Python module of a flavour, or DeviceError with what to install."""
     try:
         return importlib.import_module(flavour)
     except (ImportError, OSError) as e:

@@ -100,7 +100,6 @@ class Cuda:
             self.call(call, handle)
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device."""
         free, total = self.call("cudaMemGetInfo")
         return int(free), int(total)
 
@@ -118,7 +117,6 @@ class Cuda:
         self.call("cudaMemsetAsync", buffer.address, 0, buffer.nbytes, self.stream)
 
     def copy_in(self, address: int, array: NDArray[Any]) -> None:
-        """Queue a contiguous host array for the device."""
         self._copy(address, array.ctypes.data, array.nbytes, self._kinds.cudaMemcpyHostToDevice)
 
     def copy_out(self, array: NDArray[Any], address: int) -> None:
@@ -130,7 +128,6 @@ class Cuda:
         self.call("cudaMemcpy2DAsync", to, to_pitch, source, pitch, width, height, kind, self.stream)
 
     def wait(self) -> None:
-        """Wait until all queued work is done."""
         self.call("cudaStreamSynchronize", self.stream)
 
     def record(self, work: Callable[[], None]) -> Graph | None:

@@ -97,7 +97,6 @@ class Context:
                 self._addresses[name] = address
 
     def shape(self, name: str) -> Shape:
-        """A tensor's shape with the inputs as they are set."""
         return tuple(self.execution.get_tensor_shape(name))
 
     def enqueue(self) -> None:

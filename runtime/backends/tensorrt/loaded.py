@@ -43,21 +43,17 @@ class LoadedEngines:
         self._contexts: dict[tuple[str, int], Context] = {}
 
     def new_context(self, graph: str, profile: int) -> Context:
-        """A context that the caller alone uses."""
         return self._engines[graph].context(profile, self._scratch)
 
     def context(self, graph: str, profile: int) -> Context:
-        """The one context that all share for a graph and a profile."""
         if (graph, profile) not in self._contexts:
             self._contexts[graph, profile] = self.new_context(graph, profile)
         return self._contexts[graph, profile]
 
     def longest(self, graph: str) -> int:
-        """The most tokens that a graph's engine takes at once."""
         return self._set.engines[graph].longest("tokens")
 
     def address(self, name: str) -> int:
-        """The address of the input or output of that name, which all graphs share."""
         return self.buffers[name].address
 
     def check_tokens(self, graph: str, tokens: int) -> None:
@@ -119,7 +115,6 @@ class LoadedEngines:
 
 
 def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
-    """The outputs of the vision graph for one image."""
     free = {graphs.IMAGES: 1, graphs.TOKENS: m.model.tower.tokens}
     outputs = graphs.vision(m, dialect).outputs
     return {
@@ -187,7 +182,6 @@ class TensorrtCacheContext:
         return {each.name: each.width for each in self.token_inputs if each.name in spec.inputs}
 
     def inputs_of(self, spec: StageSpec, tokens: TokenStates, positions: Ids) -> dict[str, NDArray[Any]]:
-        """The arrays that a stage reads of tokens, contiguous, by the graph's names."""
         return {
             names.HIDDEN: np.ascontiguousarray(tokens.hidden, np.float32),
             names.POSITIONS: np.ascontiguousarray(positions, np.int64),

@@ -70,7 +70,6 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
 
 
 def video(m: Manifest) -> GraphIO:
-    """The graph of a video's frames, if they have one of their own."""
     assert m.video is not None, "only a bundle for videos has their graph"
     image, tokens = m.video.image, m.video.layout.parameters["tokens"]
     inputs = {names.PIXELS: Tensor("float32", (IMAGES, 3, *image.size))}
@@ -134,7 +133,6 @@ def hidden(m: Manifest) -> Tensor:
 
 
 def cache(m: Manifest, dialect: str, slots: int | str) -> Tensor:
-    """K or V of one layer."""
     return Tensor(names.kv_type(dialect, m.kv_dtype), (1, m.model.kv_heads, slots, m.model.head_dim))
 
 

@@ -17,7 +17,6 @@ CACHES = {"ort": "in place", "trt": "in place", "plain": "grows"}
 
 
 def declare(m: Manifest) -> dict[str, Any]:
-    """The section `interface` of `vtx.json`, as JSON holds it."""
     return {
         "layers_from": 1,
         "kv_cache": {"axes": ["layer", "key or value", "kv_head", "slot", "head_dim"], "dtype": m.kv_dtype},

@@ -131,15 +131,12 @@ class Graphs:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every file, once."""
         further = tuple(file for file in (self.score, self.text_tower, self.video) if file)
         return self.vision, self.embed, *self.stages, self.head, *self.gates, *further
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Size and SHA-256 of one file of the bundle."""
-
     bytes: int
     sha256: str
 
@@ -282,11 +279,9 @@ class Manifest:
         return 2 * self.model.kv_heads * self.model.head_dim * KV_DTYPES[kv_type(dialect, self.kv_dtype)].bytes
 
     def stage_files(self, dialect: str) -> tuple[tuple[StageSpec, str], ...]:
-        """Each stage with the file of its graph."""
         return tuple(zip(self.stages, self.dialects[dialect].stages, strict=True))
 
     def gate_files(self, dialect: str) -> dict[int, str]:
-        """The file of each gate's graph, by K."""
         return dict(zip(self.gates, self.dialects[dialect].gates, strict=True))
 
 

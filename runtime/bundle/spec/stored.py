@@ -31,11 +31,9 @@ class Scheme:
         return "I8" if self.dtype == "I8" else "U8"
 
     def scales(self, width: int) -> int:
-        """Scales of a row of `width` weights."""
         return width // self.block
 
     def nbytes(self, width: int) -> int:
-        """Bytes of the integers of a row."""
         return width * self.bits // 8
 
 
@@ -93,7 +91,6 @@ class Precisions:
 
     @property
     def kv_dtype(self) -> str:
-        """The numpy dtype of K and V."""
         return KV_TYPES[self.kv].dtype
 
     def of(self, name: str) -> str:

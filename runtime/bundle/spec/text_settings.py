@@ -84,7 +84,6 @@ class TextSettings:
         _require(sound, "video_token_id", "the id of video_token, as of image_token if that is it, or null")
 
     def variables(self) -> dict[str, str]:
-        """The special tokens by the names that templates use."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "image_token", "video_token")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 

@@ -56,8 +56,6 @@ class TracedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class TracedCase:
-    """One policy, its questions in order, and the file of their tensors."""
-
     k: str
     reduce: str
     file: str

@@ -144,8 +144,6 @@ def _write(model: Model, folder: Path, progress: Progress) -> Traces:
 
 
 class _Recorder:
-    """One conversation under one policy."""
-
     def __init__(self, model: Model, case: TraceCase) -> None:
         self._model, self._case, self._backend = model, case, PositionedBackend(model.backend, model.manifest)
         self._session = Session(cast(Backend, self._backend), model.manifest)
@@ -176,6 +174,5 @@ class _Recorder:
         return result, recorded
 
     def _by_layer(self) -> dict[int, Ids]:
-        """The positions of the filled slots of every layer."""
         stages = enumerate(self._model.manifest.stages)
         return {n: self._backend.used[i].positions for i, stage in stages for n in range(stage.first, stage.last + 1)}

@@ -33,16 +33,12 @@ LEAST_MS = 20.0  # one figure is the mean of calls that take this long together
 
 @dataclass(frozen=True, slots=True)
 class ProductRate:
-    """The speed of a matrix product."""
-
     what: str
     flops_per_s: Series
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRate:
-    """The speed of reading memory."""
-
     what: str
     bytes_per_s: Series
 
@@ -79,13 +75,11 @@ class Ceilings:
         self._descriptions = {name: f"{sizes} by {kind.in_words()}, {used}" for name, kind in kinds.items()}
 
     def measure(self) -> None:
-        """Measure one more figure of each."""
         for name, product in self._products.items():
             self.products[name].append(_rate(product.flops, product))
         self.read.append(_rate(self._memory.bytes, self._memory))
 
     def report(self) -> MeasuredCeilings:
-        """Every ceiling with the spread of its figures."""
         products = {name: ProductRate(self._descriptions[name], spread(rates)) for name, rates in self.products.items()}
         reading = f"reading {self._memory.bytes >> 20} MiB of memory, {counted(self._memory.threads, 'thread')}"
         return MeasuredCeilings(**products, read=ReadRate(reading, spread(self.read)))

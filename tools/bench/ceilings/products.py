@@ -21,7 +21,6 @@ OPSETS, IR_VERSION = {"": 21, "com.microsoft": 1}, 10
 
 
 def load_onnx() -> Any:
-    """The module `onnx`, or DeviceError with the command that installs it."""
     try:
         import onnx
     except ImportError as e:

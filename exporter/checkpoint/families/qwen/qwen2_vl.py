@@ -81,7 +81,6 @@ def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text
 
 
 def _side(pixels: int, unit: int) -> int:
-    """The side of the largest square image."""
     return max(1, int(math.sqrt(pixels)) // unit) * unit
 
 
