@@ -9,6 +9,7 @@ one conversation to the next. Prompts run in as many parts as the engine's profi
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -61,31 +62,96 @@ class InPlaceMemory:
         self._cuda.wait()
 
 
-class TensorrtStageCache(SlotCounter):
-    """`StageCache` on the device. `capacity` is the requested one; `memory` is as long as the engine wants."""
+class DeviceCache(SlotCounter):
+    """A `StageCache` on the device but for its runs: K and V of each layer in turn lie in parts of equal size."""
 
     reserved_whole = True
+    _queries: Queries
 
-    def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
+    def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int, part: int) -> None:
         super().__init__(capacity)
         self._context, self._spec, self._graph = context, spec, graph
-        self._slots, self._part = context.max_context, context.bytes_of(context.max_context)
-        make = partial(InPlaceMemory, context, spec, graph)
-        self.memory = context.borrow(self, spec.first, self._slots, make)
+        self._parts, self._part = 2 * len(spec.cached), part  # number, bytes
+
+    @abstractmethod
+    def _lay_out(self, length: int) -> tuple[int, int]:
+        """Make room for `length` slots, the first of which stay: the address of K and V, and the slots of a part."""
+
+    @abstractmethod
+    def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None) -> HiddenStates: ...
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        memory, longest = self.memory, self._context.engines.longest(self._graph)
+        longest, out = self._context.engines.longest(self._graph), []
         with self._context.cuda:
-            if len(tokens) == 1 and not query:
-                return self._decode_one(tokens, positions)
             if query:
-                memory.queries.room(len(tokens))
-            out = []
+                self._queries.room(len(tokens))
             for start in range(0, len(tokens), longest):
                 end = min(start + longest, len(tokens))
-                address = memory.queries.address(start) if query else None
+                address = self._queries.address(start) if query else None
                 out.append(self._run_part(tokens.part(start, end), positions[start:end], self.length + end, address))
         return np.concatenate(out)
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        with self._context.cuda:
+            address, slots = self._lay_out(self.length)
+            key = address + (self._parts - 2) * self._part
+            return self._queries.attention(key, slots, self.length, last_only=last_only)
+
+    def keys(self) -> NDArray[np.float32]:
+        cuda, model = self._context.cuda, self._context.model
+        with cuda:
+            address, slots = self._lay_out(self.length)
+            keys = np.empty((model.kv_heads, slots, model.head_dim), self._context.kv_dtype)
+            cuda.copy_out(keys, address + (self._parts - 2) * self._part)
+            cuda.wait()
+        return keys[:, : self.length].astype(np.float32)
+
+    def read(self, slots: Ids) -> SavedSlots:
+        context = self._context
+        with context.cuda:
+            nbytes = max(1, self._parts * context.model.kv_heads * len(slots) * context.slot_bytes)
+            kept = SavedSlots(Buffer(context.cuda, nbytes, "K/V set aside"), len(slots))
+            self._move(slots, kept, self.length, out=True)
+        return kept
+
+    def write(self, slots: Ids, kv: SavedSlots, *, length: int) -> None:
+        assert len(slots) == kv.count
+        with self._context.cuda:
+            self._move(slots, kv, length, out=False)
+        self.fill(length)
+
+    def _move(self, slots: Ids, kept: SavedSlots, length: int, *, out: bool) -> None:
+        """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
+        unit, heads, cuda = self._context.slot_bytes, self._context.model.kv_heads, self._context.cuda
+        address, laid_out = self._lay_out(length)
+        cache_pitch, packed_pitch = laid_out * unit, kept.count * unit
+        for start, first, count in runs(slots):
+            for part in range(self._parts):
+                cache = address + part * self._part + first * unit
+                packed = kept.buffer.address + part * heads * packed_pitch + start * unit
+                ends = [(packed, packed_pitch), (cache, cache_pitch)]
+                (to, to_pitch), (source, pitch) = ends if out else reversed(ends)
+                cuda.copy_rows(to, to_pitch, source, pitch, count * unit, heads)
+        cuda.wait()
+
+
+class TensorrtStageCache(DeviceCache):
+    """`StageCache` updated in place. `capacity` is the requested one; `memory` is as long as the engine wants."""
+
+    def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
+        super().__init__(context, spec, graph, capacity, context.bytes_of(context.max_context))
+        make = partial(InPlaceMemory, context, spec, graph)
+        self.memory = context.borrow(self, spec.first, context.max_context, make)
+        self._queries = self.memory.queries
+
+    def _lay_out(self, length: int) -> tuple[int, int]:
+        return self.memory.kv.address, self._context.max_context
+
+    def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
+        if len(tokens) > 1 or query:
+            return super()._run(tokens, positions, query=query)
+        with self._context.cuda:
+            return self._decode_one(tokens, positions)
 
     def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None) -> HiddenStates:
         engines, cuda, count = self._context.engines, self._context.cuda, len(tokens)
@@ -100,50 +166,6 @@ class TensorrtStageCache(SlotCounter):
         cuda.copy_out(out, engines.address(names.HIDDEN_OUT))
         cuda.wait()
         return out
-
-    def attention(self, *, last_only: bool = False) -> Scores:
-        with self._context.cuda:
-            return self.memory.queries.attention(self._last_key, self._slots, self.length, last_only=last_only)
-
-    def keys(self) -> NDArray[np.float32]:
-        context, model = self._context, self._context.model
-        keys = np.empty((model.kv_heads, self._slots, model.head_dim), context.kv_dtype)
-        with context.cuda:
-            context.cuda.copy_out(keys, self._last_key)
-            context.cuda.wait()
-        return keys[:, : self.length].astype(np.float32)
-
-    def read(self, slots: Ids) -> SavedSlots:
-        context = self._context
-        with context.cuda:
-            nbytes = max(1, 2 * len(self._spec.cached) * context.model.kv_heads * len(slots) * context.slot_bytes)
-            kept = SavedSlots(Buffer(context.cuda, nbytes, "K/V set aside"), len(slots))
-            self._move(slots, kept, out=True)
-        return kept
-
-    def write(self, slots: Ids, kv: SavedSlots, *, length: int) -> None:
-        assert len(slots) == kv.count
-        with self._context.cuda:
-            self._move(slots, kv, out=False)
-        self.fill(length)
-
-    @property
-    def _last_key(self) -> int:
-        """The address of the last layer's keys."""
-        return self.memory.kv.address + (len(self._spec.cached) - 1) * 2 * self._part
-
-    def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
-        """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
-        unit, heads, cuda = self._context.slot_bytes, self._context.model.kv_heads, self._context.cuda
-        cache_pitch, packed_pitch = self._slots * unit, kept.count * unit
-        for start, first, count in runs(slots):
-            for part in range(2 * len(self._spec.cached)):
-                cache = self.memory.kv.address + part * self._part + first * unit
-                packed = kept.buffer.address + part * heads * packed_pitch + start * unit
-                ends = [(packed, packed_pitch), (cache, cache_pitch)]
-                (to, to_pitch), (source, pitch) = ends if out else reversed(ends)
-                cuda.copy_rows(to, to_pitch, source, pitch, count * unit, heads)
-        cuda.wait()
 
     def _bind(self, context: Context, count: int, queries: int | None = None) -> None:
         address = self._context.engines.address

@@ -35,31 +35,19 @@ class Queries:
         """The attention of these tokens to the first `length` of the `slots` slots whose keys are at address `key`."""
         assert self._buffer is not None
         assert self._score is not None
-        longest = self._context.engines.longest(self._score)
-        total, most = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
+        engines, cuda = self._context.engines, self._context.cuda
+        context, longest = engines.context(self._score, 0), engines.longest(self._score)
+        shared = {n: engines.address(n) for n in (names.TOTAL_SLOTS, names.ATTENTION_SUM, names.ATTENTION_MAX)}
+        total, most, part = np.zeros(slots, np.float32), np.zeros(slots, np.float32), np.empty(slots, np.float32)
         for start in range(self._count - 1 if last_only else 0, self._count, longest):
             end = min(start + longest, self._count)
-            part = self._run(start, end, key, slots, length - (self._count - end))
-            total += part[0]
-            np.maximum(most, part[1], out=most)
+            filled = np.array([length - (self._count - end)], np.int32)  # its last token fills the last of these slots
+            shapes = {names.QUERY: (end - start, self._width), names.KEY: (*self._key[:2], slots, self._key[2])}
+            cuda.copy_in(shared[names.TOTAL_SLOTS], filled)
+            context.bind(shapes, {names.QUERY: self.address(start), names.KEY: key, **shared})
+            context.enqueue()
+            for name, add, out in ((names.ATTENTION_SUM, np.add, total), (names.ATTENTION_MAX, np.maximum, most)):
+                cuda.copy_out(part, shared[name])
+                cuda.wait()
+                add(out, part, out=out)
         return total[:length], most[:length]
-
-    def _run(self, start: int, end: int, key: int, slots: int, filled: int) -> Scores:
-        """The scores of tokens `start` to `end`, the last of which fills slot `filled` - 1: none sees a later one."""
-        assert self._buffer is not None
-        assert self._score is not None
-        engines, cuda = self._context.engines, self._context.cuda
-        one, kv_heads, head_dim = self._key
-        filled_slots = np.array([filled], np.int32)
-        shared = (names.TOTAL_SLOTS, names.ATTENTION_SUM, names.ATTENTION_MAX)
-        addresses = {names.QUERY: self.address(start), names.KEY: key}
-        shapes = {names.QUERY: (end - start, self._width), names.KEY: (one, kv_heads, slots, head_dim)}
-        context = engines.context(self._score, 0)
-        cuda.copy_in(engines.address(names.TOTAL_SLOTS), filled_slots)
-        context.bind(shapes, addresses | {name: engines.address(name) for name in shared})
-        context.enqueue()
-        total, most = np.empty(slots, np.float32), np.empty(slots, np.float32)
-        cuda.copy_out(total, engines.address(names.ATTENTION_SUM))
-        cuda.copy_out(most, engines.address(names.ATTENTION_MAX))
-        cuda.wait()
-        return total, most
