@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vtx.runtime.host.machine import cores
 from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import describe
 from vtx.tools.common.files import write_json
@@ -31,6 +32,16 @@ def parser(doc: str) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
     return found
+
+
+def bundle_parser(doc: str) -> argparse.ArgumentParser:
+    """As `parser`, with a bundle, the device and the threads that run it, and a seed."""
+    args = parser(doc)
+    args.add_argument("bundle", type=Path)
+    args.add_argument("--device", default="auto")
+    args.add_argument("--threads", type=int, default=cores())
+    args.add_argument("--seed", type=int, default=0)
+    return args
 
 
 def decoder_parser(doc: str) -> argparse.ArgumentParser:

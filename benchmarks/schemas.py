@@ -169,6 +169,7 @@ def compared(asked: Sequence[Case], ways: Mapping[str, Way]) -> tuple[Counter[st
     import jsonschema
 
     counts, faults = Counter[str](), list[str]()
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     for case, *answers in zip(asked, *(way(asked) for way in ways.values()), strict=True):
         first = answers[0]
         if any(said[:3] != first[:3] or None is not said.forced != first.forced for said in answers):
@@ -179,7 +180,7 @@ def compared(asked: Sequence[Case], ways: Mapping[str, Way]) -> tuple[Counter[st
         try:
             if first.stopped == "end":
                 value = json.loads(first.text)
-                jsonschema.validate(value, case.schema, format_checker=jsonschema.FormatChecker())
+                jsonschema.validate(value, case.schema, format_checker=checker)
             elif first.stopped not in ("length", "refused"):
                 faults.append(f"{case}: {first}")
         except (ValueError, jsonschema.ValidationError) as e:

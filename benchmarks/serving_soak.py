@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from benchmarks.common import parser, report
+from benchmarks.common import bundle_parser, report
 from benchmarks.serving import SERVE, running
 
-from vtx.runtime.host.machine import cores
 from vtx.tools.data.scenes import draw, random_scene
 
 MIB = 1 << 20
@@ -145,17 +144,13 @@ def soak(
 
 
 def main() -> None:
-    args = parser(__doc__ or "")
-    args.add_argument("bundle", type=Path)
+    args = bundle_parser(__doc__ or "")
     args.add_argument("--minutes", type=float, default=10)
     args.add_argument("--bodies", type=int, default=500)
     args.add_argument("--clients", type=int, default=8)
-    args.add_argument("--device", default="auto")
-    args.add_argument("--threads", type=int, default=cores())
     args.add_argument(
         "--growth", type=float, default=64, metavar="MIB", help="from a quarter of the time on [%(default)s]"
     )
-    args.add_argument("--seed", type=int, default=0)
     given = args.parse_args()
     command = [sys.executable, "-c", SERVE, "--bundle", f"model={given.bundle}", "--port", "0", "--kv-cache", "0.1"]
     command += ["--device", given.device, "--threads", str(given.threads), "--parallel", str(given.clients)]

@@ -7,18 +7,17 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import jsonschema
 import pytest
-from benchmarks.schemas import random_schema
+from benchmarks import schemas
 
 from tests.support.bundles import export
 from tests.support.cabi import Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS, Models
 from tests.support.guided import plain_scores
+from tests.support.serving import serving, user
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.prepare import demo_checkpoint
 from vtx.runtime.api.load import load
@@ -91,20 +90,24 @@ def test_answers_have_the_ids_of_python(
         assert (found["stopped"], found["forced"]) == (answer.stopped, answer.stats.forced)
 
 
-def test_answers_under_random_schemas_have_the_ids_of_python_and_validate(
-    model: Model, loaded: Loaded, picture: Path
+def test_answers_under_random_schemas_validate_and_have_the_ids_of_python_and_of_the_server(
+    model: Model, loaded: Loaded
 ) -> None:
-    ended, forced = 0, 0
-    for number in range(60):
-        schema = random_schema(Random(number))
-        found, answer = both(model, loaded, picture, "schema", schema, float(number % 2), number)
-        assert (found["token_ids"], found["forced"]) == (list(answer.token_ids), answer.stats.forced), schema
-        forced += found["forced"]
-        if found["stopped"] == "end":
-            ended += 1
-            jsonschema.validate(json.loads(found["text"]), schema)
-    assert ended > 30
-    assert forced > 200
+    """A sample of what `benchmarks/schemas.py` asks by the thousand."""
+    asked = schemas.cases(0, 48, ["m"])
+    with serving({"m": model.bundle.folder}) as served, model.open(random_image(1)) as image:
+        message = user(schemas.QUESTION, random_image(1))
+        ways = {"python": schemas.by_python({"m": image}), "server": schemas.by_server(served.chat, message, 4)}
+        ways["libvtx"] = schemas.by_libvtx({"m": loaded.opened(random_image(1))})
+        counts, faults = schemas.compared(asked, ways)
+        assert faults == []
+        assert counts["m, greedy, end"] > 10
+        assert counts["m, sampled, end"] > 10
+        assert counts["forced"] > 200
+        ways["libvtx"] = lambda asked: [said._replace(stopped="end") for said in ways["python"](asked)]
+        assert len(schemas.compared(asked, ways)[1]) == sum(
+            counts[f"m, {how}, length"] for how in ("greedy", "sampled")
+        )
 
 
 def test_forced_runs_end_where_the_answer_is_cut(model: Model, loaded: Loaded, picture: Path) -> None:
