@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 @options(
     "bundle", "images", "k", "reduce", "max_new_tokens", "guide",
     option("--max-bad", 100, "End after more failed lines than this.", type=click.IntRange(0)),
+    option("--parallel", 8, "Lines that are answered at the same time; each needs memory for its K and V.",
+           type=click.IntRange(1)),
     option("--ray-address", str, "Answer on a Ray cluster: host:port, or auto.", metavar="ADDR"),
     "device", "compute", "threads", "fit", "require_signature",
 )  # fmt: skip
 def batch(
     questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
-    max_new_tokens: int, guide: Guide | None, max_bad: int, ray_address: str | None, loading: Loading,
+    max_new_tokens: int, guide: Guide | None, max_bad: int, parallel: int, ray_address: str | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
 
@@ -49,7 +51,7 @@ def batch(
     from vtx.tools.common.files import check_folder
 
     end_on_sigterm()
-    asking = Asking(k, reduce, Options(max_new_tokens, guide=guide), max_bad, loading)
+    asking = Asking(k, reduce, Options(max_new_tokens, guide=guide), max_bad, loading, parallel)
     if answers.exists() and questions.exists() and answers.samefile(questions):
         raise RequestError(f"{answers} holds the questions, which the answers would replace; name another file")
     check_folder(answers)

@@ -40,6 +40,8 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
     option("--max-new-tokens", 32),
     "choices",
     option("--no-times", bool, "Leave out times, e.g. on a busy machine."),
+    option("--parallel", 8, "Answers that are computed at the same time, but for those that are timed.",
+           type=click.IntRange(1)),
     "device", "compute", "threads", "fit",
     option("--out", Path, "Output directory for answers, report and plot [default: vtx-eval-TASK-BUNDLE]."),
     "report",
@@ -47,7 +49,8 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
 def evaluate(
     task: str, data: Path, bundle: str | None, images: Path | None, annotations: Path | None, split: str,
     ks: tuple[Depth, ...], reduces: tuple[str, ...], instruction: str | None, samples: int | None, seed: int,
-    max_new_tokens: int, guide: Guide | None, no_times: bool, loading: Loading, out: Path | None, as_json: bool,
+    max_new_tokens: int, guide: Guide | None, no_times: bool, parallel: int, loading: Loading,
+    out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate a bundle on a benchmark, at every K and with every reduction: accuracy and cost.
 
@@ -58,7 +61,7 @@ def evaluate(
     from vtx.runtime.units import counted, duration
     from vtx.tools.bench.methods import find_methods
     from vtx.tools.common.files import write_json
-    from vtx.tools.evaluation.ask import ask_all, check_methods, make_methods
+    from vtx.tools.evaluation.ask import TIMED, ask_all, check_methods, make_methods
     from vtx.tools.evaluation.formats import FORMATS
     from vtx.tools.evaluation.metrics import METRICS
     from vtx.tools.evaluation.questions import QuestionFiles, read_questions
@@ -82,8 +85,9 @@ def evaluate(
         with bar() as report:
             asked = ask_all(
                 model, questions, methods, max_new_tokens, target / "answers.jsonl", report=report, guide=guide,
+                timed=0 if no_times else TIMED, parallel=parallel,
                 predict=lambda seconds: note(
-                    f"{amount}, {counted(len(methods), 'method')}; predicted: about {duration(seconds)}"
+                    f"{amount}, {counted(len(methods), 'method')}; predicted: at most {duration(seconds)}"
                 ),
             )  # fmt: skip
         for line in asked.skipped[len(questions.skipped) :]:

@@ -86,8 +86,8 @@ def serve(
     from vtx.runtime.prompt.text import utf8
     from vtx.runtime.server.app import is_local, make_app
     from vtx.runtime.server.chat import Traffic
-    from vtx.runtime.server.compute.engines import Engines, named
     from vtx.runtime.server.drain import DrainingServer
+    from vtx.runtime.server.engines import Engines, named
     from vtx.runtime.server.limits import MAX_KEY, Limits
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
     from vtx.runtime.server.watchdog import Watchdog, systemd

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vtx.runtime.server.chat import TOKENIZE, ChatCompletions, Traffic
-from vtx.runtime.server.compute.engines import Engines
+from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import Receive, Scope, Send, header
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics

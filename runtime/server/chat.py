@@ -17,16 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.server.compute.engines import Engine, Engines
-from vtx.runtime.server.compute.scheduler import Done, Event, Job, Piece, shutting_down
+from vtx.runtime.scheduler.engine import Asked, Engine
+from vtx.runtime.scheduler.scheduler import Done, Event, Piece
+from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import Metrics
 from vtx.runtime.server.objects import FINISHED, Objects
-from vtx.runtime.server.refusal import Refusal, refusal_of
+from vtx.runtime.server.refusal import Refusal, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
 from vtx.runtime.server.request import ChatRequest, read_request
 from vtx.runtime.session.encoded_images import PreparedImage
@@ -235,7 +234,15 @@ async def _events(
             loop.call_soon_threadsafe(queue.put_nowait, (number, event))
 
     ends_at, left = time.monotonic() + deadline - loop.time(), prepared.chat.n
-    jobs = [job_of(engine, prepared, partial(emit, number), ends_at, number) for number in range(left)]
+    chat = prepared.chat
+    jobs = [
+        engine.job(
+            Asked(prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse),
+            partial(emit, number), ends_at=ends_at, urgent=chat.deadline is not None,
+            advance=PRIORITY_SECONDS * chat.priority,
+        )
+        for number in range(left)
+    ]  # fmt: skip
     came = False  # a token of any of them
     leaving = asyncio.ensure_future(until_left(receive))
     getting = asyncio.ensure_future(queue.get())
@@ -273,30 +280,6 @@ async def _events(
 
 def _too_slow(seconds: float) -> Refusal:
     return Refusal(408, f"there was no answer after {seconds:g} s, the limit; ask again later", final=True)
-
-
-def job_of(engine: Engine, prepared: Prepared, emit: Callable[[Event], None], ends_at: float, number: int = 0) -> Job:
-    """The work of answer `number` in its engine's thread; it ends at `ends_at` of the monotonic clock."""
-    chat, leased = prepared.chat, list[Conversation]()
-
-    def begin() -> AnswerStream:
-        conversation = engine.pool.lease(prepared.images, prepared.ids, reuse=chat.reuse)
-        leased.append(conversation)
-        try:
-            remaining = max(1e-3, ends_at - time.monotonic())
-            stream = conversation.stream_messages(chat.messages, chat.settings(number, remaining), resume=True)
-            stream.on_progress(engine.scheduler.heartbeat.beat)
-            return stream
-        except BaseException:
-            end(False)
-            raise
-
-    def end(keep: bool) -> None:
-        engine.pool.give_back(leased.pop(), keep=keep)
-
-    return Job(
-        begin, end, emit, ends_at=ends_at, urgent=chat.deadline is not None, advance=PRIORITY_SECONDS * chat.priority
-    )
 
 
 async def _send_answer(

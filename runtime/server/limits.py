@@ -5,41 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from vtx.runtime.checks import check_number, check_whole
+from vtx.runtime.scheduler.engine import Capacity
 
 MIN_STALL = 5.0  # seconds; a thread that waits for work gives a sign of life each second
 MAX_KEY = 4096  # characters of an API key
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one server; sizes in bytes, times in seconds.
+class Limits(Capacity):
+    """Limits of one server; sizes in bytes, times in seconds. Those of each model are `Capacity`'s.
 
-    `body`: of a request. `pixels`: of one image. `images`, `new_tokens`: of one request. `parallel`: answers of one
-    model that are computed at the same time, `batch` of them at most in one pass; `queue`: requests of one model that
-    wait. `kept`: conversations of one model that are kept for later requests. `body_seconds`: for a
-    request to arrive. `seconds`: from there to the answer's end, with waiting. `write_seconds`: for a client to
-    receive what was sent. `comment_seconds`: without an event of a stream, after which it gets a comment.
-    `stall_seconds`: without a sign of life of a thread that computes. `fetch_seconds`: for an image at an address,
-    which may have as many bytes as a body. `kv`: of K and V, in use or kept for later requests;
-    `image_tokens`: of encoded images kept. `grace_seconds`: for running answers to end after a signal.
+    `body`: of a request. `pixels`: of one image. `images`, `new_tokens`: of one request. `queue`: requests of one model
+    that wait. `body_seconds`: for a request to arrive. `seconds`: from there to the answer's end, with waiting.
+    `write_seconds`: for a client to receive what was sent. `comment_seconds`: without an event of a stream, after
+    which it gets a comment. `stall_seconds`: without a sign of life of a thread that computes. `fetch_seconds`: for an
+    image at an address, which may have as many bytes as a body. `grace_seconds`: for running answers to end after a
+    signal.
     """
 
     body: int = 32 << 20
     pixels: int = 32 << 20
     images: int = 8
     new_tokens: int = 1024
-    parallel: int = 4
-    batch: int = 8
     queue: int = 32
-    kept: int = 32
     body_seconds: float = 30.0
     seconds: float = 600.0
     write_seconds: float = 30.0
     fetch_seconds: float = 10.0
     comment_seconds: float = 15.0
     stall_seconds: float = 600.0
-    kv: int = 2 << 30
-    image_tokens: int = 256 << 20
     grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from vtx.runtime.errors import ContextError, ImageError, RequestError, TemplateError, VtxError
+from vtx.runtime.scheduler.scheduler import ClosedError, TooLateError
 
 # Errors of a request by their class: OpenAI's code, and the field that is wrong.
 FAULTS = (
@@ -39,6 +41,10 @@ class Refusal(VtxError):
         return extra if self.retry_after is None else extra | {"retry-after": str(self.retry_after)}
 
 
+def shutting_down() -> Refusal:
+    return Refusal(503, "the server is shutting down", kind="server_error", retry_after=5)
+
+
 def refusal_of(error: Exception) -> Refusal:
     """The error that a client gets. It has no details if the request is not at fault."""
     if isinstance(error, Refusal):
@@ -46,6 +52,13 @@ def refusal_of(error: Exception) -> Refusal:
     for fault, code, param in FAULTS:
         if isinstance(error, fault):
             return Refusal(400, str(error), code=code, param=param)
+    if isinstance(error, ClosedError):
+        return shutting_down()
+    if isinstance(error, TooLateError):
+        retry = max(1, math.ceil(error.needed - error.left))
+        return Refusal(
+            429, str(error), code="deadline", kind="rate_limit_error", retry_after=retry, final=True
+        )  # fmt: skip
     if isinstance(error, MemoryError):
         return Refusal(503, "no memory left for this request; try again", kind="server_error", retry_after=5)
     return Refusal(500, "the server failed on this request; its log says why", kind="server_error")

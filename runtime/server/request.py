@@ -59,11 +59,11 @@ class ChatRequest:
     deadline: float | None = None
     priority: int = 0
 
-    def settings(self, number: int = 0, timeout: float | None = None) -> Settings:
+    def settings(self, number: int = 0) -> Settings:
         """The settings of its answer `number`; with a seed, that of each answer is one more."""
         seed = self.options.sampling.seed
         sampling = replace(self.options.sampling, seed=None if seed is None else seed + number)
-        return Settings(self.k, replace(self.options, timeout=timeout, sampling=sampling), self.reduce)
+        return Settings(self.k, replace(self.options, timeout=None, sampling=sampling), self.reduce)
 
 
 def read_request(body: bytes, limits: Limits, hosts: Collection[str] = (), *, lenient: bool = False) -> ChatRequest:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.server.compute.scheduler import Heartbeat
+from vtx.runtime.scheduler.scheduler import Heartbeat
 
 LOOK_SECONDS = 2.0  # between two looks, at most
 log = logging.getLogger(__name__)

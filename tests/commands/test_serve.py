@@ -54,7 +54,7 @@ def test_it_serves_until_it_is_told_to_end(bundle: Path, end: signal.Signals) ->
 
 STALLED = """
 import sys, threading
-from vtx.runtime.server.compute.engines import Engine
+from vtx.runtime.scheduler.engine import Engine
 opened = Engine.__init__
 def stalling(self, *args):
     opened(self, *args)
@@ -95,7 +95,7 @@ def test_a_graph_that_does_not_return_ends_the_process(bundle: Path, tmp_path: P
 
 SLOW = """
 import time
-from vtx.runtime.server.compute.engines import Engine
+from vtx.runtime.scheduler.engine import Engine
 opened = Engine.__init__
 def slow(self, *args):
     opened(self, *args)

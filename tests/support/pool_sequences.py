@@ -25,8 +25,8 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.prompt.messages import Message
-from vtx.runtime.server.compute.batching import Batching
-from vtx.runtime.server.compute.conversations import ConversationPool
+from vtx.runtime.scheduler.batching import Batching
+from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
 
 BESIDE = 3  # answers at a time

@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 from vtx.runtime.api.load import load
-from vtx.runtime.server.compute.engines import Engines
+from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.limits import Limits
 
 WAIT = 60.0  # seconds for anything that should happen at once, on a busy machine

@@ -8,7 +8,7 @@ under the same paths, and no directory to write to.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import BundleError, DeviceError, VtxError
+from vtx.runtime.scheduler.engine import Engine
 from vtx.tools.batch.run import Asking, Line, Result, answer_lines
 from vtx.tools.common.cluster import connected, cores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vtx.runtime.api.model import Model
 
 CHUNK = 16  # lines at most that a worker answers before it hands them over
 IN_FLIGHT = 2
@@ -30,7 +30,7 @@ IN_FLIGHT = 2
 
 def answer_on_cluster(
     address: str, bundle: Path, asking: Asking, lines: Sequence[Line]
-) -> Iterator[tuple[Line, Result]]:
+) -> Generator[tuple[Line, Result]]:
     """The lines with their results, as they come: one worker for each machine of the cluster, on all its cores.
 
     Raises DeviceError if Ray is missing, the cluster cannot be reached, or it fails; or a worker cannot answer.
@@ -68,7 +68,7 @@ class ChunkWorker:
     def __init__(self, bundle: Path, digest: str, asking: Asking, chunks: Any, cores: int) -> None:
         self._bundle, self._digest, self._asking, self._cores = bundle, digest, asking, cores
         self._chunks = chunks
-        self._model: Model | None = None
+        self._engine: Engine | None = None
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, Any]:
         """The results of one chunk, or the error of a worker that cannot answer at all."""
@@ -76,7 +76,7 @@ class ChunkWorker:
 
         number, asking = int(batch["chunk"][0]), self._asking
         try:
-            if self._model is None:
+            if self._engine is None:
                 if sha256(self._bundle / "vtx.json") != self._digest:
                     raise BundleError(
                         f"{self._bundle} is another bundle on this machine; give every worker the same one under this "
@@ -85,8 +85,10 @@ class ChunkWorker:
                 loading = replace(asking.loading, threads=asking.loading.threads or self._cores)
                 model = loading.load(self._bundle)
                 model.loaded.policy(asking.k, asking.options, asking.reduce)
-                self._model = model
-            results = list(answer_lines(self._model, ray.get(self._chunks)[number], asking))
+                self._engine = Engine("worker", model, asking.capacity)
+            lines = ray.get(self._chunks)[number]
+            found = {line.number: result for line, result in answer_lines(self._engine, lines, asking)}
+            results = [found[line.number] for line in lines]
         except VtxError as e:
             return {"chunk": [number], "results": ["[]"], "error": [str(e)]}
         return {"chunk": [number], "results": [json.dumps(results)], "error": [""]}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import DEFAULT, K, Options, combined
+from vtx.runtime.api.options import DEFAULT, K, Options, Settings, combined
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.bundle.files import replacing
+from vtx.runtime.checks import check_text
 from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
+from vtx.runtime.prompt.messages import Message
+from vtx.runtime.scheduler.engine import Asked, Capacity, Engine
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.objects import Objects
 from vtx.runtime.server.refusal import Refusal, refusal_of
@@ -29,22 +30,31 @@ from vtx.tools.batch.tasks import BadLine, Task, Tasks
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.journal import ResultJournal
 
-AHEAD = 2  # lines whose images are decoded while another is answered
+PARALLEL = 8  # lines that are answered at the same time
 BAD = (ImageError, RequestError, TemplateError, Refusal)  # a line's own fault; anything else ends the batch
 Line = Task | BadLine
 Result = dict[str, Any]
-Answers = Callable[[Sequence[Line]], Iterable[tuple[Line, Result]]]  # in any order, each line once
+Answers = Callable[[Sequence[Line]], Generator[tuple[Line, Result]]]  # in any order, each line once
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Settings of all lines, except for a line's own. With more than `most_bad` bad lines the batch ends."""
+    """Settings of all lines, except for a line's own. With more than `most_bad` bad lines the batch ends.
+
+    `parallel`: lines that are answered at the same time.
+    """
 
     k: K
     reduce: str | None
     options: Options
     most_bad: int
     loading: Loading = field(default_factory=Loading)
+    parallel: int = PARALLEL
+
+    @property
+    def capacity(self) -> Capacity:
+        """What these lines may take; conversations are kept for further questions about the same images."""
+        return Capacity(self.parallel, self.parallel, kept=self.parallel)
 
 
 def journal_of(out: Path) -> Path:
@@ -76,14 +86,15 @@ def run_batch(
         left = [line for line in tasks.lines if keys[line.number] not in journal.results]
         done = len(kept)
         report("lines", done, len(tasks.lines))
-        for line, result in answer(left):
-            journal.add({keys[line.number]: result})
-            if result.get("error"):
-                reasons.append(_error(result))
-                warn(f"line {line.number}: {reasons[-1]}")
-                _check_bad(reasons, asking.most_bad)
-            done += 1
-            report("lines", done, len(tasks.lines))
+        with closing(answer(left)) as results:
+            for line, result in results:
+                journal.add({keys[line.number]: result})
+                if result.get("error"):
+                    reasons.append(_error(result))
+                    warn(f"line {line.number}: {reasons[-1]}")
+                    _check_bad(reasons, asking.most_bad)
+                done += 1
+                report("lines", done, len(tasks.lines))
         try:
             with replacing(out) as partial, partial.open("w", encoding="utf-8") as file:
                 for number, key in keys.items():
@@ -98,9 +109,14 @@ def run_batch(
 
 
 def on_this_machine(model: Model, asking: Asking) -> Answers:
-    """Answer lines one after the other. Raises RequestError for a K or a reduction that the bundle lacks."""
+    """Answer lines side by side. Raises RequestError for a K or a reduction that the bundle lacks."""
     model.loaded.policy(asking.k, asking.options, asking.reduce)
-    return lambda lines: zip(lines, answer_lines(model, lines, asking), strict=True)
+
+    def answer(lines: Sequence[Line]) -> Generator[tuple[Line, Result]]:
+        with Engine("batch", model, asking.capacity) as engine:
+            yield from answer_lines(engine, lines, asking)
+
+    return answer
 
 
 def _error(result: Result) -> str:
@@ -116,72 +132,73 @@ def _check_bad(reasons: Sequence[str], most: int) -> None:
         )
 
 
-Read = tuple[tuple[PreparedImage, ...], ChatRequest | None]  # a line's images, and the request of OpenAI's batches
+def answer_lines(engine: Engine, lines: Sequence[Line], asking: Asking) -> Iterator[tuple[Line, Result]]:
+    """The result of each line, as they end. Questions about the same images are asked one after the other."""
+    firsts: dict[Any, int] = {}
+    alike = [firsts.setdefault(_pictures(line), number) for number, line in enumerate(lines)]
+    ordered = [lines[number] for number in sorted(range(len(lines)), key=lambda number: (alike[number], number))]
+    chats: dict[int, ChatRequest] = {}  # those of OpenAI's lines that are being answered, by their number
+    for line, found in engine.answers(_asked(engine.model, ordered, asking, chats)):
+        chat = chats.pop(line.number, None)
+        if isinstance(found, Exception):
+            if isinstance(found, ModelClosedError) or not isinstance(found, BAD):
+                raise found
+            yield line, _failed(line, found)
+        elif chat is not None and isinstance(line, Task):
+            objects = Objects(chat.model, engine.model, chat.options.logprobs, notes=chat.notes)
+            body = json.loads(json.dumps(objects.completion(found)))
+            yield line, _openai(line, {"status_code": 200, "request_id": objects.id, "body": body})
+        elif isinstance(line, Task):
+            yield line, {"id": line.id, "question": line.question, **json.loads(json.dumps(found[0].to_dict()))}
 
 
-def answer_lines(model: Model, lines: Sequence[Line], asking: Asking) -> Iterator[Result]:
-    """The result of each line, in order. Consecutive questions about the same images share their caches."""
-    conversation: Conversation | None = None
-    for line, images in _prepared(model, lines, asking):
-        if isinstance(line, BadLine):
-            yield {"id": None, "error": line.reason}
-            continue
+def _pictures(line: Line) -> Any:
+    """The images and videos of a line, equal for lines that go together; of OpenAI's lines only the line is known."""
+    return (line.images, line.videos) if isinstance(line, Task) and line.request is None else line.number
+
+
+def _failed(line: Line, error: Exception) -> Result:
+    if isinstance(line, Task) and line.request is not None:
+        refusal = refusal_of(error)
+        return _openai(line, {"status_code": refusal.status, "request_id": "", "body": refusal.body()}, refusal)
+    return {"id": line.id if isinstance(line, Task) else None, "error": str(error)}
+
+
+def _asked(
+    model: Model, lines: Sequence[Line], asking: Asking, chats: dict[int, ChatRequest]
+) -> Iterator[tuple[Line, list[Asked] | Exception]]:
+    """Each line with what it asks, or its error; the request of OpenAI's lines goes into `chats`."""
+    limits, loaded = Limits(new_tokens=model.manifest.max_context), model.loaded
+    images, pictures = tuple[PreparedImage, ...](), None
+    for line in lines:
         try:
-            held, chat = images.result()
-            if conversation is None or [i.key for i in held] != [i.key for i in conversation.images]:
-                if conversation is not None:
-                    conversation.close()
-                conversation = Conversation(model.loaded, held)
-            if chat is not None:
-                settings = [chat.settings(number) for number in range(chat.n)]
-                answers = [conversation.stream_messages(chat.messages, one, resume=True).read() for one in settings]
-                objects = Objects(chat.model, model, chat.options.logprobs, notes=chat.notes)
-                body = json.loads(json.dumps(objects.completion(answers)))
-                yield _openai(line, {"status_code": 200, "request_id": objects.id, "body": body})
+            if isinstance(line, BadLine):
+                raise RequestError(line.reason)
+            if line.request is None:
+                if pictures != _pictures(line):  # else they are those of the line before
+                    pictures = None
+                    images = loaded.prepare_all([*line.images, *map(video, line.videos)])
+                    pictures = _pictures(line)
+                check_text("the question", line.question)
+                messages: list[Message] = [{"role": "user", "content": opening_parts(images, line.question)}]
+                own = {"k": asking.k, "reduce": asking.reduce, **line.own}
+                k, reduce = own.pop("k"), own.pop("reduce")
+                settings = Settings(k, combined(asking.options, own), reduce)
+                yield line, [Asked.of(loaded, images, messages, settings)]
                 continue
-            own = {"k": asking.k, "reduce": asking.reduce, **line.own}
-            k, reduce, options = own.pop("k"), own.pop("reduce"), combined(asking.options, own)
-            answer = conversation.ask(line.question, k, options, reduce=reduce)
-        except ModelClosedError:
-            raise
+            chat = read_request(line.request, limits)
+            sources = [image for image in chat.images if not isinstance(image, RemoteImage)]
+            seen = loaded.prepare_all(sources, messages=chat.messages)
+            loaded.check_system(chat.messages)
+            k, reduce = (asking.k if chat.k == DEFAULT else chat.k), chat.reduce
+            chat = replace(chat, images=(), k=k, reduce=asking.reduce if reduce == DEFAULT else reduce)
+            chats[line.number] = chat
+            yield line, [Asked.of(loaded, seen, chat.messages, chat.settings(number)) for number in range(chat.n)]
         except BAD as e:
-            refusal = refusal_of(e)
-            reply = {"status_code": refusal.status, "request_id": "", "body": refusal.body()}
-            yield {"id": line.id, "error": str(e)} if line.request is None else _openai(line, reply, refusal)
-        else:
-            yield {"id": line.id, "question": line.question, **json.loads(json.dumps(answer.to_dict()))}
+            yield line, e
 
 
 def _openai(line: Task, reply: dict[str, Any], refusal: Refusal | None = None) -> Result:
     """A line of the output of OpenAI's batches."""
     error = None if refusal is None else {"code": refusal.code, "message": str(refusal)}
     return {"id": f"batch_req_{line.number}", "custom_id": line.id, "response": reply, "error": error}
-
-
-def _prepared(model: Model, lines: Sequence[Line], asking: Asking) -> Iterator[tuple[Line, Future[Read]]]:
-    """Each line with its images, which another thread decodes a few lines ahead."""
-    limits = Limits(new_tokens=model.manifest.max_context)
-
-    def read(line: Line) -> Read:
-        if isinstance(line, BadLine):
-            return (), None
-        if line.request is not None:
-            chat = read_request(line.request, limits)
-            sources = [image for image in chat.images if not isinstance(image, RemoteImage)]
-            images = model.loaded.prepare_all(sources, messages=chat.messages)
-            model.loaded.check_system(chat.messages)
-            k, reduce = (asking.k if chat.k == DEFAULT else chat.k), chat.reduce
-            chat = replace(chat, images=(), k=k, reduce=asking.reduce if reduce == DEFAULT else reduce)
-            return images, chat
-        return model.loaded.prepare_all([*line.images, *map(video, line.videos)]), None
-
-    with ThreadPoolExecutor(1, "vtx-batch") as pool:
-        waiting = deque[tuple[Line, Future[Read]]]()
-        try:
-            for line in lines:
-                waiting.append((line, pool.submit(read, line)))
-                if len(waiting) > AHEAD:
-                    yield waiting.popleft()
-            yield from waiting
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)

@@ -30,10 +30,10 @@ class Call:
 class Stopwatch:
     """Wraps a backend or one of its stage caches. Attributes that are not callable pass through."""
 
-    __slots__ = ("_calls", "_inner", "_stage")
+    __slots__ = ("_caches", "_calls", "_inner", "_stage")
 
-    def __init__(self, inner: Any, calls: list[Call], stage: int | None = None) -> None:
-        self._inner, self._calls, self._stage = inner, calls, stage
+    def __init__(self, inner: Any, calls: list[Call], stage: int | None = None, *, caches: bool = True) -> None:
+        self._inner, self._calls, self._stage, self._caches = inner, calls, stage, caches
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._inner, name)
@@ -48,13 +48,16 @@ class Stopwatch:
         tokens = len(result) + result.idle if name in ("vision", "video") else tokens
         spared = tokens - len(result) if name == "append" and self._inner.selects_outputs else 0
         self._calls.append(Call(name, ms, self._stage, tokens, filled, spared))
-        return Stopwatch(result, self._calls, args[0]) if name == "stage" else result
+        return Stopwatch(result, self._calls, args[0]) if name == "stage" and self._caches else result
 
 
-def timed(backend: Backend) -> tuple[Backend, list[Call]]:
-    """A backend with the behaviour of `backend`, and the growing list of its calls."""
+def timed(backend: Backend, *, caches: bool = True) -> tuple[Backend, list[Call]]:
+    """A backend with the behaviour of `backend`, and the growing list of its calls.
+
+    Without `caches` those of its caches are not in it, and the backend takes them for its own.
+    """
     calls = list[Call]()
-    return cast(Backend, Stopwatch(backend, calls)), calls
+    return cast(Backend, Stopwatch(backend, calls, caches=caches)), calls
 
 
 def split(calls: Sequence[Call]) -> tuple[Sequence[Call], Sequence[Call]]:

@@ -65,9 +65,12 @@ class WorkCounter:
 
     def first_token(self, stats: Stats, calls: Sequence[Call]) -> int:
         """FLOPs of the towers and of the prompt in one chunk, from a question's calls."""
+        return self.count_vision(split(calls)[0]) + self.prompt(stats)
+
+    def prompt(self, stats: Stats) -> int:
+        """FLOPs of the prompt in one chunk, as if nothing of it were reused."""
         text = stats.prompt_tokens - stats.vision_tokens
-        prompt = prefill_flops(self.decoder, make_schedule(stats.vision_tokens_kept, text=text))
-        return self.count_vision(split(calls)[0]) + prompt
+        return prefill_flops(self.decoder, make_schedule(stats.vision_tokens_kept, text=text))
 
     def count_vision(self, prefill: Sequence[Call]) -> int:
         """FLOPs of the towers; merged windows do not count in the later layers of the vision tower.

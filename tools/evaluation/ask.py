@@ -1,22 +1,36 @@
-"""Every question under every method; each answer and its cost are kept as they come."""
+"""Every question under every method; each answer and its cost are kept as they come.
+
+Some questions are asked alone, each answer from a new conversation, so that the time to the first token includes the
+tower and the whole prompt. The others are answered side by side, and the questions about an image encode it once.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
+from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
 from vtx.runtime.prompt.guiding import Guide
+from vtx.runtime.prompt.messages import Message
+from vtx.runtime.scheduler.engine import Asked as Request
+from vtx.runtime.scheduler.engine import Capacity, Engine
+from vtx.runtime.scheduler.scheduler import Event
+from vtx.runtime.session.encoded_images import PreparedImage, vision_extras
 from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.units import Progress
+from vtx.runtime.vision.tokens import ImageTokens
 from vtx.runtime.vision.video import video
 from vtx.tools.bench.methods import NONE, Method
 from vtx.tools.bench.stopwatch import timed
@@ -25,16 +39,21 @@ from vtx.tools.data.items import check_skipped
 from vtx.tools.data.journal import ResultJournal
 from vtx.tools.evaluation.questions import QuestionSet, TaskQuestion
 
+TIMED = 50  # questions that are asked alone, for the time to the first token
+PARALLEL = 8  # answers to the others that are computed at the same time
 BAD = (ImageError, RequestError, TemplateError)  # a question's own fault; anything else ends the evaluation
 STRICT = Strict(RequestError, "answers.jsonl is damaged, remove it")
 
 
 @dataclass(frozen=True, slots=True)
 class CostedAnswer:
-    """An answer and what it cost. `flops` are those until the first token, `vision_tokens` a layer's mean."""
+    """An answer and what it costs alone. `flops` are those until the first token, `vision_tokens` a layer's mean.
+
+    `first_token_ms`: None if it was computed next to others.
+    """
 
     text: str
-    first_token_ms: float
+    first_token_ms: float | None
     kv_bytes: int
     flops: int
     vision_tokens: float
@@ -66,49 +85,93 @@ def check_methods(model: Model, methods: Sequence[Method]) -> None:
 
 def ask_all(
     model: Model, data: QuestionSet, methods: Sequence[Method], max_new_tokens: int, journal: Path, *,
-    report: Progress, predict: Callable[[float], None], guide: Guide | None = None,
+    report: Progress, predict: Callable[[float], None], guide: Guide | None = None, timed: int = TIMED,
+    parallel: int = PARALLEL,
 ) -> Asked:  # fmt: skip
     """Ask what `journal` does not hold yet. `predict` gets the total seconds, estimated from the first question.
 
-    Each answer comes from a new conversation, so that its first token includes the tower and the whole prompt. Raises
-    RequestError for a method that the bundle lacks, a journal of another bundle, or too many bad questions.
+    About `timed` of the questions, evenly spread, are asked alone; of the answers to the others `parallel` are computed
+    at the same time. Raises RequestError for a method that the bundle lacks, a journal of another bundle, or too many
+    bad questions.
     """
     check_methods(model, methods)
     options = Options(max_new_tokens=max_new_tokens, guide=guide)
-    asker, skipped = Asker(model, options), list(data.skipped)
+    questions, skipped = data.questions, dict[int, str]()
     kept, replies = list[TaskQuestion](), list[tuple[CostedAnswer, ...]]()
     identity = {
         "model": sha256(model.bundle.folder / "vtx.json"), "device": [model.backend.device, model.backend.compute],
         "--max-new-tokens": max_new_tokens, "--fit": model.loaded.fit,
         **({} if guide is None else {"--choices": list(guide.choices or ())}),
     }  # fmt: skip
+    step = -(-len(questions) // timed) if timed else len(questions) + 1
     with ResultJournal(journal, identity) as held:
-        keys = [[f"{q.digest()} k={m.k} reduce={m.reduce}" for m in methods] for q in data.questions]
-        left = [n for n, names in enumerate(keys) if not all(name in held.results for name in names)]
+        keys = [[f"{q.digest()} k={m.k} reduce={m.reduce}" for m in methods] for q in questions]
+
+        def missing(n: int) -> dict[Method, str]:
+            """The methods by which question `n` has yet to be asked, each with its key."""
+            alone = timed and n % step == 0
+            return {
+                method: key for method, key in zip(methods, keys[n], strict=True)
+                if key not in held.results or (alone and held.results[key].get("first_token_ms") is None)
+            }  # fmt: skip
+
+        def skip(n: int, error: Exception) -> None:
+            if not isinstance(error, BAD):
+                raise error
+            skipped.setdefault(n, f"{questions[n].text[:40]!r}: {error}")
+            check_skipped(data.source, len(keys), [*data.skipped, *skipped.values()], "questions")
+
+        left = [n for n in range(len(keys)) if missing(n)]
         start, done = time.monotonic(), len(keys) - len(left)
-        for turn, n in enumerate(left):
+        alone, asker = [n for n in left if timed and n % step == 0], Asker(model, options)
+        for turn, n in enumerate(alone):
             report("questions", done + turn, len(keys))
-            missing = {m: key for m, key in zip(methods, keys[n], strict=True) if key not in held.results}
+            wanted = missing(n)
             try:
-                answers = asker(data.questions[n], tuple(missing), turn)
+                held.add({wanted[m]: json_value(reply) for m, reply in asker(questions[n], (*wanted,), turn).items()})
             except BAD as e:
-                skipped.append(f"{data.questions[n].text[:40]!r}: {e}")
-                check_skipped(data.source, len(keys), skipped, "questions")
-                continue
-            held.add({missing[method]: json_value(reply) for method, reply in answers.items()})
+                skip(n, e)
             if turn == 0:
                 predict((time.monotonic() - start) * len(left))
+        rest, first = dict[int, list[Method]](), set[str]()  # a question that is in the data twice is asked once
+        for n in sorted({*left} - {*alone}):
+            rest[n] = [method for method, key in missing(n).items() if key not in first]
+            first.update(keys[n])
+        with closing(SideBySide(model, options, parallel).answers(questions, rest)) as answers:
+            for n, method, reply in answers:
+                if isinstance(reply, Exception):
+                    skip(n, reply)
+                else:
+                    held.add({missing(n)[method]: json_value(reply)})
+                    rest[n].remove(method)
+                report("questions", len(keys) - sum(map(bool, rest.values())), len(keys))
         report("questions", len(keys), len(keys))
-        for question, names in zip(data.questions, keys, strict=True):
+        for question, names in zip(questions, keys, strict=True):
             if all(name in held.results for name in names):
                 kept.append(question)
                 replies.append(tuple(STRICT.read(CostedAnswer, held.results[name], "an answer") for name in names))
-    check_skipped(data.source, len(kept), skipped, "questions")
-    return Asked(tuple(kept), tuple(methods), tuple(replies), tuple(skipped))
+    told = (*data.skipped, *skipped.values())
+    check_skipped(data.source, len(kept), told, "questions")
+    return Asked(tuple(kept), tuple(methods), tuple(replies), told)
+
+
+def _settings(model: Model, question: TaskQuestion, method: Method, options: Options) -> Settings:
+    entries = model.loaded.policy(method.k, None, method.reduce).entries
+    about = question.about if any(entry.uses_question for entry in entries) else None
+    return Settings(method.k, replace(options, about=about), method.reduce)
+
+
+def _costed(answer: Answer, flops: int, first_token_ms: float | None = None) -> CostedAnswer:
+    stats, kept = answer.stats, answer.stats.vision_tokens_kept
+    return CostedAnswer(
+        text=answer.text, first_token_ms=first_token_ms, kv_bytes=stats.kv_bytes, flops=flops,
+        vision_tokens=fmean((*kept[1:], kept[-1])), full_layers=sum(tokens > 0 for tokens in kept),
+        new_tokens=len(answer.token_ids),
+    )  # fmt: skip
 
 
 class Asker:
-    """Asks one question under several methods, and counts the work of each."""
+    """Asks one question under several methods, one after the other, and counts the work of each."""
 
     def __init__(self, model: Model, options: Options) -> None:
         backend, self._calls = timed(model.backend)
@@ -124,16 +187,96 @@ class Asker:
         replies = dict[Method, CostedAnswer]()
         for method in (*methods[first:], *methods[:first]):
             self._calls.clear()
+            settings = _settings(self._model, question, method, self._options)
             with Conversation(self._model.loaded, images) as conversation:
-                entries = self._model.loaded.policy(method.k, None, method.reduce).entries
-                about = question.about if any(entry.uses_question for entry in entries) else None
-                options = replace(self._options, about=about)
-                answer = conversation.ask(question.text, method.k, options, reduce=method.reduce)
-            stats = answer.stats
-            kept = stats.vision_tokens_kept
-            replies[method] = CostedAnswer(
-                text=answer.text, first_token_ms=stats.timings_ms["first_token"], kv_bytes=stats.kv_bytes,
-                flops=self._counter.first_token(stats, self._calls), vision_tokens=fmean((*kept[1:], kept[-1])),
-                full_layers=sum(tokens > 0 for tokens in kept), new_tokens=len(answer.token_ids),
-            )  # fmt: skip
+                answer = conversation.ask(question.text, method.k, settings.options, reduce=method.reduce)
+            flops = self._counter.first_token(answer.stats, self._calls)
+            replies[method] = _costed(answer, flops, answer.stats.timings_ms["first_token"])
         return replies
+
+
+class SideBySide:
+    """Asks many questions under several methods, `parallel` at a time, and counts what each answer costs alone.
+
+    The towers' work is counted where it is done. One prompt is computed at a time, so what they do from one answer's
+    first event to the next one's belongs to the latter.
+    """
+
+    def __init__(self, model: Model, options: Options, parallel: int) -> None:
+        backend, self._calls = timed(model.backend, caches=False)
+        self._model, self._options = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit), options
+        self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
+        self._capacity = Capacity(parallel, parallel, kept=parallel)
+        self._encoded: dict[str, int] = {}  # FLOPs of the tower, by the image, of the prompt that is computed
+        self._towers: dict[tuple[str, str], int] = {}  # and by the image and the tower's extra inputs
+        self._flops: dict[tuple[int, Method], int] = {}  # of the towers, by the answer
+
+    def answers(
+        self, questions: Sequence[TaskQuestion], wanted: Mapping[int, Collection[Method]]
+    ) -> Generator[tuple[int, Method, CostedAnswer | Exception]]:
+        """The answers to the questions of these numbers as they come, each under its methods, or what is wrong."""
+        if not wanted:
+            return
+        images: dict[int, tuple[PreparedImage, ...]] = {}  # of the questions that are being answered
+        left = {n: len(methods) for n, methods in wanted.items()}
+
+        def watch(tag: tuple[int, Method], _: Event) -> None:
+            n, method = tag
+            if tag in self._flops:
+                return
+            extras = repr(vision_extras(self._model.loaded.policy(method.k, None, method.reduce).entries))
+            self._towers |= {(key, extras): flops for key, flops in self._encoded.items()}
+            read = self._counter.count_vision([call for call in self._calls if call.name == "text_tower"])
+            seen = sum(self._towers.get((image.key, extras), 0) for image in images[n])
+            self._flops[tag] = read + seen
+            self._encoded.clear()
+            self._calls.clear()
+
+        with Engine("eval", self._model, self._capacity) as engine:
+            for (n, method), found in engine.answers(self._requests(questions, wanted, images), watch):
+                answer = found if isinstance(found, Exception) else found[0]
+                flops = self._flops.pop((n, method), 0)
+                left[n] -= 1
+                if not left[n]:
+                    images.pop(n, None)
+                if isinstance(answer, Exception):
+                    yield n, method, answer
+                else:
+                    yield n, method, _costed(answer, flops + self._counter.prompt(answer.stats))
+
+    def _requests(
+        self, questions: Sequence[TaskQuestion], wanted: Mapping[int, Collection[Method]],
+        images: dict[int, tuple[PreparedImage, ...]],
+    ) -> Iterator[tuple[tuple[int, Method], list[Request] | Exception]]:  # fmt: skip
+        """What is asked: image by image, and of each first the methods that keep it longest, whose caches serve all."""
+        layers, groups = self._model.manifest.model.layers, dict[Any, list[int]]()
+        for n in wanted:
+            groups.setdefault((questions[n].images, questions[n].videos), []).append(n)
+        for (pictures, videos), numbers in groups.items():
+            seen: tuple[PreparedImage, ...] | Exception
+            try:
+                seen = tuple(map(self._counted, self._model.loaded.prepare_all([*pictures, *map(video, videos)])))
+            except BAD as e:
+                seen = e
+            asked = [(n, method) for n in numbers for method in wanted[n]]
+            for n, method in sorted(asked, key=lambda tag: -(tag[1].k if isinstance(tag[1].k, int) else layers + 1)):
+                if isinstance(seen, Exception):
+                    yield (n, method), seen
+                    continue
+                images[n], question = seen, questions[n]
+                messages: list[Message] = [{"role": "user", "content": opening_parts(seen, question.text)}]
+                try:
+                    settings = _settings(self._model, question, method, self._options)
+                    yield (n, method), [Request.of(self._model.loaded, seen, messages, settings)]
+                except BAD as e:
+                    yield (n, method), e
+
+    def _counted(self, image: PreparedImage) -> PreparedImage:
+        """An image whose FLOPs in the tower are noted when it is encoded."""
+
+        def arrange(views: Sequence[ImageTokens]) -> ImageTokens:
+            passes = [call for call in self._calls if call.name in ("vision", "video")][-len(views) :]
+            self._encoded[image.key] = self._counter.count_vision(passes)
+            return image.arrange(views)
+
+        return replace(image, arrange=arrange)

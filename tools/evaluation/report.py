@@ -122,6 +122,7 @@ def make_report(
     methods = list[MethodFigures]()
     for n, (method, tally) in enumerate(zip(asked.methods, tallies, strict=True)):
         total, replies = tally.counts.sum(0), [replies[n] for replies in by_question]
+        known = [reply.first_token_ms for reply in replies if reply.first_token_ms is not None]
         figures, of_group = dict[str, FigureInterval](), dict[str, GroupFigure]()
         for name, figure in tally.figures.items():
             if name == "accuracy" and tally.answered is not None:  # Wilson's interval is right at 0% and 100%, too
@@ -142,7 +143,7 @@ def make_report(
                 vision_tokens=fmean(reply.vision_tokens for reply in replies),
                 full_layers=fmean(reply.full_layers for reply in replies),
                 new_tokens=fmean(reply.new_tokens for reply in replies),
-                first_token_ms=spread([reply.first_token_ms for reply in replies]) if times else None,
+                first_token_ms=spread(known) if times and known else None,
                 difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
                 groups=of_group,
             )

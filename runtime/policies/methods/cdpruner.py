@@ -71,7 +71,7 @@ class CDPruner(Reduction, Entry):
             seen = np.concatenate(views)
             relevance[seen] = scaled(self._relevance(image, question)[seen])
         parts = (
-            own[greedy(image_cosines(image, None if len(views) == 1 else own), relevance[own], count)]
+            own[greedy(image_cosines(image, None if len(own) == len(image) else own), relevance[own], count)]
             for own, count in zip(views, counts, strict=True)
         )
         return np.sort(np.concatenate([*parts]))

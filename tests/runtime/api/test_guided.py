@@ -28,7 +28,7 @@ from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt import guiding
 from vtx.runtime.prompt.guiding import Grammars, Guide
-from vtx.runtime.server.compute.batching import Batching
+from vtx.runtime.scheduler.batching import Batching
 from vtx.runtime.session.sampling import Sampler, Sampling
 from vtx.runtime.session.session import Session
 

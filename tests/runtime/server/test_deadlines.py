@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.serving import WAIT, asking, serving, until, user
 from vtx.runtime.api.answer import Progress
-from vtx.runtime.server.compute.scheduler import Done, Event, Job, Scheduler
+from vtx.runtime.scheduler.scheduler import Done, Event, Job, Scheduler, TooLateError
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.server.refusal import refusal_of
 
 
 class Stream:
@@ -33,6 +33,9 @@ class Stream:
         self._stepped = True
         self._order.append(self._name)
         return self._name
+
+    def on_progress(self, beat: Any) -> None:
+        pass
 
     def progress(self, start: int) -> Progress:
         return Progress((1,) * (1 - start))
@@ -98,13 +101,14 @@ def test_an_urgent_request_that_cannot_make_it_is_refused_at_once() -> None:
         go.clear()
         for _ in range(3):
             made.submit(job(1.0))
-        with pytest.raises(Refusal, match=r"the first token would come after about") as refused:
+        with pytest.raises(TooLateError, match=r"the first token would come after about") as late:
             made.submit(_behind(job(0.3, urgent=True)))
         made.submit(_behind(job(600, urgent=True)))
         go.set()
-    assert refused.value.status == 429
-    assert refused.value.retry_after
-    assert refused.value.headers["x-should-retry"] == "false"
+    refused = refusal_of(late.value)
+    assert refused.status == 429
+    assert refused.retry_after
+    assert refused.headers["x-should-retry"] == "false"
 
 
 def _behind(job: Job) -> Job:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 from tests.support.exported import Models
+from tests.support.families.llava_onevision import ONEVISION
+from tests.support.families.qwen import QWEN25
 from tests.support.fresh import FreshAnswers, Setting, shuffled
 from tests.support.tiny import random_image
 
@@ -202,3 +205,46 @@ def test_a_bench_times_fresh_answers(model: Model, folder: Path, answers: list[A
             assert turn.stats.kv_slots == wanted_stats.kv_slots
             assert turn.stats.vision_tokens_kept == wanted_stats.vision_tokens_kept
             assert not turn.stats.reused_image
+
+
+SPECS = ("none", FASTV, "cdpruner:keep=4", "random:keep=5")
+
+
+@pytest.mark.parametrize("tiny", [None, ONEVISION, QWEN25], ids=["llava", "tiles", "native"])
+def test_answers_side_by_side_cost_what_they_cost_alone_and_an_image_is_encoded_once(
+    models: Models, folder: Path, monkeypatch: pytest.MonkeyPatch, tiny: Any
+) -> None:
+    """Also where a picture stands in several sets of images, and a question twice in the data."""
+    chosen = models(reductions=(FASTV,)) if tiny is None else models(tiny, (3, 5), reductions=(FASTV,))
+    sets = [NAMES[:1], NAMES[1:2], NAMES[:1], NAMES[:2] if tiny is not QWEN25 else NAMES[1:2], NAMES[:1]]
+    words = [*QUESTIONS, QUESTIONS[0]]
+    questions = [
+        TaskQuestion(tuple(folder / name for name in names), text, ("yes",), "image", about="the dog")
+        for names, text in zip(sets, words, strict=True)
+    ]
+    methods = make_methods((None, 3, 5), SPECS if tiny is not QWEN25 else SPECS[:2])
+    encoded = list[Any]()
+    original = type(chosen.backend).vision
+
+    def vision(self: Any, *given: Any) -> Any:
+        encoded.append(given)
+        return original(self, *given)
+
+    def evaluated(name: str, **more: Any) -> Asked:
+        encoded.clear()
+        return ask_all(
+            chosen, QuestionSet("questions", tuple(questions)), methods, TOKENS, folder / name,
+            report=lambda *_: None, predict=lambda _: None, **more,
+        )  # fmt: skip
+
+    monkeypatch.setattr(type(chosen.backend), "vision", vision)
+    together, passes = evaluated("together", timed=0), len(encoded)
+    assert all(reply.first_token_ms is None for replies in together.replies for reply in replies)
+    one_by_one = evaluated("alone", timed=len(questions))
+    assert len(encoded) >= 3 * passes
+    untimed = [tuple(replace(reply, first_token_ms=None) for reply in replies) for replies in one_by_one.replies]
+    assert untimed == [*together.replies]
+    both = evaluated("together", timed=2)
+    assert [reply[0].first_token_ms is not None for reply in both.replies] == [True, False, False, True, True]
+    evaluated("together", timed=2)
+    assert not encoded, "what was timed is not asked again"

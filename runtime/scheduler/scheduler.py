@@ -1,4 +1,7 @@
-"""One thread for each model computes its answers in rounds of one token, so that no long answer blocks a short one."""
+"""One thread for each model computes its answers in rounds of one token, so that no long answer blocks a short one.
+
+A prompt is computed in chunks, a view of an image or a stage, between which the other answers get their tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import VtxError
-from vtx.runtime.server.refusal import Refusal
 
 CLOSE_SECONDS = 10.0  # for a run of a graph to end before the server does
 IDLE_SECONDS = 1.0  # between two beats of a thread that waits for work
@@ -38,8 +41,22 @@ class Done:
 Event: TypeAlias = Piece | Done | Exception  # an error is an end, too
 
 
-def shutting_down() -> Refusal:
-    return Refusal(503, "the server is shutting down", kind="server_error", retry_after=5)
+class ClosedError(VtxError):
+    """The scheduler is closing or has ended; it computes no more."""
+
+    def __init__(self) -> None:
+        super().__init__("the thread that computes answers is ending")
+
+
+class TooLateError(VtxError):
+    """A job's first token would come `needed` seconds from now, and its end is in `left`."""
+
+    def __init__(self, needed: float, left: float) -> None:
+        super().__init__(
+            f"the first token would come after about {needed:.1f} s, the deadline is in {max(left, 0):.1f} s; "
+            "ask again later, or allow more time"
+        )
+        self.needed, self.left = needed, left
 
 
 class Heartbeat:
@@ -63,14 +80,14 @@ class Job:
 
     All three are called in the thread that computes. `ends_at`: of the monotonic clock; of waiting jobs the one whose
     end is nearest begins first. `urgent`: it is refused if it cannot have its first token by then. `advance`: seconds
-    that its end counts as nearer.
+    that its end counts as nearer. `fits`: False while it must wait for others to end.
     """
 
     def __init__(
         self, begin: Callable[[], AnswerStream], end: Callable[[bool], None], emit: Callable[[Event], None], *,
-        ends_at: float = math.inf, urgent: bool = False, advance: float = 0.0,
+        ends_at: float = math.inf, urgent: bool = False, advance: float = 0.0, fits: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
-        self._begin, self._end, self._emit = begin, end, emit
+        self._begin, self._end, self._emit, self.fits = begin, end, emit, fits
         self.ends_at, self.urgent, self.order = ends_at, urgent, ends_at - advance
         self.submitted = self.begun = math.nan  # by the monotonic clock
         self.stream: AnswerStream | None = None  # of its answer, once it has begun
@@ -84,13 +101,14 @@ class Job:
         if stream is not None:
             stream.cancel()
 
-    def begin(self) -> bool:
-        """Begin its stream; False if that fails or it was cancelled while it waited."""
+    def begin(self, between: Callable[[], None]) -> bool:
+        """Begin its stream, which calls `between` before each chunk; False if that fails, or it was cancelled."""
         if self.cancelled:
             return False
         self.begun = time.monotonic()
         try:
             self.stream = self._begin()
+            self.stream.on_progress(between)
         except Exception as e:
             self._fail(e)
             return False
@@ -120,9 +138,9 @@ class Job:
         return True
 
     def abandon(self) -> None:
-        """End it because the server ends."""
+        """End it because the thread that computes ends."""
         stream, self.stream = self.stream, None
-        self._fail(shutting_down(), stream)
+        self._fail(ClosedError(), stream)
 
     def _fail(self, error: Exception, stream: AnswerStream | None = None) -> None:
         """End it with an error. The conversation of its `stream` is released and not kept."""
@@ -144,24 +162,28 @@ class Scheduler:
     """Steps the answers of one model: in each round a token of every answer, and at most one new prompt.
 
     At most `parallel` answers are computed at a time; other requests wait, the one with the nearest end first, else in
-    their order. `together` gets the answers
-    before each round, to compute their tokens in one pass if it can.
+    their order. `together` gets the answers before each round, to compute their tokens in one pass if it can.
+    Between two chunks of a prompt, once they took as long as a round, there is a round of the other answers, and a
+    request whose end is nearer has its prompt computed first.
 
     A failure in a round ends one answer, and the rounds go on. `heartbeat` beats between any two runs of a graph, and
     while there is nothing to do.
     """
 
     def __init__(
-        self, name: str, parallel: int, together: Callable[[Sequence[AnswerStream]], None] = lambda _: None
-    ) -> None:
-        self._parallel, self._together = parallel, together
+        self, name: str, parallel: int, together: Callable[[Sequence[AnswerStream]], None] = lambda _: None, *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._parallel, self._together, self._clock = parallel, together, clock
         self._waiting = list[Job]()
         self._prompt_seconds = self._answer_seconds = 0.0  # of recent answers: to the first token, and to the end
         self._active: list[Job] = []
+        self._prompts: list[Job] = []  # those whose prompts are being computed, each inside of the one before it
+        self._round_seconds, self._round_ended = 0.0, -math.inf
         self._changed = threading.Condition()
         self._closing = self._dead = False
         self.heartbeat = Heartbeat()
-        self._thread = threading.Thread(target=self._rounds, name=f"vtx-serve {name}", daemon=True)
+        self._thread = threading.Thread(target=self._rounds, name=f"vtx-scheduler {name}", daemon=True)
         self._thread.start()
 
     @property
@@ -180,18 +202,17 @@ class Scheduler:
         return math.inf if self._dead else self.heartbeat.silence
 
     def submit(self, job: Job) -> None:
-        """Have a job computed. Raises Refusal while the server shuts down, or if an urgent one would come too late."""
+        """Have a job computed. Raises ClosedError while it closes, TooLateError for an urgent one that cannot make it.
+
+        What it would take is known by what recent answers took.
+        """
         with self._changed:
             if self._closing:
-                raise shutting_down()
+                raise ClosedError
             job.submitted = time.monotonic()
             left, needed = job.ends_at - job.submitted, self._expected(job)
             if job.urgent and (needed > left or left <= 0):
-                raise Refusal(
-                    429, f"the first token would come after about {needed:.1f} s, the deadline is in "
-                    f"{max(left, 0):.1f} s; ask again later, or allow more time", code="deadline",
-                    kind="rate_limit_error", retry_after=max(1, math.ceil(needed - left)), final=True,
-                )  # fmt: skip
+                raise TooLateError(needed, left)
             self._waiting.append(job)
             self._changed.notify()
 
@@ -221,31 +242,57 @@ class Scheduler:
                         self.heartbeat.beat()
                     if self._closing:
                         return
-                try:
-                    self._together([job.stream for job in self._active if job.stream is not None])
-                except Exception:  # each answer meets it again by itself, and ends alone
-                    log.exception("answers could not be computed together")
-                going = [job for job in self._active if job.step()]
-                for job in self._active:
-                    if job not in going:
-                        self._answer_seconds = _recent(self._answer_seconds, time.monotonic() - job.begun)
-                self._active = going
-                with self._changed:
-                    ready = sorted(self._waiting, key=lambda job: job.order) if self.active < self._parallel else []
-                    if ready:
-                        self._waiting.remove(ready[0])
-                for job in ready[:1]:
-                    self._active = [*self._active, job]  # from here on it is abandoned if the thread ends
-                    if job.begin() and job.step():
-                        self._prompt_seconds = _recent(self._prompt_seconds, time.monotonic() - job.begun)
-                    else:
-                        self._active = self._active[:-1]
+                self._decode()
+                self._begin()
         finally:
             with self._changed:
                 self._dead, self._closing = not self._closing, True
             for job in (*self._active, *self._waiting):
                 job.abandon()
             self._active, self._waiting = [], []
+
+    def _decode(self) -> None:
+        """A round: a token of every answer whose prompt has been computed."""
+        started = self._clock()
+        jobs = [job for job in self._active if job not in self._prompts]
+        try:
+            self._together([job.stream for job in jobs if job.stream is not None])
+        except Exception:  # each answer meets it again by itself, and ends alone
+            log.exception("answers could not be computed together")
+        ended = [job for job in jobs if not job.step()]
+        for job in ended:
+            self._answer_seconds = _recent(self._answer_seconds, time.monotonic() - job.begun)
+        self._active = [job for job in self._active if job not in ended]
+        self._round_ended = self._clock()
+        self._round_seconds = self._round_ended - started
+
+    def _begin(self, before: Job | None = None) -> None:
+        """Compute the prompt of the request whose turn it is, if that is nearer than the end of `before`."""
+        with self._changed:
+            job = min(self._waiting, key=lambda job: job.order, default=None)
+            if job is None or self.active >= self._parallel or (before is not None and job.order >= before.order):
+                return
+            if self._active and not job.fits():
+                return
+            self._waiting.remove(job)
+            self._active = [*self._active, job]  # from here on it is abandoned if the thread ends
+        self._prompts.append(job)
+        try:
+            going = job.begin(partial(self._between, job)) and job.step()
+        finally:
+            self._prompts.pop()
+        if going:
+            self._prompt_seconds = _recent(self._prompt_seconds, time.monotonic() - job.begun)
+        else:
+            self._active = [other for other in self._active if other is not job]
+
+    def _between(self, job: Job) -> None:
+        """Before each chunk of a job: let others have their turn if it is a chunk of its prompt."""
+        self.heartbeat.beat()
+        if self._prompts and self._prompts[-1] is job and not self._closing:
+            if self._clock() - self._round_ended >= self._round_seconds:
+                self._decode()
+            self._begin(job)
 
 
 def _recent(mean: float, seconds: float) -> float:

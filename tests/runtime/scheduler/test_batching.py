@@ -23,8 +23,8 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import DeviceError
-from vtx.runtime.server.compute.batching import FAILURES, Batching
-from vtx.runtime.server.compute.conversations import ConversationPool
+from vtx.runtime.scheduler.batching import FAILURES, Batching
+from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.session.sampling import Sampling
 
 LISA = Tiny(family="lisa", context=512)

@@ -14,8 +14,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.serving import WAIT, until
 from vtx.runtime.api.answer import Progress
-from vtx.runtime.server.compute.scheduler import Done, Event, Job, Piece, Scheduler
-from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Piece, Scheduler
 
 
 class Script:
@@ -38,6 +37,9 @@ class Script:
         if self._steps == self._fails:
             raise RuntimeError(self.name)
         return self.name
+
+    def on_progress(self, beat: Any) -> None:
+        self._beat = beat
 
     def progress(self, start: int) -> Progress:
         return Progress(tuple(range(start, self._steps)))
@@ -180,7 +182,7 @@ def test_a_thread_that_ends_fails_what_waits_and_is_known_to_be_dead() -> None:
         assert waiting.ended.wait(WAIT)
         assert isinstance(waiting.events[-1], Exception)
         assert made.silence == math.inf
-        with pytest.raises(Refusal):
+        with pytest.raises(ClosedError):
             made.submit(waiting.job)
 
 
@@ -192,7 +194,7 @@ def test_a_thread_without_work_gives_signs_of_life() -> None:
 
 
 def test_closing_does_not_wait_for_ever_for_a_run_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vtx.runtime.server.compute.scheduler.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("vtx.runtime.scheduler.scheduler.CLOSE_SECONDS", 0.05)
     gate = threading.Event()
     client = Client(Script("a", 1, [], gate))
     made = Scheduler("test", 1)
@@ -260,5 +262,109 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
     for client in (running, waiting):
         assert client.ended.is_set()
     assert isinstance(waiting.events[-1], Exception)
-    with pytest.raises(Refusal, match="shutting down"):
+    with pytest.raises(ClosedError, match="is ending"):
         made.submit(waiting.job)
+
+
+class Chunks(Script):
+    """A stream whose prompt has chunks, written into `order` in capitals; before each of them its scheduler is called.
+
+    `during` is done within the first chunk, by which the clock goes forward as by every chunk and token.
+    """
+
+    def __init__(self, name: str, chunks: int, tokens: int, order: list[str], clock: Clock, **more: Any) -> None:
+        super().__init__(name, tokens, order, more.get("gate"))
+        self._chunks, self._clock, self._during = chunks, clock, more.get("during", lambda: None)
+        self._seconds = more.get("seconds", 1.0)
+
+    def step(self) -> str:
+        for number in range(self._chunks if not self._steps else 0):
+            self._beat()
+            self._order.append(self.name.upper())
+            self._clock.now += self._seconds
+            if not number:
+                self._during()
+        self._clock.now += 1
+        return super().step()
+
+
+def chunked(parallel: int, *streams: tuple[str, int, int, float, float], late: tuple[Any, ...] = ()) -> str:
+    """The order of chunks and tokens of streams: name, chunks, tokens, seconds of a chunk, end. `late` comes last.
+
+    That one is submitted within the first chunk of the one before it.
+    """
+    order, gate, clock, clients = list[str](), threading.Event(), Clock(), list[Client]()
+    made = Scheduler("test", parallel, clock=clock)
+    for name, chunks, tokens, seconds, end in reversed((*streams, *late)):
+        during = (lambda: made.submit(clients[0].job)) if late and len(clients) == 1 else lambda: None
+        client = Client(Chunks(name, chunks, tokens, order, clock, gate=gate, seconds=seconds, during=during))
+        client.job.ends_at = client.job.order = end
+        clients.append(client)
+    try:
+        for client in reversed(clients[len(late) :]):
+            made.submit(client.job)
+        gate.set()
+        assert all(client.ended.wait(WAIT) for client in clients)
+        assert all(isinstance(client.events[-1], Done) for client in clients)
+    finally:
+        made.close()
+    return "".join(order)
+
+
+def test_no_answer_waits_for_more_than_one_chunk_of_a_prompt() -> None:
+    order = chunked(3, ("a", 0, 9, 1, 1), ("b", 0, 9, 1, 2), ("c", 4, 2, 5, 3))
+    assert "CabCabCabC" in order, "a token of each before the next chunk"
+    assert "CC" not in order
+
+
+def test_chunks_that_are_quicker_than_a_round_do_not_have_one_each() -> None:
+    """Else a prompt of many small chunks would wait for more tokens than it takes itself."""
+    order = chunked(3, ("a", 0, 20, 1, 1), ("b", 0, 20, 1, 2), ("c", 8, 2, 0.5, 3))
+    assert "CCCCabCCCC" in order
+
+
+def test_a_prompt_whose_end_is_nearer_is_computed_between_the_chunks_of_another() -> None:
+    streams = (("a", 0, 9, 1.0, 1.0), ("b", 3, 2, 5.0, 9.0))
+    sooner = chunked(3, *streams, late=(("c", 2, 3, 5.0, 5.0),))
+    assert sooner.replace("a", "").startswith("BCC")
+    assert "CC" not in sooner, "within the other prompt, a still has its tokens"
+    later = chunked(3, *streams, late=(("c", 2, 3, 5.0, 9.5),))
+    assert later.replace("a", "").startswith("BBBbbCC")
+    assert chunked(2, *streams, late=(("c", 2, 3, 5.0, 5.0),)).replace("a", "").startswith("BBBb"), "there is no room"
+
+
+def test_a_job_waits_until_it_fits_unless_nothing_else_runs() -> None:
+    order, gate = list[str](), threading.Event()
+    first, second = Client(Script("a", 4, order, gate)), Client(Script("b", 4, order))
+    with scheduler(2) as made:
+        for client in (first, second):
+            client.job.fits = lambda: False
+            made.submit(client.job)
+        gate.set()
+        assert all(client.ended.wait(WAIT) for client in (first, second))
+    assert order == [*"aaaabbbb"]
+
+
+def test_a_prompt_that_fails_or_is_cancelled_inside_of_another_ends_alone() -> None:
+    order, clock, ended = list[str](), Clock(), list[Client]()
+    made = Scheduler("test", 3, clock=clock)
+    bad, left = Client(Script("c", 2, order, fails=1)), Client(Script("d", 2, order))
+
+    def arrive() -> None:
+        for client in (bad, left):
+            client.job.order = 0
+            made.submit(client.job)
+        left.job.cancel()
+
+    good = Client(Chunks("b", 3, 2, order, clock, during=arrive))
+    good.job.order = 1
+    try:
+        made.submit(good.job)
+        for client in (good, bad):
+            assert client.ended.wait(WAIT)
+            ended.append(client)
+    finally:
+        made.close()
+    assert isinstance(good.events[-1], Done)
+    assert isinstance(bad.events[-1], RuntimeError)
+    assert "".join(order) == "BcBBbb"

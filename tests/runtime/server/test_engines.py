@@ -15,8 +15,8 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.errors import DeviceError, RequestError
-from vtx.runtime.server.compute.conversations import ConversationPool
-from vtx.runtime.server.compute.engines import Engines, named
+from vtx.runtime.scheduler.conversations import ConversationPool
+from vtx.runtime.server.engines import Engines, named
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
 
@@ -72,7 +72,7 @@ def test_of_bundles_that_nobody_uses_the_least_recently_used_makes_room(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr("vtx.runtime.server.compute.engines.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("vtx.runtime.server.engines.time.monotonic", lambda: next(clock))
     three = {name: copy(tiny_bundle, tmp_path / name) for name in ("one", "two", "three")}
     engines = Engines(three, load_on_cpu, Limits(), memory=int(2.5 * needed({"tiny": tiny_bundle})))
     try:

@@ -65,6 +65,18 @@ class ConversationPool:
             conversation.close()
         self._evict()
 
+    def fits(self, tokens: int) -> bool:
+        """True if K and V of one more conversation with this many tokens are within the limit, next to those in use."""
+        manifest, slot = self._loaded.manifest, self._loaded.backend.kv_slot_bytes
+        more = min(tokens, manifest.max_context) * manifest.model.layers * slot
+        return sum(conversation.cache_bytes for conversation in self._leased) + more <= self._limit
+
+    def close(self) -> None:
+        """Free the kept conversations."""
+        while self._kept:
+            self._kept.pop().close()
+        self.kept_bytes = 0
+
     def _evict(self) -> None:
         """Drop kept conversations until they and those in use are within the limit."""
         in_use = sum(conversation.cache_bytes for conversation in self._leased)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TypeGuard
 
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.stream import AnswerStream
-from vtx.runtime.backends.backend import BatchBackend
+from vtx.runtime.backends.backend import Backend, BatchBackend
 from vtx.runtime.errors import DeviceError, VtxError
 from vtx.runtime.session.generate import decode_ahead
 
 log = logging.getLogger(__name__)
 FAILURES = 8  # passes in a row, after which no more are tried
+
+
+def batches(backend: Backend) -> TypeGuard[BatchBackend]:
+    """True for a backend that runs several conversations in one pass, also inside a wrapper that passes calls on."""
+    return hasattr(backend, "append_each")
 
 
 class Batching:
@@ -28,7 +34,7 @@ class Batching:
         self.obstacle: str | None = None
         if most <= 1:
             self.obstacle = "--max-batch is 1"
-        elif not isinstance(model.backend, BatchBackend):
+        elif not batches(model.backend):
             self.obstacle = f"{model.backend.device} computes one conversation at a time"
         else:
             try:
@@ -41,7 +47,7 @@ class Batching:
     def decode(self, streams: Sequence[AnswerStream]) -> None:
         """Run a token of each stream that waits for one."""
         backend = self._backend
-        if self.obstacle is not None or not isinstance(backend, BatchBackend) or len(streams) < 2:
+        if self.obstacle is not None or not batches(backend) or len(streams) < 2:
             return
         with ExitStack() as held:
             paused = [held.enter_context(stream.paused()) for stream in streams]

@@ -17,39 +17,21 @@ from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import DeviceError, RequestError, VtxError
-from vtx.runtime.server.compute.batching import Batching
-from vtx.runtime.server.compute.conversations import ConversationPool
-from vtx.runtime.server.compute.scheduler import Scheduler, shutting_down
+from vtx.runtime.scheduler.engine import Engine
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.refusal import Refusal
-from vtx.runtime.session.encoded_images import ImageCache
+from vtx.runtime.server.refusal import Refusal, shutting_down
 from vtx.runtime.units import size
 from vtx.runtime.vision.preprocess import trained_fit
 
 log = logging.getLogger(__name__)
 
 
-class Engine:
-    """A loaded bundle, the thread that computes with it and the conversations that it keeps."""
-
-    def __init__(self, name: str, model: Model, limits: Limits) -> None:
-        self.name, self.model = name, model
-        self.images = model.loaded.image_cache = ImageCache(limits.image_tokens)
-        self.batching = Batching(model, min(limits.batch, limits.parallel), limits.kept + limits.parallel)
-        self.pool = ConversationPool(model.loaded, limits.kv, limits.kept)
-        self.scheduler = Scheduler(name, limits.parallel, self.batching.decode)
-        if self.batching.obstacle is not None:
-            log.info("%s decodes its answers in turn, not together: %s", name, self.batching.obstacle)
-        self.users, self.used_at = 0, time.monotonic()
-        blank = Image.new("RGB", (64, 64))
-        model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[:1])  # loads it now
-
-    def close(self) -> None:
-        """End its answers and free the engine, unless its thread does not end and may still use it."""
-        if self.scheduler.close():
-            self.model.close()
-        else:
-            log.error("%s still computes; its engine is not closed", self.name)
+def close(engine: Engine) -> None:
+    """End its answers and free the model, unless its thread does not end and may still use it."""
+    if engine.close():
+        engine.model.close()
+    else:
+        log.error("%s still computes; its engine is not closed", engine.name)
 
 
 class Engines:
@@ -131,7 +113,10 @@ class Engines:
             if engine is not None:
                 return engine
             self._make_room(name)
-            engine = Engine(name, self._load(Path(self._bundles[name].folder)), self._limits)
+            model = self._load(Path(self._bundles[name].folder))
+            engine = Engine(name, model, self._limits)
+            blank = Image.new("RGB", (64, 64))
+            model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[:1])  # loads it now
             engine.users = 1
             with self._lock:
                 self._loaded[name] = engine
@@ -153,7 +138,7 @@ class Engines:
                 oldest = min(idle, key=lambda engine: engine.used_at)
                 del self._loaded[oldest.name]
             log.info("closing %s to make room for %s", oldest.name, name)
-            oldest.close()
+            close(oldest)
 
     def close(self) -> None:
         """End all answers and free all engines."""
@@ -161,7 +146,7 @@ class Engines:
             self.closed = True
         with self._loading:
             for engine in self.loaded:
-                engine.close()
+                close(engine)
             self._loaded.clear()
 
     def silences(self) -> dict[str, float]:

@@ -1,0 +1,181 @@
+"""A model with its scheduler: answers to many questions side by side, over conversations that it keeps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.loaded import LoadedBundle
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Settings
+from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.prompt.messages import Message
+from vtx.runtime.scheduler.batching import Batching
+from vtx.runtime.scheduler.conversations import ConversationPool
+from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Scheduler
+from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
+
+log = logging.getLogger(__name__)
+AHEAD = 2  # requests that wait in the thread that computes while others are prepared
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the answers of one model may take; sizes in bytes.
+
+    `parallel`: answers that are computed at the same time, `batch` of them at most in one pass. `kept`: conversations
+    that are kept for later requests. `kv`: of K and V, in use or kept; `image_tokens`: of encoded images kept.
+    """
+
+    parallel: int = 4
+    batch: int = 8
+    kept: int = 32
+    kv: int = 2 << 30
+    image_tokens: int = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request whose images are read and whose prompt `ids` are known, before anything is computed.
+
+    `reuse`: it may begin with what the caches of earlier requests hold.
+    """
+
+    images: tuple[PreparedImage, ...]
+    messages: Sequence[Message]
+    ids: NDArray[np.int64]
+    settings: Settings
+    reuse: bool = True
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedBundle, images: tuple[PreparedImage, ...], messages: Sequence[Message], settings: Settings
+    ) -> Asked:
+        """Raises RequestError for messages that cannot be asked about these images."""
+        return cls(images, messages, loaded.prompt_ids(messages, images), settings)
+
+
+class Engine:
+    """A loaded bundle, the thread that computes with it and the conversations that it keeps.
+
+    `users` of it and the time at which the last one left are for its owner to note.
+    """
+
+    def __init__(self, name: str, model: Model, capacity: Capacity) -> None:
+        self.name, self.model, self._parallel = name, model, capacity.parallel
+        self.images = model.loaded.image_cache = ImageCache(capacity.image_tokens)
+        together = min(capacity.batch, capacity.parallel)
+        self.batching = Batching(model, together, capacity.kept + capacity.parallel)
+        self.pool = ConversationPool(model.loaded, capacity.kv, capacity.kept)
+        self.scheduler = Scheduler(name, capacity.parallel, self.batching.decode)
+        if self.batching.obstacle is not None:
+            log.info("%s decodes its answers in turn, not together: %s", name, self.batching.obstacle)
+        self.users, self.used_at = 0, time.monotonic()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> bool:
+        """End its answers, its thread and its conversations, not the model; False if it still computes."""
+        if not self.scheduler.close():
+            return False
+        self.pool.close()
+        self.model.loaded.image_cache = None
+        return True
+
+    def job(
+        self, asked: Asked, emit: Callable[[Event], None], *, ends_at: float = math.inf, urgent: bool = False,
+        advance: float = 0.0, fits: Callable[[], bool] = lambda: True,
+    ) -> Job:  # fmt: skip
+        """The work of one answer, for the scheduler, in a conversation of the pool; its other fields are `Job`'s."""
+        leased = list[Conversation]()
+
+        def begin() -> AnswerStream:
+            leased.append(self.pool.lease(asked.images, asked.ids, reuse=asked.reuse))
+            try:
+                settings, left = asked.settings, max(1e-3, ends_at - time.monotonic())
+                if left < math.inf:
+                    settings = replace(settings, options=replace(settings.options, timeout=left))
+                return leased[0].stream_messages(asked.messages, settings, resume=True)
+            except BaseException:
+                end(False)
+                raise
+
+        def end(keep: bool) -> None:
+            self.pool.give_back(leased.pop(), keep=keep)
+
+        return Job(begin, end, emit, ends_at=ends_at, urgent=urgent, advance=advance, fits=fits)
+
+    def answers(
+        self, requests: Iterable[tuple[T, Sequence[Asked] | Exception]], watch: Callable[[T, Event], None] | None = None
+    ) -> Generator[tuple[T, list[Answer] | Exception]]:
+        """The answers to many requests as they end, with the tag of each; a request may ask several times.
+
+        An error is given for its request and stops no other. `requests` is read a little ahead of the answers, so
+        reading it may decode images meanwhile. `watch` sees each event, in the thread that computes. Left early, the
+        answers that run are cancelled.
+        """
+        most = AHEAD + (self._parallel if self.batching.obstacle is None else 1)
+        ended, source = queue.SimpleQueue[tuple[int, int, Answer | Exception]](), iter(requests)
+        running: dict[int, tuple[T, list[Job], list[Answer | Exception | None]]] = {}
+        number, reading = 0, True
+
+        def emit(tag: T, number: int, turn: int, event: Event) -> None:
+            try:
+                if watch is not None:
+                    watch(tag, event)
+            finally:
+                if isinstance(event, Done):
+                    ended.put((number, turn, ClosedError() if event.answer.stopped == "cancelled" else event.answer))
+                elif isinstance(event, Exception):
+                    ended.put((number, turn, event))
+
+        try:
+            while True:
+                while reading and len(running) < most:
+                    if (read := next(source, None)) is None:
+                        reading = False
+                        break
+                    tag, asked = read
+                    if isinstance(asked, Exception):
+                        yield tag, asked
+                        continue
+                    jobs = [
+                        self.job(each, partial(emit, tag, number, turn), fits=partial(self._fits, each))
+                        for turn, each in enumerate(asked)
+                    ]
+                    running[number] = tag, jobs, [None] * len(jobs)
+                    for job in jobs:
+                        self.scheduler.submit(job)
+                    number += 1
+                if not running:
+                    return
+                of, turn, result = ended.get()
+                tag, jobs, results = running[of]
+                results[turn] = result
+                if all(result is not None for result in results):
+                    del running[of]
+                    failed = next((result for result in results if isinstance(result, Exception)), None)
+                    yield tag, failed or [result for result in results if isinstance(result, Answer)]
+        finally:
+            for _, jobs, _ in running.values():
+                for job in jobs:
+                    job.cancel()
+
+    def _fits(self, asked: Asked) -> bool:
+        return self.pool.fits(len(asked.ids) + asked.settings.options.max_new_tokens)

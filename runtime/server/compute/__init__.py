@@ -1,1 +1,0 @@
-"""Models held in memory, and the answers that they compute side by side."""

@@ -1,0 +1,199 @@
+"""Many questions side by side: each answer as alone, an image's work once, an error for its own question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.support.bundles import export_with
+from tests.support.exported import THREADS
+from tests.support.gates import random_gate, write_gates
+from tests.support.tiny import Tiny, random_image
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.load import load
+from vtx.runtime.api.loaded import opening_parts
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options, Settings
+from vtx.runtime.errors import ImageError
+from vtx.runtime.prompt.messages import Message
+from vtx.runtime.scheduler.conversations import ConversationPool
+from vtx.runtime.scheduler.engine import Asked, Capacity, Engine
+from vtx.runtime.scheduler.scheduler import ClosedError
+from vtx.runtime.session.sampling import Sampling
+from vtx.runtime.vision.tokens import ImageTokens
+
+FASTV, DIVPRUNE = "fastv:k=3", "divprune:keep=6"
+METHODS: list[tuple[Any, str, float]] = [
+    (None, "none", 0.0), (3, "none", 0.0), ("auto", "none", 0.0), (5, FASTV, 0.0), (None, DIVPRUNE, 0.0),
+    (3, "none", 0.9), (None, FASTV, 1.2),
+]  # fmt: skip
+WORDS = ("red?", "how many are there?", "what is the shape?")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Any, tmp_path_factory: Any) -> Path:
+    checkpoint, made = tiny_checkpoint(Tiny(image=126, context=512)), tmp_path_factory.mktemp("engine")
+    gates = write_gates(made / "gates.safetensors", {k: random_gate(k) for k in (3, 5)})
+    options = ExportOptions(str(checkpoint), (3, 5), "fp32", 256, reductions=(FASTV, DIVPRUNE), gates=gates)
+    return export_with(options, made / "bundle").folder
+
+
+@pytest.fixture(scope="module", params=("cpu", "openvino"))
+def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
+    if request.param == "openvino":
+        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
+    with load(folder, device=request.param, threads=THREADS) as model:
+        yield model
+
+
+def asked(model: Model, picture: int, words: str, k: Any, reduce: str, temperature: float) -> Asked:
+    images = (model.loaded.prepare(random_image(picture, (126, 126))),)
+    messages: list[Message] = [{"role": "user", "content": opening_parts(images, words)}]
+    sampling = Sampling(temperature=temperature, seed=7)
+    options = Options(12, ignore_eos=True, logprobs=True, sampling=sampling)
+    return Asked.of(model.loaded, images, messages, Settings(k, options, reduce))
+
+
+def alone(model: Model, request: Asked) -> Answer:
+    return Conversation(model.loaded, request.images).stream_messages(request.messages, request.settings).read()
+
+
+def test_answers_side_by_side_are_those_of_each_alone_and_an_image_is_encoded_once(model: Model) -> None:
+    """At K none, fixed and auto, with reductions before and in the decoder, greedy and drawn."""
+    requests = {
+        (picture, words, number): asked(model, picture, words, *method)
+        for picture in (4, 5) for number, method in enumerate(METHODS) for words in WORDS
+    }  # fmt: skip
+    wanted = {tag: alone(model, request) for tag, request in requests.items()}
+    encoded: list[Any] = []
+    original = type(model.backend).vision
+
+    def vision(self: Any, *given: Any) -> ImageTokens:
+        encoded.append(given)
+        return original(self, *given)
+
+    with (
+        patch.object(type(model.backend), "vision", vision),
+        Engine("test", model, Capacity(8, 8, kept=8)) as engine,
+        closing(engine.answers((tag, [request]) for tag, request in requests.items())) as answers,
+    ):
+        found = dict(answers)
+        assert engine.batching.obstacle is None
+        assert engine.batching.tokens > 2 * engine.batching.passes
+    assert found.keys() == wanted.keys()
+    for tag, given in found.items():
+        assert isinstance(given, list)
+        (answer,) = given
+        assert answer.token_ids == wanted[tag].token_ids, tag
+        assert answer.logprobs == pytest.approx(wanted[tag].logprobs, abs=1e-4)
+        assert (answer.text, answer.stats.kv_slots) == (wanted[tag].text, wanted[tag].stats.kv_slots)
+    assert len(encoded) == 2
+
+
+def test_what_is_wrong_with_a_question_stops_no_other_one(model: Model) -> None:
+    """Known before it is asked, or only then; of a question that is asked several times, once."""
+    good = asked(model, 4, "red?", 3, "none", 0.0)
+    wrong = Asked(good.images, good.messages, good.ids, Settings(4, reduce="none"))
+    requests = [("a", [good]), ("b", ImageError("broken")), ("c", [good, wrong, good]), ("d", [good, good])]
+    with Engine("test", model, Capacity(8, 8)) as engine, closing(engine.answers(requests)) as answers:
+        found: dict[str, Any] = dict(answers)
+    wanted = alone(model, good)
+    assert [one.token_ids for one in (*found["a"], *found["d"])] == [wanted.token_ids] * 3
+    assert str(found["b"]) == "broken"
+    assert "K = 4" in str(found["c"])
+
+
+def test_questions_are_read_as_they_are_needed_and_no_more_are_held(model: Model) -> None:
+    read, given = [0], 0
+    good = asked(model, 4, "red?", 3, "none", 0.0)
+
+    def requests() -> Iterator[tuple[int, list[Asked]]]:
+        for number in range(40):
+            assert number - given <= 3 + 2
+            read[0] = number
+            yield number, [good]
+
+    with Engine("test", model, Capacity(3, 3, kept=2)) as engine, closing(engine.answers(requests())) as answers:
+        for _ in answers:
+            given += 1
+        kept = engine.pool.kept_bytes
+    assert (given, read[0]) == (40, 39)
+    assert kept <= 2 * 2 * alone_bytes(model, good)
+
+
+def alone_bytes(model: Model, request: Asked) -> int:
+    conversation = Conversation(model.loaded, request.images)
+    conversation.stream_messages(request.messages, request.settings).read()
+    return conversation.cache_bytes
+
+
+def test_answers_wait_for_room_for_their_k_and_v(model: Model) -> None:
+    """With room for one conversation at a time they are computed one after the other."""
+    good = asked(model, 4, "red?", None, "none", 0.0)
+    room = int(1.5 * alone_bytes(model, good))
+    running = []
+
+    def watch(*_: Any) -> None:
+        running.append(engine.scheduler.active)
+
+    with Engine("test", model, Capacity(4, 4, kept=0, kv=room)) as engine:
+        found = [*engine.answers(((n, [good]) for n in range(4)), watch)]
+    assert max(running) == 1
+    assert {one.token_ids for _, given in found if isinstance(given, list) for one in given} == {
+        alone(model, good).token_ids
+    }
+
+
+def test_leaving_early_or_a_watcher_that_fails_ends_what_runs(model: Model) -> None:
+    good = asked(model, 4, "red?", 3, "none", 0.0)
+    with Engine("test", model, Capacity(4, 4)) as engine:
+        with closing(engine.answers((n, [good]) for n in range(9))) as answers:
+            next(answers)
+        found = dict(engine.answers([("a", [good])], lambda *_: 1 / 0))  # type: ignore[arg-type, return-value]
+        assert isinstance(found["a"], ZeroDivisionError)
+        assert isinstance(dict(engine.answers([("b", [good])]))["b"], list)
+    with pytest.raises(ClosedError):
+        [*engine.answers([("c", [good])])]
+
+
+def test_a_prompt_that_others_decode_beside_answers_as_alone(model: Model) -> None:
+    """Between any two chunks of its prompt, whatever they took, the other answers have a token."""
+    requests = [asked(model, 4 + n % 3, WORDS[n % 3], *METHODS[n % len(METHODS)]) for n in range(14)]
+    with Engine("test", model, Capacity(6, 6, kept=3)) as engine:
+        engine.scheduler._clock = iter(range(10**9)).__next__  # a second between any two looks: each chunk is long
+        inside, decode = [0], engine.scheduler._decode
+
+        def decoding() -> None:
+            inside[0] += bool(engine.scheduler._prompts) and engine.scheduler.active > 1
+            decode()
+
+        with patch.object(engine.scheduler, "_decode", decoding):
+            found = dict(engine.answers((n, [request]) for n, request in enumerate(requests)))
+    assert inside[0] > len(requests), "other answers went on within prompts"
+    for number, request in enumerate(requests):
+        (answer,) = found[number]  # type: ignore[misc]
+        wanted = alone(model, request)
+        assert answer.token_ids == wanted.token_ids
+        assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
+def test_a_pool_counts_what_is_in_use(model: Model) -> None:
+    good = asked(model, 4, "red?", None, "none", 0.0)
+    one = alone_bytes(model, good)
+    pool = ConversationPool(model.loaded, 3 * one, 4)
+    assert pool.fits(10**9) == (512 * model.manifest.model.layers * model.backend.kv_slot_bytes <= 3 * one)
+    assert pool.fits(len(good.ids))
+    leased = [pool.lease(good.images, good.ids) for _ in range(3)]
+    for conversation in leased:
+        conversation.stream_messages(good.messages, good.settings).read()
+    assert not pool.fits(len(good.ids))
+    for conversation in leased:
+        pool.give_back(conversation, keep=False)
+    assert pool.fits(len(good.ids))
