@@ -60,6 +60,10 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     option("--kv-cache", float, "K and V in use and kept for later turns [default: 2.1].", callback=_amount,
            metavar="GB"),
     option("--memory", float, "Memory of all loaded bundles [default: free memory].", callback=_amount, metavar="GB"),
+    option("--adapt reports", Path, "Choose K and reductions of requests with a deadline by load, among the methods of "
+           "this report.json of vtx-eval; one for each bundle.", multiple=True, metavar="REPORT"),
+    option("--max-accuracy-drop", 1.0, "Percentage points below the best that these methods may be.",
+           type=click.FloatRange(0, 100)),
     option("--image-host image_hosts", str, "Also fetch images from https addresses of this host [default: data URLs "
            "only].", multiple=True, metavar="HOST"),
     option("--allow-origin origins", str, "Pages of this origin, e.g. http://localhost:3000, may send requests.",
@@ -73,7 +77,8 @@ def serve(
     bundles: tuple[str, ...], hub_model: str | None, precision: str | None, host: str, port: int, parallel: int | None,
     max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
-    grace: float | None, kv_cache: float | None, memory: float | None, image_hosts: tuple[str, ...],
+    grace: float | None, kv_cache: float | None, memory: float | None, reports: tuple[Path, ...],
+    max_accuracy_drop: float, image_hosts: tuple[str, ...],
     origins: tuple[str, ...], api_keys: Path | None, unix_socket: Path | None, lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. If $VTX_API_KEY is set, every client must send it as its key."""
@@ -84,6 +89,7 @@ def serve(
         raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
     from vtx.runtime.bundle.files import read_named
     from vtx.runtime.prompt.text import utf8
+    from vtx.runtime.scheduler.choosing import Chooser, read_allowed
     from vtx.runtime.server.app import is_local, make_app
     from vtx.runtime.server.chat import Traffic
     from vtx.runtime.server.drain import DrainingServer
@@ -131,7 +137,16 @@ def serve(
         bundles = (f"{hub_model}={found}" if hub_model else str(found),)
     folders = named(bundles)
     room = None if memory is None else int(memory * 1e9)
-    engines = Engines(folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit)
+    choosers = dict[str, Chooser]()
+    for report in reports:
+        about, methods = read_allowed(report, max_accuracy_drop)
+        about_these = [name for name, folder in folders.items() if folder.resolve().name == about]
+        if not about_these:
+            raise RequestError(f"{report.name} is about {about}, which is not served; evaluate a bundle of --bundle")
+        choosers |= dict.fromkeys(about_these, Chooser(methods))
+    engines = Engines(
+        folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit, choosers=choosers
+    )
     with listening(host, port) if unix_socket is None else listening_at(unix_socket) as at:
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
             pass

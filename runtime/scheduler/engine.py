@@ -22,6 +22,7 @@ from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.batching import Batching
+from vtx.runtime.scheduler.choosing import Chooser, Chosen
 from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Scheduler
 from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
@@ -50,7 +51,8 @@ class Capacity:
 class Asked:
     """A request whose images are read and whose prompt `ids` are known, before anything is computed.
 
-    `reuse`: it may begin with what the caches of earlier requests hold.
+    `reuse`: it may begin with what the caches of earlier requests hold. `adapts`: K and reductions are chosen when it
+    begins, if the engine has a chooser.
     """
 
     images: tuple[PreparedImage, ...]
@@ -58,6 +60,7 @@ class Asked:
     ids: NDArray[np.int64]
     settings: Settings
     reuse: bool = True
+    adapts: bool = False
 
     @classmethod
     def of(
@@ -70,11 +73,14 @@ class Asked:
 class Engine:
     """A loaded bundle, the thread that computes with it and the conversations that it keeps.
 
-    `users` of it and the time at which the last one left are for its owner to note.
+    `chooser` chooses K and reductions of requests that leave them to it. `users` of the engine and the time at which
+    the last one left are for its owner to note.
     """
 
-    def __init__(self, name: str, model: Model, capacity: Capacity) -> None:
-        self.name, self.model, self._parallel = name, model, capacity.parallel
+    def __init__(self, name: str, model: Model, capacity: Capacity, chooser: Chooser | None = None) -> None:
+        for method in () if chooser is None else chooser.methods:
+            model.loaded.policy(method.k, None, method.reduce)  # refuses what the bundle lacks
+        self.name, self.model, self._parallel, self._chooser = name, model, capacity.parallel, chooser
         self.images = model.loaded.image_cache = ImageCache(capacity.image_tokens)
         together = min(capacity.batch, capacity.parallel)
         self.batching = Batching(model, together, capacity.kept + capacity.parallel)
@@ -101,16 +107,28 @@ class Engine:
     def job(
         self, asked: Asked, emit: Callable[[Event], None], *, ends_at: float = math.inf, urgent: bool = False,
         advance: float = 0.0, fits: Callable[[], bool] = lambda: True,
+        choosing: Callable[[Chosen], None] = lambda _: None,
     ) -> Job:  # fmt: skip
-        """The work of one answer, for the scheduler, in a conversation of the pool; its other fields are `Job`'s."""
+        """The work of one answer, for the scheduler, in a conversation of the pool; its other fields are `Job`'s.
+
+        `choosing` is called if the engine chooses its K and reductions.
+        """
         leased = list[Conversation]()
+        chooser = self._chooser if asked.adapts and asked.images else None
+        chosen, fresh = list[Chosen](), len(asked.ids)
 
         def begin() -> AnswerStream:
+            nonlocal fresh
             leased.append(self.pool.lease(asked.images, asked.ids, reuse=asked.reuse))
             try:
-                settings, left = asked.settings, max(1e-3, ends_at - time.monotonic())
+                settings, left = asked.settings, max(1e-3, ends_at - job.begun)
                 if left < math.inf:
                     settings = replace(settings, options=replace(settings.options, timeout=left))
+                if chooser is not None:
+                    fresh = max(1, fresh - leased[0].agreement(asked.ids)[0])
+                    chosen.append(chooser.choose(fresh, settings.options.max_new_tokens, left, job.room))
+                    settings = replace(settings, k=chosen[0].method.k, reduce=chosen[0].method.reduce)
+                    choosing(chosen[0])
                 return leased[0].stream_messages(asked.messages, settings, resume=True)
             except BaseException:
                 end(False)
@@ -119,7 +137,15 @@ class Engine:
         def end(keep: bool) -> None:
             self.pool.give_back(leased.pop(), keep=keep)
 
-        return Job(begin, end, emit, ends_at=ends_at, urgent=urgent, advance=advance, fits=fits)
+        def emitting(event: Event) -> None:
+            if chooser is not None and chosen and isinstance(event, Done):
+                chooser.measured(chosen[0].method, fresh, event.answer)
+            emit(event)
+
+        job = Job(begin, end, emitting, ends_at=ends_at, urgent=urgent, advance=advance, fits=fits)
+        if chooser is not None:
+            job.quickest = partial(chooser.quickest, len(asked.ids))
+        return job
 
     def answers(
         self, requests: Iterable[tuple[T, Sequence[Asked] | Exception]], watch: Callable[[T, Event], None] | None = None

@@ -89,7 +89,9 @@ class Job:
     ) -> None:  # fmt: skip
         self._begin, self._end, self._emit, self.fits = begin, end, emit, fits
         self.ends_at, self.urgent, self.order = ends_at, urgent, ends_at - advance
-        self.submitted = self.begun = math.nan  # by the monotonic clock
+        self.begun = math.nan  # by the scheduler's clock
+        self.quickest: Callable[[], float | None] = lambda: None  # seconds of its prompt, if it can choose how it runs
+        self.room = math.inf  # seconds that its prompt may take, so that urgent ones that wait make theirs
         self.stream: AnswerStream | None = None  # of its answer, once it has begun
         self._emitted = 0  # tokens
         self.cancelled = False
@@ -101,11 +103,11 @@ class Job:
         if stream is not None:
             stream.cancel()
 
-    def begin(self, between: Callable[[], None]) -> bool:
+    def begin(self, between: Callable[[], None], now: float) -> bool:
         """Begin its stream, which calls `between` before each chunk; False if that fails, or it was cancelled."""
         if self.cancelled:
             return False
-        self.begun = time.monotonic()
+        self.begun = now
         try:
             self.stream = self._begin()
             self.stream.on_progress(between)
@@ -209,8 +211,7 @@ class Scheduler:
         with self._changed:
             if self._closing:
                 raise ClosedError
-            job.submitted = time.monotonic()
-            left, needed = job.ends_at - job.submitted, self._expected(job)
+            left, needed = job.ends_at - self._clock(), self._expected(job)
             if job.urgent and (needed > left or left <= 0):
                 raise TooLateError(needed, left)
             self._waiting.append(job)
@@ -220,7 +221,17 @@ class Scheduler:
         """Seconds until its first token, by what recent answers took."""
         ahead = sum(other.order <= job.order for other in self._waiting)
         turns = max(0, ahead + len(self._active) + 1 - self._parallel)
-        return turns * self._answer_seconds / self._parallel + (min(ahead, self._parallel) + 1) * self._prompt_seconds
+        prompts = min(ahead, self._parallel) * self._prompt_seconds + (job.quickest() or self._prompt_seconds)
+        return turns * self._answer_seconds / self._parallel + prompts
+
+    def _room(self, now: float) -> float:
+        """Seconds that a prompt may take until an urgent request that waits, and can make its end, no longer does."""
+        room, needed = math.inf, 0.0
+        for job in sorted(self._waiting, key=lambda job: job.order):
+            needed += job.quickest() or self._prompt_seconds
+            if job.urgent and now + needed < job.ends_at:
+                room = min(room, job.ends_at - now - needed)
+        return room
 
     def close(self) -> bool:
         """End all jobs and the thread; False if it still computes after `CLOSE_SECONDS`."""
@@ -261,7 +272,7 @@ class Scheduler:
             log.exception("answers could not be computed together")
         ended = [job for job in jobs if not job.step()]
         for job in ended:
-            self._answer_seconds = _recent(self._answer_seconds, time.monotonic() - job.begun)
+            self._answer_seconds = _recent(self._answer_seconds, self._clock() - job.begun)
         self._active = [job for job in self._active if job not in ended]
         self._round_ended = self._clock()
         self._round_seconds = self._round_ended - started
@@ -275,14 +286,16 @@ class Scheduler:
             if self._active and not job.fits():
                 return
             self._waiting.remove(job)
+            now = self._clock()
+            job.room = self._room(now)
             self._active = [*self._active, job]  # from here on it is abandoned if the thread ends
         self._prompts.append(job)
         try:
-            going = job.begin(partial(self._between, job)) and job.step()
+            going = job.begin(partial(self._between, job), now) and job.step()
         finally:
             self._prompts.pop()
         if going:
-            self._prompt_seconds = _recent(self._prompt_seconds, time.monotonic() - job.begun)
+            self._prompt_seconds = _recent(self._prompt_seconds, self._clock() - job.begun)
         else:
             self._active = [other for other in self._active if other is not job]
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.scheduler.choosing import Chosen
 from vtx.runtime.scheduler.engine import Asked, Engine
-from vtx.runtime.scheduler.scheduler import Done, Event, Piece
+from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
 from vtx.runtime.server.limits import Limits
@@ -84,7 +85,7 @@ class ChatCompletions:
             reply.status = CLIENT_LEFT
         except Exception as e:
             refusal = refusal_of(e)
-            if refusal.status >= 500 and not isinstance(e, Refusal):
+            if refusal.status >= 500 and not isinstance(e, Refusal | ClosedError):
                 log.exception("a request failed")
             with suppress(ClientLeft):
                 if not reply.status:
@@ -139,8 +140,9 @@ class ChatCompletions:
                     return
                 chat = prepared.chat  # without the images' text, which may be large
                 waits = list[float]()  # until it began, and until its first token, by the monotonic clock
-                objects = Objects(chat.model, engine.model, chat.options.logprobs, notes=chat.notes)
-                async with aclosing(_events(engine, prepared, receive, deadline, seconds, waits)) as events:
+                notes = {**chat.notes}
+                objects = Objects(chat.model, engine.model, chat.options.logprobs, notes=notes)
+                async with aclosing(_events(engine, prepared, receive, deadline, seconds, waits, notes)) as events:
                     answers = await _send_answer(reply, events, objects, chat, self._limits.comment_seconds)
         finally:
             self._traffic.inside -= 1
@@ -154,7 +156,9 @@ class ChatCompletions:
                 "reused_tokens": stats.reused_tokens, "withdrawn_tokens": stats.vision_tokens - kept[-1] if kept else 0,
             }  # fmt: skip
             token = times["decode_per_token"] / 1000 if len(answer.token_ids) > 1 else None
-            self._metrics.answer(totals, seconds_of, token)
+            reduce = "+".join(part.partition(":")[0] for part in stats.reduce.split("+"))
+            asked_k = "auto" if stats.gate is not None else str(stats.k or "none")
+            self._metrics.answer((chat.model, asked_k, reduce), totals, seconds_of, token)
 
 
 def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
@@ -218,14 +222,20 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable
 
 
 async def _events(
-    engine: Engine, prepared: Prepared, receive: Receive, deadline: float, seconds: float, waits: list[float]
+    engine: Engine,
+    prepared: Prepared,
+    receive: Receive,
+    deadline: float,
+    seconds: float,
+    waits: list[float],
+    notes: dict[str, Any],
 ) -> AsyncGenerator[tuple[int, Piece | Done]]:
     """The events of a request, each with the number of its answer, to its end; left early, it is cancelled.
 
     At its deadline an answer ends as it is.
 
     Raises ClientLeft if the client has gone; Refusal if it did not begin in time (408), or could not be answered.
-    `waits` gets the times at which it began and had its first token.
+    `waits` gets the times at which it began and had its first token, `notes` how K and reductions were chosen.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
@@ -235,11 +245,16 @@ async def _events(
 
     ends_at, left = time.monotonic() + deadline - loop.time(), prepared.chat.n
     chat = prepared.chat
+
+    def choosing(chosen: Chosen) -> None:
+        figures = {"figure": chosen.method.figure, "best_figure": chosen.best}
+        notes["adapted"] = {"method": chosen.method.name, **figures, "why": chosen.why}
+
     jobs = [
         engine.job(
-            Asked(prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse),
+            Asked(prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse, chat.adapts),
             partial(emit, number), ends_at=ends_at, urgent=chat.deadline is not None,
-            advance=PRIORITY_SECONDS * chat.priority,
+            advance=PRIORITY_SECONDS * chat.priority, choosing=choosing,
         )
         for number in range(left)
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import DeviceError, RequestError, VtxError
+from vtx.runtime.scheduler.choosing import Chooser
 from vtx.runtime.scheduler.engine import Engine
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal, shutting_down
@@ -40,13 +41,14 @@ class Engines:
     `memory`: bytes that all loaded bundles may need together; None: no limit but the memory that is free when one is
     loaded. `needed`: the forecast of a bundle's memory on the device. `key` must have signed each bundle. Errors of
     both are raised here, not to the first client of a bundle.
-    `fit`: the treatment by `load` of pictures of another shape; None: each bundle's own.
+    `fit`: the treatment by `load` of pictures of another shape; None: each bundle's own. `choosers` choose K and
+    reductions of requests with a deadline, by the bundle's name.
     """
 
     def __init__(
         self, bundles: Mapping[str, Path], load: Callable[[Path], Model], limits: Limits, memory: int | None = None,
         *, needed: Callable[[Bundle], int] = needed_memory, key: PublicKey | None = None,
-        fit: str | None = None,
+        fit: str | None = None, choosers: Mapping[str, Chooser] | None = None,
     ) -> None:  # fmt: skip
         self._bundles = {name: Bundle.open(folder, key=key) for name, folder in bundles.items()}
         self._needed: dict[str, int] = {}
@@ -62,6 +64,7 @@ class Engines:
                 )
         self._load, self._limits, self._memory, self._fit = load, limits, memory, fit
         self._loaded: dict[str, Engine] = {}
+        self._choosers = choosers or {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self.closed = False
 
@@ -114,7 +117,7 @@ class Engines:
                 return engine
             self._make_room(name)
             model = self._load(Path(self._bundles[name].folder))
-            engine = Engine(name, model, self._limits)
+            engine = Engine(name, model, self._limits, self._choosers.get(name))
             blank = Image.new("RGB", (64, 64))
             model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[:1])  # loads it now
             engine.users = 1

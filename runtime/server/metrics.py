@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ TIMES = {
     "answer": "From a request's arrival to the end of its answer.",
 }
 TOKEN = {"token": "Between two tokens of an answer, mean of each answer."}
+MOST_KINDS = 200  # of answers, by model, K and reductions, that are counted apart
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -44,6 +46,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._requests: dict[int, int] = {}
         self._totals = dict.fromkeys(("prompt_tokens", "reused_tokens", "completion_tokens", "withdrawn_tokens"), 0)
+        self._answers: dict[tuple[str, str, str], int] = {}
         self._cancelled = 0
         self._times = {name: Histogram(SECONDS) for name in TIMES}
         self._token = Histogram(TOKEN_SECONDS)
@@ -58,9 +61,17 @@ class Metrics:
         with self._lock:
             self._cancelled += 1
 
-    def answer(self, totals: Mapping[str, int], seconds: Mapping[str, float], token_seconds: float | None) -> None:
-        """An answer is complete: its token counts by name, its times by those of `TIMES`; None without a 2nd token."""
+    def answer(
+        self, kind: tuple[str, str, str], totals: Mapping[str, int], seconds: Mapping[str, float],
+        token_seconds: float | None,
+    ) -> None:  # fmt: skip
+        """An answer is complete: its token counts by name, its times by those of `TIMES`; None without a 2nd token.
+
+        `kind`: its model, K, and the names of its reductions.
+        """
         with self._lock:
+            kind = kind if kind in self._answers or len(self._answers) < MOST_KINDS else (kind[0], "other", "other")
+            self._answers[kind] = self._answers.get(kind, 0) + 1
             for name in self._totals:
                 self._totals[name] += totals[name]
             for name, histogram in self._times.items():
@@ -73,6 +84,11 @@ class Metrics:
         with self._lock:
             lines = ["# TYPE vtx_requests_total counter"]
             lines += [f'vtx_requests_total{{status="{code}"}} {n}' for code, n in sorted(self._requests.items())]
+            lines += ["# HELP vtx_answers_total Complete answers.", "# TYPE vtx_answers_total counter"]
+            for values, n in sorted(self._answers.items()):
+                named = zip(("model", "k", "reduce"), values, strict=True)
+                labels = ",".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named)
+                lines.append(f"vtx_answers_total{{{labels}}} {n}")
             totals = {"cancelled": self._cancelled, **self._totals}
             for name, value in totals.items():
                 lines += [f"# TYPE vtx_{name}_total counter", f"vtx_{name}_total {value}"]

@@ -59,6 +59,11 @@ class ChatRequest:
     deadline: float | None = None
     priority: int = 0
 
+    @property
+    def adapts(self) -> bool:
+        """True if K and reductions may be chosen so that its deadline is kept: it names neither."""
+        return self.deadline is not None and self.k == self.reduce == DEFAULT
+
     def settings(self, number: int = 0) -> Settings:
         """The settings of its answer `number`; with a seed, that of each answer is one more."""
         seed = self.options.sampling.seed

@@ -309,7 +309,7 @@ def test_the_time_that_a_request_waited_counts(tiny_bundle: Path, local: Model) 
         for left in (30.0, -5.0):
             request = Asked(asked.images, asked.chat.messages, asked.ids, asked.chat.settings())
             job = engine.job(request, lambda _: None, ends_at=time.monotonic() + left)
-            assert job.begin(lambda: None)
+            assert job.begin(lambda: None, time.monotonic())
             stream: Any = job.stream
             begun.append(stream.timeout)
             job.abandon()
