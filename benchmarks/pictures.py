@@ -30,7 +30,7 @@ from PIL import Image
 
 from vtx.runtime.host.machine import cores
 
-CLIENTS = (1, 4, 8)
+CLIENTS = (1, 4, 8, 16)
 SIDE = 336
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     if bundle is None:
         checkpoint = made_checkpoint(given.work / f"checkpoint-{given.shape}", given.shape)
         bundle = made_bundle(given.work / f"bundle-{given.shape}-{given.precision}", checkpoint, given)
-    words = ["-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", "8", "--max-batch", "8"]
+    words = ["-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", "16", "--max-batch", "16"]
     words += ["--threads", str(given.threads), "--device", given.device]
     words += ["--compute", given.compute] if given.compute else []
     pythons = {"vtx": Path(sys.executable), **({"other": given.other} if given.other else {})}

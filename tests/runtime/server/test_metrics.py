@@ -16,8 +16,8 @@ def test_an_observation_counts_in_its_bucket_and_those_above() -> None:
 
 def test_each_count_of_an_answer_is_added_to_its_own_total() -> None:
     metrics, counts = Metrics(), {"prompt_tokens": 7, "reused_tokens": 5, "completion_tokens": 3, "withdrawn_tokens": 2}
-    metrics.answer(counts, {"queue": 0.1, "first_token": 0.2, "answer": 0.4}, None)
-    metrics.answer(counts, {"queue": 0.0, "first_token": 0.3, "answer": 2.0}, 0.01)
+    metrics.answer(("llava", "17", "none"), counts, {"queue": 0.1, "first_token": 0.2, "answer": 0.4}, None)
+    metrics.answer(("llava", "17", "none"), counts, {"queue": 0.0, "first_token": 0.3, "answer": 2.0}, 0.01)
     metrics.request(200)
     metrics.request(429)
     metrics.request(200)
@@ -28,7 +28,8 @@ def test_each_count_of_an_answer_is_added_to_its_own_total() -> None:
     for line in (
         'vtx_requests_total{status="200"} 2', 'vtx_requests_total{status="429"} 1', "vtx_cancelled_total 1",
         "vtx_first_token_seconds_sum 0.500000", "vtx_first_token_seconds_count 2", "vtx_token_seconds_count 1",
-        "vtx_queue_seconds_sum 0.100000", "vtx_answer_seconds_sum 2.400000", 'vtx_answer_seconds_bucket{le="1.0"} 1',
+        'vtx_answers_total{model="llava",k="17",reduce="none"} 2', "vtx_queue_seconds_sum 0.100000",
+        "vtx_answer_seconds_sum 2.400000", 'vtx_answer_seconds_bucket{le="1.0"} 1',
         "# TYPE vtx_models_loaded gauge", "vtx_models_loaded 2", "# TYPE vtx_conversation_hits_total counter",
     ):  # fmt: skip
         assert line in lines, line
