@@ -3,8 +3,8 @@
     vtx-eval exact questions.jsonl --bundle BUNDLE --k none,17,9 --no-times --out judged
     python -m benchmarks.deadlines --bundle BUNDLE --report judged/report.json --rates 0.5,1,2,4
 
-New pictures arrive at random (Poisson), at each rate for --seconds, first at a server with --adapt, then at one without.
-Kept is an answer that is complete in time. `expected` is the mean figure of the chosen methods, by the report.
+New pictures arrive at random (Poisson), at each rate for --seconds, first at a server with --adapt, then at one
+without. Kept is an answer that is complete in time. `expected` is the mean figure of the chosen methods, by the report.
 """
 
 from __future__ import annotations
