@@ -21,7 +21,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.prompt.text import Text
+from vtx.runtime.prompt.text import Text, read_text
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress
 
@@ -78,7 +78,7 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
         fingerprint if isinstance(fingerprint, str) else checkpoint.fingerprint(),
         checkpoint,
         model,
-        Text.load(bundle.read, manifest.text),
+        Text(*read_text(bundle.read), manifest.text),
         manifest.image,
         manifest.max_context,
         bundle,

@@ -117,7 +117,8 @@ class AnswerInProgress(Request):
             with self._lease(self) as (session, images):
                 before = images.seconds
                 try:
-                    text, expand = self._selecting_text(), partial(loaded.text.asked, self._messages)
+                    text = self._selecting_text() if policy.uses_question else None
+                    expand = partial(loaded.text.asked, self._messages)
                     prompt = images.prompt(self._prompt_ids, token, policy, text, expand, self.check)
                     self._prompt_tokens = len(prompt.ids)
                     result = session.prefill(prompt, policy, after=self._after, check=self.check)

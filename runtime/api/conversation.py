@@ -18,8 +18,6 @@ from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
 from vtx.runtime.checks import check_text
 from vtx.runtime.errors import RequestError
-from vtx.runtime.policies.base import Policy
-from vtx.runtime.policies.make import check_video_policy
 from vtx.runtime.prompt.messages import PICTURES, Message
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.session import Selection, Session
@@ -120,7 +118,7 @@ class Conversation:
             RequestError: a K the bundle was not cut at, a reduction it was not exported for.
 
         """
-        self._policy(Settings(k, reduce=reduce))
+        self.loaded.policy(k, None, reduce, self.images)
         return Chat(self, k, reduce)
 
     def opening(self, question: str) -> list[Message]:
@@ -146,7 +144,7 @@ class Conversation:
         """
         loaded, images = self.loaded, self.images
         loaded.check_open()
-        policy = self._policy(settings)
+        policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
         ids = loaded.prompt_ids(messages, images)
         if not policy.entries:  # these leave out image tokens before the decoder
             loaded.check_room(ids, images)
@@ -156,12 +154,6 @@ class Conversation:
             loaded, messages, ids, policy, settings.options, self._lease, after=after, completed=completed
         )
         return AnswerStream(answering)
-
-    def _policy(self, settings: Settings) -> Policy:
-        policy = self.loaded.policy(settings.k, settings.options, settings.reduce)
-        if any(image.kind == "video" for image in self.images):
-            check_video_policy(policy)
-        return policy
 
     def agreement(self, ids: NDArray[np.int64]) -> tuple[int, int]:
         """The number of leading tokens of a prompt that the caches hold, and of all that they hold."""

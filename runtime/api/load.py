@@ -101,8 +101,5 @@ def choose_for(
     """The device on which `load` would answer a bundle. Raises as `load` does if the bundle or machine cannot do it."""
     layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
     settings_for(layout, bundle.manifest.image, fit)
-    for name, value in (("max_tiles", max_tiles), ("max_pixels", max_pixels)):
-        if value is not None:
-            check_whole(name, value, 1)
     limited_layout(layout, max_tiles, max_pixels)
     return choose(bundle, device, compute)

@@ -21,10 +21,10 @@ from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.policies.make import check_layout, make_policy
+from vtx.runtime.policies.make import check_images, check_layout, make_policy
 from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
 from vtx.runtime.prompt.messages import Message, Part, asked_text
-from vtx.runtime.prompt.text import Text
+from vtx.runtime.prompt.text import Text, read_text
 from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import limited_layout, settings_for
@@ -85,9 +85,9 @@ class LoadedBundle:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
         self.fit, self.image_formats = fit, image_formats
         self.manifest = manifest = bundle.manifest
-        self.text = Text.load(
-            bundle.read, manifest.text, max_context=manifest.max_context, or_more_context=manifest.or_more_context,
-            vocab=manifest.model.vocab,
+        self.text = Text(
+            *read_text(bundle.read), manifest.text, max_context=manifest.max_context,
+            or_more_context=manifest.or_more_context, vocab=manifest.model.vocab,
         )  # fmt: skip
         self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)
         self._newline = (
@@ -124,8 +124,14 @@ class LoadedBundle:
             self.check_open()
             self._conversations.add(conversation)
 
-    def policy(self, k: K = DEFAULT, options: Options | None = None, reduce: str | None = DEFAULT) -> Policy:
-        """The policy that `k` and `reduce` mean for this bundle; its defaults if they are left out.
+    def policy(
+        self,
+        k: K = DEFAULT,
+        options: Options | None = None,
+        reduce: str | None = DEFAULT,
+        images: Sequence[PreparedImage] = (),
+    ) -> Policy:
+        """The policy that `k` and `reduce` mean for this bundle and these images; its defaults if they are left out.
 
         Raises RequestError: values of another type, or for which the bundle was not exported.
         """
@@ -143,6 +149,7 @@ class LoadedBundle:
         )
         if policy.reductions:
             check_layout(policy.reductions, self.layout)
+            check_images(policy.reductions, [image.kind for image in images])
         if options is not None and options.about is not None and not policy.uses_question:
             raise RequestError(
                 "about is the text by which image tokens are chosen before the decoder, and reduce="

@@ -130,9 +130,9 @@ def check_patches(part: Reduction, side: int, *, class_token: bool) -> None:
         )
 
 
-def check_video_policy(policy: Policy) -> None:
-    """Raise RequestError for reductions that need outputs which the graph of a video's frames lacks."""
-    for part in policy.reductions:
+def check_images(reductions: Sequence[Reduction], kinds: Sequence[str]) -> None:
+    """Raise RequestError for reductions that need outputs that the graph of a video's frames lacks, if there is one."""
+    for part in reductions if "video" in kinds else ():
         needs = part.needs()
         if needs.merging or needs.attention or needs.last_attention or needs.text_tower:
             raise RequestError(

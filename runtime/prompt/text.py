@@ -65,29 +65,6 @@ class Text:
         self._template = ShapingTemplate(template, settings)
         self._masking = Masking(tokenizer, settings.control_tokens, settings.unk_token, template)
 
-    @classmethod
-    def load(
-        cls,
-        read: Callable[[str, int], bytes],
-        settings: TextSettings,
-        *,
-        max_context: int | None = None,
-        or_more_context: str = "",
-        vocab: int | None = None,
-    ) -> Text:
-        """Read tokenizer.json and chat_template.jinja by `read(name, limit)`, which a bundle has.
-
-        Raises `BundleError`, `TemplateError`.
-        """
-        tokenizer, template = (
-            utf8(read(name, limit), name, BundleError)
-            for name, limit in ((TOKENIZER, MAX_TOKENIZER_BYTES), (TEMPLATE, MAX_TEMPLATE_BYTES))
-        )
-        return cls(
-            parse_tokenizer(tokenizer, BundleError), template, settings, max_context=max_context,
-            or_more_context=or_more_context, vocab=vocab,
-        )  # fmt: skip
-
     def prompt(
         self,
         messages: Sequence[Message],
@@ -237,6 +214,15 @@ class Text:
                 f"the prompt has {len(text):,} characters, and at most {limit:,} can fit into this bundle's context of "
                 f"{self._max_context:,} tokens; shorten it{self._or_more_context}"
             )
+
+
+def read_text(read: Callable[[str, int], bytes]) -> tuple[Tokenizer, str]:
+    """The tokenizer and the chat template, from their files by `read(name, limit)`, which a bundle has.
+
+    Raises `BundleError`.
+    """
+    tokenizer = utf8(read(TOKENIZER, MAX_TOKENIZER_BYTES), TOKENIZER, BundleError)
+    return parse_tokenizer(tokenizer, BundleError), utf8(read(TEMPLATE, MAX_TEMPLATE_BYTES), TEMPLATE, BundleError)
 
 
 def utf8(content: bytes, name: str, error: type[VtxError]) -> str:

@@ -79,11 +79,6 @@ class PrefixCaches:
         zeros = {each.name: np.zeros((len(tokens), each.width), np.float32) for each in missing}
         return TokenStates(tokens.hidden, {**tokens.inputs, **zeros})
 
-    def enter(self, prefix: Prefix) -> None:
-        """Replace the prefix; the new one runs through the decoder when a question needs it."""
-        self.pruned_prefix = None
-        self.prefix = prefix
-
     def copy_prefix(self, other: PrefixCaches) -> None:
         """Begin with the prefix of another conversation, as far as it has come there, and copies of its K and V."""
         prefix, pruned = other.prefix, other.pruned_prefix

@@ -42,10 +42,8 @@ class ReductionReport:
     notes: tuple[str, ...]
 
 
-def reduced(policy: Policy, done: PrefillResult) -> ReductionReport | None:
-    """The report of a prefill under `policy`; None if it has no reduction."""
-    if not policy.reductions:
-        return None
+def reduced(policy: Policy, done: PrefillResult) -> ReductionReport:
+    """The report of a prefill under `policy`, which has reductions."""
     entered = Cut(1, tuple(part.name for part in policy.reductions if part.entry()), np.ones(done.vision_tokens, bool))
     merged = np.concatenate([np.zeros(0, bool), *(image.merged for image in done.images)])
     keys = np.zeros(done.vision_tokens, bool)

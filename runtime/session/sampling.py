@@ -85,17 +85,14 @@ class Sampler:
                 logits[token] += np.float32(bias)
             for token, times in self._given.items():
                 logits[token] -= np.float32(s.presence_penalty + times * s.frequency_penalty)
-        if penalty == 1:
-            token = self._draw(logits)
-            self._given[token] += self._adds
-            return token
-        used = np.array([token for token in self._used if token < len(logits)], np.int64)
-        scores = logits.copy()
-        with np.errstate(over="ignore"):
-            scores[used] = np.where(scores[used] < 0, scores[used] * penalty, scores[used] / penalty)
-        token = self._draw(scores)
+        if penalty != 1:
+            used = np.array([token for token in self._used if token < len(logits)], np.int64)
+            logits = logits.copy()
+            with np.errstate(over="ignore"):
+                logits[used] = np.where(logits[used] < 0, logits[used] * penalty, logits[used] / penalty)
+        token = self._draw(logits)
         self._used.add(token)
-        self._given[token] += self._adds
+        self._given[token] += 1
         return token
 
     def _draw(self, logits: NDArray[np.float32]) -> int:

@@ -161,7 +161,7 @@ class Session:
             if not known:
                 entering = self.caches.embed(prompt, check)
                 self._suffix, self.selection = [], None
-                self.caches.enter(entering)
+                self.caches.pruned_prefix, self.caches.prefix = None, entering
             agreed = 0  # tokens of the suffix that the caches hold
             if after is None or not after.leads_to(key, policy, suffix):
                 hidden = self._select(Selection(key, policy, tuple(suffix)))

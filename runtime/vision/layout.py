@@ -16,6 +16,7 @@ from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
+from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.preprocess import fitted
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
@@ -48,10 +49,7 @@ class Layout(ABC):
         """Raise BundleError if the tower cannot give these tokens."""
 
     def limited(self, max_views: int) -> Layout:
-        """The layout with at most `max_views` views an image.
-
-        Raises RequestError if `max_views` is less than 1, or if images have one view anyway.
-        """
+        """The layout with at most `max_views` views an image. Raises RequestError if images have one view anyway."""
         raise RequestError("max_tiles has no effect here: this model sees each image in one piece; leave it out")
 
     def within(self, max_pixels: int) -> Layout:
@@ -108,12 +106,6 @@ def check_tiles(tower: TowerSpec, tile: int, tokens: int) -> None:
         )
 
 
-def check_max_tiles(max_tiles: int) -> None:
-    """Raise RequestError if an image may have no tile at all."""
-    if max_tiles < 1:
-        raise RequestError(f"max_tiles is {max_tiles}; it must be at least 1, the whole image in one tile")
-
-
 L = TypeVar("L", bound=Layout)
 registered: dict[str, type[Layout]] = {}
 
@@ -134,6 +126,9 @@ def limited_layout(layout: Layout, max_tiles: int | None, max_pixels: int | None
 
     Raises RequestError for a limit that this layout does not have, or one too low.
     """
+    for name, value in (("max_tiles", max_tiles), ("max_pixels", max_pixels)):
+        if value is not None:
+            check_whole(name, value, 1)
     layout = layout if max_tiles is None else layout.limited(max_tiles)
     return layout if max_pixels is None else layout.within(max_pixels)
 

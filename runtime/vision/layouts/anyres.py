@@ -22,7 +22,7 @@ from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision import bilinear
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, check_max_tiles, check_tiles, image_layout
+from vtx.runtime.vision.layout import Layout, check_tiles, image_layout
 from vtx.runtime.vision.preprocess import preprocess, square_settings
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, joined
 
@@ -90,7 +90,6 @@ class Anyres(Layout):
 
     def limited(self, max_views: int) -> Anyres:
         """With resolutions of at most `max_views` tiles, the squeezed image included; with 1 that one alone."""
-        check_max_tiles(max_views)
         most = (max_views - 1) * self.tile**2
         return replace(self, resolutions=tuple(size for size in self.resolutions if size[0] * size[1] <= most))
 

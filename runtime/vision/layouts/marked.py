@@ -14,7 +14,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, check_max_tiles, check_tiles, image_layout
+from vtx.runtime.vision.layout import Layout, check_tiles, image_layout
 from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import PromptImage
 
@@ -59,7 +59,6 @@ class MarkedTiles(Layout):
 
     def limited(self, max_views: int) -> MarkedTiles:
         """With at most `max_views` tiles, the whole image included."""
-        check_max_tiles(max_views)
         return replace(self, most=min(self.most, max_views))
 
     def count(self, width: int, height: int) -> int:

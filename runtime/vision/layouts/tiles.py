@@ -12,7 +12,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, check_max_tiles, check_tiles, image_layout
+from vtx.runtime.vision.layout import Layout, check_tiles, image_layout
 from vtx.runtime.vision.layouts.anyres import MAX_TILES
 from vtx.runtime.vision.preprocess import preprocess
 
@@ -47,7 +47,6 @@ class Tiles(Layout):
 
     def limited(self, max_views: int) -> Tiles:
         """With at most `max_views` tiles, the whole image included."""
-        check_max_tiles(max_views)
         most = min(self.most, max(1, max_views - 1))
         return replace(self, fewest=min(self.fewest, most), most=most)
 

@@ -17,6 +17,7 @@ from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import image_settings, read_image_settings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.layout import limited_layout
 from vtx.runtime.vision.layouts import read_layout, spec_of
 from vtx.runtime.vision.layouts.anyres import Anyres
 from vtx.runtime.vision.layouts.single import Single
@@ -197,7 +198,7 @@ def test_fewer_tiles_leave_the_smaller_resolutions() -> None:
     alone = HF.limited(1)
     assert (alone.resolutions, alone.count(640, 480), alone.max_views) == ((), 577, 1)
     with pytest.raises(RequestError, match="at least 1"):
-        HF.limited(0)
+        limited_layout(HF, 0, None)
 
 
 @pytest.mark.parametrize("resolution", [(335, 336), (336, 0), (336 * 65, 336), (-336, -336)])

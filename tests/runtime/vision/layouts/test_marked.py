@@ -15,6 +15,7 @@ from vtx.exporter.checkpoint.processor import read_image_processor, read_image_s
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError, UnsupportedModelError
+from vtx.runtime.vision.layout import limited_layout
 from vtx.runtime.vision.layouts import read_layout, spec_of
 from vtx.runtime.vision.layouts.marked import MarkedTiles
 
@@ -85,7 +86,7 @@ def test_the_published_counts() -> None:
         fewer = PUBLISHED.limited(most)
         assert max(fewer.count(*size) for size in sizes) <= fewer.max_tokens <= 64 * most
     with pytest.raises(RequestError, match="at least 1"):
-        PUBLISHED.limited(0)
+        limited_layout(PUBLISHED, 0, None)
 
 
 @pytest.mark.parametrize("values", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 9, 1), (1, 1, 2, 0)])

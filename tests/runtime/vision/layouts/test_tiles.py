@@ -16,6 +16,7 @@ from vtx.exporter.checkpoint.processor import read_image_processor, read_image_s
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError
+from vtx.runtime.vision.layout import limited_layout
 from vtx.runtime.vision.layouts import read_layout, spec_of
 from vtx.runtime.vision.layouts.tiles import Tiles
 
@@ -64,7 +65,7 @@ def test_the_published_counts() -> None:
     assert PUBLISHED.limited(5).max_views == 5
     assert PUBLISHED.limited(2).max_views == PUBLISHED.limited(1).max_views == 1
     with pytest.raises(RequestError, match="at least 1"):
-        PUBLISHED.limited(0)
+        limited_layout(PUBLISHED, 0, None)
 
 
 @pytest.mark.parametrize("values", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 2, 1), (1, 1, 1, 65)])
