@@ -25,8 +25,6 @@ from vtx.runtime.session.session import Selection, Session
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from vtx.runtime.session.caches import PrefixCaches
-
 
 class Conversation:
     """Questions about the same images. The images' part of the caches is computed once and reused.
@@ -164,12 +162,7 @@ class Conversation:
 
         Its system text and images are encoded and in the caches then, as far as they are there.
         """
-        self._session.caches.copy_prefix(other.prefix_caches)
-
-    @property
-    def prefix_caches(self) -> PrefixCaches:
-        """Its caches with the prefix in them, for a conversation that copies it."""
-        return self._session.caches
+        self._session.caches.copy_prefix(other._session.caches)
 
     @property
     def cache_bytes(self) -> int:

@@ -17,7 +17,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Boundary, Policy, Removal
-from vtx.runtime.session.prefix import Check, Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, assign_positions
+from vtx.runtime.session.prefix import Check, Key, Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, assign_positions
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Scores, TokenStates
 
 
@@ -50,11 +50,11 @@ class PrefixCaches:
         assert pruned is not None
         return pruned
 
-    def embed(self, prompt: Prompt, check: Check) -> Prefix:
-        """A prompt's prefix before the decoder: its text embedded, its images encoded."""
+    def embed(self, prompt: Prompt, key: Key, check: Check) -> Prefix:
+        """A prompt's prefix before the decoder, as `key` names it: its text embedded, its images encoded."""
         length = prompt.prefix_length
         if not length:
-            return replace(self._empty_prefix(), key=prompt.prefix_key)
+            return replace(self._empty_prefix(), key=key)
         is_vision, embedded = prompt.is_vision[:length], self.embed_text(prompt.ids[:length])
         images = []
         for _, encode in prompt.encoders:
@@ -68,7 +68,7 @@ class PrefixCaches:
                 inputs[each.name][is_vision] = np.concatenate(signals)
         positions, following = assign_positions(is_vision, images)
         patches = tuple(image.patches for image in images)
-        return Prefix(prompt.prefix_key, is_vision, patches, positions, following, (hidden,), inputs)
+        return Prefix(key, is_vision, patches, positions, following, (hidden,), inputs)
 
     def embed_text(self, ids: Ids) -> TokenStates:
         """Text tokens [n] before the decoder, with zeros for the inputs that the embed graph does not give."""
@@ -143,7 +143,7 @@ class PrefixCaches:
                 self.full[number] = self._backend.stage(number, self.capacity)
             cache = self.full[number]
             if prefix.depth <= number:
-                tokens, positions = prefix.tokens(prefix.boundaries[-1]), prefix.positions
+                tokens, positions = TokenStates(prefix.boundaries[-1], prefix.inputs), prefix.positions
                 leaves = number + 1 == self._exit and number + 1 not in self._holding
                 if cache.selects_outputs and self._text_only and leaves:
                     kept = np.flatnonzero(~prefix.is_vision)
@@ -157,7 +157,8 @@ class PrefixCaches:
                     held = None
                     self.pruned.pop(number, None)  # freed before the next one is made
                     self.pruned[number] = self._backend.stage(number, wanted)
-                tokens, positions = prefix.tokens(pruned.hidden, pruned.present), pruned.positions
+                inputs = {name: each[pruned.present] for name, each in prefix.inputs.items()}
+                tokens, positions = TokenStates(pruned.hidden, inputs), pruned.positions
             cache = self.pruned[number]
         if positions is None:
             cache.keep(slots.slots)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.policies.base import Removal
-from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches, TokenStates
+from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches
 
 Key = tuple[bytes, tuple[str, ...]]
 ImageEncoders = tuple[tuple[str, Callable[[], ImageTokens]], ...]
@@ -41,11 +41,6 @@ class Prompt:
     def prefix_length(self) -> int:
         """Tokens up to and including the last image token; 0 without an image."""
         return int(np.flatnonzero(self.is_vision)[-1]) + 1 if self.is_vision.any() else 0
-
-    @property
-    def prefix_key(self) -> Key:
-        """Equal for equal prefixes."""
-        return self.ids[: self.prefix_length].tobytes(), tuple(key for key, _ in self.encoders)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,11 +80,6 @@ class Prefix:
     @property
     def size(self) -> int:
         return len(self.is_vision)
-
-    def tokens(self, hidden: HiddenStates, present: Mask | None = None) -> TokenStates:
-        """Those `present` (None: all), whose hidden states at some boundary these are."""
-        inputs = self.inputs if present is None else {name: x[present] for name, x in self.inputs.items()}
-        return TokenStates(hidden, inputs)
 
     def deeper(self, hidden: HiddenStates, *, hold: bool) -> Prefix:
         """With its hidden states after one more stage; `hold` the image tokens' of the boundary before."""

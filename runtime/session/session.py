@@ -146,7 +146,8 @@ class Session:
         image; BundleError: a gate or an attention gives what is not a number.
         """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
-        length, key = prompt.prefix_length, prompt.prefix_key
+        length = prompt.prefix_length
+        key = prompt.ids[:length].tobytes(), tuple(key for key, _ in prompt.encoders)
         suffix: list[int] = prompt.ids[length:].tolist()
         if not suffix:
             raise RequestError(
@@ -159,7 +160,7 @@ class Session:
             known = key == self.caches.prefix.key
             reused = known and length > 0 and self.caches.prefix.depth > 0
             if not known:
-                entering = self.caches.embed(prompt, check)
+                entering = self.caches.embed(prompt, key, check)
                 self._suffix, self.selection = [], None
                 self.caches.pruned_prefix, self.caches.prefix = None, entering
             agreed = 0  # tokens of the suffix that the caches hold
