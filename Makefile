@@ -21,7 +21,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers pages docs wheel clean fuzz sequences
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed pages docs wheel clean fuzz sequences
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -142,6 +142,16 @@ test-suites: $(READY) ## the plug-ins in lmms-eval and VLMEvalKit; each suite in
 format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Environments and converted checkpoints of bench-installed; vtx's own environment is made by the README's line.
+PEERS ?= build/peers
+bench-installed: cpp ## vtx and four others as installed, and the README's table and chart from it; half an hour once prepared
+	test -x $(PEERS)/vtx/bin/python || $(PYTHON) -m venv $(PEERS)/vtx
+	$(PEERS)/vtx/bin/python -m pip install --quiet ".[cpu]"
+	$(PEERS)/vtx/bin/python -m pip install --quiet --force-reinstall --no-deps .
+	$(BIN)/python -m benchmarks.peers --installed --work $(PEERS) --vtx $(PEERS)/vtx/bin/python --torch "$(TORCH)" \
+		--rounds 3 --json $(PEERS)/installed.json --results docs/measurements/results/installed.jsonl
+	$(BIN)/python docs/measurements/tables.py
 
 bench-peers: $(READY) ## vtx beside other engines, each installed under build/peers; hours on two cores the first time
 	$(BIN)/python -m benchmarks.peers --torch "$(TORCH)"

@@ -8,7 +8,9 @@
 
 Float16 safetensors shards, with a byte-level tokenizer of the full vocabulary size, image processor settings and a chat
 template. Tensors have the public hub's names for LLaVA-1.5, and for other families the names that vtx gives them, which
-its exporter takes as they are. The answers are noise; shapes, sizes and speeds are real.
+its exporter takes as they are. The answers are noise; shapes, sizes and speeds are real. LLaVA-1.5's embeddings are
+large, and the rows of its head are those 2^22 / hidden tokens before: one next token is clear, as it mostly is in a
+trained model, and does not depend on rounding. Where everything is random, the largest logits nearly tie.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from vtx.runtime.bundle.safetensors import layout
 
 SHARD_BYTES = 4 << 30
 BLOCK = 1 << 22
+EMBEDDING = 4.0  # standard deviation; all layers together add about 2.5
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
     "{% for part in message['content'] if part['type'] == 'image' %}<image>\n{% endfor %}"
@@ -121,8 +124,11 @@ def blocks(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Itera
     count = int(np.prod(shape))
     norm = "norm" in name and name.endswith("weight")
     scale = 0.05 if len(shape) == 1 else float(np.prod(shape[1:])) ** -0.5
-    for start in range(0, count, BLOCK):
-        values = rng.standard_normal(min(BLOCK, count - start), np.float32) * scale
+    embedding, head = name.endswith("embed_tokens.weight"), name == "language_model.lm_head.weight"
+    for number, start in enumerate(range(0, count, BLOCK)):
+        if embedding or head:  # the head's block has the values of the embedding's block before it
+            rng = np.random.default_rng((number - head) % -(-count // BLOCK))
+        values = rng.standard_normal(min(BLOCK, count - start), np.float32) * (EMBEDDING if embedding else scale)
         yield (values + norm).astype(np.float16)
 
 

@@ -225,12 +225,13 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     )
     if measured := bundle.manifest.record.get("arithmetic"):
         shares = [
-            f"{kind} kept {found['kept']} of {measured['questions']} answers"
+            f"{kind} kept {found['kept']} of {measured['questions']} answers" if "kept" in found
+            else f"{kind} was not measured: {found['obstacle']}"
             for kind, found in measured.items()
-            if isinstance(found, dict) and "kept" in found
-        ]
+            if isinstance(found, dict)
+        ]  # fmt: skip
         default = ", ".join(bundle.manifest.arithmetic) or "none of them"
-        note(f"arithmetic: {'; '.join(shares) or 'not measured here'}; used by default: {default}")
+        note(f"arithmetic: {'; '.join(shares)}; used by default: {default}")
     if plan.options.retain is not None:
         retained = bundle.manifest.record["retain"]
         note(

@@ -16,7 +16,7 @@ from vtx.runtime.errors import BundleError, VtxError
 T = TypeVar("T")
 _OPTIONAL = "optional"
 DAMAGED = "the bundle was altered or made by another vtx, export again"
-UPGRADE = 'upgrade it with pip install -U "vtx-edge"'
+UPGRADE = "install a newer vtx"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import report
-from benchmarks.peers import summary, table, workload
-from benchmarks.peers.contenders import ROOT, US, Contender, PeerError, Places, contenders, prebuilt, prepare, run
-from benchmarks.peers.contract import Result, Work
+from benchmarks.peers import results, summary, table, workload
+from benchmarks.peers.contenders import (
+    INSTALLED,
+    ROOT,
+    US,
+    Contender,
+    PeerError,
+    Places,
+    contenders,
+    prebuilt,
+    prepare,
+    run,
+)
+from benchmarks.peers.contract import AUTO, Result, Work
 
 
 def main() -> None:
@@ -29,9 +40,9 @@ def main() -> None:
     folder = args.work
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = args.checkpoint or made_checkpoint(folder / "checkpoint-1b")
-    places = Places(args.venvs or folder, folder, args.torch)
+    places = Places(args.venvs or folder, folder, args.torch, args.vtx)
     asked = workload.make(checkpoint, folder, args.prompt_tokens)
-    chosen = contenders(args.contenders)
+    chosen = contenders(args.contenders or ((*INSTALLED, f"{US}@{AUTO}/9") if args.installed else ()))
     failed = prepare_all(chosen, checkpoint, places)
     rounds: dict[Contender, list[Result]] = {c: [] for c in chosen if c not in failed}
     for number in range(0 if args.prepare else args.rounds):
@@ -55,7 +66,10 @@ def arguments() -> argparse.Namespace:
     found.add_argument("--threads", type=int, default=2)
     found.add_argument("--prompt-tokens", type=int, default=636)
     found.add_argument("--new-tokens", type=int, default=64)
+    found.add_argument("--installed", action="store_true", help="every rival without any option but the precision")
+    found.add_argument("--vtx", type=Path, metavar="PYTHON", help="of vtx as installed [default: this one]")
     found.add_argument("--prepare", action="store_true", help="install and convert only")
+    found.add_argument("--results", type=Path, metavar="FILE", help="with --installed: results of the documentation")
     found.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
     return found.parse_args()
 
@@ -118,6 +132,16 @@ def show(
     figures |= {c.name: {"failed": reason} for c, reason in failed.items()}
     report({"contenders": figures, "prebuilt": ks}, table.rows(rounds, failed), args.json)
     print(summary.in_words(rounds))
+    if args.results:
+        from datetime import date
+
+        from vtx.tools.bench.machine import describe
+
+        about = (
+            f"{describe().cpu}, {args.rounds} rounds, {date.today():%B %Y}: medians. "
+            f"{', '.join(f'{name} {text}' for name, text in sorted(versions.items()))}"
+        )
+        results.write(args.results, rounds, failed, about)
 
 
 def in_words(ks: dict[str, list[str]]) -> str:

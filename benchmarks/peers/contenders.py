@@ -8,16 +8,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contract import TORCH, Precision, Result, Work
+from benchmarks.peers.contract import AUTO, TORCH, Precision, Result, Work
 from benchmarks.peers.worker import MARK
 
 US = "vtx"
 CPP = "libvtx"  # us, too: the same bundles in C++
 RIVALS = (US, CPP, "transformers", "openvino", "openvino_cdpruner", "llamacpp", "ortgenai")
+WITH_OPTIONS = ("openvino_cdpruner",)  # nothing without options
+INSTALLED = tuple(f"{rival}@{AUTO}" for rival in (US, CPP, "transformers", "openvino", "llamacpp", "ortgenai"))
 USUAL = (US, f"{US}/9", *RIVALS[1:])  # the checkpoint made by default has 16 layers
 KINDS = {"f16": "bf16", "q8_0": "int8", "q4_0": "int4"}  # what a rival's own word is compared with
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +51,10 @@ class Contender:
         return Precision.parse(self.precision).stored
 
     @property
+    def installed(self) -> bool:
+        return Precision.parse(self.precision).installed
+
+    @property
     def k(self) -> int | None:
         return Precision.parse(self.precision).k
 
@@ -69,36 +75,44 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Folders: of environments, of converted checkpoints; and pip's words for the torch to install."""
+    """Folders: of environments, of converted checkpoints; and pip's words for the torch to install.
+
+    `ours`: the Python with vtx of contenders as installed, where it is not this one.
+    """
 
     venvs: Path
     work: Path
     torch: str
+    ours: Path | None = None
 
     def python(self, contender: Contender) -> Path:
+        if contender.rival == US and contender.installed and self.ours:
+            return self.ours.absolute()  # not resolved: a link in a virtual environment
         if not contender.module.REQUIREMENTS:
             return Path(sys.executable)
         return self.venvs / f"peers-{contender.converted}" / "bin" / "python"
 
     def model(self, contender: Contender) -> Path:
-        return self.work / f"{contender.converted}-{contender.stored}"
+        return self.work / f"{contender.converted}-{contender.stored}{'-installed' * contender.installed}"
 
 
 def contenders(words: Sequence[str]) -> list[Contender]:
-    """Those that `words` name, as in "rival", "rival:precision", and for vtx either with "/K"; USUAL without a word.
+    """Those that `words` name, as in "rival", "rival@auto", "rival:precision", for vtx each with "/K"; else USUAL.
 
     Raises:
         ValueError: a word that names none.
 
     """
     every = [Contender(rival, p) for rival in RIVALS for p in Contender(rival, "").module.PRECISIONS]
+    every += dict.fromkeys(Contender(c.rival, f"{c.stored}@{AUTO}") for c in every if c.rival not in WITH_OPTIONS)
     chosen = [c for word in words or USUAL for c in _named(word, every)]
     return sorted(dict.fromkeys(chosen), key=lambda c: (every.index(c.whole), c.k or 0))
 
 
 def _named(word: str, every: Sequence[Contender]) -> list[Contender]:
     who, slash, k = word.partition("/")
-    found = [c for c in every if who in (c.rival, f"{c.rival}:{c.precision}")]
+    found = [c for c in every if who == f"{c.rival}:{c.precision}" or (who == c.rival and not c.installed)]
+    found += [c for c in every if c.installed and who == f"{c.rival}@{AUTO}"]
     if not found:
         known = {c.rival for c in every} | {f"{c.rival}:{c.precision}" for c in every}
         raise ValueError(f"{word}: not among {', '.join(sorted(known))}")
@@ -119,8 +133,9 @@ def prepare(contender: Contender, checkpoint: Path, places: Places, ks: Iterable
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    word = contender.stored + (f"/{','.join(needed)}" if needed else "")
-    call(worker(contender, places, "prepare", word, source, str(folder.resolve())))
+    word = contender.stored + f"@{AUTO}" * contender.installed + (f"/{','.join(needed)}" if needed else "")
+    here = replace(places, ours=None)  # vtx is exported by this environment, answers may come from one without torch
+    call(worker(contender, here, "prepare", word, source, str(folder.resolve())))
     marker.write_text("\n".join([source, *needed, ""]))
 
 

@@ -10,13 +10,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     """A contender's word for how it computes, as in "int8", "int8@openvino" or "int8@openvino/9".
 
     `stored` is what its checkpoint is converted to, `engine` what it runs on ("": the rival's own), with a `+` also in
-    which arithmetic, `k` the first layer without the image (None: all layers see it). Only vtx has engines and K.
+    which arithmetic, `k` the first layer without the image (None: all layers see it). Only vtx has engines and K. With
+    the engine AUTO every rival is converted and run without any option but the precision.
     """
 
     stored: str
@@ -29,6 +32,11 @@ class Precision:
         place, slash, k = word.partition("/")
         stored, _, engine = place.partition("@")
         return cls(stored, engine, int(k) if slash else None)
+
+    @property
+    def installed(self) -> bool:
+        """True for a contender without any option but the precision."""
+        return self.engine == AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,8 @@ class Result:
     """What one process measured: milliseconds, MiB, and the ids of the first question's answer.
 
     `cold` is the first token of the process's first question, `first` that of a question after it about a new image,
-    `second` that of one more about the same image; `decode` is the mean time of one token after the first.
+    `second` that of one more about the same image; `decode` is the mean time of one token after the first. `how`: the
+    engine and the arithmetic, where the rival says which it chose.
     """
 
     load: float
@@ -99,6 +108,7 @@ class Result:
     vision: float | None
     ids: tuple[int, ...]
     versions: dict[str, str] = field(default_factory=dict)
+    how: str = ""
 
     def in_words(self) -> str:
         return (
@@ -112,7 +122,7 @@ class Result:
 
 
 class Model(Protocol):
-    """A loaded model; it may keep what it knows of the last image, as the rival itself would."""
+    """A loaded model; it may keep what it knows of the last image, as the rival itself would. `how`: as in `Result`."""
 
     def ask(self, question: Question, new_tokens: int) -> Answer:
         """Greedy, end tokens ignored, `new_tokens` ids."""
@@ -135,7 +145,8 @@ class Rival(Protocol):
     def prepare(self, checkpoint: Path, precision: str, folder: Path) -> None:
         """Write what `load` needs into `folder`, which is there and empty.
 
-        `precision` is the stored one alone, for vtx followed by the K to be prebuilt, as in "int8/9" or "int8/5,9".
+        `precision` is the stored one alone or with "@auto", for vtx followed by the K to be prebuilt, as in "int8/9",
+        "int8/5,9" or "int8@auto/9".
         """
         ...
 

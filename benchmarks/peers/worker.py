@@ -41,6 +41,7 @@ def run(rival: Any, work: Work) -> Result:
         vision=None if first.vision is None else 1000 * first.vision,
         ids=first.ids,
         versions={name: metadata.version(name) for name in rival.PACKAGES if name in installed},
+        how=getattr(model, "how", ""),
     )
 
 

@@ -1,42 +1,48 @@
-"""Writes the tables of the measurement pages from the results in `results/`: `python docs/measurements/tables.py`.
+"""Writes the tables and the chart of the measurements from `results/`: `python docs/measurements/tables.py`.
 
-A page marks a table by `<!-- results: NAME -->`; its rows are `results/PAGE.jsonl`. The first line of a table there
-has its columns and how it was measured, each further line one row: a text, or [median, least, most].
+A page marks a table by `<!-- results: NAME -->`; its rows are `results/PAGE.jsonl`, unless the table names another
+`page`. The first line of a table there has its columns and how it was measured, each further line one row: a text, or
+[median, least, most].
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import runpy
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-TABLE = re.compile(r"<!-- results: (?P<name>[\w-]+) -->\n(?:\|[^\n]*\n)*")
+ROOT = HERE.parents[1]
+TABLE = re.compile(r"<!-- results: (?P<name>[\w-]+) -->\n(?:\|[^\n]*\n)*(?:\n\*[^\n]*\*\n)?")
 
 
 def pages() -> dict[Path, str]:
-    """The text of each page, its tables as the results are."""
+    """The text of each page and of the chart, as the results are."""
+    tables: dict[Path, dict[str, str]] = {}
     made = {}
     for results in sorted((HERE / "results").glob("*.jsonl")):
-        page, tables = HERE / f"{results.stem}.md", dict(_tables(results))
+        lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        for head in (line for line in lines if "columns" in line):
+            rows = [line["row"] for line in lines if line["table"] == head["table"] and "row" in line]
+            cells = [head["columns"], head["align"], *([_cell(cell) for cell in row] for row in rows)]
+            text = "".join(f"| {' | '.join(row)} |\n" for row in cells)
+            page = ROOT / head["page"] if "page" in head else HERE / f"{results.stem}.md"
+            caption = f"\n*{head['caption']}*\n" if "caption" in head else ""
+            tables.setdefault(page, {})[head["table"]] = text + caption
+            if head["table"] == "as-installed":
+                draw = runpy.run_path(str(HERE / "chart.py"))["draw"]
+                made[ROOT / "docs/images/installed.svg"] = draw(head["columns"], rows)
+    for page, named in tables.items():
 
-        def table(match: re.Match[str], tables: dict[str, str] = tables) -> str:
-            return f"<!-- results: {match['name']} -->\n{tables.pop(match['name'])}"
+        def table(match: re.Match[str], named: dict[str, str] = named) -> str:
+            return f"<!-- results: {match['name']} -->\n{named.pop(match['name'])}"
 
         made[page] = TABLE.sub(table, page.read_text(encoding="utf-8"))
-        if tables:
-            raise SystemExit(f"{page.name} has no place for the results {', '.join(tables)}")
+        if named:
+            raise SystemExit(f"{page.name} has no place for the results {', '.join(named)}")
     return made
-
-
-def _tables(results: Path) -> Iterator[tuple[str, str]]:
-    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    for head in (line for line in lines if "columns" in line):
-        rows = [line["row"] for line in lines if line["table"] == head["table"] and "row" in line]
-        cells = [head["columns"], head["align"], *([_cell(cell) for cell in row] for row in rows)]
-        yield head["table"], "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
 def _cell(cell: Any) -> str:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from vtx.exporter.bundling.arithmetic import SAMPLES, candidates, measure_arithmetic
-from vtx.exporter.bundling.build import fill
+from vtx.exporter.bundling.arithmetic import PER_SCENE, SAMPLES, candidates, measure_arithmetic
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import check_disk, check_memory
 from vtx.exporter.bundling.prepare import Plan, demo_checkpoint, load_template, plan_export
@@ -32,7 +31,7 @@ from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
 from vtx.runtime.units import Progress
-from vtx.tools.data.items import SCENES, read_data
+from vtx.tools.data.items import Data, scene_items
 
 
 def run_export(
@@ -59,6 +58,8 @@ def run_export(
         check_disk(out.parent, needed, purpose="the bundle", fix="or choose another --out")
     except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
+    from vtx.exporter.bundling.build import fill  # loads torch, once the plan has nothing wrong
+
     key = key_of(plan)
     with building(out, key, say) as folder:
         journal = ExportJournal(folder)
@@ -72,7 +73,8 @@ def run_export(
         if wanted := plan.options.arithmetic:
             manifest = Bundle.open(folder, check=False).manifest
             if kinds := candidates(manifest, always=wanted.always):
-                measure_arithmetic(folder, kinds, wanted.data or read_data(SCENES, None, SAMPLES), report)
+                drawn = Data("the drawn scenes", scene_items(SAMPLES // PER_SCENE, PER_SCENE))
+                measure_arithmetic(folder, kinds, wanted.data or drawn, report)
         if sign is not None:
             seal_manifest(folder, Bundle.open(folder, check=False).manifest, sign)
         for path in [*folder.rglob("*"), folder]:

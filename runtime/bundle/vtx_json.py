@@ -10,7 +10,7 @@ from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.spec import interface
 from vtx.runtime.bundle.spec.manifest import FORMAT, Manifest
 from vtx.runtime.errors import BundleError
-from vtx.runtime.strict import Strict, json_value, write_json
+from vtx.runtime.strict import UPGRADE, Strict, json_value, write_json
 
 INTERFACE = "interface"
 LISTS = {"k": "--k", "dialects": "--dialect"}
@@ -39,7 +39,7 @@ def parse_manifest(text: str | bytes, folder: str | None = None) -> Manifest:
         raise BundleError(f"vtx.json: format is {version!r}, not a number; the bundle is damaged, export again")
     if version != FORMAT:
         side = "newer" if version > FORMAT else "older"
-        fix = 'pip install -U "vtx-edge"' if version > FORMAT else remake_advice(data, folder)
+        fix = UPGRADE if version > FORMAT else remake_advice(data, folder)
         raise BundleError(f"the bundle has format {version}, {side} than this vtx reads ({FORMAT}); {fix}")
     if INTERFACE not in data:
         raise BundleError(f"vtx.json: key {INTERFACE!r} is missing; export again")

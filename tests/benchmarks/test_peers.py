@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from benchmarks.peers import contenders, contract, summary, table, workload
+from benchmarks.peers import contenders, contract, results, summary, table, workload
 from benchmarks.peers.contenders import Contender, PeerError, Places
 from benchmarks.peers.rivals import openvino_cdpruner
 from benchmarks.peers.rivals.llamacpp import gguf_files
@@ -185,6 +187,67 @@ def test_every_rival_offers_the_interface() -> None:
         assert module.PACKAGES
         assert callable(module.prepare)
         assert callable(module.load)
+
+
+def test_as_installed_leaves_every_option_but_the_precision_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = contenders.contenders([*contenders.INSTALLED, "vtx@auto/9"])
+    ours = [c for c in chosen if c.rival == "vtx"]
+    assert [(c.stored, c.k) for c in ours[:4]] == [("fp32", None), ("fp32", 9), ("bf16", None), ("bf16", 9)]
+    assert {c.rival for c in chosen} == set(contenders.RIVALS) - {"openvino_cdpruner"}
+    assert all(c.installed for c in chosen)
+    assert ours[0].module.engine_of(contract.Precision.parse("int8@auto")) == ("auto", None)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: asked.append(command))
+    ours[0].module.prepare(tmp_path / "c", "int8@auto/9", tmp_path)
+    assert asked[0][1:] == ["--model", f"{tmp_path / 'c'}", "--k", "9", "--precision", "int8", "--out",
+                            f"{tmp_path / 'bundle'}"]  # fmt: skip
+
+
+def test_vtx_as_installed_answers_from_its_own_environment_and_is_exported_by_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(contenders, "call", lambda command, *_: used.append(command[0]) or f"{MARK}{{}}")
+    monkeypatch.setattr(contract.Result, "from_dict", lambda values: values)
+    ours, places = Contender("vtx", "int8@auto"), Places(tmp_path, tmp_path / "work", "torch", tmp_path / "own/python")
+    contenders.prepare(ours, tmp_path / "c", places)
+    made = contract.Question("i", "a", "t", (1,), 1, 1)
+    for contender in (ours, Contender("vtx", "int8")):
+        contenders.run(contender, contract.Work("f", contender.precision, 1, 1, made, made, made), places)
+    assert used == [sys.executable, str(tmp_path / "own/python"), sys.executable]
+    assert places.model(ours).name == "vtx-int8-installed"
+
+
+def test_results_become_tables_of_the_documentation_and_a_chart(tmp_path: Path) -> None:
+    rounds = {
+        Contender("vtx", "int8@auto"): [result(2000.0, (1,)), result(1000.0, (1,)), result(3000.0, (1,))],
+        Contender("vtx", "int8@auto/9"): [result(500.0, (1,))] * 3,
+        Contender("llamacpp", "q8_0@auto"): [result(4000.0, (1,))] * 3,
+        Contender("ortgenai", "int4@auto"): [result(100.0, (1,))] * 3,
+    }
+    failed = {Contender("openvino", "int8@auto"): "cannot be run: no memory"}
+    results.write(tmp_path / "r.jsonl", rounds, failed, "2 cores")
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = {name: [line["row"] for line in lines if line["table"] == name and "row" in line]
+            for name in ("as-installed", "headline", "as-installed-withdrawn")}  # fmt: skip
+    assert [row[:2] for row in rows["as-installed"]] == [
+        ["vtx", "int8"], ["vtx, K = 9", "int8"], ["llama.cpp", "q8_0"], ["onnxruntime-genai†", "int4"],
+        ["OpenVINO GenAI", "int8"],
+    ]  # fmt: skip
+    assert rows["as-installed"][0][7] == ["2000.0", "1000.0", "3000.0"]  # ms a token
+    assert rows["as-installed"][4][2] == "failed: cannot be run: no memory"
+    tokens = [row for row in rows["headline"] if row[0] == "a token, ms"]
+    assert tokens == [["a token, ms", "int8", "2,000.0", "**500.0**", "", "4,000.0", "", ""]]
+    assert rows["headline"][1][1:] == ["int4", "", "", "", "", "0.10†", ""]
+    assert rows["as-installed-withdrawn"][0][0] == "int8, K = 9"
+    columns = next(line["columns"] for line in lines if line["table"] == "as-installed")
+    draw = runpy.run_path(str(ROOT / "docs/measurements/chart.py"))["draw"]
+    drawn = draw(columns, rows["as-installed"])
+    root = ElementTree.fromstring(drawn)
+    assert len([bar for bar in root.iter() if bar.get("fill") in ("#1f6feb", "#a8b1bb")]) == 8
+    assert "OpenVINO GenAI" not in drawn
 
 
 def result(seconds: float, ids: tuple[int, ...]) -> contract.Result:

@@ -64,6 +64,13 @@ def test_the_audit_looks_at_pytorch_which_the_lock_leaves_out() -> None:
     assert "--requirement build/torch.txt" in commands
 
 
+def test_an_extra_that_a_message_names_installs_without_an_index_of_vtx(installed: Path, tmp_path: Path) -> None:
+    """Messages say `pip install "vtx-edge[...]"`: to pip, the vtx that is installed already is that vtx."""
+    pip = (sys.executable, "-m", "pip", "--python", installed / "python")
+    said = run(*pip, "install", "--dry-run", "--no-index", "vtx-edge[cpu,export,serve]", cwd=tmp_path)
+    assert "Requirement already satisfied: vtx-edge[cpu,export,serve]" in said
+
+
 def test_the_wheel_asks_for_no_exporting_package_unless_the_extra_does(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         [metadata] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]

@@ -127,16 +127,17 @@ def image_key(image: ImageSource) -> object:
     return id(image) if isinstance(image, Image.Image) else image
 
 
-def scene_items(count: int) -> tuple[Item, ...]:
-    """`count` drawn scenes with a question each: the same every time, and never trained on by the demo model."""
+def scene_items(count: int, questions: int = 1) -> tuple[Item, ...]:
+    """`count` drawn scenes with some different questions each: always the same, never trained on by the demo model."""
     from vtx.tools.data.scene_questions import ask_some
     from vtx.tools.data.scenes import photograph, random_scene
 
     rng, items = random.Random(SCENES_SEED), list[Item]()
     for _ in range(count):
         scene = random_scene(rng)
-        drawn = ask_some(scene, 1, rng)[0]
-        items.append(Item((photograph(scene, rng),), drawn.question, drawn.answer))
+        drawn = {asked.question: asked.answer for asked in ask_some(scene, 4 * questions - 3, rng)}
+        images = (photograph(scene, rng),)
+        items += [Item(images, *asked) for asked in list(drawn.items())[:questions]]
     return tuple(items)
 
 

@@ -28,8 +28,11 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
     library, model, options = cabi.load_library(), ctypes.c_void_p(), cabi.LoadOptions()
     library.vtx_load_options_init(ctypes.byref(options), ctypes.sizeof(options))
     options.device, options.threads = device.encode(), threads
-    options.compute = compute.encode()
-    options.library = (cabi.openvino() if asked.engine else cabi.onnxruntime()).encode()
+    options.compute = compute and compute.encode()
+    if asked.installed:  # as docs/how-to/cpp.md says
+        os.environ.update(VTX_OPENVINO=cabi.openvino(), VTX_ONNXRUNTIME=cabi.onnxruntime())
+    else:
+        options.library = (cabi.openvino() if asked.engine else cabi.onnxruntime()).encode()
     bundle = os.fsencode(folder / python.BUNDLE)
     check(library, library.vtx_load(bundle, ctypes.byref(options), ctypes.byref(model)))
     return Loaded(library, model, asked.k)
@@ -39,6 +42,8 @@ class Loaded:
     def __init__(self, library: Any, model: ctypes.c_void_p, k: int | None) -> None:
         self._vtx, self._model, self._k = library, model, k
         self._image, self._conversation = "", ctypes.c_void_p()
+        about = json.loads(library.vtx_model_json(model))
+        self.how = f"{about['device']} in {about['compute']}"
 
     def ask(self, question: Question, new_tokens: int) -> Answer:
         from tests.support import cabi

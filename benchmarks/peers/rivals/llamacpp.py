@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import gguf_files
-from benchmarks.peers.contract import Answer, Question
+from benchmarks.peers.contract import Answer, Precision, Question
 
 PRECISIONS = ("fp32", "f16", "q8_0", "q4_0")
 REQUIREMENTS = (("install", "--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36", "gguf==0.19.0", "pillow"),)
@@ -29,6 +29,7 @@ BATCH = 1024
 def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
     import llama_cpp
 
+    precision = Precision.parse(precision).stored
     full = precision == "fp32"
     gguf_files.write_mmproj(checkpoint, folder / MMPROJ, full=full)
     if precision not in FILE_TYPES:
@@ -64,8 +65,11 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
 def context_settings(llama_cpp: Any, precision: str, threads: int) -> Any:
     settings = llama_cpp.llama_context_default_params()
-    settings.n_ctx, settings.n_batch, settings.n_ubatch = 1024, BATCH, BATCH
+    settings.n_ctx = 1024
     settings.n_threads = settings.n_threads_batch = threads
+    if Precision.parse(precision).installed:
+        return settings
+    settings.n_batch = settings.n_ubatch = BATCH
     settings.flash_attn_type = FLASH_ATTENTION
     if precision == "fp32":
         settings.type_k = settings.type_v = F32

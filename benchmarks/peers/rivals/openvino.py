@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contract import TORCH, Answer, Question
+from benchmarks.peers.contract import TORCH, Answer, Precision, Question
 from benchmarks.peers.picture import MEAN, STD
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
@@ -38,9 +38,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
+    asked = Precision.parse(precision)
     export = Path(sys.executable).with_name("optimum-cli")
+    weights = WEIGHTS[asked.stored][: 1 if asked.installed else None]
     command = [export, "export", "openvino", "--model", checkpoint, "--task", "image-text-to-text",
-               "--weight-format", *WEIGHTS[precision], folder / MODEL]  # fmt: skip
+               "--weight-format", *weights, folder / MODEL]  # fmt: skip
     subprocess.run([*map(str, command)], check=True)
     write_image_settings(checkpoint, folder / MODEL / "preprocessor_config.json")
 
@@ -56,7 +58,7 @@ def write_image_settings(checkpoint: Path, target: Path) -> None:
 def load(folder: Path, precision: str, threads: int) -> Loaded:
     import openvino_genai
 
-    settings = {**SETTINGS[precision], "INFERENCE_NUM_THREADS": threads}
+    settings = {**SETTINGS.get(precision, {}), "INFERENCE_NUM_THREADS": threads}
     pipeline = openvino_genai.VLMPipeline(os.fspath(folder / MODEL), "CPU", **settings)
     return Loaded(openvino_genai, pipeline)
 

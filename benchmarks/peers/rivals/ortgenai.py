@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import tensors
-from benchmarks.peers.contract import TORCH, Answer, Question
+from benchmarks.peers.contract import TORCH, Answer, Precision, Question
 
 PRECISIONS = ("fp32", "int4")
 REQUIREMENTS = (
@@ -25,11 +25,12 @@ MODEL = "model"
 
 
 def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
-    text = folder / "text"
+    asked, text = Precision.parse(precision), folder / "text"
     tensors.write_text_model(checkpoint, text)
-    options = ("--extra_options", *OPTIONS[precision]) if OPTIONS[precision] else ()
+    chosen = () if asked.installed else OPTIONS[asked.stored]
+    options = ("--extra_options", *chosen) if chosen else ()
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", text, "-o", folder / MODEL,
-               "-p", precision, "-e", "cpu", "-c", folder / "cache", *options]  # fmt: skip
+               "-p", asked.stored, "-e", "cpu", "-c", folder / "cache", *options]  # fmt: skip
     subprocess.run([*map(str, command)], check=True)
     shutil.rmtree(text)
 

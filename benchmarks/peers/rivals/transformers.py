@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contract import Answer, Question
+from benchmarks.peers.contract import Answer, Precision, Question
 from benchmarks.peers.picture import pixels
 
 PRECISIONS = ("fp32", "bf16")
@@ -27,7 +27,7 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[Precision.parse(precision).stored]
     source = folder / CHECKPOINT
     model = LlavaForConditionalGeneration.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").eval()
     return Loaded(model, source)

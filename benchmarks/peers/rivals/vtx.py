@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contract import Answer, Precision, Question
+from benchmarks.peers.contract import AUTO, Answer, Precision, Question
 
 FLOATS = ("fp32", "fp32@openvino", "bf16@openvino")
 INTEGERS = tuple(f"{stored}{engine}" for stored in ("int8", "int4") for engine in ("", "@openvino", "@openvino+int8"))
@@ -21,7 +23,13 @@ def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
     from vtx.exporter.bundling.export import plan_export, run_export
     from vtx.exporter.bundling.options import ExportOptions
 
-    stored, _, ks = precision.partition("/")
+    place, _, ks = precision.partition("/")
+    stored = Precision.parse(place).stored
+    if Precision.parse(place).installed:
+        export = [Path(sys.executable).with_name("vtx-export"), "--model", checkpoint, "--k", ks or "none",
+                  "--precision", stored, "--out", folder / BUNDLE]  # fmt: skip
+        subprocess.run([*map(str, export)], check=True)
+        return
     block = 128 if stored == "int4" else 64  # as OpenVINO GenAI's conversions
     options = ExportOptions(str(checkpoint), tuple(map(int, ks.split(","))) if ks else (), stored, int4_block=block)
     plan = plan_export(options)
@@ -33,11 +41,14 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
     asked = Precision.parse(precision)
     device, compute = engine_of(asked)
-    return Loaded(vtx.load(folder / BUNDLE, device=device, compute=compute, threads=threads), asked.k)
+    model = vtx.load(folder / BUNDLE, device=device, compute=compute, threads=threads)
+    return Loaded(model, asked.k)
 
 
-def engine_of(asked: Precision) -> tuple[str, str]:
-    """The device, and the type of its arithmetic."""
+def engine_of(asked: Precision) -> tuple[str, str | None]:
+    """The device, and the type of its arithmetic; vtx's own choice as installed."""
+    if asked.installed:
+        return AUTO, None
     device, _, compute = asked.engine.partition("+")
     usual = "bf16" if device and asked.stored != "fp32" else "f32"
     return device or "cpu", compute or usual
@@ -46,6 +57,7 @@ def engine_of(asked: Precision) -> tuple[str, str]:
 class Loaded:
     def __init__(self, model: Any, k: int | None) -> None:
         self._model, self._k = model, k
+        self.how = f"{model.backend.device} in {model.backend.compute}"
         self._image = ""
         self._conversation: Any = None
 

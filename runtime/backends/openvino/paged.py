@@ -95,7 +95,7 @@ def select_outputs(model: Any) -> None:
 def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any]) -> Any:
     from openvino import opset13 as ops
 
-    refusal = 'this release of OpenVINO cannot attend over blocks; pip install -U "vtx-edge[openvino]"'
+    refusal = "this release of OpenVINO cannot attend over blocks; pip install -U openvino"
     try:
         from openvino.op import _PagedAttentionExtension
     except ImportError as e:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.support.bundles import IGNORE, export
 from tests.support.tiny import Tiny
@@ -77,6 +80,36 @@ def test_arithmetic_that_changes_answers_is_refused(tiny_checkpoint: Callable[..
     assert found["kept"] < ENOUGH
     assert found["low"] < 0.9
     assert manifest.arithmetic == ()
+
+
+def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_int8_arithmetic(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One channel is 3,000 times the others: 8 bits of a whole token hold nothing else, 8 bits of bfloat16 do.
+
+    The next token is clear, since the rows of the head are those of the embedding, one token further.
+    """
+    folder = tmp_path / "c"
+    shutil.copytree(tiny_checkpoint(Tiny(layers=2, hidden=512)), folder)
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    names = {part: next(n for n in tensors if n.endswith(part)) for part in ("embed_tokens.weight", "lm_head.weight")}
+    rows = np.random.default_rng(0).standard_normal((320, 512)).astype(np.float32)
+    rows[:, 0] = 0
+    tensors[names["lm_head.weight"]] = np.roll(rows, 1, axis=0)
+    rows[:, 0] = 3000
+    tensors[names["embed_tokens.weight"]] = rows
+    save_file(tensors, file)
+    bundle = export(folder, tmp_path / "b", (2,), "int8")
+    measure_arithmetic(bundle.folder, ("bf16", "int8"), questions(ENOUGH), IGNORE)
+    manifest = Bundle.open(bundle.folder).manifest
+    found = manifest.record["arithmetic"]
+    if obstacles := [found[kind]["obstacle"] for kind in ("bf16", "int8") if "obstacle" in found[kind]]:
+        pytest.skip(obstacles[0])
+    assert found["bf16"]["kept"] == ENOUGH
+    assert found["int8"]["high"] < 0.9
+    assert manifest.arithmetic == ("bf16",)
+    assert default_compute(manifest, "openvino") != "int8"
 
 
 def test_few_questions_prove_nothing_and_a_failing_engine_is_recorded(

@@ -85,7 +85,7 @@ def test_a_manifest_comes_back_as_it_was_written(sound: dict[str, Any]) -> None:
 
 
 def test_a_newer_format_says_to_upgrade(sound: dict[str, Any]) -> None:
-    assert "pip install -U" in refuse({**sound, "format": sound["format"] + 1})
+    assert "install a newer vtx" in refuse({**sound, "format": sound["format"] + 1})
 
 
 def test_a_newer_format_is_told_before_its_unknown_keys(sound: dict[str, Any]) -> None:
