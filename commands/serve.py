@@ -7,21 +7,26 @@ import faulthandler
 import logging
 import os
 import re
+import signal
 import socket
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from vtx.commands.export import find_bundle
 from vtx.commands.shared.options import option, options
-from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.terminal.console import command, note
 from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
+    from vtx.runtime.api.model import Model
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.server.engines import Engines
 
 KEY = "VTX_API_KEY"
 FLUSH_SECONDS = 10  # for the last replies to be sent
@@ -70,6 +75,7 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
            multiple=True, metavar="URL"),
     option("--api-keys", Path, "A file with a key in each line; a client must send one of them.", metavar="FILE"),
     option("--unix-socket", Path, "Listen at this path instead of --host and --port.", metavar="PATH"),
+    option("--access-log", click.Choice(["text", "json"]), "Write a line of each request to stdout."),
     option("--lenient", bool, "Ignore fields and values that are not supported; usage.vtx.ignored names them."),
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
@@ -79,7 +85,8 @@ def serve(
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
     grace: float | None, kv_cache: float | None, memory: float | None, reports: tuple[Path, ...],
     max_accuracy_drop: float, image_hosts: tuple[str, ...],
-    origins: tuple[str, ...], api_keys: Path | None, unix_socket: Path | None, lenient: bool, loading: Loading,
+    origins: tuple[str, ...], api_keys: Path | None, unix_socket: Path | None, access_log: str | None,
+    lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. If $VTX_API_KEY is set, every client must send it as its key."""
     try:
@@ -145,8 +152,9 @@ def serve(
             raise RequestError(f"{report.name} is about {about}, which is not served; evaluate a bundle of --bundle")
         choosers |= dict.fromkeys(about_these, Chooser(methods))
     engines = Engines(
-        folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit, choosers=choosers
-    )
+        folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit, choosers=choosers,
+        verify=verified,
+    )  # fmt: skip
     with listening(host, port) if unix_socket is None else listening_at(unix_socket) as at:
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
             pass
@@ -158,13 +166,34 @@ def serve(
         app = make_app(
             engines, limits, api_keys=keys, local_hosts=unix_socket is None and is_local(host), image_hosts=hosts,
             watchdog=watchdog, origins=origins, lenient=lenient, traffic=traffic,
+            access=partial(print, flush=True) if access_log else None, access_json=access_log == "json",
         )  # fmt: skip
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
             limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FLUSH_SECONDS, timeout_keep_alive=30,
         )  # fmt: skip
+        if hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, lambda *_: Thread(target=reload, args=(engines,), daemon=True).start())
         DrainingServer(config, traffic, engines.close, limits.grace_seconds).run(sockets=[at])
+
+
+def verified(model: Model) -> None:
+    """Raise BundleError for a model that does not compute its golden vectors."""
+    from vtx.runtime.report.golden import check_golden
+
+    for check in check_golden(model):
+        if not check.passed:
+            raise BundleError(
+                f"{check.name} differs by {check.difference:.2g} from the golden vectors, the limit is "
+                f"{check.limit:.2g}; run vtx-doctor on the bundle"
+            )
+
+
+def reload(engines: Engines) -> None:
+    """Serve bundles that have changed on disk; what was done is printed."""
+    for line in engines.reload():
+        note(line)
 
 
 def end_now(message: str) -> NoReturn:

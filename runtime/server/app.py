@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from vtx.runtime.server.access import AccessLog
 from vtx.runtime.server.chat import TOKENIZE, ChatCompletions, Traffic
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import Receive, Scope, Send, header
@@ -44,7 +45,7 @@ def make_app(
     engines: Engines, limits: Limits, *, api_keys: Collection[str] = (), local_hosts: bool = True,
     image_hosts: Collection[str] = (), watchdog: Watchdog | None = None,
     origins: Collection[str] = (), lenient: bool = False,
-    traffic: Traffic | None = None,
+    traffic: Traffic | None = None, access: Callable[[str], None] | None = None, access_json: bool = False,
 ) -> Callable[[Scope, Receive, Send], Awaitable[None]]:  # fmt: skip
     """The ASGI application over `engines`, which it closes at its end.
 
@@ -52,6 +53,7 @@ def make_app(
     send any through a browser. `image_hosts`: images may be given by their address there.
     `origins`: pages of these may send requests. `lenient`: ignore what is not supported, and say so.
     `watchdog` runs as long as the application. `traffic` is what a supervisor of the process sees of it.
+    `access` gets a line of each request, with `access_json` as JSON.
     """
     metrics, traffic = Metrics(), traffic or Traffic()
     folder = files("vtx.runtime.server").joinpath("page")
@@ -103,11 +105,11 @@ def make_app(
         routes=routes, lifespan=lifespan,
         exception_handlers={404: _refuse, 405: _refuse, 500: _refuse, Refusal: _refuse},
     )  # fmt: skip
-    guarded = Guard(app, api_keys, local_hosts=local_hosts)
+    logged = AccessLog(Guard(app, api_keys, local_hosts=local_hosts), access, as_json=access_json)
     if not origins:
-        return guarded
+        return logged
     return CORSMiddleware(
-        guarded, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
+        logged, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
     )
 
 

@@ -25,6 +25,7 @@ from vtx.runtime.units import size
 from vtx.runtime.vision.preprocess import trained_fit
 
 log = logging.getLogger(__name__)
+LOOK_SECONDS = 0.05  # between two looks if an engine is still used
 
 
 def close(engine: Engine) -> None:
@@ -42,27 +43,20 @@ class Engines:
     loaded. `needed`: the forecast of a bundle's memory on the device. `key` must have signed each bundle. Errors of
     both are raised here, not to the first client of a bundle.
     `fit`: the treatment by `load` of pictures of another shape; None: each bundle's own. `choosers` choose K and
-    reductions of requests with a deadline, by the bundle's name.
+    reductions of requests with a deadline, by the bundle's name. `verify` raises VtxError for a model that does not
+    compute what it must; it judges bundles that `reload` puts in place of others.
     """
 
     def __init__(
         self, bundles: Mapping[str, Path], load: Callable[[Path], Model], limits: Limits, memory: int | None = None,
         *, needed: Callable[[Bundle], int] = needed_memory, key: PublicKey | None = None,
         fit: str | None = None, choosers: Mapping[str, Chooser] | None = None,
+        verify: Callable[[Model], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self._bundles = {name: Bundle.open(folder, key=key) for name, folder in bundles.items()}
-        self._needed: dict[str, int] = {}
-        for name, bundle in self._bundles.items():
-            try:
-                self._needed[name] = needed(bundle)
-            except VtxError as e:
-                raise RequestError(f"{name}: {e}") from e
-            if memory is not None and self._needed[name] > memory:
-                raise DeviceError(
-                    f"{name} needs about {size(self._needed[name])} of memory, the limit is {size(memory)}; raise "
-                    "--memory, or export with a smaller --precision"
-                )
         self._load, self._limits, self._memory, self._fit = load, limits, memory, fit
+        self._key, self._forecast, self._verify = key, needed, verify
+        self._bundles = {name: Bundle.open(folder, key=key) for name, folder in bundles.items()}
+        self._needed = {name: self._needs(name, bundle) for name, bundle in self._bundles.items()}
         self._loaded: dict[str, Engine] = {}
         self._choosers = choosers or {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
@@ -115,24 +109,80 @@ class Engines:
             engine = self.acquire_loaded(name)
             if engine is not None:
                 return engine
-            self._make_room(name)
-            model = self._load(Path(self._bundles[name].folder))
-            engine = Engine(name, model, self._limits, self._choosers.get(name))
-            blank = Image.new("RGB", (64, 64))
-            model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[:1])  # loads it now
+            self._make_room(name, self._needed[name])
+            engine = self._opened(name, self._load(Path(self._bundles[name].folder)))
             engine.users = 1
             with self._lock:
                 self._loaded[name] = engine
             return engine
 
-    def _make_room(self, name: str) -> None:
-        """Close engines that nobody uses, the least recently used first, until the bundle fits."""
+    def reload(self) -> list[str]:
+        """Put bundles that have changed on disk in the place of those that are served, and say what was done.
+
+        A bundle in use is loaded beside the old one and verified, then takes its place; answers that run end with the
+        old one. What fails leaves the old one in its place. May take long.
+        """
+        told = []
+        for name, old in list(self._bundles.items()):
+            try:
+                with self._loading:
+                    if self.closed:
+                        raise shutting_down()
+                    bundle = Bundle.open(old.folder, key=self._key)
+                    if bundle.manifest == old.manifest:
+                        told.append(f"{name} is unchanged")
+                        continue
+                    needed, engine, replaced = self._needs(name, bundle), None, self._loaded.get(name)
+                    if replaced is not None:
+                        self._make_room(name, needed)
+                        model = self._load(Path(bundle.folder))
+                        try:
+                            self._verify(model)
+                            engine = self._opened(name, model)
+                        except BaseException:
+                            model.close()
+                            raise
+                    with self._lock:
+                        self._bundles[name], self._needed[name] = bundle, needed
+                        if engine is not None:
+                            self._loaded[name] = engine
+                told.append(f"{name} was replaced")
+                if replaced is not None:
+                    while replaced.users and not self.closed:
+                        time.sleep(LOOK_SECONDS)
+                    close(replaced)
+            except (VtxError, OSError, MemoryError) as e:
+                told.append(f"{name} was not replaced: {e}")
+        return told
+
+    def _needs(self, name: str, bundle: Bundle) -> int:
+        try:
+            needed = self._forecast(bundle)
+        except VtxError as e:
+            raise RequestError(f"{name}: {e}") from e
+        if self._memory is not None and needed > self._memory:
+            raise DeviceError(
+                f"{name} needs about {size(needed)} of memory, the limit is {size(self._memory)}; raise --memory, or "
+                "export with a smaller --precision"
+            )
+        return needed
+
+    def _opened(self, name: str, model: Model) -> Engine:
+        blank = Image.new("RGB", (64, 64))
+        model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[:1])  # loads it now
+        return Engine(name, model, self._limits, self._choosers.get(name))
+
+    def _make_room(self, name: str, needed: int) -> None:
+        """Close engines that nobody uses, the least recently used first, until a bundle of this name fits."""
         while (
             self._memory is not None
-            and sum(self._needed[engine.name] for engine in self.loaded) + self._needed[name] > self._memory
+            and sum(self._needed[engine.name] for engine in self.loaded) + needed > self._memory
         ):
             with self._lock:
-                idle = [engine for engine in self._loaded.values() if not (engine.users or engine.scheduler.active)]
+                idle = [
+                    engine for engine in self._loaded.values()
+                    if not (engine.users or engine.scheduler.active or engine.name == name)
+                ]  # fmt: skip
                 if not idle:
                     raise Refusal(
                         503, f"{name} does not fit into memory next to the models in use; try again later",

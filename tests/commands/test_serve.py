@@ -140,6 +140,28 @@ def test_answers_end_before_the_server_does(bundle: Path, grace: str) -> None:
             process.kill()
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+def test_a_hangup_replaces_bundles_that_have_changed_and_requests_are_logged(bundle: Path) -> None:
+    words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--access-log", "text"]
+    program = "from vtx.cli import serve; serve()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        try:
+            where = re.search(r":(\d+)/", process.stderr.readline())
+            assert where
+            served = Served(int(where[1]), None)  # type: ignore[arg-type]
+            until(lambda: served.request("GET", "/readyz").status == 200, "it serves")
+            assert " GET /readyz 200 " in process.stdout.readline()
+            process.send_signal(signal.SIGHUP)
+            assert "is unchanged" in process.stderr.readline()
+            assert served.request("GET", "/readyz").status == 200
+        finally:
+            process.kill()
+
+
 def test_a_port_that_is_taken_is_told_in_one_line(bundle: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = CliRunner().invoke(serve, ["--bundle", str(bundle), "--port", str(taken.getsockname()[1])])

@@ -96,6 +96,7 @@ def serving(
     memory: int | None = None,
     device: str = "cpu",
     choosers: Any = None,
+    verify: Any = lambda _: None,
     **options: Any,
 ) -> Iterator[Served]:
     """Serve bundles, with the options of `make_app`, until the end of the block."""
@@ -105,7 +106,9 @@ def serving(
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
 
     limits = limits or Limits()
-    engines = Engines(bundles, lambda folder: load(folder, device=device, threads=1), limits, memory, choosers=choosers)
+    engines = Engines(
+        bundles, lambda folder: load(folder, device=device, threads=1), limits, memory, choosers=choosers, verify=verify
+    )
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         make_app(engines, limits, **options), log_level="error", ws="none", http=BoundedProtocol,

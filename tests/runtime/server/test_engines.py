@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.bundles import copy
-from tests.support.serving import asking, serving, user
-from tests.support.tiny import random_image
+from tests.support.bundles import copy, export
+from tests.support.serving import WAIT, Served, asking, serving, until, user
+from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
-from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.server.engines import Engines, named
 from vtx.runtime.server.limits import Limits
@@ -180,3 +181,81 @@ def test_nothing_is_kept_without_room(local: Model) -> None:
     pool = ConversationPool(local.loaded, 0, MANY)
     assert [asked(pool, local, "red?") for _ in range(2)] == [False, False]
     assert pool.kept_bytes == 0
+
+
+def replaced(folder: Path, by: Path) -> None:
+    """Another bundle under the same path, in one step, as `vtx-export --force` does it."""
+    new = copy(by, folder.with_name("new"))
+    folder.rename(folder.with_name(f"old-{len(list(folder.parent.iterdir()))}"))
+    new.rename(folder)
+
+
+@pytest.fixture(scope="module")
+def later(tiny_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with another K."""
+    return export(tiny_checkpoint(Tiny()), tmp_path_factory.mktemp("later") / "later", (4,), "fp32").folder
+
+
+def ks(served: Served) -> Any:
+    (told,) = served.request("GET", "/v1/models").json["data"]
+    return told["vtx"]["ks"]
+
+
+def test_a_bundle_is_replaced_while_its_answers_run(tiny_bundle: Path, later: Path, tmp_path: Path) -> None:
+    folder = copy(tiny_bundle, tmp_path / "served")
+    with serving({"tiny": folder}) as served, ThreadPoolExecutor(2) as pool:
+        body = asking(user("red?", random_image(1)), k=3, max_tokens=200, ignore_eos=True)
+        wanted = served.chat(body).json["usage"]["vtx"]["token_ids"]
+        assert served.engines.reload() == ["tiny is unchanged"]
+        (old,) = served.engines.loaded
+        answers = [pool.submit(served.chat, body) for _ in range(2)]
+        until(lambda: old.scheduler.active == 2, "the answers begin")
+        replaced(folder, later)
+        assert served.engines.reload() == ["tiny was replaced"]
+        for answer in answers:
+            assert answer.result(WAIT).json["usage"]["vtx"]["token_ids"] == wanted
+        assert old.model.loaded.closed
+        assert served.engines.loaded != [old]
+        assert ks(served) == [4]
+        assert served.chat(body).status == 400
+        assert served.chat(asking(user("red?", random_image(1)), k=4)).status == 200
+
+
+def test_a_bundle_that_fails_does_not_take_the_place_of_the_old_one(
+    tiny_bundle: Path, later: Path, tmp_path: Path
+) -> None:
+    folder, verified = copy(tiny_bundle, tmp_path / "served"), list[Model]()
+
+    def verify(model: Model) -> None:
+        verified.append(model)
+        raise BundleError("logits differ")
+
+    with serving({"tiny": folder}, verify=verify) as served:
+        body = asking(user("red?", random_image(1)), k=3)
+        assert served.chat(body).status == 200
+        (old,) = served.engines.loaded
+        replaced(folder, later)
+        assert served.engines.reload() == ["tiny was not replaced: logits differ"]
+        assert [model.loaded.closed for model in verified] == [True]
+        (folder / "vtx.json").write_text("{}")
+        (told,) = served.engines.reload()
+        assert "was altered" in told
+        assert served.engines.loaded == [old]
+        assert ks(served) == [3, 5]
+        assert served.chat(body).status == 200
+
+
+def test_a_bundle_that_is_not_loaded_is_replaced_without_loading_it(
+    tiny_bundle: Path, later: Path, tmp_path: Path
+) -> None:
+    folder = copy(tiny_bundle, tmp_path / "served")
+    engines = Engines({"tiny": folder}, load_on_cpu, Limits(), memory=needed({"tiny": tiny_bundle}) * 3 // 2)
+    replaced(folder, later)
+    assert engines.reload() == ["tiny was replaced"]
+    assert not engines.loaded
+    with engines.use(engines.acquire("tiny")):
+        replaced(folder, tiny_bundle)
+        (told,) = engines.reload()
+        assert "does not fit into memory next to the models in use" in told
+    engines.close()
+    assert engines.reload()[0].startswith("tiny was not replaced: the server is shutting down")
