@@ -2,9 +2,9 @@
 
     python benchmarks/selection.py --tokens 576,2928
 
-Random tokens and questions, the same for both, who must keep the same tokens. Each round runs a fresh image in each
-runtime, who goes first in turns; the processor's time of the first question, which works out what an image's questions
-share, and of the later ones. Python on one thread, as libvtx. `make cpp` before it.
+Random tokens and questions, the same for both, who must keep or merge the same tokens. Each round runs a fresh image
+in each runtime, who goes first in turns; the processor's time of the first question, which works out what an image's
+questions share, and of the later ones. Python on one thread, as libvtx. `make cpp` before it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from common import parser, report
 
 from vtx.runtime.bundle.spec.names import CLIP_PATCHES
 from vtx.runtime.policies import PromptText, parse
-from vtx.runtime.vision.tokens import ImageTokens, Patches
+from vtx.runtime.vision.tokens import ImageTokens, Patches, TowerTokens
 from vtx.tools.bench.series import shown, spread
 
 PROBE = Path(__file__).parents[1] / "build/cpp/vtx-cpp-probe"
 CLIP, QUESTIONS = 768, 3
 SPECS = ("cdpruner:keep={keep}", "cdpruner:keep={keep},text=tower", "dart:keep={keep},k=0", "divprune:keep={keep}",
-         "random:keep={keep}")  # fmt: skip
+         "random:keep={keep}", "visionzip:dominant={keep},contextual=20")  # fmt: skip
 NAMES = {spec.partition(":")[0] for spec in SPECS}
 Found = list[tuple[list[int], float]]  # what is kept and the milliseconds, question after question
+MERGING, HEAD = "visionzip", 64  # of the tower's tokens, by keys of so many numbers
 
 
 def drawn(seed: int, tokens: int, hidden: int) -> list[Any]:
@@ -48,7 +49,22 @@ def views_of(tokens: int) -> Any:
     return np.array([*np.repeat(range(5), 576), *[-1] * 48]) if tokens == 5 * 576 + 48 else None
 
 
+def tower_of(rows: Any) -> TowerTokens:
+    """Tokens of the tower: of each view 576 and the class token, or all and one more."""
+    views = 1 if views_of(len(rows)) is None else 5
+    count = (576 if views > 1 else len(rows)) + 1
+    keys = np.resize(rows, (views, count, HEAD))
+    return TowerTokens(keys, keys, np.resize(rows[:, HEAD], (views, count)), columns=2)
+
+
 def libvtx(spec: str, arrays: list[Any]) -> Found:
+    if spec.startswith(MERGING):
+        tower = tower_of(arrays[0])
+        sizes = map(str, (*tower.keys.shape, tower.columns))
+        given = tower.keys.tobytes() + tower.attention.tobytes()
+        done = subprocess.run([PROBE, "merge", spec, *sizes], input=given, capture_output=True, check=True)
+        found = json.loads(done.stdout)
+        return [(found["sources"], found["ms"])]
     views = views_of(len(arrays[0]))
     tiled = [] if views is None else [views]
     sizes = (*arrays[0].shape, CLIP, QUESTIONS, *(["tiled"] if tiled else []))
@@ -65,6 +81,11 @@ def python(spec: str, arrays: list[Any]) -> Found:
     image = replace(image, key=hashlib.sha256(rows.tobytes()).hexdigest())
     [method] = parse(spec)
     entry, found = method.entry(), list[tuple[list[int], float]]()
+    if method.name == MERGING:
+        image = replace(image, tower=tower_of(rows))
+        start = time.process_time()
+        merged = entry.merge(image)
+        return [(merged.sources.tolist(), 1000 * (time.process_time() - start))]
     for mean, embedding in zip(questions[::2], questions[1::2], strict=True):
         start = time.process_time()
         kept = entry.select(image, PromptText(np.zeros(1, np.int64), mean, np.ones(1, bool), embedding))
@@ -87,7 +108,7 @@ def main() -> None:
     table, figures = [["tokens", "", "runtime", "first question, ms", "later ones, ms"]], []
     for tokens in map(int, given.tokens.split(",")):
         views = 1 if views_of(tokens) is None else 5  # of each view as many, as CDPruner counts
-        kept = {name: round(given.share * tokens / (views if name == "cdpruner" else 1)) for name in NAMES}
+        kept = {name: round(given.share * tokens / (views if name in ("cdpruner", MERGING) else 1)) for name in NAMES}
         for spec in (spec.format(keep=kept[spec.partition(":")[0]]) for spec in SPECS):
             times: dict[str, list[list[float]]] = {name: [] for name in sides}
             for number in range(given.rounds):
@@ -99,7 +120,7 @@ def main() -> None:
                 if chosen[0] != chosen[1]:
                     raise SystemExit(f"{spec}: the runtimes keep other tokens of image {number}")
             for name, rounds in times.items():
-                first, later = spread([ms[0] for ms in rounds]), spread([t for ms in rounds for t in ms[1:]])
+                first, later = spread([ms[0] for ms in rounds]), spread([t for ms in rounds for t in ms[1:] or [0.0]])
                 table.append([f"{tokens:,}", spec, name, shown(first), shown(later)])
                 figures.append({"tokens": tokens, "spec": spec, "runtime": name, "first_ms": first, "later_ms": later})
     report({"hidden": given.hidden, "rounds": given.rounds, "selection": figures}, table, given.json)

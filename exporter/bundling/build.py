@@ -25,7 +25,7 @@ from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.encoder import build_text_tower
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
-from vtx.exporter.graphs.vision import build_vision, of_video
+from vtx.exporter.graphs.vision import build_projector, build_vision, of_video
 from vtx.exporter.weights.journal import JOURNAL, ExportJournal
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.scaling import scalings
@@ -131,6 +131,7 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         "merges": graphs.vision_merges,
         "attention": graphs.vision_attention,
         "last_attention": graphs.vision_last_attention,
+        "tower_tokens": graphs.projector is not None,
     }
     tower = plan.text_tower.spec if plan.text_tower else None
     write(graphs.vision, precisions.vision, lambda b: build_vision(b, plan.config, **extras, text_tower=tower))
@@ -139,6 +140,8 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         write(graphs.video, precisions.vision, lambda b: build_vision(b, frames), weights=of_video(weights))
     if graphs.text_tower and tower is not None:
         write(graphs.text_tower, precisions.vision, partial(build_text_tower, spec=tower))
+    if graphs.projector:
+        write(graphs.projector, precisions.vision, lambda b: build_projector(b, plan.config))
     write(graphs.embed, precisions.decoder, lambda b: build_embed(b, text))
     for stage, file in zip(plan.stages, graphs.stages, strict=True):
         build = partial(build_stage, c=text, first=stage.first, last=stage.last, kv_type=kv, query=stage.query)

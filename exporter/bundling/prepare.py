@@ -125,6 +125,7 @@ class Plan:
                 vision_last_attention=needs.last_attention,
                 text_tower=f"text-tower.{suffix}" if self.text_tower else None,
                 video=f"video.{suffix}" if self.config.frames is not None and dialect != "trt" else None,
+                projector=f"projector.{suffix}" if needs.projector else None,
             )  # fmt: skip
         return made
 

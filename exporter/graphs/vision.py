@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
@@ -97,18 +98,19 @@ class _Tower:
 
 def build_vision(
     b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False, last_attention: bool = False,
-    text_tower: TextTowerSpec | None = None,
+    text_tower: TextTowerSpec | None = None, tower_tokens: bool = False,
 ) -> None:  # fmt: skip
     """[images, 3, side, side] float32 to [images, view_tokens, hidden] float32.
 
     `merges`: windows of similar patches merge after the first block. The graph then computes one image at a time, and
     the number of tokens is known only at run time, or an output marks the removed ones. `attention` adds an output of
     the class token's attention to each token in the last used block, `last_attention` in the tower's last block,
-    `text_tower` each token in the space of that CLIP's text tower. Images at their own resolution: `build_native`.
+    `text_tower` each token in the space of that CLIP's text tower, `tower_tokens` the tower's own tokens. Images at
+    their own resolution: `build_native`.
     """
     v = c.vision
     if v.native:
-        assert not any((merges, attention, last_attention, text_tower)), "refused for these towers"
+        assert not any((merges, attention, last_attention, text_tower, tower_tokens)), "refused for these towers"
         build_native(b, c)
         return
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
@@ -123,15 +125,8 @@ def build_vision(
             x = tower.merged.hidden
         tower.states.append(x)
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
-    if v.post_norm:
-        chosen = [b.dialect.layer_norm(b, state, POST_NORM, v.eps) for state in chosen]
-    features = b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
-    hidden = b.reshape(_grouped(b, c, features), -1, feature_width(c))
-    if c.projector_norm_eps is not None:
-        hidden = b.dialect.layer_norm(b, hidden, "projector.norm", c.projector_norm_eps)
-    for number, name in enumerate(projector_layers(c)):
-        hidden = activate(b, hidden, c.projector_activation) if number else hidden
-        hidden = b.linear(hidden, name, bias=c.projector_bias)
+    features = _features(b, c, chosen)
+    hidden = _project(b, c, b.reshape(_grouped(b, c, features), -1, feature_width(c)))
     removes = merges and b.dialect.sizes_from_values
     out = b.to_float32(b.reshape(hidden, *((1, -1) if removes else (-1, c.view_tokens)), c.text.hidden))
     count = "tokens" if removes else c.view_tokens
@@ -150,7 +145,42 @@ def build_vision(
         given = _select(b, c, class_attention(b, v, *_last_block(b, c, tower), _seen(tower)))
         b.output(b.reshape(given, -1), names.CLS_ATTENTION_LAST, FLOAT, each)
     if text_tower is not None:
-        project_patches(b, text_tower, chosen[0], v.hidden, *each)
+        project_patches(b, text_tower, features, v.hidden, *each)
+    if tower_tokens:
+        assert tower.query is not None
+        assert tower.key is not None
+        size = v.hidden // v.heads
+        keys = b.reshape(b.to_float32(tower.key), 0, -1, v.heads, size)
+        keys = b.op("ReduceSum", keys, b.constant([2]), keepdims=0)
+        keys = b.op("Div", keys, b.constant(np.array(v.heads, np.float32)))
+        given = class_attention(b, v, tower.query, tower.key, _seen(tower))
+        given = b.op("Unsqueeze", given, b.constant([2]))
+        states = b.to_float32(_features(b, c, [tower.states[number] for number in c.feature_layers]))
+        width = feature_width(c) + size + 1
+        packed = b.op("Concat", states, keys, given, axis=-1)
+        b.output(packed, names.TOWER_TOKENS, FLOAT, [1 if merges else "images", "states", width])
+
+
+def build_projector(b: Builder, c: ModelConfig) -> None:
+    """The tower's hidden states [tokens, width] float32 to image tokens [tokens, hidden] float32."""
+    states = b.from_float32(b.input(names.TOWER_STATES, FLOAT, ["tokens", feature_width(c)]))
+    b.output(b.to_float32(_project(b, c, states)), names.HIDDEN, FLOAT, ["tokens", c.text.hidden])
+
+
+def _features(b: Builder, c: ModelConfig, chosen: list[ir.Value]) -> ir.Value:
+    """The features that are projected, [images, tokens, width], of the hidden states of the feature layers."""
+    if c.vision.post_norm:
+        chosen = [b.dialect.layer_norm(b, state, POST_NORM, c.vision.eps) for state in chosen]
+    return b.op("Concat", *chosen, axis=-1) if len(chosen) > 1 else chosen[0]
+
+
+def _project(b: Builder, c: ModelConfig, hidden: ir.Value) -> ir.Value:
+    if c.projector_norm_eps is not None:
+        hidden = b.dialect.layer_norm(b, hidden, "projector.norm", c.projector_norm_eps)
+    for number, name in enumerate(projector_layers(c)):
+        hidden = activate(b, hidden, c.projector_activation) if number else hidden
+        hidden = b.linear(hidden, name, bias=c.projector_bias)
+    return hidden
 
 
 def _grouped(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:

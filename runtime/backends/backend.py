@@ -99,6 +99,12 @@ class Backend(Protocol):
         Only if the manifest declares a text tower.
         """
 
+    def project(self, states: HiddenStates) -> HiddenStates:
+        """The tower's hidden states [n, width] to image tokens [n, hidden].
+
+        Only if the manifest names a graph of the projector.
+        """
+
     def stage(self, index: int, capacity: int) -> StageCache:
         """An empty cache of `capacity` slots for stage `index` (from 0)."""
 

@@ -53,7 +53,7 @@ class HostBackend(ABC):
 
     @abstractmethod
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> HostGraph:
-        """Load a graph of images, or the text tower's, whose `image` is None."""
+        """Load a graph of images, or one of other tokens, whose `image` is None."""
 
     @abstractmethod
     def _new_batches(self, lanes: int, capacity: int) -> Sequence[StageBatch]:
@@ -72,7 +72,8 @@ class HostBackend(ABC):
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         m, name = self._manifest, self._graphs.vision
         graph = self._towers.get(name) or self._tower(name, graphs.vision(m, self.dialect), m.image)
-        return ImageTokens.of(graph.run({names.PIXELS: pixels, **contract.vision_extras(m, self.dialect, extras)}))
+        outputs = graph.run({names.PIXELS: pixels, **contract.vision_extras(m, self.dialect, extras)})
+        return ImageTokens.of(outputs, m.model.tower.feature_width)
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
         name, declared = self._graphs.video, self._manifest.video
@@ -91,6 +92,11 @@ class HostBackend(ABC):
         assert self._graphs.text_tower is not None, "the manifest declares no text tower"
         graph = self._tower(self._graphs.text_tower, graphs.text_tower(self._manifest), None)
         return contract.of_each(graph.name, graph.run({names.IDS: ids})[names.TEXT_EMBEDDING], 1)
+
+    def project(self, states: HiddenStates) -> HiddenStates:
+        assert self._graphs.projector is not None, "the bundle has no graph of the projector"
+        graph = self._tower(self._graphs.projector, graphs.projector(self._manifest), None)
+        return contract.of_each(graph.name, graph.run({names.TOWER_STATES: states})[names.HIDDEN], len(states))
 
     def share_caches(self, conversations: int) -> None:
         slots, lanes = self._manifest.max_context, CACHES_OF_ONE * conversations

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.options import option_text
-from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches, Scores
+from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, MergedTokens, Patches, Scores
 
 
 class Needs(NamedTuple):
@@ -24,7 +24,8 @@ class Needs(NamedTuple):
     `shrinks`: after the prompt, caches from this layer on keep only the tokens that its last cut kept. `merging`: the
     vision graph merges windows; `attention`, `last_attention`: it gives the class token's attention in the tower's last
     block in use, in its very last block. `final_norm`: the weight of the decoder's last norm is a file of its own.
-    `text_tower`: the bundle holds CLIP's text tower, and the patches in its space.
+    `text_tower`: the bundle holds CLIP's text tower, and the patches in its space. `projector`: the projector is a
+    graph of its own, and the vision graph gives the tower's tokens.
     """
 
     cuts: tuple[int, ...] = ()
@@ -35,11 +36,17 @@ class Needs(NamedTuple):
     last_attention: bool = False
     final_norm: bool = False
     text_tower: bool = False
+    projector: bool = False
 
     @property
     def boundaries(self) -> tuple[int, ...]:
         """Layers at which a stage must begin, in addition to layer 1."""
         return tuple(sorted({*self.cuts, self.shrinks or 1} - {1}))
+
+    @property
+    def of_patches(self) -> bool:
+        """True if the vision graph has an input or an output of each patch for it."""
+        return self.merging or self.attention or self.last_attention or self.text_tower
 
     def __or__(self, other: Needs) -> Needs:
         cuts, queries = sorted({*self.cuts, *other.cuts}), sorted({*self.queries, *other.queries})
@@ -126,6 +133,10 @@ class Entry:
     def keeps_positions(self) -> bool:
         """True if the tokens that enter keep the positions they had among all, with gaps between them."""
         return False
+
+    def merge(self, image: ImageTokens) -> MergedTokens | None:
+        """Sums of the tower's tokens that take the place of the image's tokens; None: it merges none."""
+        return None
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
         """Indices of the image tokens that enter the decoder, in their order there; None: all as they are.

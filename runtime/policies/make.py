@@ -123,6 +123,12 @@ def check_patches(part: Reduction, side: int, *, class_token: bool) -> None:
             f"{part.name} looks at patches one by one, and this model's tokens are of {side} x {side} patches each; "
             "use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0"
         )
+    if needs.projector and (side > 1 or not class_token):
+        lacks = "its tower has no class token" if side == 1 else f"its tokens are of {side} x {side} patches each"
+        raise UnsupportedModelError(
+            f"{part.name} merges patches by the attention of the tower's class token and projects them one by one, and "
+            f"this model does otherwise: {lacks}; use divprune, cdpruner or dart"
+        )
     if (needs.attention or needs.last_attention) and not class_token:
         raise UnsupportedModelError(
             f"{part.name} ranks patches by the class token's attention, and this model's tower has no class token; "
@@ -134,7 +140,7 @@ def check_images(reductions: Sequence[Reduction], kinds: Sequence[str]) -> None:
     """Raise RequestError for reductions that need outputs that the graph of a video's frames lacks, if there is one."""
     for part in reductions if "video" in kinds else ():
         needs = part.needs()
-        if needs.merging or needs.attention or needs.last_attention or needs.text_tower:
+        if needs.of_patches or needs.projector:
             raise RequestError(
                 f"{part.name} looks at the patches of images, and is not built for the frames of videos; use fastv, "
                 "cdpruner, dart, or mustdrop:...,tau=off,key=0"
@@ -157,6 +163,8 @@ def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
         return "the weight of the decoder's last norm"
     if needs.text_tower and manifest.text_tower is None:
         return "CLIP's text tower"
+    if needs.projector and graphs.projector is None:
+        return "the tower's tokens and a graph of the projector"
     if needs.last_attention and not graphs.vision_last_attention:
         return "the class token's attention in the tower's last block"
     return "the class token's attention" if needs.attention and not graphs.vision_attention else ""

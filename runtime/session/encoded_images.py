@@ -65,9 +65,17 @@ def vision_extras(entries: Sequence[Entry]) -> Extras:
     return {name: np.array([value], np.float32) for entry in entries for name, value in entry.vision_inputs().items()}
 
 
-def enter(tokens: ImageTokens, entries: Sequence[Entry], question: PromptText | None) -> ImageTokens:
-    """The tokens of an image that enter the decoder."""
+def enter(
+    tokens: ImageTokens,
+    entries: Sequence[Entry],
+    question: PromptText | None,
+    project: Callable[[HiddenStates], HiddenStates],
+) -> ImageTokens:
+    """The tokens of an image that enter the decoder; `project` is the projector, for entries that merge."""
     for entry in entries:
+        if (merged := entry.merge(tokens)) is not None:
+            assert tokens.tower is not None
+            tokens = ImageTokens(project(merged.states(tokens.tower)), merged.patches, key=tokens.key)
         selected = entry.select(tokens, question)
         if selected is not None:
             tokens = tokens.take(selected, keep_positions=entry.keeps_positions)
@@ -124,7 +132,8 @@ def nbytes(tokens: ImageTokens) -> int:
     """Bytes of an image's tokens, of their patches' signals, and of what policies derived from them."""
     patches = tokens.patches
     known = [*patches.signals.values(), *list(tokens.derived.values())]  # a list at once: another thread may add to it
-    return tokens.hidden.nbytes + patches.indices.nbytes + sum(array.nbytes for array in known)
+    tower = 0 if tokens.tower is None else tokens.tower.nbytes
+    return tokens.hidden.nbytes + patches.indices.nbytes + tower + sum(array.nbytes for array in known)
 
 
 @dataclass(slots=True)
@@ -185,7 +194,9 @@ class EncodedImages:
             tokens = None if self.shared is None else self.shared.get((image.key, key))
             if tokens is None:
                 tokens = image.encode(self.backend, extras, check)
-                if not all(np.isfinite(signal).all() for signal in tokens.patches.signals.values()):
+                signals, tower = tokens.patches.signals.values(), tokens.tower
+                given = [*signals, *([] if tower is None else [tower.states, tower.keys, tower.attention])]
+                if not all(np.isfinite(signal).all() for signal in given):
                     raise BundleError(
                         "what the tower says of an image is not a number; use --reduce none, or export at fp32"
                     )
@@ -193,7 +204,7 @@ class EncodedImages:
                     self.shared.put((image.key, key), tokens)
             encoded = {**encoded, image.key: tokens}
             self._encoded = dict(list({**self._encoded, key: encoded}.items())[-MAX_SETS:])
-        entering = enter(encoded[image.key], entries, question)
+        entering = enter(encoded[image.key], entries, question, self.backend.project)
         self.seconds += perf_counter() - start
         return entering
 

@@ -87,13 +87,52 @@ class Patches:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TowerTokens:
+    """The tower's own tokens of each view of an image, the class token first, as the last block in use leaves them.
+
+    `states` [views, n, width] go into the projector, `keys` [views, n, size] are the means over heads of its keys and
+    `attention` [views, n] what its class token gives to each, mean over heads. `columns`: the tiles of a row.
+    """
+
+    states: HiddenStates
+    keys: NDArray[np.float32]
+    attention: NDArray[np.float32]
+    columns: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.states.nbytes + self.keys.nbytes + self.attention.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedTokens:
+    """New tokens [n] of an image, each a weighted sum of the tower's before the projector, and their patches.
+
+    `sources` [m] are numbers of the tower's tokens, view after view, and `weights` [m] theirs; those of token i begin
+    at `starts[i]`, [n]. A sum of several has the patch index of its target, the first of them.
+    """
+
+    patches: Patches
+    starts: Ids
+    sources: Ids
+    weights: NDArray[np.float32]
+
+    def states(self, tower: TowerTokens) -> HiddenStates:
+        """The sums [n, width]."""
+        given = tower.states.reshape(-1, tower.states.shape[-1])[self.sources]
+        sums: HiddenStates = np.add.reduceat(given * self.weights[:, None], self.starts)
+        return sums
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ImageTokens:
     """The tokens of one image: their `hidden` states [tokens, hidden] from the tower and projector, and their patches.
 
     `idle` counts further tokens that the vision graph computed: of merged windows, if its sizes are fixed.
     `offsets` [tokens] are their positions after the image's first one and `span` the positions that the image takes;
     None: they follow each other without gaps. Offsets of three parts, time, row and column, are [tokens, 3]. `derived`
-    is a cache of what policies compute from these tokens. `key` is the hash of the image's pixels.
+    is a cache of what policies compute from these tokens. `key` is the hash of the image's pixels. `tower` are the
+    tower's tokens that they were made of, if the bundle was exported for that.
     """
 
     hidden: HiddenStates
@@ -103,13 +142,17 @@ class ImageTokens:
     span: int | None = None
     derived: dict[str, NDArray[Any]] = field(default_factory=dict)
     key: str = ""
+    tower: TowerTokens | None = None
 
     def __len__(self) -> int:
         return len(self.hidden)
 
     @classmethod
-    def of(cls, outputs: Mapping[str, NDArray[Any]]) -> ImageTokens:
-        """The outputs of a vision graph for one image, by name, without tokens marked as gone."""
+    def of(cls, outputs: Mapping[str, NDArray[Any]], width: int = 0) -> ImageTokens:
+        """The outputs of a vision graph for one image, by name, without tokens marked as gone.
+
+        `width`: numbers of a tower's token that go into the projector.
+        """
         features = outputs[names.FEATURES]
         hidden: HiddenStates = features.reshape(-1, features.shape[-1])
         patches = cls.one_per_patch(hidden).patches
@@ -117,10 +160,12 @@ class ImageTokens:
         present = np.flatnonzero(merged != names.GONE)
         known = names.VISION_SIGNALS
         signals = {name: x for name, x in outputs.items() if name in known or name.startswith(names.TOKEN_INPUT)}
-        patches = Patches(indices, merged == names.WINDOW, signals)
+        patches, tower = Patches(indices, merged == names.WINDOW, signals), None
+        if (own := outputs.get(names.TOWER_TOKENS)) is not None:
+            tower = TowerTokens(own[..., :width], own[..., width:-1], own[..., -1])
         if len(present) == len(hidden):
-            return cls(hidden, patches)
-        return cls(hidden[present], patches.take(present), len(hidden) - len(present))
+            return cls(hidden, patches, tower=tower)
+        return cls(hidden[present], patches.take(present), len(hidden) - len(present), tower=tower)
 
     @classmethod
     def one_per_patch(cls, hidden: HiddenStates) -> ImageTokens:
@@ -146,9 +191,9 @@ class ImageTokens:
         """Some of the tokens; once positions have been kept, they are."""
         hidden, patches = self.hidden[which], self.patches.take(which)
         if not keep_positions and self.offsets is None:
-            return ImageTokens(hidden, patches, key=self.key)
+            return ImageTokens(hidden, patches, key=self.key, tower=self.tower)
         offsets = np.arange(len(self), dtype=np.int64) if self.offsets is None else self.offsets
-        return ImageTokens(hidden, patches, offsets=offsets[which], span=self.positions, key=self.key)
+        return ImageTokens(hidden, patches, 0, offsets[which], self.positions, key=self.key, tower=self.tower)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +216,8 @@ class PromptImage:
         return image_token.join(self.texts)
 
 
-def joined(views: Sequence[ImageTokens]) -> ImageTokens:
-    """The tokens of views, and of newlines, one after the other."""
+def joined(views: Sequence[ImageTokens], columns: int = 1) -> ImageTokens:
+    """The tokens of views, and of newlines, one after the other; `columns` of tiles stand in a row."""
     indices, numbers, signals = list[Ids](), list[Ids](), dict[str, list[NDArray[np.float32]]]()
     widths = {name: signal.shape[1:] for view in views for name, signal in view.patches.signals.items()}
     for number, view in enumerate(views):
@@ -185,7 +230,14 @@ def joined(views: Sequence[ImageTokens]) -> ImageTokens:
     merged = np.concatenate([view.patches.merged for view in views])
     outputs = {name: np.concatenate(parts) for name, parts in signals.items()}
     patches = Patches(np.concatenate(indices), merged, outputs, np.concatenate(numbers))
-    return ImageTokens(np.concatenate([view.hidden for view in views]), patches, sum(view.idle for view in views))
+    hidden, idle = np.concatenate([view.hidden for view in views]), sum(view.idle for view in views)
+    towers = [view.tower for view in views if view.tower is not None]
+    if not towers:
+        return ImageTokens(hidden, patches, idle)
+    states, keys, attention = (
+        np.concatenate([getattr(tower, part) for tower in towers]) for part in ("states", "keys", "attention")
+    )
+    return ImageTokens(hidden, patches, idle, tower=TowerTokens(states, keys, attention, columns))
 
 
 def share(part: float, count: int) -> int:

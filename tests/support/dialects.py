@@ -35,6 +35,8 @@ class DialectBackend:
         self._ort = load_onnxruntime()
         self._embed = self._session(graphs.embed, graph_io.embed(self.manifest))
         self._vision = self._session(graphs.vision, graph_io.vision(self.manifest, dialect))
+        if graphs.projector is not None:
+            self._projector = self._session(graphs.projector, graph_io.projector(self.manifest))
         self._head = self._session(graphs.head, graph_io.head(self.manifest))
         self.score = self._session(graphs.score, graph_io.score(self.manifest, self.dialect)) if graphs.score else None
         self._gates = {
@@ -55,7 +57,10 @@ class DialectBackend:
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         feeds = {names.PIXELS: pixels, **contract.vision_extras(self.manifest, self.dialect, extras)}
-        return ImageTokens.of(_run(self._vision, feeds))
+        return ImageTokens.of(_run(self._vision, feeds), self.manifest.model.tower.feature_width)
+
+    def project(self, states: HiddenStates) -> HiddenStates:
+        return _first(self._projector, {names.TOWER_STATES: states})
 
     def head(self, rows: HiddenStates) -> NDArray[np.float32]:
         return _first(self._head, {names.HIDDEN: rows})

@@ -59,6 +59,8 @@ def word(method: Method) -> str:
         parts.insert(0 if method.layers else len(parts), f"cdpruner:keep={keep},text={text}")
     if method.divprune is not None:
         parts.insert(0 if method.layers else len(parts), f"divprune:keep={method.divprune}")
+    if method.visionzip is not None:
+        parts.insert(0, "visionzip:dominant={},contextual={}".format(*method.visionzip))
     if method.dart is not None:
         keep, k, pivots, text_pivots = method.dart
         spec = f"dart:keep={keep},k={k},pivots={pivots},text_pivots={text_pivots},order={method.dart_order}"
@@ -140,7 +142,7 @@ class Talk:
 
     def _encode(self, picture: PreparedImage, policy: Policy, question: PromptText) -> ImageTokens:
         tokens = picture.encode(self._model.backend, vision_extras(policy.entries))
-        return enter(tokens, policy.entries, question)
+        return enter(tokens, policy.entries, question, self._model.backend.project)
 
 
 def dividing(statement: Statement, inputs: Inputs, method: Method, share: float) -> Method:

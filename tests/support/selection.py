@@ -1,8 +1,9 @@
-"""Plain statements of the methods that choose an image's tokens by the image alone, and images to choose from."""
+"""Plain statements of the methods that choose or merge tokens by the image alone, and images to choose from."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.runtime.bundle.spec.names import CLIP_PATCHES, CLS_ATTENTION
-from vtx.runtime.vision.tokens import NEWLINE, ImageTokens, Patches
+from vtx.runtime.vision.tokens import NEWLINE, ImageTokens, Patches, TowerTokens
 
 Floats = NDArray[np.float32]
 CASES = range(40)
@@ -117,3 +118,72 @@ def divprune(tokens: Tensor, count: int) -> list[int]:
 
 def divprune_count(share: float, count: int) -> int:
     return max(1, int(torch.round(torch.tensor(share * count, dtype=torch.float64))))
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Tokens that VisionZip makes of an image: their patches, view after view, and weights [n, tokens of the tower]."""
+
+    places: list[int]
+    weights: Tensor
+
+
+def tower(case: int) -> TowerTokens:
+    """The tower's tokens of one of `CASES`: one view, one with equal keys, two tiles side by side, or three rows."""
+    random, layout = np.random.default_rng(1000 + case), case % 4
+    side, size = int(random.integers(3, 15)), int(random.integers(4, 40))
+    views, columns = {2: (3, 2), 3: (1 + 2 * 3, 2)}.get(layout, (1, 1))
+    keys = random.standard_normal((views, side**2 + 1, size)) + random.standard_normal(size)
+    attention = random.random((views, side**2 + 1))
+    if layout == 1:
+        twins = random.integers(1, side**2 + 1, (2, side**2 // 2))
+        keys[:, twins[0]], attention[:, twins[0]] = keys[:, twins[1]], attention[:, twins[1]]
+    attention[:, 0] = 2  # what the class token gives to itself, which must not count
+    states = random.standard_normal((views, side**2 + 1, 6))
+    return TowerTokens(*(x.astype(np.float32) for x in (states, keys, attention)), columns)
+
+
+def visionzip_view(keys: Tensor, attention: Tensor, dominant: int, contextual: int) -> tuple[list[int], Tensor]:
+    """The released code over one view: tokens, of the tower [n], that stay or are targets, and weights of each [_, n].
+
+    `keys` [n, size] are means over heads, `attention` [n] sums; the class token is the first of them, and of
+    `dominant`. Of equal values the first counts, as on a CPU.
+    """
+    count = len(attention)
+    order = attention[1:].sort(descending=True, stable=True).indices + 1
+    stay = torch.zeros(count, dtype=torch.bool)
+    stay[[0, *order[: dominant - 1].tolist()]] = True
+    rest = (~stay).nonzero()[:, 0]
+    metric = keys[rest].double() / keys[rest].double().norm(dim=-1, keepdim=True)
+    step = max(1, len(rest) // contextual)
+    targets = torch.arange(0, len(rest), step)[:contextual]
+    to_merge = torch.tensor([i for i in range(len(rest)) if i not in targets.tolist()], dtype=torch.int64)
+    alike = (metric[to_merge] @ metric[targets].T).float()
+    nearest = alike.sort(dim=1, descending=True, stable=True).indices[:, :1]
+    one_hot = torch.zeros(len(to_merge), len(targets)).scatter_(1, nearest, 1)
+    mean = one_hot.T / one_hot.sum(0).clamp(min=1)[:, None]
+    unit = torch.eye(count)
+    context = unit[rest[targets]] + mean @ unit[rest[to_merge]]
+    return [*stay.nonzero()[:, 0].tolist(), *rest[targets].tolist()], torch.cat([unit[stay], context])
+
+
+def visionzip(keys: Tensor, attention: Tensor, columns: int, dominant: int, contextual: int) -> Merging:
+    """The released code over views [views, n, size] and [views, n]; tiles after the first view, `columns` in a row."""
+    views, count = attention.shape
+    side = math.isqrt(count - 1)
+    parts = [visionzip_view(*given, dominant, contextual) for given in zip(keys, attention, strict=True)]
+    grid, others = dict[tuple[int, int], tuple[int, int]](), list[tuple[int, int]]()
+    order = [(0, i) for i in range(len(parts[0][0]))]
+    for view, (tokens, _) in enumerate(parts[1:], start=1):
+        for i, token in enumerate(tokens[1:dominant], start=1):  # onto the grid of all tiles
+            y, x = divmod(token - 1, side)
+            grid[(view - 1) // columns * side + y, (view - 1) % columns * side + x] = view, i
+    others = [(view, 0) for view in range(1, views)]
+    others += [(view, i) for view in range(1, views) for i in range(dominant, len(parts[view][0]))]
+    order += [*(grid[at] for at in sorted(grid)), *others]
+    weights = torch.zeros(len(order), views, count)
+    for row, (view, i) in enumerate(order):
+        weights[row, view] = parts[view][1][i]
+    of_tower = [(view, parts[view][0][i]) for view, i in order]
+    places = [view * (count - 1) + token - 1 if token else -1 for view, token in of_tower]
+    return Merging(places, weights.flatten(1))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.support.clip import Clip
 from tests.support.reference import Inputs, Reference
-from tests.support.selection import divprune
+from tests.support.selection import divprune, visionzip
 from tests.support.tiny import MARKED
 
 
@@ -30,7 +30,8 @@ class Method:
     `key`: the share that no prune may drop, by the class token's attention in the last block in use or, with
     keys=last-block, in the tower's very last one. `layers` with `gamma` and `alpha`: dual attention after these layers.
     `fastv`: (after this layer, share to drop). `cdpruner`: (number to keep, text), `dart`: (number to keep, k, image
-    pivots, text pivots), `divprune`: the number to keep. `k`: withdrawal before this layer, of whatever is left.
+    pivots, text pivots), `divprune`: the number to keep, `visionzip`: (dominant tokens, contextual ones). `k`:
+    withdrawal before this layer, of whatever is left.
     """
 
     tau: float | None = None
@@ -45,6 +46,7 @@ class Method:
     keys: Literal["used-block", "last-block"] = "used-block"
     cdpruner: tuple[int, Literal["embedding", "none", "tower"]] | None = None
     divprune: int | None = None
+    visionzip: tuple[int, int] | None = None
     dart: tuple[int, int, int, int] | None = None
     dart_order: Literal["size", "code"] = "size"
     k: int | None = None
@@ -71,6 +73,7 @@ class Image:
     span: int = 0
     of_tile: list[int] = field(default_factory=list)
     placeholders: int = 0
+    tower: tuple[Tensor, Tensor, Tensor] | None = None  # all its tokens: what is projected, mean keys, class attention
 
     def take(self, which: list[int]) -> Image:
         def of(values: list[Any]) -> list[Any]:
@@ -171,7 +174,10 @@ class Statement:
         if self._config.model_type in ("internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", *MARKED):
             return self._given(inputs)
         if sizes is None:
-            return [self.image(image, method) for image in pixels]
+            images, counts = [self.image(image, method) for image in pixels], method.visionzip
+            if counts is not None:
+                images = [self._zipped([image.tower], 1, counts, len(image.rows)) for image in images]
+            return images
         return [self._tiled(image, size, method) for image, size in zip(pixels, sizes, strict=True)]
 
     def _given(self, inputs: Inputs) -> list[Image]:
@@ -210,13 +216,14 @@ class Statement:
             x = self._tower.pre_layrnorm(x)
         places = [-1] * clip + list(range(len(x) - clip))
         merged, similarity = [False] * len(x), [None] * len(x)
-        states, attention = [x], None
+        states, attention, keys = [x], None, x
         blocks = self._tower.encoder.layers
         wanted = self._feature_layers(len(blocks))
         looked_at = max(wanted) if method.keys == "used-block" else len(blocks)
         for number, layer in enumerate(blocks[: max(looked_at, *wanted)], start=1):
             if number == looked_at and clip:
                 attention = self._class_attention(layer, x)
+                keys = layer.self_attn.k_proj(layer.layer_norm1(x)).view(len(x), layer.self_attn.num_heads, -1).mean(1)
             x = layer(x[None], None)[0]
             if number == 1 and method.tau is not None:
                 x, places, merged, similarity = _merge_windows(x, places, method.tau)
@@ -235,6 +242,8 @@ class Statement:
             image = image.take([*cls, *windows, *(i for i in range(len(image.rows)) if i not in {*cls, *windows})])
         if method.cls_keep is not None:
             image = image.take(_highest_of_each(image, method.cls_keep))
+        if attention is not None:
+            image.tower = torch.cat([states[number] for number in wanted], -1), keys, attention
         return image
 
     def _tiled(self, pixels: Tensor, size: Tensor, method: Method) -> Image:
@@ -262,7 +271,19 @@ class Statement:
         )  # fmt: skip
         if method.cls_keep is not None:
             image = image.take(_highest_of_each(image, method.cls_keep))
+        if method.visionzip is not None:
+            from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
+
+            columns = get_anyres_image_grid_shape(size, self._config.image_grid_pinpoints, side)[1]
+            return self._zipped([tile.tower for tile in tiles], columns, method.visionzip, len(order))
         return image
+
+    def _zipped(self, towers: list[Any], columns: int, counts: tuple[int, int], placeholders: int) -> Image:
+        """VisionZip's tokens of the views of an image."""
+        states, keys, attention = (torch.stack(parts) for parts in zip(*towers, strict=True))
+        merging = visionzip(keys, attention, columns, *counts)
+        rows, count = self._projector(merging.weights @ states.flatten(0, 1)), len(merging.places)
+        return Image(rows, merging.places, [False] * count, None, [None] * count, rows, placeholders=placeholders)
 
     def _selected(self, image: Image, ids: list[int], method: Method, asked: str) -> Image:
         """What of an image enters the decoder by CDPruner, or by DART before layer 1."""

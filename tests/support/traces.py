@@ -26,6 +26,7 @@ REDUCTIONS = (
     "random:keep=0.3+fastv:k=4",
     "divprune:keep=0.3",
     "dart:keep=10,k=0,pivots=3,text_pivots=2",
+    "visionzip:dominant=5,contextual=3+fastv:k=4",
 )
 
 

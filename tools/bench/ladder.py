@@ -27,6 +27,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "cls": tuple(f"cls:keep={share}" for share in KEPT),
     "random": tuple(f"random:keep={share}" for share in KEPT),
     "divprune": tuple(f"divprune:keep={share}" for share in KEPT),
+    "visionzip": tuple(f"visionzip:dominant={share},contextual={share / 8}" for share in KEPT),
     "lsm": tuple(f"lsm:tau={tau}" for tau in (0.95, 0.9, 0.8, 0.6)),
     "cdpruner": tuple(f"cdpruner:keep={share}" for share in KEPT),
     "cdpruner, text=none": tuple(f"cdpruner:keep={share},text=none" for share in KEPT),

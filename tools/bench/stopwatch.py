@@ -40,7 +40,7 @@ class Stopwatch:
         return partial(self._run, name, attribute) if callable(attribute) else attribute
 
     def _run(self, name: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        sized = name in ("append", "text_tower")
+        sized = name in ("append", "text_tower", "project")
         tokens, filled = (len(args[0]), getattr(self._inner, "length", 0)) if sized else (0, 0)
         start = time.perf_counter()
         result = call(*args, **named)

@@ -85,6 +85,8 @@ class WorkCounter:
         seen = sum(encode_flops(vision, 1, merged=max(0, whole - tokens)) for tokens in passes)
         frames = [c.tokens for c in prefill if c.name == "video"]
         seen += sum(encode_flops(vision and replace(vision, view_tokens=tokens), 1) for tokens in frames)
+        if not isinstance(vision, NativeSize) and vision is not None:
+            seen += sum(2 * vision.projector_token_macs * c.tokens for c in prefill if c.name == "project")
         if text is None:
             return seen
         read = [text_tower_flops(text, c.tokens) for c in prefill if c.name == "text_tower"]

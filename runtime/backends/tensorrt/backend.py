@@ -149,9 +149,8 @@ class TensorrtBackend:
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
         with self.cuda:
-            return ImageTokens.of(
-                self.engines.run(self._graphs.vision, inputs, vision_shapes(self._manifest, self.dialect))
-            )
+            outputs = self.engines.run(self._graphs.vision, inputs, vision_shapes(self._manifest, self.dialect))
+        return ImageTokens.of(outputs, self._manifest.model.tower.feature_width)
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
         if self._manifest.video is not None and self._manifest.video.own_graph:
@@ -173,6 +172,11 @@ class TensorrtBackend:
         assert graph is not None, "the manifest declares no text tower"
         assert spec is not None
         return self._run(graph, {names.IDS: ids}, names.TEXT_EMBEDDING, (1, spec.width))
+
+    def project(self, states: HiddenStates) -> HiddenStates:
+        graph = self._graphs.projector
+        assert graph is not None, "the bundle has no graph of the projector"
+        return self._run(graph, {names.TOWER_STATES: states}, names.HIDDEN, (len(states), self._manifest.model.hidden))
 
     def stage(self, index: int, capacity: int) -> TensorrtStageCache | GrowingStageCache:
         spec, graph = self._manifest.stage_files(self.dialect)[index]

@@ -108,6 +108,8 @@ class LoadedEngines:
         if files.text_tower and m.text_tower is not None:
             sizes[names.IDS] = 8 * max(longest[files.embed], longest[files.text_tower])
             sizes[names.TEXT_EMBEDDING] = 4 * m.text_tower.width
+        if files.projector:
+            sizes[names.TOWER_STATES] = 4 * m.model.tower.feature_width * longest[files.projector]
         if files.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
@@ -115,7 +117,7 @@ class LoadedEngines:
 
 
 def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
-    free = {graphs.IMAGES: 1, graphs.TOKENS: m.model.tower.tokens}
+    free = {graphs.IMAGES: 1, graphs.TOKENS: m.model.tower.tokens, graphs.STATES: m.model.tower.states}
     outputs = graphs.vision(m, dialect).outputs
     return {
         name: tuple(size if isinstance(size, int) else free[size] for size in tensor.shape)

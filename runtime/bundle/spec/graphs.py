@@ -15,6 +15,7 @@ from vtx.runtime.precision import KV_DTYPES
 
 LAYER = "{layer}"
 TOKENS, IMAGES, HEIGHT, WIDTH = "tokens", "images", "height", "width"
+STATES = "states"  # tokens within the tower
 CACHE_SLOTS = {"ort": ("capacity", "capacity"), "plain": ("past", "past + tokens")}  # of past and present
 
 
@@ -65,8 +66,18 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
         outputs[names.CLS_ATTENTION_LAST] = Tensor("float32", (TOKENS,))
     if m.text_tower is not None:
         outputs[names.CLIP_PATCHES] = Tensor("float32", (TOKENS, m.text_tower.width))
+    if graphs.projector is not None:
+        tower = m.model.tower
+        width = tower.feature_width + tower.hidden // tower.heads + 1
+        outputs[names.TOWER_TOKENS] = Tensor("float32", (images, STATES, width))
     outputs |= _token_inputs([each for each in m.token_inputs if each.of_images])
     return GraphIO(inputs, outputs)
+
+
+def projector(m: Manifest) -> GraphIO:
+    """The projector alone, if the bundle has its graph."""
+    states = Tensor("float32", (TOKENS, m.model.tower.feature_width))
+    return GraphIO({names.TOWER_STATES: states}, {names.HIDDEN: hidden(m)})
 
 
 def video(m: Manifest) -> GraphIO:

@@ -42,6 +42,8 @@ def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
         entries["video"] = graphs.video(m)
     if m.text_tower is not None:
         entries["text_tower"] = graphs.text_tower(m)
+    if m.dialects[dialect].projector is not None:
+        entries["projector"] = graphs.projector(m)
     if m.dialects[dialect].score is not None:
         entries["score"] = graphs.score(m, dialect)
         given = graphs.stage(m, dialect, query=True).outputs

@@ -114,7 +114,8 @@ class Graphs:
     `score` exists if a stage gives its queries. `vision_merges`: the vision graph takes the threshold of window
     merging, one image at a time; `vision_attention`: it gives the class token's attention in the tower's last block in
     use; `vision_last_attention`: in its very last block. `text_tower` exists if the manifest declares one, `video` if
-    it declares a graph of frames, but not in `trt`.
+    it declares a graph of frames, but not in `trt`. With `projector`, the projector alone, the vision graph gives the
+    tower's own tokens.
     """
 
     vision: str
@@ -128,10 +129,11 @@ class Graphs:
     vision_last_attention: bool = False
     text_tower: str | None = None
     video: str | None = optional(None)
+    projector: str | None = optional(None)
 
     @property
     def all(self) -> tuple[str, ...]:
-        further = tuple(file for file in (self.score, self.text_tower, self.video) if file)
+        further = tuple(file for file in (self.score, self.text_tower, self.video, self.projector) if file)
         return self.vision, self.embed, *self.stages, self.head, *self.gates, *further
 
 

@@ -103,6 +103,16 @@ class TowerSpec:
         return self.image // self.patch
 
     @property
+    def states(self) -> int:
+        """Tokens of one pass within the tower."""
+        return self.grid**2 + self.class_token
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers of one of these tokens that go into the projector."""
+        return self.hidden * len(self.feature_layers)
+
+    @property
     def used_layers(self) -> int:
         """Layers that features are made of."""
         return max(self.feature_layers)
@@ -112,7 +122,7 @@ class TowerSpec:
         """Tokens of one pass of the tower, as they leave it."""
         if self.shuffle > 1:
             return (-(-self.grid // self.shuffle)) ** 2
-        return self.grid**2 + self.class_token - (self.select == "default")
+        return self.states - (self.select == "default")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,12 @@ Inputs and outputs for reductions exist only in bundles that were exported for t
     vision   with a text tower                               -> clip_patches [tokens, width] f32, the tokens in the
                                                                 space of the text tower's embeddings
     text_tower   ids [tokens] int64 by a tokenizer of its own -> text_embedding [1, width] f32
+    vision   with a graph of the projector                   -> tower_tokens [images, states, width + head + 1] f32:
+                                                                of each of the tower's tokens, its class token first,
+                                                                the hidden state that is projected, the mean over heads
+                                                                of its keys in the last block in use, and what the class
+                                                                token gives to it there, mean over heads
+    projector   tower_states [tokens, width] f32             -> hidden [tokens, hidden]
 
 A stage may read more of each token than its hidden state. The manifest declares such inputs under `token_inputs`; the
 embed graph, the vision graph or both give them; tokens of a graph that does not have zeros. The session passes them on
@@ -91,6 +97,8 @@ CLS_ATTENTION = "cls_attention"
 CLS_ATTENTION_LAST = "cls_attention_last"
 CLIP_PATCHES = "clip_patches"
 TEXT_EMBEDDING = "text_embedding"
+TOWER_TOKENS = "tower_tokens"
+TOWER_STATES = "tower_states"
 # Outputs of vision graphs for each token, [tokens] or [tokens, width] float32.
 VISION_SIGNALS = (SIMILARITY, CLS_ATTENTION, CLS_ATTENTION_LAST, CLIP_PATCHES)
 

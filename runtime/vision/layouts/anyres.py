@@ -148,7 +148,8 @@ class Anyres(Layout):
             raise RequestError(
                 "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out"
             )
-        candidates = joined([*views, ImageTokens.newlines(newline)])
+        across = self._resolution(width, height)[0] // self.tile if len(views) > 1 else 1
+        candidates = joined([*views, ImageTokens.newlines(newline)], across)
         whole = np.arange(self.one_tile)
         if len(views) == 1:
             return candidates.take(np.append(whole, len(candidates) - 1))

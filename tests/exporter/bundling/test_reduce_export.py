@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.bundles import IGNORE
+from tests.support.families.internvl import INTERNVL
+from tests.support.families.qwen import QWEN2
 from tests.support.tiny import Tiny
 from vtx.cli import export as export_command
 from vtx.exporter.bundling.export import plan_export, run_export
@@ -112,6 +114,9 @@ def test_every_dialect_has_what_reductions_need(tiny_checkpoint: Checkpoints, tm
         (Tiny(), ("lsm+mustdrop:192,layers=2",), RequestError, "both set tau"),
         (Tiny(), ("lsm", "lsm:tau=0.8"), RequestError, "given twice"),
         (Tiny(vision="siglip"), ("cls",), UnsupportedModelError, "no class token"),
+        (Tiny(vision="siglip"), ("visionzip",), UnsupportedModelError, "its tower has no class token; use"),
+        (INTERNVL, ("visionzip",), UnsupportedModelError, "its tokens are of 2 x 2 patches each"),
+        (QWEN2, ("visionzip",), UnsupportedModelError, "its tokens are of 2 x 2 patches each"),
         (Tiny(vision="siglip"), ("mustdrop:192,layers=2",), UnsupportedModelError, "key=0"),
         (Tiny(image=28), ("lsm",), UnsupportedModelError, "2 x 2"),
         (Tiny(feature_layer=(0, 2)), ("lsm",), UnsupportedModelError, "vision_feature_layer 0"),

@@ -37,6 +37,7 @@ REDUCTIONS = (
     "divprune:keep=0.3",
     "fastv:k=4",
     "random:seed=7",
+    "visionzip:dominant=5,contextual=3",
 )
 
 

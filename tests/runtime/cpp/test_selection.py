@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.spec.names import CLIP_PATCHES
-from vtx.runtime.policies import PromptText
+from vtx.runtime.policies import PromptText, parse
 from vtx.runtime.policies.methods.cdpruner import CDPruner
 from vtx.runtime.policies.methods.dart import Dart, set_order
 from vtx.runtime.report.golden import logits_limit
@@ -191,6 +192,25 @@ def test_methods_that_look_at_the_image_alone_choose_as_their_statements(number:
     assert of_case("divprune:keep=0.5", case) == divprune(tokens, divprune_count(0.5, count))
     assert of_case(f"random:seed={number}", case) == random_tokens(case, -(-count // 4), number)
     assert of_case(f"random:keep={count - 1},seed=1000000000", case) == random_tokens(case, count - 1, 10**9)
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_visionzip_merges_as_python(number: int) -> None:
+    """tests/runtime/policies/test_entries.py holds Python to the released code."""
+    tower = selection.tower(number)
+    views, count, width = tower.keys.shape
+    image = replace(ImageTokens.one_per_patch(tower.states[0, 1:]), tower=tower)
+    for spec in ("visionzip", f"visionzip:dominant={count - 2},contextual=1", "visionzip:dominant=2,contextual=4"):
+        [method] = parse(spec)
+        wanted = method.merge(image)  # type: ignore[attr-defined]
+        given = tower.keys.tobytes() + tower.attention.tobytes()
+        sizes = map(str, (views, count, width, tower.columns))
+        found = json.loads(output("probe", "merge", spec, *sizes, stdin=given))
+        assert found["places"] == wanted.patches.indices.tolist()
+        assert found["views"] == ([] if wanted.patches.views is None else wanted.patches.views.tolist())
+        assert found["starts"] == wanted.starts.tolist()
+        assert found["sources"] == wanted.sources.tolist()
+        assert found["weights"] == wanted.weights.tolist()
 
 
 @pytest.mark.parametrize("text", ["none", "embedding", "tower"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.selection import (
     CASES,
@@ -16,11 +17,13 @@ from tests.support.selection import (
     random_tokens,
     released_cdpruner,
     relevance,
+    tower,
+    visionzip,
 )  # fmt: skip
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import PromptText, parse
 from vtx.runtime.policies.methods.cdpruner import CDPruner
-from vtx.runtime.vision.tokens import ImageTokens
+from vtx.runtime.vision.tokens import ImageTokens, MergedTokens, TowerTokens
 
 
 def select(spec: str, image: ImageTokens) -> list[int]:
@@ -112,3 +115,64 @@ def test_budgets_of_0_are_refused_and_an_image_of_one_patch_enters(name: str) ->
     if name != "cdpruner":
         assert select(name, one) == [0]
         assert select(f"{name}:keep=1", drawn(0).image) == select(f"{name}:keep=1000000000", drawn(0).image)
+
+
+# ---- merging ---------------------------------------------------------------------------------------------------------
+
+
+def merged(spec: str, given: TowerTokens) -> tuple[list[int], Tensor, MergedTokens]:
+    """The patches of the tokens that enter, their weights [n, tokens of the tower], and all that is known of them."""
+    [method] = parse(spec)
+    entry = method.entry()
+    assert entry is not None
+    count = given.attention.size
+    found = entry.merge(replace(ImageTokens.one_per_patch(np.zeros((4, 2), np.float32)), tower=given))
+    assert found is not None
+    views, states = given.attention.shape
+    assert views * (method.number_kept(states - 1, 1) or 0) == len(found.patches)
+    ends = [*found.starts[1:], len(found.sources)]
+    weights = torch.zeros(len(found.starts), count)
+    for row, (start, end) in enumerate(zip(found.starts, ends, strict=True)):
+        weights[row, found.sources[start:end]] = torch.tensor(found.weights[start:end])
+    return found.patches.indices.tolist(), weights, found
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_visionzip_merges_as_the_released_code(number: int) -> None:
+    given = tower(number)
+    views, count = given.attention.shape
+    keys, attention = torch.tensor(given.keys), torch.tensor(given.attention)
+    for dominant, contextual in ((2, 2), (count // 3, max(2, count // 20)), (count - 3, 2), (3, count - 3)):
+        if dominant < 2:
+            continue
+        wanted = visionzip(keys, attention, given.columns, dominant, contextual)
+        places, weights, found = merged(f"visionzip:dominant={dominant},contextual={contextual}", given)
+        assert places == wanted.places
+        torch.testing.assert_close(weights, wanted.weights, rtol=0, atol=1e-7)
+        states = wanted.weights @ torch.tensor(given.states).flatten(0, 1)
+        np.testing.assert_allclose(found.states(given), states, atol=1e-5)
+        assert (found.patches.views is None) == (views == 1)
+        assert not found.patches.merged.any()
+
+
+def test_visionzip_has_its_presets_and_takes_all_of_the_tower_at_most() -> None:
+    assert [parse(f"visionzip:{preset}")[0].number_kept(576, 1) for preset in ("192", "128", "64")] == [192, 128, 64]
+    assert parse("visionzip")[0] == replace(parse("visionzip")[0], dominant=0.1875)
+    assert parse("visionzip")[0].number_kept(576, 1) == 128
+    given = tower(0)
+    count = given.attention.shape[1]
+    for spec in ("dominant=1", f"dominant={count}", "dominant=1000000000", f"dominant={count - 2},contextual=1"):
+        places, weights, _ = merged(f"visionzip:{spec}", given)
+        assert sorted(places) == list(range(-1, count - 1))
+        assert weights.sum() == count
+        assert (weights.count_nonzero(1) == 1).all()
+    for spec in ("dominant=0", "contextual=0", "contextual=1.5", "dominant=-1"):
+        with pytest.raises(RequestError, match="give the share to keep"):
+            parse(f"visionzip:{spec}")
+
+
+def test_a_view_of_one_patch_enters_with_its_class_token() -> None:
+    one = TowerTokens(*(np.ones((1, 2, 3), np.float32) for _ in "sk"), np.ones((1, 2), np.float32))
+    places, weights, _ = merged("visionzip", one)
+    assert places == [-1, 0]
+    assert torch.equal(weights, torch.eye(2))

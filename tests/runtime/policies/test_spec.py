@@ -93,7 +93,10 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no reduction is called ''; there are cdpruner, cls, dart, divprune, fastv, lsm, mustdrop, random"),
+        (
+            "",
+            "no reduction is called ''; there are cdpruner, cls, dart, divprune, fastv, lsm, mustdrop, random, vis",
+        ),
         ("tome", "no reduction is called 'tome'"),
         ("withdrawal", "no reduction is called"),
         ("fastv+", "no reduction is called ''"),
@@ -141,6 +144,10 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
         ("mustdrop:positions=drop", "one of keep, renumber"),
         ("fastv+fastv:k=3", r"fastv is named twice in --reduce fastv\+fastv"),
         ("lsm+mustdrop", "lsm and mustdrop both set tau"),
+        ("visionzip+lsm", "lsm looks at patches, and visionzip merges them; leave one out"),
+        ("cls+visionzip", "cls looks at patches, and visionzip merges them"),
+        ("visionzip+mustdrop:tau=off,layers=2", "mustdrop looks at patches"),
+        ("random+visionzip", "visionzip merges the tower's own tokens; write it before random"),
         ("fastv+cls", "cls works before the decoder and fastv within it; write cls first"),
         ("mustdrop:tau=off+lsm", "write lsm first"),
         ("fastv," * 300, "the limit is 1,000"),
@@ -163,7 +170,17 @@ def test_nothing_but_a_request_error_comes_of_random_specs(text: str) -> None:
 
 
 def test_every_method_of_the_package_is_registered_by_its_own_file() -> None:
-    assert list(specs.kinds()) == ["cdpruner", "cls", "dart", "divprune", "fastv", "lsm", "mustdrop", "random"]
+    assert list(specs.kinds()) == [
+        "cdpruner",
+        "cls",
+        "dart",
+        "divprune",
+        "fastv",
+        "lsm",
+        "mustdrop",
+        "random",
+        "visionzip",
+    ]
     for name, kind in specs.kinds().items():
         assert kind.__module__ == f"vtx.runtime.policies.methods.{name}"
         assert kind.__doc__

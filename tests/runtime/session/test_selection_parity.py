@@ -26,13 +26,14 @@ from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.methods.gate import Gate
 
-SPECS = ("none", "dart", "dart:k=7", "lsm", "mustdrop:layers=3/7", "fastv:k=2")
+SPECS = ("none", "dart", "dart:k=7", "lsm", "mustdrop:layers=3/7", "fastv:k=2", "visionzip")
 KS = (4, 9)
 AFTER_2, AFTER_7, BEFORE = (24, 2, 4, 4), (16, 7, 2, 3), (20, 0, 4, 4)
 WAYS: dict[str, dict[str, Any]] = {
     "cdpruner": {"cdpruner": (20, "embedding")},
     "cdpruner-without-text": {"cdpruner": (20, "none")},
     "divprune": {"divprune": 20},
+    "visionzip": {"visionzip": (14, 5)},
     "dart": {"dart": AFTER_2},
     "dart-pivots-as-released": {"dart": AFTER_2, "dart_order": "code"},
     "dart-after-layer-7": {"dart": AFTER_7},
@@ -203,6 +204,7 @@ REUSED = {
     "cdpruner:text=none": 16,
     "divprune": 16,
     "random": 16,
+    "visionzip": 16,
 }
 
 

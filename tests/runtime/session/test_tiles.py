@@ -84,6 +84,7 @@ METHODS = {
     "cdpruner": Method(cdpruner=(7, "embedding")),
     "cdpruner without text": Method(cdpruner=(5, "none")),
     "divprune": Method(divprune=20),
+    "visionzip": Method(visionzip=(4, 2)),
     "dart": Method(dart=(24, 2, 2, 2)),
     "dart before layer 1": Method(dart=(24, 0, 2, 2)),
 }

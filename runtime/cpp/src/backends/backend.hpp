@@ -84,6 +84,9 @@ class Backend {
   virtual Floats gate(int64_t k, const Rows& rows) = 0;
   // The embedding [width] of a text by the ids [n] of the text tower's own tokenizer. Only where the manifest declares one.
   virtual Floats text_tower(const Ids& ids) = 0;
+  // The tower's hidden states [n, width] to image tokens [n, hidden]. Only where the manifest names a graph of the
+  // projector.
+  virtual Rows project(const Rows& states) = 0;
   // An empty cache of `capacity` slots for stage `index` (from 0).
   virtual std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) = 0;
 

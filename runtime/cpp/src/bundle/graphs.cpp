@@ -52,6 +52,7 @@ Json dialect_json(const Manifest& m, const std::string& dialect) {
                    {{names::kFeatures, "float32", {"images", m.video->tokens, m.model.hidden}}}};
     out.emplace_back("video", io(frames));
   }
+  if (m.dialects.at(dialect).projector) out.emplace_back("projector", io(projector_io(m)));
   if (m.dialects.at(dialect).score) {
     out.emplace_back("score", io(score_io(m, dialect)));
     out.emplace_back("stage_query", tensors({query(m)}));
@@ -71,12 +72,18 @@ GraphIO text_tower_io(const Manifest& m) {
   return {{{names::kIds, "int64", {"tokens"}}}, {{names::kTextEmbedding, "float32", {int64_t{1}, m.text_tower->width}}}};
 }
 
+GraphIO projector_io(const Manifest& m) {
+  return {{{names::kTowerStates, "float32", {"tokens", m.model.tower.feature_width}}}, {hidden(m)}};
+}
+
+int64_t width_of(const TensorSpec& spec) { return std::get<int64_t>(spec.shape.back()); }
+
 GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   const Graphs& graphs = m.dialects.at(dialect);
   bool merges = graphs.vision_merges;
-  auto [height, width] = m.image.output();
+  auto [high, wide] = m.image.output();
   Size images = merges ? Size(int64_t{1}) : Size("images"), count = merges ? Size("tokens") : Size(m.model.tower.tokens);
-  GraphIO out{{{names::kPixels, "float32", {images, int64_t{3}, int64_t{height}, int64_t{width}}}},
+  GraphIO out{{{names::kPixels, "float32", {images, int64_t{3}, int64_t{high}, int64_t{wide}}}},
               {{names::kFeatures, "float32", {images, count, m.model.hidden}}}};
   if (merges) {
     out.inputs.push_back({names::kTau, "float32", {int64_t{1}}});
@@ -86,6 +93,8 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   if (graphs.vision_attention) out.outputs.push_back({names::kClsAttention, "float32", {"tokens"}});
   if (graphs.vision_last_attention) out.outputs.push_back({names::kClsAttentionLast, "float32", {"tokens"}});
   if (m.text_tower) out.outputs.push_back({names::kClipPatches, "float32", {"tokens", m.text_tower->width}});
+  int64_t width = m.model.tower.feature_width + m.model.tower.key_width + 1;
+  if (graphs.projector) out.outputs.push_back({names::kTowerTokens, "float32", {images, "states", width}});
   return out;
 }
 

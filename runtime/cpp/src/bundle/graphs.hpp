@@ -25,6 +25,8 @@ GraphIO embed_io(const Manifest& m);
 GraphIO head_io(const Manifest& m);
 GraphIO gate_io(const Manifest& m);
 GraphIO text_tower_io(const Manifest& m);  // where there is one
+GraphIO projector_io(const Manifest& m);   // where there is one
+int64_t width_of(const TensorSpec& spec);  // its last size, a number
 GraphIO vision_io(const Manifest& m, const std::string& dialect);
 GraphIO stage_io(const Manifest& m, const std::string& dialect, bool query, const StageSpec* stage = nullptr);
 GraphIO score_io(const Manifest& m, const std::string& dialect);

@@ -64,8 +64,9 @@ TowerSpec read_tower(const Json& value) {
          " with ", heads, " heads: sizes are inconsistent; export again");
   int64_t grid = image / patch;
   const int64_t along = (grid + shuffle - 1) / shuffle;
-  const int64_t all = grid * grid + (class_token ? 1 : 0) - (select == "default" ? 1 : 0);
-  return {image, grid, shuffle > 1 ? along * along : all};
+  const int64_t states = grid * grid + (class_token ? 1 : 0), all = states - (select == "default" ? 1 : 0);
+  const auto layers_used = static_cast<int64_t>(chosen.size());
+  return {image, grid, shuffle > 1 ? along * along : all, states, product({hidden, layers_used}), hidden / heads};
 }
 
 ModelSpec read_model(const Json& value) {
@@ -134,6 +135,7 @@ Graphs read_graphs(const Json& value, const std::string& dialect) {
   g.vision_last_attention = fields.flag("vision_last_attention");
   g.text_tower = fields.text_or_null("text_tower");
   if (fields.has("video")) g.video = fields.text_or_null("video");
+  if (fields.has("projector")) g.projector = fields.text_or_null("projector");
   fields.done();
   return g;
 }
@@ -345,6 +347,7 @@ void check_files(const Manifest& m, const std::string& golden) {
     if (g.score) used.push_back(*g.score);
     if (g.text_tower) used.push_back(*g.text_tower);
     if (g.video) used.push_back(*g.video);
+    if (g.projector) used.push_back(*g.projector);
   }
   for (const std::string& name : used)
     if (m.files.count(name) == 0)

@@ -16,7 +16,8 @@ namespace vtxcore {
 
 // One pass of the vision tower: pixels and patches a side, and its tokens as they leave it.
 struct TowerSpec {
-  int64_t image, grid, tokens;
+  int64_t image, grid, tokens, states;  // tokens as they leave the tower, and within it
+  int64_t feature_width, key_width;     // numbers of one of these that are projected, and of the mean over heads of its keys
 };
 
 // Sizes of the decoder and of the vision tower, as far as the runtime needs them.
@@ -52,7 +53,7 @@ struct StageSpec {
 struct Graphs {
   std::string vision, embed, head;
   std::vector<std::string> stages, gates;
-  std::optional<std::string> score, text_tower, video;
+  std::optional<std::string> score, text_tower, video, projector;
   bool vision_merges, vision_attention, vision_last_attention;
 };
 

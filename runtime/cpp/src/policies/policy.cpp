@@ -23,7 +23,7 @@ Needs Policy::needs() const {
     if (one.shrinks) all.shrinks = all.shrinks ? std::min(*all.shrinks, *one.shrinks) : *one.shrinks;
     all.merging |= one.merging, all.attention |= one.attention;
     all.last_attention |= one.last_attention, all.final_norm |= one.final_norm;
-    all.text_tower |= one.text_tower;
+    all.text_tower |= one.text_tower, all.projector |= one.projector;
   }
   return all;
 }

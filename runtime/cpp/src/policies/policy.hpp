@@ -20,7 +20,8 @@ namespace vtxcore {
 struct Needs {
   std::set<int64_t> cuts, queries;
   std::optional<int64_t> shrinks;
-  bool merging = false, attention = false, last_attention = false, final_norm = false, text_tower = false;
+  bool merging = false, attention = false, last_attention = false, final_norm = false, text_tower = false, projector = false;
+  bool of_patches() const { return merging || attention || last_attention || text_tower; }
 };
 
 // The text of a prompt, as known before its images enter the decoder: ids, input embeddings, and which of them stand
@@ -58,8 +59,10 @@ class Entry {
   virtual Extras vision_inputs() const { return {}; }
   virtual bool uses_question() const { return false; }
   virtual bool keeps_positions() const { return false; }
+  // Sums of the tower's tokens that take the place of the image's tokens; none: it merges none.
+  virtual std::optional<MergedTokens> merge(const ImageTokens&) const { return std::nullopt; }
   // Indices of the image tokens that enter, in their order there; none: all as they are.
-  virtual std::optional<Ids> select(const ImageTokens& image, const PromptText* question) const = 0;
+  virtual std::optional<Ids> select(const ImageTokens&, const PromptText*) const { return std::nullopt; }
 };
 
 // A method that leaves out image tokens. At its cuts a `whole` one removes all or none.

@@ -84,6 +84,14 @@ void check_together(const std::vector<MethodPtr>& parts) {
              "=off");
     }
   }
+  for (size_t i = 0; i < parts.size(); ++i)
+    for (size_t place = 0; place < parts.size() && parts[i]->needs().projector; ++place) {
+      if (parts[place]->needs().of_patches())
+        fail(Kind::request, parts[place]->name(), " looks at patches, and ", parts[i]->name(),
+             " merges them; leave one out");
+      if (place < i && parts[place]->entry())
+        fail(Kind::request, parts[i]->name(), " merges the tower's own tokens; write it before ", parts[place]->name());
+    }
   for (size_t i = 1; i < parts.size(); ++i)
     if (!parts[i - 1]->needs().cuts.empty() && parts[i]->needs().cuts.empty())
       fail(Kind::request, parts[i]->name(), " works before the decoder and ", parts[i - 1]->name(), " within it; write ",
@@ -232,7 +240,7 @@ Needs MethodOptions::needs() const {
   Needs needs;
   const std::map<std::string, bool*> flags{
       {"merging", &needs.merging},       {"attention", &needs.attention},   {"last_attention", &needs.last_attention},
-      {"final_norm", &needs.final_norm}, {"text_tower", &needs.text_tower},
+      {"final_norm", &needs.final_norm}, {"text_tower", &needs.text_tower}, {"projector", &needs.projector},
   };
   for (const NeedSpec& one : method_->needs) {
     std::string need = one.need;

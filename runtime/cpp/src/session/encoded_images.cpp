@@ -12,10 +12,18 @@ namespace {
 
 constexpr size_t kMaxSets = 4;  // of extra inputs, of which the image tokens are kept; beyond these the oldest go
 
-ImagePtr enter(ImagePtr tokens, const Policy& policy, const PromptText* question) {
-  for (const auto& entry : policy.entries())
+ImagePtr enter(ImagePtr tokens, const Policy& policy, const PromptText* question, Backend& backend) {
+  for (const auto& entry : policy.entries()) {
+    if (std::optional<MergedTokens> merged = entry->merge(*tokens)) {
+      auto made = std::make_shared<ImageTokens>();
+      made->rows = backend.project(merged->states(*tokens->tower));
+      made->patches = std::move(merged->patches);
+      made->key = tokens->key;
+      tokens = std::move(made);
+    }
     if (std::optional<Ids> selected = entry->select(*tokens, question))
       tokens = tokens->take(*selected, entry->keeps_positions());
+  }
   return tokens;
 }
 
@@ -38,7 +46,7 @@ std::vector<Encoder> EncodedImages::encoders(const Policy& policy, const std::sh
     out.push_back({image.key + settings, [this, &image, policy, question, extras, made, vision_ms] {
                      if (*made) return *made;
                      auto start = std::chrono::steady_clock::now();
-                     *made = enter(encode(image, extras), policy, question.get());
+                     *made = enter(encode(image, extras), policy, question.get(), backend_);
                      std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
                      if (vision_ms) *vision_ms += took.count();
                      return *made;
@@ -56,12 +64,13 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
   for (const Floats& view : image.views) views.push_back(backend_.vision(view, extras));
   ImagePtr tokens = image.arrange(views);
   tokens->key = image.key.substr(0, 64);  // of the pixels alone
-  for (const auto& [name, signal] : tokens->patches.signals)
-    if (!std::all_of(signal.begin(), signal.end(), [](float value) { return std::isfinite(value); }))
+  std::vector<const Floats*> given{&tokens->patches.clip.data};
+  for (const auto& [name, signal] : tokens->patches.signals) given.push_back(&signal);
+  if (const TowerTokens* tower = tokens->tower.get())
+    given.insert(given.end(), {&tower->states.data, &tower->keys.data, &tower->attention});
+  for (const Floats* values : given)
+    if (!std::all_of(values->begin(), values->end(), [](float value) { return std::isfinite(value); }))
       fail(Kind::bundle, "what the tower says of an image is not a number; use --reduce none, or export at fp32");
-  const Floats& clip = tokens->patches.clip.data;
-  if (!std::all_of(clip.begin(), clip.end(), [](float value) { return std::isfinite(value); }))
-    fail(Kind::bundle, "what the tower says of an image is not a number; use --reduce none, or export at fp32");
   if (encoded_.size() >= kMaxSets * std::max<size_t>(1, images_.size())) encoded_.erase(encoded_.begin());
   encoded_.emplace_back(key, tokens);
   return tokens;

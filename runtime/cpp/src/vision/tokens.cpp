@@ -45,11 +45,31 @@ std::shared_ptr<const ImageTokens> ImageTokens::take(const Ids& which, bool keep
   out->rows = vtxcore::take(rows, which);
   out->patches = patches.take(which);
   out->key = key;
+  out->tower = tower;
   if (keep_positions || offsets) {
     out->offsets = vtxcore::take(offsets ? *offsets : count_up(0, rows.count()), which);
     out->span = positions();
   }
   return out;
+}
+
+Rows MergedTokens::states(const TowerTokens& tower) const {
+  Rows out(starts.size(), tower.states.width);
+  for (size_t i = 0; i < starts.size(); ++i) {
+    size_t end = i + 1 < starts.size() ? static_cast<size_t>(starts[i + 1]) : sources.size();
+    for (size_t n = static_cast<size_t>(starts[i]); n < end; ++n) {
+      const float* from = tower.states.row(static_cast<size_t>(sources[n]));
+      for (size_t j = 0; j < out.width; ++j) out.row(i)[j] += weights[n] * from[j];
+    }
+  }
+  return out;
+}
+
+Rows* VisionOutputs::rows_of(const std::string& name) {
+  return name == names::kFeatures      ? &features
+         : name == names::kClipPatches ? &clip
+         : name == names::kTowerTokens ? &tower
+                                       : nullptr;
 }
 
 bool MarkedImage::has_text() const {
@@ -62,7 +82,7 @@ std::string MarkedImage::text(const std::string& image_token) const {
   return out;
 }
 
-std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found) {
+std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t states) {
   auto out = std::make_shared<ImageTokens>();
   size_t count = found.features.count();
   auto check = [&](size_t values) {
@@ -84,6 +104,18 @@ std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found) {
       if (merged->second[i] != names::kGone) there.push_back(static_cast<int64_t>(i));
     }
   }
+  if (found.tower.width > 0) {
+    auto tower = std::make_shared<TowerTokens>();
+    auto wide = static_cast<size_t>(states), last = found.tower.width - 1;
+    tower->states = Rows(found.tower.count(), wide), tower->keys = Rows(found.tower.count(), last - wide);
+    for (size_t i = 0; i < found.tower.count(); ++i) {
+      const float* row = found.tower.row(i);
+      std::copy(row, row + wide, tower->states.row(i));
+      std::copy(row + wide, row + last, tower->keys.row(i));
+      tower->attention.push_back(row[last]);
+    }
+    out->tower = std::move(tower);
+  }
   bool whole = there.size() == count;
   out->rows = whole ? std::move(found.features) : take(found.features, there);
   out->patches = whole ? std::move(all) : all.take(there);
@@ -98,16 +130,25 @@ std::shared_ptr<const ImageTokens> newlines(const Rows& rows) {
   return out;
 }
 
-std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<const ImageTokens>>& views) {
+std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<const ImageTokens>>& views, int64_t columns) {
   auto out = std::make_shared<ImageTokens>();
   Patches& all = out->patches;
   all.views.emplace();
   std::set<std::string> kinds;
   for (const auto& view : views)
     for (const auto& [name, signal] : view->patches.signals) kinds.insert(name);
+  auto tower = std::make_shared<TowerTokens>();
+  tower->views = 0, tower->columns = columns;
   int64_t before = 0, number = 0;
   for (const auto& view : views) {
     const Patches& own = view->patches;
+    if (view->tower) {
+      const TowerTokens& of_view = *view->tower;
+      tower->states.width = of_view.states.width, tower->keys.width = of_view.keys.width, ++tower->views;
+      tower->states.data.insert(tower->states.data.end(), of_view.states.data.begin(), of_view.states.data.end());
+      tower->keys.data.insert(tower->keys.data.end(), of_view.keys.data.begin(), of_view.keys.data.end());
+      tower->attention.insert(tower->attention.end(), of_view.attention.begin(), of_view.attention.end());
+    }
     out->rows.width = view->rows.width;
     out->rows.data.insert(out->rows.data.end(), view->rows.data.begin(), view->rows.data.end());
     for (int64_t place : own.places) {
@@ -126,6 +167,7 @@ std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<cons
     before += static_cast<int64_t>(own.count());
     ++number;
   }
+  if (tower->views > 0) out->tower = std::move(tower);
   return out;
 }
 

@@ -27,6 +27,25 @@ struct Patches {
   std::vector<Ids> of_views() const;  // the tokens of each view, without newlines
 };
 
+// The tower's own tokens of each of `views` of an image, the class token of each first, as the last block in use leaves
+// them: what goes into the projector, the mean over heads of their keys, and what the class token gives to each, mean over
+// heads. `columns`: the tiles of a row.
+struct TowerTokens {
+  Rows states, keys;
+  Floats attention;
+  size_t views = 1;
+  int64_t columns = 1;
+};
+
+// New tokens of an image, each a weighted sum of the tower's before the projector. Those of token i begin at `starts[i]` of
+// `sources` and `weights`. A sum of several has the place of its target, the first of them.
+struct MergedTokens {
+  Patches patches;
+  Ids starts, sources;
+  Floats weights;
+  Rows states(const TowerTokens& tower) const;
+};
+
 // How alike an image's tokens, or those of one of its views, are to each other, [n, n], and the length of each.
 struct Likeness {
   Doubles lengths;
@@ -36,7 +55,7 @@ struct Likeness {
 // Tokens [count, hidden] that the tower and projector made of one image. `offsets` are their positions behind the
 // image's first one and `span` the positions that the image takes; none: they follow each other without gaps. `likeness`
 // is worked out for the first question that needs it, and serves the next ones; an image belongs to one conversation. `key`
-// is the hash of the image's pixels.
+// is the hash of the image's pixels. `tower`: what they were made of, where the bundle was exported for that.
 struct ImageTokens {
   Rows rows;
   Patches patches;
@@ -44,6 +63,7 @@ struct ImageTokens {
   int64_t span = 0;                                                     // with `offsets`
   mutable std::map<int64_t, std::shared_ptr<const Likeness>> likeness;  // by the first token; -1: of all tokens
   mutable std::string key;
+  std::shared_ptr<const TowerTokens> tower;
 
   int64_t positions() const { return offsets ? span : static_cast<int64_t>(rows.count()); }
   std::shared_ptr<const ImageTokens> take(const Ids& which, bool keep_positions) const;
@@ -63,19 +83,21 @@ struct MarkedImage {
 
 // The outputs of a vision graph for one image.
 struct VisionOutputs {
-  Rows features, clip;
+  Rows features, clip, tower;
   std::map<std::string, Ids> whole;
   std::map<std::string, Floats> signals;
+  Rows* rows_of(const std::string& name);  // an output of several numbers a token; null: of one
 };
 
-// The tokens of them; those that say they are gone are left out. Throws Error(bundle) where sizes differ.
-std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found);
+// The tokens of them; those that say they are gone are left out. `states`: numbers of one of the tower's own tokens that go
+// into the projector. Throws Error(bundle) where sizes differ.
+std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t states);
 
 // Tokens that come from no patch: learned newlines.
 std::shared_ptr<const ImageTokens> newlines(const Rows& rows);
 
-// The tokens of views, and of newlines, one after the other.
-std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<const ImageTokens>>& views);
+// The tokens of views, and of newlines, one after the other; `columns` of tiles stand in a row.
+std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<const ImageTokens>>& views, int64_t columns = 1);
 
 // ceil(part * count), free of the rounding of binary fractions: 0.1 of 30 is 3.
 int64_t share(double part, int64_t count);

@@ -14,6 +14,8 @@
 //                             stdin its tokens, their patches [TOKENS, CLIP] and of each question its mean input embedding
 //                             and CLIP's; a line each: what is kept, and the processor's milliseconds. Where cosines
 //                             [TOKENS, TOKENS] follow on stdin, the last question finds them instead of those kept
+//   merge SPEC VIEWS TOKENS WIDTH COLUMNS  what a method makes of the tower's tokens of an image in so many views: on stdin
+//                             their keys [VIEWS, TOKENS, WIDTH] and the class token's attention; its sums as JSON
 //   turns                     positions of pivots on stdin, a JSON array a line; in which order DART's code takes them
 //   specs                     specs on stdin, one a line; the canonical one, or the error
 //   parse KIND FILE           reads a manifest, safetensors, tokenizer, template or image file; prints ok or the error
@@ -192,6 +194,35 @@ void select(char** values, bool tiled) {
   }
 }
 
+void merge(char** values) {
+  std::vector<MethodPtr> parts = parse_spec(values[0]);
+  auto tower = std::make_shared<TowerTokens>();
+  tower->views = std::stoul(values[1]), tower->columns = std::stol(values[4]);
+  size_t count = tower->views * std::stoul(values[2]);
+  tower->keys = Rows(count, std::stoul(values[3])), tower->attention = Floats(count);
+  for (Floats* floats : {&tower->keys.data, &tower->attention})
+    std::cin.read(reinterpret_cast<char*>(floats->data()), static_cast<std::streamsize>(floats->size() * sizeof(float)));
+  ImageTokens image;
+  image.tower = tower;
+  std::clock_t start = std::clock();
+  MergedTokens merged = parts.at(0)->entry()->merge(image).value();
+  double ms = 1000.0 * static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+  auto list = [](const auto& numbers) {
+    Json::Array out;
+    for (auto number : numbers) out.push_back(number);
+    return out;
+  };
+  Doubles weights(merged.weights.begin(), merged.weights.end());
+  std::cout << Json(Json::Object{{"places", list(merged.patches.places)},
+                                 {"views", list(merged.patches.views.value_or(Ids{}))},
+                                 {"starts", list(merged.starts)},
+                                 {"sources", list(merged.sources)},
+                                 {"weights", list(weights)},
+                                 {"ms", ms}})
+                   .dump()
+            << "\n";
+}
+
 void turns() {
   for (std::string line; std::getline(std::cin, line);) {
     Ids positions;
@@ -263,6 +294,8 @@ int main(int count, char** values) {
       SlotMemory(std::stoul(values[2]), std::stoul(values[3]), std::stoul(values[4])), std::cout << "ok\n";
     else if (mode == "select" && count > 6)
       select(values + 2, count > 7);
+    else if (mode == "merge" && count == 7)
+      merge(values + 2);
     else if (mode == "turns")
       turns();
     else if (mode == "specs")

@@ -75,6 +75,7 @@ class PositionedBackend : public Backend {
   Rows head(const Rows& rows) override { return inner_.head(rows); }
   Floats gate(int64_t k, const Rows& rows) override { return inner_.gate(k, rows); }
   Floats text_tower(const Ids& ids) override { return inner_.text_tower(ids); }
+  Rows project(const Rows& states) override { return inner_.project(states); }
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
     return std::make_unique<PositionedCache>(inner_.stage(index, capacity), &used[index]);
   }

@@ -41,9 +41,13 @@ Type kv_type(const std::string& compute, const std::string& kept) {
 class OpenvinoBackend : public Backend {
  public:
   OpenvinoBackend(const Bundle& bundle, const BackendOptions& options)
-      : bundle_(bundle), m_(bundle.manifest()), openvino_(options.library),
-        context_{m_,      kv_type(options.compute, m_.kv_dtype),       m_.kv_type(kDialect) == "float16", {},
-                 nullptr, rows_of_a_run(m_.precision, options.compute)},
+      : bundle_(bundle), m_(bundle.manifest()),
+        openvino_(options.library), context_{m_,
+                                             kv_type(options.compute, m_.kv_dtype),
+                                             m_.kv_type(kDialect) == "float16",
+                                             {},
+                                             nullptr,
+                                             rows_of_a_run(m_.precision, options.compute)},
         zero_(1, static_cast<size_t>(m_.model.hidden)), roomy_(is_roomy(m_, options.compute)) {
     device = "openvino", dialect = kDialect, compute = options.compute, library = openvino_.described();
     kv_slot_bytes = context_.slot_bytes();
@@ -80,17 +84,14 @@ class OpenvinoBackend : public Backend {
       const std::string& name = io.outputs[i].name;
       if (io.outputs[i].dtype == "int64") {
         found.whole[name] = std::move(outputs[i].whole);
-      } else if (name == names::kFeatures) {
-        found.features.width = static_cast<size_t>(m_.model.hidden);
-        found.features.data = std::move(outputs[i].floats);
-      } else if (name == names::kClipPatches) {
-        found.clip.width = static_cast<size_t>(m_.text_tower.value().width);
-        found.clip.data = std::move(outputs[i].floats);
+      } else if (Rows* rows = found.rows_of(name)) {
+        rows->width = static_cast<size_t>(width_of(io.outputs[i]));
+        rows->data = std::move(outputs[i].floats);
       } else {
         found.signals[name] = std::move(outputs[i].floats);
       }
     }
-    return image_tokens(std::move(found));
+    return image_tokens(std::move(found), m_.model.tower.feature_width);
   }
 
   Floats text_tower(const Ids& ids) override {
@@ -99,6 +100,14 @@ class OpenvinoBackend : public Backend {
     });
     OpenvinoInput in{names::kIds, Type::i64, {static_cast<int64_t>(ids.size())}, ids.data()};
     return graph.rows(in, m_.text_tower.value().width, 1).data;
+  }
+
+  Rows project(const Rows& states) override {
+    OpenvinoGraph& graph = once(
+        projector_, [&] { return load(m_.dialects.at(kDialect).projector.value(), projector_io(m_), m_.vision_precision); });
+    auto [count, width] = std::pair(static_cast<int64_t>(states.count()), static_cast<int64_t>(states.width));
+    OpenvinoInput in{names::kTowerStates, Type::f32, {count, width}, states.data.data()};
+    return graph.rows(in, m_.model.hidden, states.count());
   }
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
@@ -227,7 +236,7 @@ class OpenvinoBackend : public Backend {
   Rows zero_;
   const bool roomy_;
   Settings settings_, tower_settings_;
-  GraphPtr embed_, head_, score_, vision_, text_tower_;
+  GraphPtr embed_, head_, score_, vision_, text_tower_, projector_;
   std::map<int64_t, GraphPtr> gates_;
   std::vector<OpenvinoStage> stages_;
   std::mutex late_lock_;

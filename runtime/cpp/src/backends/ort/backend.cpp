@@ -68,14 +68,12 @@ class OrtBackend : public Backend {
       const std::string& name = io.outputs[i].name;
       if (io.outputs[i].dtype == "int64")
         found.whole[name] = values<int64_t>(outputs[i]);
-      else if (name == names::kFeatures)
-        found.features = rows_of(outputs[i], m_.model.hidden, vision_->name);
-      else if (name == names::kClipPatches)
-        found.clip = rows_of(outputs[i], m_.text_tower.value().width, vision_->name);
+      else if (Rows* rows = found.rows_of(name))
+        *rows = rows_of(outputs[i], width_of(io.outputs[i]), vision_->name);
       else
         found.signals[name] = values<float>(outputs[i]);
     }
-    return image_tokens(std::move(found));
+    return image_tokens(std::move(found), m_.model.tower.feature_width);
   }
 
   Floats text_tower(const Ids& ids) override {
@@ -85,6 +83,14 @@ class OrtBackend : public Backend {
     }
     OrtTensor in = tensor_over(ort_, ids.data(), {static_cast<int64_t>(ids.size())}, "int64");
     return rows_of_each(*text_tower_, in, m_.text_tower.value().width, 1).data;
+  }
+
+  Rows project(const Rows& states) override {
+    {
+      std::lock_guard<std::mutex> lock(vision_lock_);
+      if (!projector_) projector_ = load(m_.dialects.at("ort").projector.value(), projector_io(m_));
+    }
+    return rows_of_each(*projector_, over(states), m_.model.hidden, states.count());
   }
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
@@ -119,7 +125,8 @@ class OrtBackend : public Backend {
   }
 
   OrtTensor over(const Rows& rows) {
-    return tensor_over(ort_, rows.data.data(), {static_cast<int64_t>(rows.count()), m_.model.hidden}, "float32");
+    return tensor_over(ort_, rows.data.data(), {static_cast<int64_t>(rows.count()), static_cast<int64_t>(rows.width)},
+                       "float32");
   }
 
   template <typename Value>
@@ -150,7 +157,7 @@ class OrtBackend : public Backend {
   const Manifest& m_;
   OrtLibrary ort_;
   int threads_;
-  GraphPtr embed_, head_, score_, vision_, text_tower_;
+  GraphPtr embed_, head_, score_, vision_, text_tower_, projector_;
   std::vector<GraphPtr> stages_;
   std::map<int64_t, GraphPtr> gates_;
   std::mutex vision_lock_;

@@ -116,11 +116,10 @@ class TensorrtBackend : public Backend {
       if (spec.dtype == "int64") {
         Ids& values = found.whole[spec.name] = Ids(tokens);
         outputs.push_back({spec.name, values.data(), tokens * sizeof(int64_t)});
-      } else if (spec.name == names::kFeatures || spec.name == names::kClipPatches) {
-        bool clip = spec.name == names::kClipPatches;
-        Rows& rows = clip ? found.clip : found.features;
-        rows = Rows(tokens, static_cast<size_t>(clip ? m_.text_tower->width : m_.model.hidden));
-        outputs.push_back({spec.name, rows.data.data(), rows.data.size() * sizeof(float)});
+      } else if (Rows* rows = found.rows_of(spec.name)) {
+        auto count = static_cast<size_t>(rows == &found.tower ? m_.model.tower.states : m_.model.tower.tokens);
+        *rows = Rows(count, static_cast<size_t>(width_of(spec)));
+        outputs.push_back({spec.name, rows->data.data(), rows->data.size() * sizeof(float)});
       } else {
         Floats& values = found.signals[spec.name] = Floats(tokens);
         outputs.push_back({spec.name, values.data(), tokens * sizeof(float)});
@@ -128,7 +127,16 @@ class TensorrtBackend : public Backend {
     }
     Lock held(cuda_.lock);
     engines_->run(graphs_.vision, inputs, outputs);
-    return image_tokens(std::move(found));
+    return image_tokens(std::move(found), m_.model.tower.feature_width);
+  }
+
+  Rows project(const Rows& states) override {
+    engines_->check_tokens(*graphs_.projector, states.count());
+    Input in{names::kTowerStates,
+             states.data.data(),
+             states.data.size() * sizeof(float),
+             {static_cast<int64_t>(states.count()), static_cast<int64_t>(states.width)}};
+    return run(*graphs_.projector, in, names::kHidden, states.count(), m_.model.hidden);
   }
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {

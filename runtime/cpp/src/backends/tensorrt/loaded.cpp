@@ -106,6 +106,7 @@ std::map<std::string, GraphIO> LoadedEngines::contracts() const {
   for (const std::string& gate : graphs.gates) out.emplace(gate, gate_io(m));
   if (graphs.score) out.emplace(*graphs.score, score_io(m, dialect));
   if (graphs.text_tower) out.emplace(*graphs.text_tower, text_tower_io(m));
+  if (graphs.projector) out.emplace(*graphs.projector, projector_io(m));
   return out;
 }
 
@@ -131,7 +132,8 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
       int64_t bytes = spec.dtype == "int64" ? 8 : 4;
       for (const auto& size : spec.shape) {
         const int64_t* fixed = std::get_if<int64_t>(&size);
-        bytes *= fixed ? *fixed : std::get<std::string>(size) == "images" ? 1 : m.model.tower.tokens;
+        const std::string& free = fixed ? "" : std::get<std::string>(size);
+        bytes *= fixed ? *fixed : free == "images" ? 1 : free == "states" ? m.model.tower.states : m.model.tower.tokens;
       }
       out[spec.name] = bytes;
     }
@@ -139,6 +141,7 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
     out[names::kQuery] = 4 * m.model.heads * m.model.head_dim * most;
     for (const char* name : {names::kAttentionSum, names::kAttentionMax}) out[name] = 4 * m.max_context;
   }
+  if (graphs.projector) out[names::kTowerStates] = 4 * m.model.tower.feature_width * longest(*graphs.projector);
   if (m.text_tower) out[names::kTextEmbedding] = 4 * m.text_tower->width;
   return out;
 }

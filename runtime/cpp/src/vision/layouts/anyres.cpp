@@ -136,7 +136,7 @@ class Anyres : public TiledLayout {
         fail(Kind::request, "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out");
     Views parts = views;
     parts.push_back(newlines(newline));
-    auto every = joined(parts);
+    auto every = joined(parts, views.size() > 1 ? resolution(width, height).first / tile_ : 1);
     Ids which = count_up(0, static_cast<size_t>(tokens_));
     int64_t end = static_cast<int64_t>(every->rows.count()) - 1;  // the one newline, which serves all rows
     if (views.size() == 1) {
