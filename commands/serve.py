@@ -98,8 +98,8 @@ def serve(
     from vtx.runtime.prompt.text import utf8
     from vtx.runtime.scheduler.choosing import Chooser, read_allowed
     from vtx.runtime.server.app import is_local, make_app
-    from vtx.runtime.server.chat import Traffic
     from vtx.runtime.server.drain import DrainingServer
+    from vtx.runtime.server.endpoints import Traffic
     from vtx.runtime.server.engines import Engines, named
     from vtx.runtime.server.limits import MAX_KEY, Limits
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol

@@ -17,15 +17,15 @@ SECTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("Loading and exporting", "", (vtx.load, vtx.export)),
     ("Asking", "", (vtx.Model, vtx.Conversation, vtx.Chat)),
     ("Images and videos", "", (vtx.bgr, vtx.video)),
-    ("Options", "", (vtx.Options, vtx.Sampling, vtx.Guide)),
-    ("Answers", "", (vtx.AnswerStream, vtx.AsyncAnswerStream, vtx.Answer, vtx.Stats)),
+    ("Options", "", (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools)),
+    ("Answers", "", (vtx.AnswerStream, vtx.AsyncAnswerStream, vtx.Answer, vtx.Stats, vtx.ToolCall)),
     ("Reductions of your own", "A package announces a reduction by an entry point of the group `vtx.policies`, whose "
      "name is that of the\nreduction. It then works in `--reduce`, `vtx.export(reduce=...)` and `ask(reduce=...)`;\n"
      "`examples/python/vtx-policy-every` is one.", (Reduction,)),
     ("Errors", "Everything raised on purpose derives from `vtx.VtxError` and is one line.",
      tuple(sorted((getattr(vtx, n) for n in vtx.__all__ if n.endswith("Error")), key=lambda e: e.__name__))),
 )  # fmt: skip
-MADE_BY_USERS = (vtx.Options, vtx.Sampling, vtx.Guide)  # other classes are what functions return
+MADE_BY_USERS = (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools)  # other classes are what functions return
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}
 
 

@@ -26,6 +26,7 @@ OTHERS = {
     ("runtime.bundle.vtx_json", "MAX_COMMAND"): "a longer command is not shown",
     ("runtime.host.device", "MAX_FILE"): "of a file of the system, the rest is not read",
     ("runtime.server.protocol", "MAX_PROBE_SECONDS"): "the longest pause between two probes",
+    ("runtime.server.openai.completions", "MAX_TOKENS"): "of an answer, when left out",
     ("runtime.session.encoded_images", "MAX_SETS"): "how many encoded images are kept",
 }
 

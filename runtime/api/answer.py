@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.session.sampling import Likely
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Answer:
     logarithms of the tokens' probabilities as the model gives them, before sampling, and `top_logprobs` the most likely
     tokens at each position with theirs, (id, log probability); None if not asked for.
     `choices`: the probability of each choice that was given, normalised over them; None without choices, or if there
-    are more than `MAX_SCORED`.
+    are more than `MAX_SCORED`. `tool_calls`: the complete calls in an answer with tools, whose text has them too.
     `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` prints on one line.
     """
 
@@ -93,6 +94,7 @@ class Answer:
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[Likely, ...] | None = None
     choices: dict[str, float] | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -105,5 +107,6 @@ class Answer:
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
         facts |= {} if self.choices is None else {"choices": self.choices}
+        facts |= {} if self.tool_calls is None else {"tool_calls": list(map(dataclasses.asdict, self.tool_calls))}
         unasked = {name for name in ("gate", "drafted", "accepted", "forced", "seg_states") if facts[name] is None}
         return {name: value for name, value in facts.items() if name not in unasked}

@@ -18,7 +18,7 @@ from vtx.runtime.api.turns import Ended, Request
 from vtx.runtime.errors import ContextError
 from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.prompt.guiding import MAX_SCORED
+from vtx.runtime.prompt.guiding import MAX_SCORED, listed_tools
 from vtx.runtime.prompt.messages import Message, asking_about
 from vtx.runtime.prompt.tokenizer import Detokenizer
 from vtx.runtime.session.encoded_images import EncodedImages, selecting_text
@@ -205,7 +205,10 @@ class AnswerInProgress(Request):
             seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
         )
         text, ids, choices = self._output.text, tuple(self._ids), self._choices
-        self.answer = Answer(text, ids, stats, stopped, logprobs, likely, choices)
+        calls = None
+        if listed_tools(options.guide):
+            calls = tuple(c for c in self._loaded.text.call_form.split(text, complete=True)[1] if c.is_complete)
+        self.answer = Answer(text, ids, stats, stopped, logprobs, likely, choices, calls)
 
     def _score(self, choices: Sequence[str], session: Session, result: PrefillResult) -> Generator[str]:
         """Find the probability that the answer is a choice, up to its end token, for each; one pass a choice."""

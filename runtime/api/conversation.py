@@ -18,7 +18,8 @@ from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
 from vtx.runtime.checks import check_text
 from vtx.runtime.errors import RequestError
-from vtx.runtime.prompt.messages import PICTURES, Message
+from vtx.runtime.prompt.guiding import listed_tools
+from vtx.runtime.prompt.messages import PICTURES, Message, with_tools
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.session import Selection, Session
 
@@ -143,6 +144,8 @@ class Conversation:
         loaded, images = self.loaded, self.images
         loaded.check_open()
         policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
+        if (tools := listed_tools(settings.options.guide)) and messages[0]["role"] != "tools":
+            messages = with_tools(messages, tools)
         ids = loaded.prompt_ids(messages, images)
         if not policy.entries:  # these leave out image tokens before the decoder
             loaded.check_room(ids, images)
@@ -214,6 +217,8 @@ class Chat:
         messages = [*self.messages, turn] if self.messages else self._conversation.opening(question)
 
         given = combined(options, keywords)
+        if listed_tools(given.guide):
+            raise RequestError("a chat has no place for the results of tools; give messages to generate of the model")
         if self.messages and given.about not in (None, self._about):
             raise RequestError(
                 "about is the first turn's, whose image tokens stay; leave it out, or start another chat"

@@ -9,7 +9,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.prompt.messages import Message, Part, parts_of, texts_of
+from vtx.runtime.prompt.tools import read_calls
 from vtx.runtime.vision.image import ImageSource
 from vtx.runtime.vision.video import Video
 
@@ -35,10 +36,23 @@ def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ImageSourc
             raise RequestError(f"a message must be a dict with role and content; got {message!r:.80}")
         role: str = message["role"]
         content = message.get("content")
+        calls = read_calls(message["tool_calls"]) if role == "assistant" and message.get("tool_calls") else []
+        content = "" if calls and content is None else content
         if not isinstance(content, str | list | tuple):
             raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
         parts = content if isinstance(content, str) else [_part(part, images) for part in content]
-        turns.append({"role": ROLES.get(role, role), "content": parts})
+        turn: Message = {"role": ROLES.get(role, role), "content": parts}
+        if calls:
+            turn["tool_calls"] = calls
+        if role == "tool":  # its result is text, whatever the template makes of parts
+            if any(part["type"] != "text" for part in parts_of(turn)):
+                raise RequestError("a tool's result must be text; give images in a message of the user")
+            turn = {
+                "role": role,
+                "content": "".join(texts_of(turn)),
+                "tool_call_id": str(message.get("tool_call_id", "")),
+            }
+        turns.append(turn)
     return images, turns
 
 

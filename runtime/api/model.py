@@ -109,7 +109,8 @@ class Model:
                 {"type": "text", "text": "What is on the table?"}]}])
 
         Images are data URLs, paths, bytes, arrays or PIL images; nothing is downloaded. Each call starts afresh: to
-        ask several questions about an image, `open` it.
+        ask several questions about an image, `open` it. With `tools` the answer has `tool_calls`; their results are
+        messages {"role": "tool", "tool_call_id": ..., "content": ...} after the assistant's with its `tool_calls`.
 
         Raises:
             RequestError: messages of another form, or that do not end with a question.
@@ -129,8 +130,10 @@ class Model:
         from vtx.runtime.api.messages import split_images
 
         images, turns = split_images(messages)
-        if not turns or turns[-1]["role"] != "user":
-            raise RequestError("the last message must be the user's question: a dict with role 'user'")
+        if not turns or turns[-1]["role"] not in ("user", "tool"):
+            raise RequestError(
+                "the last message must be the user's question or a tool's result: a dict with role 'user' or 'tool'"
+            )
         self.loaded.check_system(turns)
         conversation = Conversation(self.loaded, self.loaded.prepare_all(images, messages=turns))
         return conversation.stream_messages(turns, Settings.of(k, options, keywords))

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from vtx.runtime.checks import check_number, check_text, check_whole
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.guiding import Guide, Schema
+from vtx.runtime.prompt.tools import Tools
 from vtx.runtime.session.sampling import Sampling
 
 K = int | str | None
@@ -116,6 +117,7 @@ class OptionKeywords(TypedDict, total=False):
     choices: Sequence[str]
     regex: str
     grammar: str
+    tools: Tools | Sequence[Mapping[str, Any]]
     temperature: float
     top_p: float
     top_k: int

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.prompt.tokenizer import rust_errors
+from vtx.runtime.prompt.tools import Tools
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Schema = Mapping[str, Any] | str | bool
 MAX_SCHEMA, MAX_REGEX, MAX_GRAMMAR = 64 << 10, 4 << 10, 8 << 10  # bytes as UTF-8 text; of all choices as of a schema
-BYTES = {"schema": MAX_SCHEMA, "choices": MAX_SCHEMA, "regex": MAX_REGEX, "grammar": MAX_GRAMMAR}
+BYTES = {"schema": MAX_SCHEMA, "choices": MAX_SCHEMA, "regex": MAX_REGEX, "grammar": MAX_GRAMMAR, "tools": MAX_SCHEMA}
 MAX_CHOICES = 1024
 MAX_SCORED = 64  # choices whose probabilities are computed, with a pass for each
 KEPT = 32  # compiled grammars of a bundle
@@ -36,13 +37,14 @@ JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The form of an answer, exactly one of the four.
+    """The form of an answer, exactly one of the five.
 
     Args:
         schema: a JSON schema, as an object or as JSON text; the answer is JSON that it allows. True: any JSON.
         choices: the answer is one of these texts. The answer has the probability of each if they are at most 64.
         regex: a regular expression (in Rust's syntax) that matches the whole answer.
         grammar: a grammar in llguidance's variant of Lark.
+        tools: functions that the answer may call, as a list in OpenAI's form or as `vtx.Tools`.
 
     Raises:
         RequestError: none or several of them, a value of another type or beyond the limits.
@@ -53,6 +55,7 @@ class Guide:
     choices: Sequence[str] | None = None
     regex: str | None = None
     grammar: str | None = None
+    tools: Tools | Sequence[Mapping[str, Any]] | None = None  # kept as Tools
 
     def __post_init__(self) -> None:
         given = [name for name in BYTES if getattr(self, name) is not None]
@@ -82,6 +85,10 @@ class Guide:
             if len(set(value)) < len(value):
                 raise RequestError("choices holds the same string twice; leave one out")
             value = "".join(value)
+        elif self.tools is not None:
+            tools = value if isinstance(value, Tools) else Tools(value)
+            object.__setattr__(self, "tools", tools)
+            value = tools.functions
         if not isinstance(value, str):
             raise RequestError(f"{given[0]} is {value!r:.40}; it must be a string")
         try:
@@ -95,6 +102,11 @@ class Guide:
     def kind(self) -> str:
         """The name of the one that is given."""
         return next(name for name in BYTES if getattr(self, name) is not None)
+
+
+def listed_tools(guide: Guide | None) -> list[dict[str, Any]]:
+    """The tools that an answer in this form may call, as a template prints them."""
+    return guide.tools.listed if guide is not None and isinstance(guide.tools, Tools) else []
 
 
 class Grammars:
@@ -111,6 +123,7 @@ class Grammars:
                 'guided answers need llguidance, which is not installed; pip install "vtx-edge[guided]"'
             ) from e
         self._library, self._space, self._lock = llguidance, text.may_begin_with_space, threading.Lock()
+        self._text = text
         self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
         model = type(text.tokenizer.model).__name__
         spec = json.loads(text.tokenizer.to_str())
@@ -148,6 +161,9 @@ class Grammars:
             body = {"lark_grammar": "start: " + " | ".join(json.dumps(choice) for choice in guide.choices)}
         elif guide.regex is not None:
             body = json.loads(library.LLMatcher.grammar_from_regex(guide.regex))["grammars"][0]
+        elif isinstance(guide.tools, Tools):
+            added = {token.content: token.special for token in self._text.tokenizer.get_added_tokens_decoder().values()}
+            body = {"lark_grammar": self._text.call_form.grammar(guide.tools, JSON_FORM, added)}
         limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
 
         def compiled(grammars: list[dict[str, Any]]) -> LLMatcher:
@@ -155,6 +171,7 @@ class Grammars:
                 self._tokenizer, json.dumps({"grammars": grammars}), log_level=0, limits=limits
             )
             if error := matcher.get_error():
+                error = error.partition("\n")[0] if kind == "tools" else error  # what follows is not the user's text
                 raise RequestError(f"{kind} cannot guide an answer: {_line(error)}; correct it")
             return matcher
 

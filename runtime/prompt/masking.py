@@ -7,16 +7,18 @@ between those is unmasked and encoded by the tokenizer without control tokens.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, takewhile
 from operator import itemgetter
+from typing import Any, cast
 
 from tokenizers import Encoding, Tokenizer
 
 from vtx.runtime.errors import RequestError
-from vtx.runtime.prompt.messages import Message, Part, texts_of
+from vtx.runtime.prompt.messages import Message, Part, extras_of, texts_of
 from vtx.runtime.prompt.tokenizer import encode, without_control_tokens
 
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
@@ -41,12 +43,21 @@ class Masking:
         """The messages with special tokens masked, and the masking character of each character masked."""
         masks: dict[str, str] = {}
         masked: list[Message] = []
+
+        def values(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._mask_text(value, masks, messages)
+            if isinstance(value, Mapping):
+                return {values(name): values(item) for name, item in value.items()}
+            return [values(item) for item in value] if isinstance(value, list | tuple) else value
+
         for message in messages:
             role, content = self._mask_text(message["role"], masks, messages), message["content"]
+            extras = values(extras_of(message))
             # A special token may span two parts, so a message is masked as one text and cut again.
             text, at = self._mask_text("".join(texts_of(message)), masks, messages), 0
             if isinstance(content, str):
-                masked.append({"role": role, "content": text})
+                masked.append(cast("Message", {"role": role, "content": text, **extras}))
                 continue
             parts: list[Part] = []
             for part in content:
@@ -54,7 +65,7 @@ class Masking:
                 if part["type"] == "text":
                     at += len(part["text"])
                     parts[-1]["text"] = text[at - len(part["text"]) : at]
-            masked.append({"role": role, "content": parts})
+            masked.append(cast("Message", {"role": role, "content": parts, **extras}))
         return masked, masks
 
     def encode(self, rendered: str, masks: Mapping[str, str], encoding: Encoding) -> list[int]:
@@ -101,7 +112,8 @@ class Masking:
             for spot in starts:
                 character = characters[spot]
                 if character not in masks:
-                    taken = self._taken.union(masks.values(), *map("".join, map(texts_of, messages)))
+                    written = (json.dumps(extras_of(message), ensure_ascii=False) for message in messages)
+                    taken = self._taken.union(masks.values(), *map("".join, map(texts_of, messages)), *written)
                     free = (char for code in chain(*_PRIVATE_USE) if (char := chr(code)) not in taken)
                     masks[character] = "" if character in masks.values() else next(free, "")
                 if not masks[character]:

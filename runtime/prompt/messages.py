@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from vtx.runtime.errors import RequestError
 
@@ -18,11 +19,31 @@ class Part(TypedDict, total=False):
     text: str
 
 
-class Message(TypedDict):
-    """One turn: role "system", "user" or "assistant"; content a string, or parts in the order they are to be read."""
-
+class _RoleAndContent(TypedDict):
     role: str
     content: str | Sequence[Part]
+
+
+class Message(_RoleAndContent, total=False):
+    """One turn: role "system", "user", "assistant" or "tool"; content a string, or parts in the order they are read.
+
+    An assistant's may have `tool_calls`, and a tool's, its result, has the call's `tool_call_id`. A first message of
+    the role "tools" has the `tools` that may be called.
+    """
+
+    tool_calls: Sequence[Mapping[str, Any]]
+    tool_call_id: str
+    tools: Sequence[Mapping[str, Any]]
+
+
+def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages, with tools that may be called."""
+    return [{"role": "tools", "content": "", "tools": tools}, *messages] if tools else list(messages)
+
+
+def extras_of(message: Message) -> dict[str, Any]:
+    """The fields of a message beside its role and content."""
+    return {name: value for name, value in message.items() if name not in ("role", "content")}
 
 
 def parts_of(message: Message) -> Sequence[Part]:
@@ -90,8 +111,9 @@ def check_messages(messages: Sequence[Message]) -> tuple[list[str], int]:
             if kind != "text":
                 kinds.append(kind)
         texts = texts_of(message)
-        length += sum(map(len, texts))
         question = "".join(texts) if message["role"] == "user" else question
+        texts += [json.dumps(extras, ensure_ascii=False)] if (extras := extras_of(message)) else []
+        length += sum(map(len, texts))
         for text in (message["role"], *texts):
             try:
                 text.encode("utf-8")

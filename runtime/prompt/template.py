@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from jinja2 import nodes
@@ -20,8 +21,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vtx.runtime.bundle.spec.text_settings import ROLES, TextSettings
-from vtx.runtime.errors import TemplateError
-from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.errors import RequestError, TemplateError
+from vtx.runtime.prompt.messages import Message, Part, with_tools
+from vtx.runtime.prompt.tools import FORMS, CallForm, ToolCall
 
 MAX_SOURCE = 128 << 10  # characters; the longest templates in use have about 30,000
 MAX_OUTPUT = 4 << 20  # characters
@@ -49,13 +51,14 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}; {CURE}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str], *, add_generation_prompt: bool
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str], *, add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:  # fmt: skip
         """The conversation as text; `variables` are the special tokens by name.
 
         Raises `TemplateError` when the template refuses the conversation, fails, or prints too much.
         """
-        given: dict[str, Any] = {"messages": messages, "tools": None, "documents": None, **variables}
+        given: dict[str, Any] = {"messages": messages, "tools": tools, "documents": None, **variables}
         chunks, length = list[str](), 0
         try:
             for chunk in self._compiled.generate(**given, add_generation_prompt=add_generation_prompt):
@@ -91,9 +94,32 @@ class ShapingTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as text. Raises `TemplateError`."""
-        return self._template.render(
-            list(map(self._shape, messages)), self._variables, add_generation_prompt=add_generation_prompt
-        )
+        tools = messages[0]["tools"] if messages and messages[0]["role"] == "tools" else None
+        shaped = list(map(self._shape, messages[1:] if tools else messages))
+        return self._template.render(shaped, self._variables, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The form in which it prints calls of tools. Raises `RequestError` if it knows no tools, or another form."""
+        call = {"id": "probe1234", "type": "function", "function": {"name": _PROBE, "arguments": {"a": 1}}}
+        tool = {"type": "function", "function": {"name": _PROBE, "parameters": {"type": "object", "properties": {}}}}
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        try:
+            listed, without = (
+                self.render(with_tools(question, tools), add_generation_prompt=True) for tools in ([tool], [])
+            )
+            turns = [*question, Message(role="assistant", content="", tool_calls=[call])]
+            printed = self.render(with_tools(turns, [tool]), add_generation_prompt=False)
+        except TemplateError:
+            listed = without = printed = ""
+        if _PROBE not in listed or _PROBE in without:
+            raise RequestError(
+                "this model's chat template knows no tools; leave them out, or export with a --chat-template that does"
+            )
+        for form in FORMS:
+            if form.text(ToolCall(_PROBE, json.dumps({"a": 1}))) in printed:
+                return form
+        raise RequestError("this model's chat template writes calls of tools in a form that vtx does not know")
 
     def _try(self, role: str, content: str | Sequence[Part]) -> str:
         chat: list[Message] = [{"role": role, "content": content}]
@@ -114,7 +140,7 @@ class ShapingTemplate:
         elif not isinstance(content, str) and reads_strings and not reads_parts:
             tokens = {"image": f"{self._settings.image_token}\n", "video": f"{self._settings.video_token}\n"}
             content = "".join(part["text"] if part["type"] == "text" else tokens[part["type"]] for part in content)
-        return {"role": message["role"], "content": content}
+        return {**message, "content": content}
 
 
 def _one_line(error: Exception) -> str:

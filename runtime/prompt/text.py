@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,9 +13,10 @@ from vtx.runtime.bundle.spec.manifest import TEMPLATE, TOKENIZER
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, RequestError, TemplateError, VtxError
 from vtx.runtime.prompt.masking import Masking
-from vtx.runtime.prompt.messages import Message, check_messages, texts_of
+from vtx.runtime.prompt.messages import Message, check_messages, extras_of, texts_of
 from vtx.runtime.prompt.template import ShapingTemplate
 from vtx.runtime.prompt.tokenizer import Detokenizer, decode, encode, parse_tokenizer, rust_errors
+from vtx.runtime.prompt.tools import CallForm
 from vtx.runtime.vision.tokens import PromptImage
 
 MAX_TOKENIZER_BYTES = 64 << 20
@@ -81,6 +82,8 @@ class Text:
         once, `BundleError` when the tokenizer gives a token that the model does not have.
         """
         kinds, length = check_messages(messages)
+        if any(map(extras_of, messages)):
+            _ = self.call_form  # else the template would leave out tools and calls without a word
         if self._most_characters is not None and length > self._most_characters:
             self._check_length(messages, add_generation_prompt, self._most_characters)
         ids = self._ids(messages, add_generation_prompt)
@@ -122,8 +125,12 @@ class Text:
         self, messages: Sequence[Message], add_generation_prompt: bool, images: Sequence[PromptImage] = ()
     ) -> NDArray[np.int64]:
         """The ids of messages, one for each image and video; with `images` one for each span of theirs."""
-        masked, masks = self._masking.mask(messages)
-        rendered = self._template.render(masked, add_generation_prompt=add_generation_prompt)
+        masks: Mapping[str, str] = {}
+        if messages and messages[0]["role"] == "prompt":
+            rendered = "".join(texts_of(messages[0]))
+        else:
+            masked, masks = self._masking.mask(messages)
+            rendered = self._template.render(masked, add_generation_prompt=add_generation_prompt)
         if images:
             first, *texts = rendered.split(self.settings.image_token)
             printed = (image.text(self.settings.image_token) for image in images)
@@ -158,14 +165,26 @@ class Text:
                 )
 
     def asked(self, messages: Sequence[Message], images: int | Sequence[int | PromptImage]) -> NDArray[np.int64]:
-        """As `prompt`; an assistant's message at the end is the beginning of the answer, which continues it."""
+        """As `prompt`; an assistant's message at the end is the beginning of the answer, which continues it.
+
+        One message of the role "prompt" is a whole prompt, which no template prints, with its control tokens.
+        """
         begun = self.begun(messages)
+        if messages and messages[0]["role"] == "prompt":
+            return np.array(begun, np.int64)
         prompt = self.prompt(messages[:-1] if begun else messages, images)
         return np.concatenate([prompt, np.array(begun, np.int64)]) if begun else prompt
 
     def begun(self, messages: Sequence[Message]) -> list[int]:
         """The ids of an answer that the last message begins; none if that is a question."""
         last = messages[-1] if messages else None
+        if last and last["role"] == "prompt":
+            text = "".join(texts_of(last))
+            check_messages([{"role": "user", "content": text}])
+            ids = self._ids(messages, add_generation_prompt=False)
+            if np.isin(ids, self._pictures).any():
+                raise RequestError(f"the prompt holds {self.settings.image_token}; ask about images by messages")
+            return list(map(int, ids))
         return self.answer_ids("".join(texts_of(last))) if last and last["role"] == "assistant" else []
 
     @cached_property
@@ -191,6 +210,11 @@ class Text:
         """Token ids of an answer behind a prompt, as the template prints earlier ones, without an end token."""
         before, space = self._before_answer
         return self._masking.continuation(before, space + answer) if answer else []
+
+    @property
+    def call_form(self) -> CallForm:
+        """The form of calls of tools. Raises `RequestError` if the chat template knows none, or another one."""
+        return self._template.call_form
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""

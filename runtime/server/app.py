@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vtx.runtime.server.access import AccessLog
-from vtx.runtime.server.chat import TOKENIZE, ChatCompletions, Traffic
+from vtx.runtime.server.endpoints import ENDPOINTS, Endpoints, Traffic
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import Receive, Scope, Send, header
 from vtx.runtime.server.limits import Limits
@@ -58,7 +58,7 @@ def make_app(
     metrics, traffic = Metrics(), traffic or Traffic()
     folder = files("vtx.runtime.server").joinpath("page")
     pages = {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in PAGE.items()}
-    chat = ChatCompletions(engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic)
+    endpoints = Endpoints(engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic)
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
@@ -91,11 +91,11 @@ def make_app(
     async def lifespan(_: Any) -> AsyncIterator[None]:
         with nullcontext() if watchdog is None else watchdog.running(asyncio.get_running_loop()):
             yield
-            chat.close()
+            endpoints.close()
             engines.close()
 
     routes = [
-        *(Route(path, endpoint=chat, methods=["POST"]) for path in ("/v1/chat/completions", TOKENIZE)),
+        *(Route(path, endpoint=endpoints, methods=["POST"]) for path in ENDPOINTS),
         Route("/v1/models", endpoint=models),
         Route("/v1/models/{name:path}", endpoint=model),
         *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
@@ -117,7 +117,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         refusal = refusal_of(error)
         return JSONResponse(refusal.body(), refusal.status)
-    known = "POST /v1/chat/completions, /tokenize, GET /v1/models, /v1/models/ID, /livez, /readyz, /health, /metrics, /"
+    known = "GET /, /v1/models, /v1/models/ID, /livez, /readyz, /health, /metrics, POST " + ", ".join(ENDPOINTS)
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
     return JSONResponse(refusal.body(), refusal.status, headers=error.headers)
 

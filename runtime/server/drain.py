@@ -9,7 +9,7 @@ from types import FrameType
 
 import uvicorn
 
-from vtx.runtime.server.chat import Traffic
+from vtx.runtime.server.endpoints import Traffic
 
 LOOK_SECONDS = 0.05
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 from vtx.runtime.server.limits import Limits
@@ -83,20 +83,25 @@ class Reply:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         await self._begin(200, headers, {"x-accel-buffering": "no"})
 
-    async def event(self, value: Mapping[str, Any] | str) -> None:
-        """One event, an object as JSON, or a string unchanged."""
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        body = f"data: {text}\n\n".encode("utf-8", "replace")
+    async def event(self, value: Mapping[str, Any]) -> None:
+        """One event, an object as JSON, under the name of its `type` if it has one."""
+        name = f"event: {value['type']}\n" if "type" in value else ""
+        body = f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
         await self._put({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def events(self, values: Iterable[Mapping[str, Any]]) -> None:
+        """Several events."""
+        for value in values:
+            await self.event(value)
 
     async def comment(self, text: str) -> None:
         """A comment of the stream, which clients ignore."""
         await self._put({"type": "http.response.body", "body": f": {text}\n\n".encode(), "more_body": True})
 
-    async def end_events(self) -> None:
-        """The end of a stream as OpenAI's clients know it."""
-        await self.event("[DONE]")
-        await self._put({"type": "http.response.body", "body": b""})
+    async def end_events(self, last: str) -> None:
+        """The end of a stream, after a `last` event, if it is not empty."""
+        body = f"data: {last}\n\n".encode() if last else b""
+        await self._put({"type": "http.response.body", "body": body})
 
     async def _begin(self, status: int, headers: dict[str, str], more: dict[str, str] | None) -> None:
         pairs = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers | (more or {})).items()]

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from vtx.runtime.errors import UnsupportedModelError as UnsupportedModelError
     from vtx.runtime.errors import VtxError as VtxError
     from vtx.runtime.prompt.guiding import Guide as Guide
+    from vtx.runtime.prompt.tools import ToolCall as ToolCall
+    from vtx.runtime.prompt.tools import Tools as Tools
     from vtx.runtime.session.sampling import Sampling as Sampling
     from vtx.runtime.vision.files.source import bgr as bgr
     from vtx.runtime.vision.video import video as video
@@ -63,6 +65,8 @@ _HOMES = {
     "Options": "runtime.api.options",
     "Sampling": "runtime.session.sampling",
     "Stats": "runtime.api.answer",
+    "ToolCall": "runtime.prompt.tools",
+    "Tools": "runtime.prompt.tools",
     "bgr": "runtime.vision.files.source",
     "export": "exporter.python",
     "load": "runtime.api.load",

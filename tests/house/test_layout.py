@@ -173,7 +173,7 @@ def parameters(function: Any) -> list[str]:
 def test_the_public_names_are_these() -> None:
     names = {
         "Answer", "AnswerStream", "AsyncAnswerStream", "Chat", "Conversation", "Guide", "Model", "Options", "Sampling",
-        "Stats", "bgr", "export", "load", "video",
+        "Stats", "ToolCall", "Tools", "bgr", "export", "load", "video",
     }  # fmt: skip
     errors = {
         "BundleError", "CheckpointError", "ContextError", "ConversationBusyError", "DeviceError", "ExportError",

@@ -19,10 +19,10 @@ from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, Reques
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.engine import Asked, Capacity, Engine
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.objects import Objects
+from vtx.runtime.server.openai.chat import ChatObjects
+from vtx.runtime.server.openai.request import ChatRequest, read_request
 from vtx.runtime.server.refusal import Refusal, refusal_of
 from vtx.runtime.server.remote import RemoteImage
-from vtx.runtime.server.request import ChatRequest, read_request
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.video import video
@@ -145,8 +145,8 @@ def answer_lines(engine: Engine, lines: Sequence[Line], asking: Asking) -> Itera
                 raise found
             yield line, _failed(line, found)
         elif chat is not None and isinstance(line, Task):
-            objects = Objects(chat.model, engine.model, chat.options.logprobs, notes=chat.notes)
-            body = json.loads(json.dumps(objects.completion(found)))
+            objects = ChatObjects(chat, engine.model)
+            body = json.loads(json.dumps(objects.whole(found)))
             yield line, _openai(line, {"status_code": 200, "request_id": objects.id, "body": body})
         elif isinstance(line, Task):
             yield line, {"id": line.id, "question": line.question, **json.loads(json.dumps(found[0].to_dict()))}

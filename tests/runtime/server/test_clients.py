@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.support.calling import tool
 from tests.support.serving import Served, asking, serving, until, user
 from tests.support.tiny import random_image
 from vtx.cli import serve
@@ -110,10 +111,10 @@ def test_one_model_is_described(served: Served) -> None:
 
 def test_a_lenient_server_ignores_what_it_does_not_support_and_says_so(tiny_bundle: Path) -> None:
     with serving({"tiny": tiny_bundle}, lenient=True) as served:
-        body = asking(QUESTION, temprature=1, tools=[{"type": "function"}], modalities=["audio"])
+        body = asking(QUESTION, temprature=1, tools=[tool("draw")], modalities=["audio"], ignore_eos=False)
         done = served.chat(body)
         assert done.status == 200
-        assert done.json["usage"]["vtx"]["ignored"] == ["modalities", "tools", "'temprature'"]
+        assert done.json["usage"]["vtx"]["ignored"] == ["modalities", "'temprature'", "tools"]
         assert served.chat(asking(QUESTION, temperature="hot")).status == 400, "what is supported is still checked"
 
 

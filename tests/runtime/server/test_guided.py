@@ -69,16 +69,16 @@ def test_a_stream_gives_every_forced_token(served: Served) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"response_format": "json"}, "response_format", "json_schema"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
-        ({"guided_choice": ["a"], "guided_regex": "b"}, "response_format", "2 forms"),
-        ({"guided_regex": "(("}, None, "unclosed"),
-        ({"guided_json": {"type": "picture"}}, None, "picture"),
-        ({"guided_json": {"$ref": "#"}}, None, "no answer"),
-        ({"guided_regex": "a", "stop": "a"}, None, "leave stop out"),
+        ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_regex", "give one"),
+        ({"guided_regex": "(("}, "guided_regex", "unclosed"),
+        ({"guided_json": {"type": "picture"}}, "guided_json", "picture"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "no answer"),
+        ({"guided_regex": "a", "stop": "a"}, "guided_regex", "leave stop out"),
+        ({"guided_choice": [str(n) for n in range(1025)]}, "guided_choice", "the limit is 1,024"),
+        ({"guided_json": {"description": "x" * 70_000}}, "guided_json", "the limit is 65,536"),
     ],
 )
-def test_what_cannot_guide_an_answer_is_refused(
-    served: Served, fields: dict[str, Any], param: str | None, said: str
-) -> None:
+def test_what_cannot_guide_an_answer_is_refused(served: Served, fields: dict[str, Any], param: str, said: str) -> None:
     reply = served.chat({**ASKED, **fields})
     assert reply.status == 400
     assert said in reply.json["error"]["message"]

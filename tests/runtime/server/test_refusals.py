@@ -19,9 +19,9 @@ from tests.support.serving import WAIT, Served, asking, data_url, serving, until
 from tests.support.tiny import random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.scheduler.engine import Asked, Engine
-from vtx.runtime.server.chat import prepare
+from vtx.runtime.server.endpoints import prepare
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.request import read_request
+from vtx.runtime.server.openai.request import read_request
 
 IMAGE = random_image(1)
 LIMITS = Limits(body=60_000, pixels=10_000, images=2, new_tokens=200)
@@ -45,7 +45,7 @@ def part(url: Any) -> dict[str, Any]:
         ({"model": None}, 400, "model", "the request has no model"),
         ({"messages": []}, 400, "messages", "must be a list"),
         ({"messages": [{"role": "assistant", "content": "red"}]}, 400, "messages", "the user's question"),
-        ({"messages": [{"role": "tool", "content": "red"}]}, 400, "messages", "role of system"),
+        ({"messages": [{"role": "tools", "content": "red"}]}, 400, "messages", "role of system"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "messages", "not int"),
         ({"messages": [user("  ")]}, 400, None, "the question is empty"),
         ({"messages": [part({"url": "http://127.0.0.1/a.png"})]}, 400, "messages", "fetches no addresses"),
@@ -78,7 +78,7 @@ def part(url: Any) -> dict[str, Any]:
         ({"logit_bias": {str(n): 0 for n in range(1025)}}, 400, "logit_bias", "at most 1024"),
         ({"logit_bias": [1]}, 400, "logit_bias", "token ids"),
         ({"logit_bias": {"99999999": 1}}, 400, None, "names token 99999999"),
-        ({"tools": [{"type": "function"}]}, 400, "tools", "does not support"),
+        ({"tools": [{"type": "function"}]}, 400, "tools", "is not"),
         ({"top_logprobs": 3}, 400, "top_logprobs", "ask for logprobs, too"),
         ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "20"),
         ({"top_logprobs": True, "logprobs": True}, 400, "top_logprobs", "whole number"),

@@ -198,7 +198,7 @@ def test_a_server_fetches_from_its_hosts_and_by_default_from_none(
         fetched.append((image, limit, seconds))
         return out.getvalue()
 
-    monkeypatch.setattr("vtx.runtime.server.chat.fetch", from_memory)
+    monkeypatch.setattr("vtx.runtime.server.endpoints.fetch", from_memory)
     there = {"type": "image_url", "image_url": {"url": "https://pictures.example/a.png?b=c"}}
     asked = asking({"role": "user", "content": [there, {"type": "text", "text": "red?"}]})
     with serving({"tiny": tiny_bundle}, image_hosts=HOSTS) as served:

@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions, checked field by field. Fields that vtx does not support are refused by name."""
+"""The body of a request, checked field by field. Fields that vtx does not support are refused by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from vtx.runtime.api.options import DEFAULT, K, Options, Settings
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.checks import check_text, check_whole
 from vtx.runtime.errors import RequestError
-from vtx.runtime.prompt.guiding import Guide
-from vtx.runtime.prompt.messages import Message
+from vtx.runtime.prompt.guiding import Guide, listed_tools
+from vtx.runtime.prompt.messages import Message, with_tools
+from vtx.runtime.prompt.tools import Tools
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.server.remote import RemoteImage, remote_image
@@ -24,16 +25,27 @@ MAX_PRIORITY = 10  # minutes
 T = TypeVar("T")
 S = TypeVar("S", Options, Sampling)
 ADDED = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias")
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields of OpenAI's responses that the reply repeats.
+REPEATED = ("instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "metadata", "max_output_tokens",
+            "encoding_format")  # fmt: skip
 # Fields of OpenAI's API without a meaning here, whatever their value.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 GUIDED = {  # vLLM's fields
     "guided_json": "schema", "guided_choice": "choices", "guided_regex": "regex", "guided_grammar": "grammar",
 }  # fmt: skip
 # Fields that may be given with the value that changes nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "modalities": (["text"],), "tools": ([],), "tool_choice": ("none", "auto"),
+    "modalities": (["text"],), "echo": (False,), "best_of": (1,), "suffix": ("",),
+    "truncation": ("disabled",), "background": (False,), "include": ([],),
 }  # fmt: skip
+Translate = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class RawPrompt(str):
+    """In place of messages: a prompt that no template prints, its control tokens included."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +54,8 @@ class ChatRequest:
 
     `reuse`: start from the caches of earlier requests. `n`: answers. `notes`: differences to what was asked for, which
     the reply has: fields that were `ignored`, and `max_tokens` if it is less. `deadline`: seconds from its arrival to
-    its end, None: the server's limit. `priority`: waits as if it had arrived this many minutes earlier.
+    its end, None: the server's limit. `priority`: waits as if it had arrived this many minutes earlier. `form`: the
+    field that gives the form of the answer. `fields`: those of the body that a reply repeats.
     """
 
     model: str
@@ -58,6 +71,9 @@ class ChatRequest:
     notes: Mapping[str, Any] = field(default_factory=dict)
     deadline: float | None = None
     priority: int = 0
+    form: str | None = None
+    lenient: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def adapts(self) -> bool:
@@ -71,15 +87,24 @@ class ChatRequest:
         return Settings(self.k, replace(self.options, timeout=None, sampling=sampling), self.reduce)
 
 
-def read_request(body: bytes, limits: Limits, hosts: Collection[str] = (), *, lenient: bool = False) -> ChatRequest:
+def read_request(
+    body: bytes,
+    limits: Limits,
+    hosts: Collection[str] = (),
+    *,
+    lenient: bool = False,
+    translate: Translate | None = None,
+) -> ChatRequest:  # fmt: skip
     """The request that a body holds; images may be at addresses of `hosts`. Raises Refusal for anything else.
 
-    A `lenient` server ignores fields and values that it does not support, and says so.
+    `translate` makes the fields of a chat completion of another address's. A `lenient` server ignores fields and values
+    that it does not support, and says so.
     """
     data = parse_json(body, "the body", error=RequestError)
     if not isinstance(data, dict):
-        raise Refusal(400, f"the body is {type(data).__name__}, not an object; send a chat completion request")
+        raise Refusal(400, f"the body is {type(data).__name__}, not an object; send a request as OpenAI's API has it")
     present = {name: value for name, value in data.items() if value is not None}
+    given, present = present, translate(present) if translate is not None else dict(present)
     ignored = list[str]()
     for name in sorted(set(present) & set(NEUTRAL)):
         value = present.pop(name)
@@ -106,12 +131,21 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = (), *, le
         replace(options, logprobs=fields.flag("logprobs")), "gate_threshold", "stop", "top_logprobs", "about"
     )
     none: tuple[Guide, ...] = ()
-    guides = fields.take("response_format", none, _response_format)
-    for name, kind in GUIDED.items():
-        guides += fields.take(name, none, partial(_guides, kind))
-    if len(guides) > 1:
-        raise Refusal(400, f"{len(guides)} forms of the answer are given; give one", param="response_format")
-    options = replace(options, guide=guides[0]) if guides else options
+    guides = {"response_format": fields.take("response_format", none, _response_format), "tools": _tools(fields)}
+    guides |= {name: fields.take(name, none, partial(_guides, kind)) for name, kind in GUIDED.items()}
+    forms = [(name, guide) for name, several in guides.items() for guide in several]
+    form, guide = forms[0] if forms else (None, None)
+    if len(forms) > 1:
+        names = " and ".join(name for name, _ in forms)
+        raise Refusal(
+            400, f"{names} are given, each a form of the answer; give one", code="invalid_value", param=forms[1][0]
+        )
+    if guide is not None:
+        try:
+            options = replace(options, guide=guide)
+        except RequestError as e:
+            raise Refusal(400, str(e), code="invalid_value", param=form) from e
+    messages = with_tools(messages, listed_tools(guide))
     stream = fields.flag("stream")
     stream_options: dict[str, bool] = fields.take(
         "stream_options", {}, lambda value: _stream_options(value, stream=stream)
@@ -132,8 +166,9 @@ def read_request(body: bytes, limits: Limits, hosts: Collection[str] = (), *, le
         options, notes = replace(options, max_new_tokens=limits.new_tokens), {**notes, "max_tokens": limits.new_tokens}
     seconds = None if deadline is None else deadline / 1000
     return ChatRequest(
-        model, messages, tuple(images), k, reduce, options, stream, usage, reuse, n, notes, seconds, priority
-    )
+        model, messages, tuple(images), k, reduce, options, stream, usage, reuse, n, notes, seconds, priority, form,
+        lenient, {name: given[name] for name in REPEATED if name in given},
+    )  # fmt: skip
 
 
 class _Fields:
@@ -197,6 +232,29 @@ def _guides(kind: str, value: Any) -> tuple[Guide, ...]:
     return (Guide(**{kind: value}),)
 
 
+def _tools(fields: _Fields) -> tuple[Guide, ...]:
+    """The calls that the fields of tools allow or ask for; none if there are to be none."""
+    if fields.left.get("tools") == []:
+        del fields.left["tools"]
+    functions: Any = fields.take("tools", None, lambda value: Guide(tools=value) and value)
+    parallel = fields.flag("parallel_tool_calls", default=True)
+
+    def chosen(value: Any) -> Any:
+        named = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+        choice = named.get("name") if isinstance(named, dict) else value
+        if choice == "none" or (functions is None and choice == "auto"):
+            return ""
+        if functions is None or not isinstance(choice, str):
+            raise RequestError(
+                f'tool_choice is {value!r:.60}; it must be "none", "auto" or "required" next to tools, or '
+                '{"type": "function", "function": {"name": ...}}'
+            )
+        return Tools(functions, choice, parallel)
+
+    tools = fields.take("tool_choice", None if functions is None else Tools(functions, "auto", parallel), chosen)
+    return (Guide(tools=tools),) if tools else ()
+
+
 def _response_format(value: Any) -> tuple[Guide, ...]:
     """The form that OpenAI's field asks for; none for text."""
     kind = value.get("type") if isinstance(value, dict) else None
@@ -222,6 +280,8 @@ def _stream_options(value: Any, *, stream: bool) -> None:
 
 def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[Any], list[Message]]:
     """The images and messages of OpenAI's form; images as data URLs, or at addresses of `hosts`."""
+    if isinstance(value, RawPrompt):
+        return [], [{"role": "prompt", "content": str(value)}]
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list that ends with the user's question")
     cleaned = list[dict[str, Any]]()
@@ -231,12 +291,16 @@ def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[
         content = message.get("content")
         if content is None and message["role"] == "assistant":
             content = ""
+        others = {name: message[name] for name in ("tool_calls", "tool_call_id") if message.get(name)}
         if isinstance(content, list):
             content = [_part(part, hosts) for part in content]
-        cleaned.append({"role": message["role"], "content": content})
-    if cleaned[-1]["role"] not in ("user", "assistant") or all(turn["role"] != "user" for turn in cleaned):
+        cleaned.append({"role": message["role"], "content": content, **others})
+    last = cleaned[-1]
+    ends = last["role"] in ("user", "assistant", "tool") and not last.get("tool_calls")
+    if not ends or all(turn["role"] != "user" for turn in cleaned):
         raise RequestError(
-            "the last message must be the user's question: role 'user', or the beginning of its answer: 'assistant'"
+            "the last message must be the user's question, a tool's result, or the beginning of the answer: role "
+            "'user', 'tool', or 'assistant' without calls"
         )
     images, messages = split_images(cleaned)
     if len(images) > limits.images:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: from a request to its answer, whole or token by token."""
+"""The addresses that compute: from a request to its answer, whole or token by token."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.errors import DeviceError
+from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.scheduler.choosing import Chosen
 from vtx.runtime.scheduler.engine import Asked, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece
@@ -25,16 +25,19 @@ from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import Metrics
-from vtx.runtime.server.objects import FINISHED, Objects
+from vtx.runtime.server.openai import completions, embeddings, responses
+from vtx.runtime.server.openai.chat import ChatObjects
+from vtx.runtime.server.openai.objects import Objects
+from vtx.runtime.server.openai.request import ChatRequest, Translate, read_request
 from vtx.runtime.server.refusal import Refusal, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
-from vtx.runtime.server.request import ChatRequest, read_request
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.image import image_size
 from vtx.runtime.vision.video import Video
 
 log = logging.getLogger(__name__)
-TOKENIZE = "/tokenize"  # vLLM's address: the same request, of which only the prompt's tokens are given
+T = TypeVar("T")
+CHAT, TOKENIZE, EMBEDDINGS = "/v1/chat/completions", "/tokenize", "/v1/embeddings"
 CLIENT_LEFT = 499  # in the metrics only
 RETRY_SECONDS = 2
 READERS = 2  # threads that parse requests and decode images
@@ -42,6 +45,24 @@ VIDEO_READERS = 1  # threads that decode videos, which takes longer
 LATE_SECONDS = 1.0  # after its deadline, for an answer that ends there to arrive
 PRIORITY_SECONDS = 60.0  # that one step of priority is worth in the queue
 FETCHERS = 8  # threads that fetch images
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An address: its fields as those of a chat completion, with other `names` in errors, and its objects."""
+
+    translate: Translate | None
+    objects: type[Objects] = ChatObjects
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+ENDPOINTS = {
+    CHAT: Endpoint(None),
+    "/v1/completions": Endpoint(completions.chat_fields, completions.CompletionObjects, {"messages": "prompt"}),
+    "/v1/responses": Endpoint(responses.chat_fields, responses.ResponseObjects, responses.NAMES),
+    EMBEDDINGS: Endpoint(embeddings.chat_fields, names=embeddings.NAMES),
+    TOKENIZE: Endpoint(None),  # vLLM's address: a chat completion of which only the prompt's tokens are given
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +82,8 @@ class Traffic:
     draining: bool = False
 
 
-class ChatCompletions:
-    """An ASGI application for one address. Images are fetched from `hosts` only. `close` ends its threads."""
+class Endpoints:
+    """An ASGI application for `ENDPOINTS`. Images are fetched from `hosts` only. `close` ends its threads."""
 
     def __init__(
         self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = (),
@@ -77,14 +98,16 @@ class ChatCompletions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. An error ends this one only."""
-        reply = Reply(send, self._limits)
+        reply, endpoint = Reply(send, self._limits), ENDPOINTS[scope["path"]]
         try:
-            await self._answer(scope, receive, reply)
+            await self._answer(scope, receive, reply, endpoint)
         except ClientLeft:
             self._metrics.cancelled()
             reply.status = CLIENT_LEFT
         except Exception as e:
             refusal = refusal_of(e)
+            if refusal.code != "unknown_parameter":
+                refusal.param = endpoint.names.get(refusal.param or "", refusal.param)
             if refusal.status >= 500 and not isinstance(e, Refusal | ClosedError):
                 log.exception("a request failed")
             with suppress(ClientLeft):
@@ -92,7 +115,7 @@ class ChatCompletions:
                     await reply.json(refusal.status, refusal.body(), refusal.headers)
                 else:  # its stream has begun
                     await reply.event(refusal.body())
-                    await reply.end_events()
+                    await reply.end_events(endpoint.objects.last)
                     reply.status = refusal.status
         finally:
             self._metrics.request(reply.status or CLIENT_LEFT)
@@ -102,7 +125,7 @@ class ChatCompletions:
         for threads in (self._readers, self._video_readers, self._loader, self._fetchers):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, reply: Reply, endpoint: Endpoint) -> None:
         most, seconds, started = self._limits.parallel + self._limits.queue, self._limits.seconds, time.monotonic()
         if self._traffic.draining:
             raise shutting_down()
@@ -116,7 +139,9 @@ class ChatCompletions:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + seconds
             body = await read_json_body(scope, receive, self._limits)
-            read = partial(read_request, body, self._limits, self._hosts, lenient=self._lenient)
+            read = partial(
+                read_request, body, self._limits, self._hosts, lenient=self._lenient, translate=endpoint.translate
+            )
             chat = await loop.run_in_executor(self._readers, read)
             del read
             del body
@@ -132,6 +157,11 @@ class ChatCompletions:
             with self._engines.use(engine):
                 videos = any(isinstance(image, Video) for image in chat.images)
                 readers, stopping = self._video_readers if videos else self._readers, threading.Event()
+                if scope["path"] == EMBEDDINGS:
+                    vectors = loop.run_in_executor(readers, embed, engine, chat, self._limits, stopping.is_set)
+                    found = await _while_wanted(vectors, receive, stopping, deadline, seconds)
+                    await reply.json(200, found)
+                    return
                 reading = loop.run_in_executor(readers, prepare, engine, chat, self._limits, stopping.is_set)
                 prepared = await _while_wanted(reading, receive, stopping, deadline, seconds)
                 if scope["path"] == TOKENIZE:
@@ -141,9 +171,9 @@ class ChatCompletions:
                 chat = prepared.chat  # without the images' text, which may be large
                 waits = list[float]()  # until it began, and until its first token, by the monotonic clock
                 notes = {**chat.notes}
-                objects = Objects(chat.model, engine.model, chat.options.logprobs, notes=notes)
+                objects = endpoint.objects(replace(chat, notes=notes), engine.model)
                 async with aclosing(_events(engine, prepared, receive, deadline, seconds, waits, notes)) as events:
-                    answers = await _send_answer(reply, events, objects, chat, self._limits.comment_seconds)
+                    answers = await _send_answer(reply, events, objects, self._limits.comment_seconds)
         finally:
             self._traffic.inside -= 1
         begun, first = (at - started for at in waits)
@@ -171,8 +201,8 @@ def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
 
 
 async def _while_wanted(
-    reading: asyncio.Future[Prepared], receive: Receive, stopping: threading.Event, deadline: float, seconds: float
-) -> Prepared:
+    reading: asyncio.Future[T], receive: Receive, stopping: threading.Event, deadline: float, seconds: float
+) -> T:
     """The result of `reading`. Once nobody waits for it any more, `stopping` is set, and it ends.
 
     Raises ClientLeft if the client has gone; Refusal if it took too long (408).
@@ -200,8 +230,25 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable
     if chat.options.guide is not None:
         try:
             loaded.guided(chat.options.guide)
-        except DeviceError as e:
-            raise Refusal(400, str(e), code="unsupported_value", param="response_format") from e
+        except (DeviceError, RequestError) as e:
+            if not (chat.lenient and chat.form == "tools"):
+                raise Refusal(400, str(e), code="unsupported_value", param=chat.form) from e
+            notes = {**chat.notes, "ignored": [*chat.notes.get("ignored", ()), "tools"]}
+            chat = replace(chat, messages=chat.messages[1:], options=replace(chat.options, guide=None), notes=notes)
+    images = read_images(engine, chat, limits, stopped)
+    loaded.check_system(chat.messages)
+    ids = loaded.prompt_ids(chat.messages, images)
+    room = loaded.manifest.max_context - len(ids)
+    if not policy.entries and 0 < room < chat.options.max_new_tokens:
+        chat = replace(chat, notes={**chat.notes, "max_tokens": room})  # where the context ends the answer
+    return Prepared(replace(chat, images=()), images, ids)
+
+
+def read_images(
+    engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]
+) -> tuple[PreparedImage, ...]:
+    """Read the images and videos of a request. Raises Refusal, ImageError."""
+    loaded = engine.model.loaded
     sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
     for image in sources:
         if isinstance(image, Video):
@@ -212,13 +259,18 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable
                 413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in total; "
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
-    images = loaded.prepare_all(sources, messages=chat.messages, stopped=stopped)
-    loaded.check_system(chat.messages)
-    ids = loaded.prompt_ids(chat.messages, images)
-    room = loaded.manifest.max_context - len(ids)
-    if not policy.entries and 0 < room < chat.options.max_new_tokens:
-        chat = replace(chat, notes={**chat.notes, "max_tokens": room})  # where the context ends the answer
-    return Prepared(replace(chat, images=()), images, ids)
+    return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped)
+
+
+def embed(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> dict[str, Any]:
+    """The reply with the embeddings of a request's images."""
+
+    def check() -> None:
+        if stopped():
+            raise ClientLeft
+
+    images = read_images(engine, chat, limits, stopped)
+    return embeddings.embeddings(engine.model.loaded, chat, images, check)
 
 
 async def _events(
@@ -298,17 +350,17 @@ def _too_slow(seconds: float) -> Refusal:
 
 
 async def _send_answer(
-    reply: Reply, events: AsyncIterator[tuple[int, Piece | Done]], objects: Objects, chat: ChatRequest, pause: float
+    reply: Reply, events: AsyncIterator[tuple[int, Piece | Done]], objects: Objects, pause: float
 ) -> list[Answer]:
     """Send the answers whole, or as server-sent events from the first token on; an error before has its own status.
 
     A stream without an event for `pause` seconds gets a comment, which keeps its connection open.
     """
-    answers, begun = dict[int, Answer](), set[int]()
+    answers, begun, stream = dict[int, Answer](), set[int](), objects.request.stream
     getting = asyncio.ensure_future(anext(events, None))
     try:
         while True:
-            await asyncio.wait({getting}, timeout=pause if chat.stream else None)
+            await asyncio.wait({getting}, timeout=pause if stream else None)
             if not getting.done():
                 if not reply.status:
                     await reply.begin_events()
@@ -318,25 +370,26 @@ async def _send_answer(
                 break
             index, event = found
             getting = asyncio.ensure_future(anext(events, None))
-            if chat.stream and not reply.status:
-                await reply.begin_events()
-            if chat.stream and index not in begun:
-                begun.add(index)
-                await reply.event(objects.chunk({"role": "assistant", "content": ""}, index=index))
             if isinstance(event, Done):
                 answers[index] = event.answer
-                if chat.stream:
-                    await reply.event(objects.chunk({}, finish=FINISHED[event.answer.stopped], index=index))
-            elif chat.stream:
-                await reply.event(objects.chunk({"content": event.text}, event.progress, index=index))
+            if not stream:
+                continue
+            if not reply.status:
+                await reply.begin_events()
+            if index not in begun:
+                begun.add(index)
+                await reply.events(objects.begin(index))
+            if isinstance(event, Done):
+                await reply.events(objects.done(index, event.answer))
+            else:
+                await reply.events(objects.piece(index, event))
     finally:
         getting.cancel()
         await asyncio.wait({getting})
     given = [answers[index] for index in sorted(answers)]
-    if not chat.stream:
-        await reply.json(200, objects.completion(given))
+    if not stream:
+        await reply.json(200, objects.whole(given))
         return given
-    if chat.include_usage:
-        await reply.event({**objects.head("chat.completion.chunk"), "choices": [], "usage": objects.usage(given)})
-    await reply.end_events()
+    await reply.events(objects.end(given))
+    await reply.end_events(objects.last)
     return given

@@ -1,0 +1,123 @@
+"""The part that the objects of all replies share: token counts, log probabilities, calls of tools as they come."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from vtx.runtime.api.answer import Answer, Progress
+from vtx.runtime.api.model import Model
+from vtx.runtime.prompt.guiding import listed_tools
+from vtx.runtime.prompt.tools import CallForm, ToolCall
+from vtx.runtime.scheduler.scheduler import Piece
+from vtx.runtime.server.openai.request import ChatRequest
+
+FINISHED = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "timeout": "length"}
+Event = dict[str, Any]
+
+
+class Parts:
+    """The text of an answer as it comes, divided into content and calls. `form` is None if it has no calls."""
+
+    def __init__(self, form: CallForm | None) -> None:
+        self._form, self._text = form, ""
+        self.content, self.calls = "", list[ToolCall]()
+
+    def push(self, text: str, *, complete: bool = False) -> tuple[str, list[tuple[int, ToolCall]]]:
+        """The new content, and of each call that grew its number and its new part, with the name at its beginning."""
+        self._text += text
+        if self._form is None:
+            self.content = self._text
+            return text, []
+        content, calls = self._form.split(self._text, complete=complete)
+        new, grown = content[len(self.content) :], list[tuple[int, ToolCall]]()
+        for number, call in enumerate(calls):
+            old = self.calls[number].arguments if number < len(self.calls) else None
+            if old is None or old != call.arguments:
+                grown.append((number, ToolCall("" if old is not None else call.name, call.arguments[len(old or "") :])))
+        self.content, self.calls = content, calls
+        return new, grown
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """The objects of one reply to `request`, computed by `model`: one whole, or events of a stream."""
+
+    request: ChatRequest
+    model: Model
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    parts: dict[int, Parts] = field(default_factory=dict)  # of each answer
+    prefix: ClassVar[str] = ""
+    last: ClassVar[str] = "[DONE]"  # after the last event of a stream; may be empty
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", f"{self.prefix}{uuid.uuid4().hex}")
+
+    def whole(self, answers: Sequence[Answer]) -> Event:
+        """The whole reply."""
+        raise NotImplementedError
+
+    def begin(self, index: int) -> Iterator[Event]:
+        """The events before the first text of an answer."""
+        yield from ()
+
+    def piece(self, index: int, piece: Piece) -> Iterator[Event]:
+        """The events of a piece of an answer."""
+        raise NotImplementedError
+
+    def done(self, index: int, answer: Answer) -> Iterator[Event]:
+        """The events at the end of an answer."""
+        raise NotImplementedError
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[Event]:
+        """The events at the end of a stream."""
+        raise NotImplementedError
+
+    def divided(self, text: str = "") -> Parts:
+        """A new answer, divided into content and calls."""
+        calls = bool(listed_tools(self.request.options.guide))
+        parts = Parts(self.model.loaded.text.call_form if calls else None)
+        parts.push(text, complete=True)
+        return parts
+
+    def usage(self, answers: Sequence[Answer]) -> Event:
+        """Token counts, and under `vtx` the object of `vtx-run --json` without its text; of several answers a list."""
+        answer, completion = answers[0], sum(len(answer.token_ids) for answer in answers)
+        prompt, several = answer.stats.prompt_tokens, [one.to_dict() for one in answers]
+        for one in several:
+            for name in ("text", "logprobs", "top_logprobs", "tool_calls"):
+                one.pop(name, None)
+        facts: dict[str, Any] = several[0] if len(several) == 1 else {"answers": several}
+        return {
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": answer.stats.reused_tokens},
+            "vtx": {**facts, **self.request.notes, "kv_slot_bytes": self.model.backend.kv_slot_bytes},
+        }  # fmt: skip
+
+    def head(self, kind: str) -> Event:
+        """The fields of every object."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
+
+    def logprobs(self, source: Answer | Progress) -> list[Mapping[str, Any]] | None:
+        """The log probabilities of tokens in OpenAI's form; None if they were not asked for."""
+        if not self.request.options.logprobs:
+            return None
+        logprobs, tops = source.logprobs or (), source.top_logprobs or ((),) * len(source.token_ids)
+        return [
+            {**self._token(id, value), "top_logprobs": [self._token(*one) for one in likely]}
+            for id, value, likely in zip(source.token_ids, logprobs, tops, strict=True)
+        ]
+
+    def _token(self, id: int, logprob: float) -> dict[str, Any]:
+        text = self.model.loaded.text.decode([id])
+        whole = None if "\ufffd" in text else list(text.encode())  # part of a character has no text of its own
+        return {"token": text, "logprob": logprob, "bytes": whole}
+
+
+def call_id() -> str:
+    """A new id of a call; templates of Mistral want nine letters and digits."""
+    return uuid.uuid4().hex[:9]

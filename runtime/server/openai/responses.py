@@ -1,0 +1,216 @@
+"""OpenAI's responses: their input as messages, and their objects, whole and as events. Nothing is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from vtx.runtime.api.answer import Answer, Progress
+from vtx.runtime.errors import RequestError
+from vtx.runtime.prompt.tools import ToolCall
+from vtx.runtime.scheduler.scheduler import Piece
+from vtx.runtime.server.openai.objects import FINISHED, Event, Objects, call_id
+from vtx.runtime.server.refusal import Refusal
+
+# Fields of a chat completion by their names here, for errors too.
+NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+PARTS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
+
+
+def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a chat completion for a body of /v1/responses."""
+    fields = dict(body)
+    for name in ("n", "messages", "response_format", "max_tokens", "max_completion_tokens", "stream_options"):
+        if name in fields:
+            raise Refusal(400, f"there is no field {name}; leave it out", code="unknown_parameter", param=name)
+    for name, read in (("input", _messages), ("tools", _tools), ("tool_choice", _choice), ("text", _format)):
+        if name in fields:
+            try:
+                fields |= read(fields.pop(name))
+            except RequestError as e:
+                raise Refusal(400, str(e), code="invalid_value", param=name) from e
+    if "max_output_tokens" in fields:
+        fields["max_completion_tokens"] = fields.pop("max_output_tokens")
+    if "instructions" in fields:
+        fields["messages"] = [{"role": "system", "content": fields.pop("instructions")}, *fields.get("messages", [])]
+    if "top_logprobs" in fields:
+        fields["logprobs"] = True
+    if fields.get("include") == ["message.output_text.logprobs"]:
+        fields["logprobs"] = bool(fields.pop("include"))
+    return fields
+
+
+def _messages(given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"messages": [{"role": "user", "content": given}]}
+    if not isinstance(given, list):
+        raise RequestError("input must be a string or a list of items")
+    messages = list[dict[str, Any]]()
+    for item in given:
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            content = item.get("content")
+            parts = [_part(part) for part in content] if isinstance(content, list) else content
+            messages.append({"role": item.get("role"), "content": parts})
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+        elif kind == "function_call_output":
+            content = item.get("output")
+            parts = [_part(part) for part in content] if isinstance(content, list) else content
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": parts})
+        else:
+            raise RequestError(f"an item must be a message, function_call or function_call_output; got {item!r:.80}")
+    return {"messages": messages}
+
+
+def _part(part: Any) -> dict[str, Any]:
+    kind = PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+    if kind is None:
+        raise RequestError(f"a part must be input_text, output_text or input_image; got {part!r:.80}")
+    return {"type": kind, kind: part.get(kind)}
+
+
+def _tools(given: Any) -> dict[str, Any]:
+    """Tools as chat completions have them."""
+    functions: list[Any] = given if isinstance(given, list) else [None]
+    if not all(isinstance(tool, dict) and tool.get("type") == "function" for tool in functions):
+        raise RequestError(f"tools is {given!r:.60}; it must be a list of functions, other tools are not there")
+    known = [
+        {name: value for name, value in tool.items() if name != "type" and value is not None} for tool in functions
+    ]
+    return {"tools": [{"type": "function", "function": function} for function in known]}
+
+
+def _choice(given: Any) -> dict[str, Any]:
+    named = isinstance(given, dict) and given.get("type") == "function"
+    return {"tool_choice": {"type": "function", "function": {"name": given.get("name")}} if named else given}
+
+
+def _format(given: Any) -> dict[str, Any]:
+    form = given.get("format", {"type": "text"}) if isinstance(given, dict) and not set(given) - {"format"} else None
+    if not isinstance(form, dict):
+        raise RequestError(f'text is {given!r:.60}; it must be {{"format": {{"type": ...}}}}')
+    return {"response_format": {"type": form.get("type"), "json_schema": form}}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseObjects(Objects):
+    """The objects of one response."""
+
+    items: list[Event] = field(default_factory=list)  # of the output so far; the last is open until the next begins
+    count: list[int] = field(default_factory=lambda: [0])  # of events
+    prefix: ClassVar[str] = "resp_"
+    last: ClassVar[str] = ""
+
+    def whole(self, answers: Sequence[Answer]) -> Event:
+        [answer], parts = answers, self.divided(answers[0].text)
+        if parts.content or not parts.calls:
+            self._open_message(parts.content)
+        for call in parts.calls:
+            self._open_call(call)
+        if self.items[0]["type"] == "message":
+            self.items[0]["content"][0]["logprobs"] = self.logprobs(answer) or []
+        return self._response(answer)
+
+    def begin(self, index: int) -> Iterator[Event]:
+        self.parts[index] = self.divided()
+        yield self._event("created", response=self._response(None))
+        yield self._event("in_progress", response=self._response(None))
+
+    def piece(self, index: int, piece: Piece) -> Iterator[Event]:
+        yield from self._grow(index, piece.text, piece.progress)
+
+    def done(self, index: int, answer: Answer) -> Iterator[Event]:
+        yield from self._grow(index, "", complete=True)
+        if not self.items:
+            yield from self._message()
+        yield from self._close(answer)
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[Event]:
+        response = self._response(answers[0])
+        yield self._event(response["status"], response=response)
+
+    def _grow(
+        self, index: int, text: str, progress: Progress | None = None, *, complete: bool = False
+    ) -> Iterator[Event]:
+        content, calls = self.parts[index].push(text, complete=complete)
+        if content:
+            if not self.items:
+                yield from self._message()
+            item, known = self.items[-1], (self.logprobs(progress) if progress else None) or []
+            item["content"][0]["text"] += content
+            item["content"][0]["logprobs"] += known
+            yield self._of_item("output_text.delta", content_index=0, delta=content, logprobs=known)
+        for _, call in calls:
+            if call.name:
+                yield from self._close()
+                self._open_call(ToolCall(call.name, ""))
+                yield self._event("output_item.added", output_index=len(self.items) - 1, item=dict(self.items[-1]))
+            self.items[-1]["arguments"] += call.arguments
+            yield self._of_item("function_call_arguments.delta", delta=call.arguments)
+
+    def _message(self) -> Iterator[Event]:
+        self._open_message("")
+        item = self.items[-1]
+        yield self._event("output_item.added", output_index=0, item={**item, "content": []})
+        yield self._of_item("content_part.added", content_index=0, part=dict(item["content"][0]))
+
+    def _close(self, answer: Answer | None = None) -> Iterator[Event]:
+        """The end of the item that is open, if one is; `answer`: it is the last one."""
+        if not self.items:
+            return
+        item = self.items[-1]
+        item["status"] = "incomplete" if answer is not None and FINISHED[answer.stopped] != "stop" else "completed"
+        if item["type"] == "message":
+            part = item["content"][0]
+            yield self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"])
+            yield self._of_item("content_part.done", content_index=0, part=part)
+        else:
+            yield self._of_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        yield self._event("output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _open_message(self, text: str) -> None:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        item = {"id": f"msg_{call_id()}", "type": "message", "status": "in_progress", "role": "assistant"}
+        self.items.append({**item, "content": [part]})
+
+    def _open_call(self, call: ToolCall) -> None:
+        item = {"id": f"fc_{call_id()}", "type": "function_call", "status": "in_progress", "call_id": call_id()}
+        self.items.append({**item, "name": call.name, "arguments": call.arguments})
+
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self.count[0] += 1
+        return {"type": f"response.{kind}", "sequence_number": self.count[0] - 1, **fields}
+
+    def _response(self, answer: Answer | None) -> Event:
+        """The response, of which `answer` is None until it is complete."""
+        whole = answer is not None and FINISHED[answer.stopped] == "stop"
+        status = "in_progress" if answer is None else "completed" if whole else "incomplete"
+        for number, item in enumerate(self.items):
+            item["status"] = status if number == len(self.items) - 1 else "completed"
+        fields, counts = self.request.fields, None
+        if answer is not None:
+            usage = self.usage([answer])
+            counts = {
+                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+                "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens_details": {"reasoning_tokens": 0}, "vtx": usage["vtx"],
+            }  # fmt: skip
+        return {
+            "id": self.id, "object": "response", "created_at": self.created, "status": status, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.request.model, "output": list(self.items) if answer is not None else [],
+            "parallel_tool_calls": fields.get("parallel_tool_calls", True), "instructions": fields.get("instructions"),
+            "tools": fields.get("tools", []), "tool_choice": fields.get("tool_choice", "auto"),
+            "text": fields.get("text", {"format": {"type": "text"}}), "metadata": fields.get("metadata", {}),
+            "max_output_tokens": fields.get("max_output_tokens"), "previous_response_id": None, "store": False,
+            "temperature": self.request.options.sampling.temperature, "top_p": self.request.options.sampling.top_p,
+            "truncation": "disabled", "usage": counts,
+        }  # fmt: skip

@@ -1,0 +1,56 @@
+"""Tools, and chat templates that know them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.bundles import export
+from tests.support.tiny import Tiny, make
+
+_TURNS = """{%- if tools %}
+    {{- '<|im_start|>system\\nYou may call:\\n' }}
+    {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' ~ m.role ~ '\\n' }}
+    {%- if m.content is string %}{{- m.content }}
+    {%- else %}
+        {%- for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}
+    {%- endif %}
+    {%- for call in m.tool_calls or [] %}{{- CALL }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+HERMES = _TURNS.replace(
+    "CALL",
+    """'\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' """
+    "~ (call.function.arguments | tojson) ~ '}\\n</tool_call>'",
+)
+LLAMA = _TURNS.replace(
+    "CALL",
+    """'{"name": "' ~ call.function.name ~ '", "parameters": ' ~ (call.function.arguments | tojson) ~ '}'""",
+)
+STRANGE = _TURNS.replace("CALL", "'CALL ' ~ call.function.name")
+PARAMETERS: dict[str, Any] = {
+    "type": "object", "properties": {"count": {"type": "integer", "maximum": 99}, "shape": {"$ref": "#/$defs/Shape"}},
+    "required": ["count", "shape"], "additionalProperties": False,
+    "$defs": {"Shape": {"enum": ["circle", "square"]}},
+}  # fmt: skip
+
+
+def tool(name: str, parameters: Any = PARAMETERS) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    return {"type": "function", "function": {"name": name, "description": "Draw shapes.", "parameters": parameters}}
+
+
+TOOLS = [tool("draw"), tool("erase")]
+
+
+def calling_bundle(folder: Path, template: str = HERMES) -> Path:
+    """A bundle of a tiny random model whose chat template is `template`."""
+    checkpoint = make(folder / "checkpoint", Tiny(tokenizer="bytes", context=1024))
+    (checkpoint / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return export(checkpoint, folder / "bundle", (3, 5), dialects=("ort",)).folder
