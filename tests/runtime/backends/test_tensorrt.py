@@ -615,7 +615,7 @@ def test_the_stand_in_sees_a_second_binding_and_memory_that_is_gone(exported: Pa
 def test_a_bundle_with_engines_for_this_machine_is_answered_there(
     asked: str, exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: CARD)
+    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
     model = load(exported, device=asked, threads=THREADS)
     assert (model.backend.device, model.backend.compute) == ("tensorrt", "f32")
     with model.open([random_image(1)]) as image:
@@ -625,7 +625,7 @@ def test_a_bundle_with_engines_for_this_machine_is_answered_there(
 def test_engines_are_compared_with_onnxruntime_graph_by_graph(
     reducing: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: CARD)
+    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
     graphs = list(compare(Bundle.open(reducing), "ort", "tensorrt"))
     assert first_difference(graphs) is None
     stages = Bundle.open(reducing).manifest.dialects["trt"].stages
@@ -650,11 +650,11 @@ def test_where_nothing_is_installed_the_package_is_named_that_answers_here(
     """Packages for engines help where there is a GPU, and nowhere else."""
     bundle = Bundle.open(exported)
     monkeypatch.setattr("vtx.runtime.backends.devices.find_spec", lambda _: None)
-    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: None)
+    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: None)
     with pytest.raises(DeviceError, match=r'onnxruntime is not installed; pip install "vtx-edge\[cpu\]"') as refused:
         choose(bundle)
     assert "rtx" not in str(refused.value)
     assert "there is none here" in str(refused.value)
-    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda: CARD)
+    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
     with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[rtx\]"'):
         choose(bundle)
