@@ -78,10 +78,10 @@ def build(
         engines[name] = []
         for o in outcomes:
             took, memory = (o.built.seconds, o.built.memory) if o.built else (None, None)
-            engines[name].append({"file": o.record.file, "weights_bytes": o.job.weights, "bytes": o.record.bytes,
+            engines[name].append({"file": o.record.file, "weights_bytes": o.job.graph.weights, "bytes": o.record.bytes,
                                   "seconds": took, "memory_bytes": memory})  # fmt: skip
             cost = [f"{o.built.seconds:.1f} s", size(o.built.memory)] if o.built else ["kept", ""]
-            rows.append([o.record.file, size(o.job.weights), size(o.record.bytes), *cost])
+            rows.append([o.record.file, size(o.job.graph.weights), size(o.record.bytes), *cost])
         if not as_json:
             table(f"engines for {name}", ["engine", "weights", "size", "time", "peak memory"], rows)
     if as_json:

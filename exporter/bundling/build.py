@@ -6,7 +6,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -35,20 +35,9 @@ from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.bundle import seal_manifest, sha256
 from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.safetensors import read_header, write_safetensors
+from vtx.runtime.bundle.spec import manifest as spec
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.manifest import (
-    FINAL_NORM,
-    FORMAT,
-    GOLDEN,
-    KV_SCALES,
-    NEWLINE,
-    ROPE,
-    TEMPLATE,
-    TOKENIZER,
-    FileRecord,
-    Graphs,
-    Manifest,
-)
+from vtx.runtime.bundle.spec.manifest import FileRecord, Graphs, Manifest
 from vtx.runtime.bundle.spec.stored import BLOCK
 from vtx.runtime.bundle.tensors import NEWLINE_TENSOR
 from vtx.runtime.bundle.tensors import WEIGHT as FINAL_NORM_WEIGHT
@@ -70,12 +59,13 @@ LARGE = 256 << 20
 def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> None:
     """Write the parts of the bundle that `journal` lacks into `folder`; `report` gets (phase, done, total)."""
     started = time.time()
-    _write_file(folder / TOKENIZER, plan.tokenizer)
-    _write_file(folder / TEMPLATE, plan.template)
+    texts = {spec.TOKENIZER: plan.tokenizer, spec.TEMPLATE: plan.template}
     if plan.text_tower is not None:
-        _write_file(folder / plan.text_tower.spec.tokenizer, plan.text_tower.tokenizer)
+        texts[plan.text_tower.spec.tokenizer] = plan.text_tower.tokenizer
+    for name, text in texts.items():
+        (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
     cos, sin = rope_tables(plan.config.text.rope, plan.max_context)
-    write_safetensors(folder / ROPE, {names.COS: cos, names.SIN: sin}, None)
+    write_safetensors(folder / spec.ROPE, {names.COS: cos, names.SIN: sin}, None)
     stored = dict(plan.weights.stored)
     if plan.gates is not None:
         gates = {n: w for k in plan.gated_ks for n, w in zip(gate_tensors(k), plan.gates.by_k[k], strict=True)}
@@ -96,10 +86,10 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
     records = write_weights(plan.weights, folder, journal, counter(report, "weights", plan.prediction.work), scaled)
     if plan.reductions.needs.final_norm or plan.text.seg_token_id is not None:
         weight = CheckpointWeights(plan.checkpoint).read("text.norm.weight").numpy()
-        write_safetensors(folder / FINAL_NORM, {FINAL_NORM_WEIGHT: weight}, None)
+        write_safetensors(folder / spec.FINAL_NORM, {FINAL_NORM_WEIGHT: weight}, None)
     if plan.config.layout.newline:
         newline = BundleWeights(folder, plan.weights.stored).read(IMAGE_NEWLINE).numpy()
-        write_safetensors(folder / NEWLINE, {NEWLINE_TENSOR: newline}, None)
+        write_safetensors(folder / spec.NEWLINE, {NEWLINE_TENSOR: newline}, None)
     if "golden" not in journal.parts:
         with returning_memory() if plan.prediction.disk > LARGE else nullcontext():
             _write_golden(folder, plan, report)
@@ -108,10 +98,6 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
     journal.remove()
     (folder / FACTORS).unlink(missing_ok=True)
     seal_manifest(folder, manifest)
-
-
-def _write_file(path: Path, text: str) -> None:
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
 
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
@@ -127,14 +113,12 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         build(builder)
         builder.write(folder / name)
 
-    extras = {
-        "merges": graphs.vision_merges,
-        "attention": graphs.vision_attention,
-        "last_attention": graphs.vision_last_attention,
-        "tower_tokens": graphs.projector is not None,
-    }
     tower = plan.text_tower.spec if plan.text_tower else None
-    write(graphs.vision, precisions.vision, lambda b: build_vision(b, plan.config, **extras, text_tower=tower))
+    vision = partial(
+        build_vision, c=plan.config, merges=graphs.vision_merges, attention=graphs.vision_attention,
+        last_attention=graphs.vision_last_attention, tower_tokens=graphs.projector is not None, text_tower=tower,
+    )  # fmt: skip
+    write(graphs.vision, precisions.vision, vision)
     frames = plan.config.frames
     if graphs.video and frames is not None:
         write(graphs.video, precisions.vision, lambda b: build_vision(b, frames), weights=of_video(weights))
@@ -163,8 +147,8 @@ def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:
     reference = Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored))
     text = Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text)
     if scaled:
-        record_kv_scales(folder / KV_SCALES, reference, text, plan.image, layer)
-    record_golden(folder / GOLDEN, reference, text, plan.image, [None, *plan.ks], layer)
+        record_kv_scales(folder / spec.KV_SCALES, reference, text, plan.image, layer)
+    record_golden(folder / spec.GOLDEN, reference, text, plan.image, [None, *plan.ks], layer)
 
 
 def _manifest(
@@ -187,14 +171,9 @@ def _manifest(
         },
         "options": {
             "model": options.model.encode("utf-8", "replace").decode(),  # a directory's name need not be Unicode
-            "k": list(plan.ks),
-            "reduce": list(options.reductions),
-            "precision": precisions.decoder,
-            "vision_precision": precisions.vision,
-            "head_precision": precisions.head,
-            "kv_precision": precisions.kv,
-            "max_context": options.max_context,
-            "dialects": list(options.dialects),
+            "k": list(plan.ks), "reduce": list(options.reductions), "precision": precisions.decoder,
+            "vision_precision": precisions.vision, "head_precision": precisions.head, "kv_precision": precisions.kv,
+            "max_context": options.max_context, "dialects": list(options.dialects),
             "chat_template": options.template is not None,
             **({"text_tower": options.text_tower} if options.text_tower else {}),
             **({"int4_block": precisions.block} if precisions.block != BLOCK else {}),
@@ -209,13 +188,13 @@ def _manifest(
         "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
     }  # fmt: skip
     return Manifest(
-        format=FORMAT, vtx=__version__, model=model_spec(plan.config, plan.name), layout=spec_of(plan.config.layout),
-        precision=precisions.decoder, vision_precision=precisions.vision, head_precision=precisions.head,
-        kv_dtype=precisions.kv_dtype, max_context=plan.max_context, variants=tuple(sorted(plan.ks)),
-        default_k=plan.default_k, reductions=plan.reductions.specs, stages=plan.stages,
+        format=spec.FORMAT, vtx=__version__, model=model_spec(plan.config, plan.name),
+        layout=spec_of(plan.config.layout), precision=precisions.decoder, vision_precision=precisions.vision,
+        head_precision=precisions.head, kv_dtype=precisions.kv_dtype, max_context=plan.max_context,
+        variants=tuple(sorted(plan.ks)), default_k=plan.default_k, reductions=plan.reductions.specs, stages=plan.stages,
         token_inputs=tuple(plan.config.token_inputs.values()), gates=plan.gated_ks, dialects=plan.dialects,
-        tokenizer=TOKENIZER, chat_template=TEMPLATE, rope=ROPE, golden=GOLDEN,
-        kv_scales=KV_SCALES if KV_TYPES[precisions.kv].scaled else None,
+        tokenizer=spec.TOKENIZER, chat_template=spec.TEMPLATE, rope=spec.ROPE, golden=spec.GOLDEN,
+        kv_scales=spec.KV_SCALES if KV_TYPES[precisions.kv].scaled else None,
         text_tower=plan.text_tower.spec if plan.text_tower else None, image=plan.image, text=plan.text, files=records,
         record=record, video=plan.video,
     )  # fmt: skip
@@ -236,20 +215,15 @@ def packages(requirement: str) -> Mapping[str, str]:
     pending, seen = [requirement], set[tuple[str, str]]()
     while pending:
         match = REQUIREMENT.match(pending.pop())
-        if match is None:
-            continue
-        name, extras = match["name"].lower().replace("_", "-"), match["extras"] or ""
-        if (name, extras) in seen:
+        name, extras = (match["name"].lower().replace("_", "-"), match["extras"] or "") if match else ("", "")
+        if not name or (name, extras) in seen:
             continue
         seen.add((name, extras))
-        try:
+        with suppress(metadata.PackageNotFoundError):
             distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
-        versions[name] = distribution.version
-        wanted = {extra.strip() for extra in extras.split(",")}
-        for line in distribution.requires or ():
-            extra = re.search(r"extra\s*==\s*[\"']([^\"']+)", line)
-            if extra is None or extra[1] in wanted:
-                pending.append(line)
+            versions[name] = distribution.version
+            for line in distribution.requires or ():
+                extra = re.search(r"extra\s*==\s*[\"']([^\"']+)", line)
+                if extra is None or extra[1] in map(str.strip, extras.split(",")):
+                    pending.append(line)
     return dict(sorted(versions.items()))

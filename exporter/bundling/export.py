@@ -11,20 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from vtx.exporter.bundling import staging
 from vtx.exporter.bundling.arithmetic import PER_SCENE, SAMPLES, candidates, measure_arithmetic
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import check_disk, check_memory
 from vtx.exporter.bundling.prepare import Plan, demo_checkpoint, load_template, plan_export
 from vtx.exporter.bundling.retain import fit_thresholds
-from vtx.exporter.bundling.staging import (
-    alone_in,
-    building,
-    check_target,
-    left_bytes,
-    make_folder,
-    put_in_place,
-    set_back_after_killed,
-)
+from vtx.exporter.bundling.staging import check_target
 from vtx.exporter.weights.journal import ExportJournal, begin
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.files import sync_file
@@ -47,11 +40,11 @@ def run_export(
     """
     try:
         out = out.expanduser().absolute()
-        make_folder(out.parent)
-        with alone_in(out.parent):
-            set_back_after_killed(out)
+        staging.make_folder(out.parent)
+        with staging.alone_in(out.parent):
+            staging.set_back_after_killed(out)
             check_target(out, force)
-            left = left_bytes(out, [file.name for file in plan.weights.files if not file.whole])
+            left = staging.left_bytes(out, [file.name for file in plan.weights.files if not file.whole])
         device = out.parent.stat().st_dev
         linked = sum(f.size for f in plan.weights.files if f.whole and f.source.stat().st_dev == device)
         needed = plan.prediction.disk - linked - left
@@ -61,7 +54,7 @@ def run_export(
     from vtx.exporter.bundling.build import fill  # loads torch, once the plan has nothing wrong
 
     key = key_of(plan)
-    with building(out, key, say) as folder:
+    with staging.building(out, key, say) as folder:
         journal = ExportJournal(folder)
         if journal.has_work:
             say("resuming an interrupted export; its finished parts are kept")
@@ -79,8 +72,8 @@ def run_export(
             seal_manifest(folder, Bundle.open(folder, check=False).manifest, sign)
         for path in [*folder.rglob("*"), folder]:
             sync_file(path)
-        with alone_in(out.parent):
-            put_in_place(folder, out, force)
+        with staging.alone_in(out.parent):
+            staging.put_in_place(folder, out, force)
             made = Bundle.open(out, check=False)  # before another export may replace it
     return made
 

@@ -79,8 +79,9 @@ class Plan:
 
     @property
     def name(self) -> str:
-        demo = self.options.model == DEMO
-        name = DEMO if demo else Path(self.options.model).expanduser().absolute().name
+        if self.options.model == DEMO:
+            return DEMO
+        name = Path(self.options.model).expanduser().absolute().name
         return name.encode("utf-8", "replace").decode()  # a directory's name need not be Unicode, a manifest is
 
     def source(self) -> Source:
@@ -103,13 +104,11 @@ class Plan:
     def stages(self) -> tuple[StageSpec, ...]:
         cuts, queries = self.reductions.cuts(self.ks), self.reductions.needs.queries
         spans = pairwise([1, *cuts, self.config.text.layers + 1])
-        inputs = self.config.token_inputs
-        return tuple(
-            StageSpec(
-                first, after - 1, after - 1 in queries, tuple(inputs[n].name for n in inputs if first <= n < after)
-            )
-            for first, after in spans
-        )
+        stages, inputs = list[StageSpec](), self.config.token_inputs
+        for first, after in spans:
+            read = tuple(inputs[n].name for n in inputs if first <= n < after)
+            stages.append(StageSpec(first, after - 1, after - 1 in queries, read))
+        return tuple(stages)
 
     @property
     def dialects(self) -> dict[str, Graphs]:
@@ -164,7 +163,14 @@ def plan_export(options: ExportOptions) -> Plan:
         raise RequestError(f"cdpruner:text=tower needs CLIP's text tower, which no LLaVA holds; add {TEXT_TOWER_FIX}")
     if options.retain is not None:
         options.retain.check(options.reductions)
-    context = _context(options.max_context, config)
+    most, must_fit = config.text.max_positions, spec_of(config.layout).must_fit
+    context = min(DEFAULT_CONTEXT, most) if options.max_context is None else options.max_context
+    if context > most:
+        raise RequestError(f"--max-context is {context}; the model has {most} positions; lower it")
+    if context <= must_fit + 1:
+        raise RequestError(
+            f"--max-context is {context}; one image takes up to {must_fit} tokens and a question more; raise it"
+        )
     image = _image_settings(checkpoint, config, family)
     chat_template = options.template
     if chat_template is None and original is not None:
@@ -178,7 +184,14 @@ def plan_export(options: ExportOptions) -> Plan:
         seg_token=family.seg_token, end_ids=original.end_ids if original else None,
     )  # fmt: skip
     precisions = options.precisions()
-    weights = _weights(options, checkpoint, config, text_tower, reductions)
+    sources = checkpoint
+    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
+    needed += decoder_tensors(config.text)
+    if text_tower is not None:
+        needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
+        sources = replace(checkpoint, tensors={**checkpoint.tensors, **text_tower.checkpoint.tensors})
+    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
+    weights = plan_weights(sources, needed, precisions, scaled)
     if config.text.tied:
         precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
     texts = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
@@ -216,70 +229,38 @@ def _gates_and_ks(
 
 
 def _image_settings(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> ImageSettings:
-    """The checkpoint's image settings, which must give images of the tower's size."""
     processor = checkpoint.original.processor if checkpoint.original else read_image_processor(checkpoint.folder)
-    image = image_settings(processor, family.processors)
-    _check_side(image, config, "image")
-    return image
+    return _of_side(image_settings(processor, family.processors), config, "image")
 
 
-def _check_side(settings: ImageSettings, config: ModelConfig, kind: str) -> None:
-    side = config.vision.image
-    if config.vision.native and settings.own_size:
-        return
-    height, width = settings.size
-    if (height, width) != (side, side):
+def _of_side(settings: ImageSettings, config: ModelConfig, kind: str) -> ImageSettings:
+    """The settings, which must give images of the tower's size."""
+    side, (height, width) = config.vision.image, settings.size
+    if (height, width) != (side, side) and not (config.vision.native and settings.own_size):
         raise UnsupportedModelError(
             f"the {kind} processor gives {height} x {width} pixels, the tower needs {side} x {side}; "
             "correct preprocessor_config.json"
         )
+    return settings
 
 
 def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> VideoSpec | None:
     """The checkpoint's treatment of videos; None if it has none."""
     if config.video is None:
         return None
+    layout = config.video.layout
     if family.video_processor is None:  # frames are images
-        return VideoSpec(
-            spec_of(config.video.layout), _image_settings(checkpoint, config, family), config.frames is not None
-        )
-    settings, frames = read_video_settings(checkpoint.folder, family.video_processor, family.processors)
-    _check_side(settings, config, "video")
-    layout = config.video.layout if frames is None else replace(config.video.layout, frames=frames)
+        settings = _image_settings(checkpoint, config, family)
+    else:
+        settings, frames = read_video_settings(checkpoint.folder, family.video_processor, family.processors)
+        settings = _of_side(settings, config, "video")
+        layout = layout if frames is None else replace(layout, frames=frames)
     return VideoSpec(spec_of(layout), settings, config.frames is not None)
-
-
-def _weights(
-    options: ExportOptions, checkpoint: Checkpoint, config: ModelConfig, text_tower: TextTowerCheckpoint | None,
-    reductions: Reductions,
-) -> WeightPlan:  # fmt: skip
-    precisions = options.precisions()
-    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
-    needed += decoder_tensors(config.text)
-    sources = checkpoint
-    if text_tower is not None:
-        needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
-        sources = replace(checkpoint, tensors={**checkpoint.tensors, **text_tower.checkpoint.tensors})
-    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
-    return plan_weights(sources, needed, precisions, scaled)
 
 
 def demo_checkpoint() -> Path:
     """The built-in demo model, a small LLaVA in Hugging Face's layout."""
     return Path(str(files("vtx.exporter") / "demo_model"))
-
-
-def _context(requested: int | None, config: ModelConfig) -> int:
-    most = config.text.max_positions
-    context = min(DEFAULT_CONTEXT, most) if requested is None else requested
-    if context > most:
-        raise RequestError(f"--max-context is {context}; the model has {most} positions; lower it")
-    image = spec_of(config.layout).must_fit
-    if context <= image + 1:
-        raise RequestError(
-            f"--max-context is {context}; one image takes up to {image} tokens and a question more; raise it"
-        )
-    return context
 
 
 def load_template(path: Path) -> str:

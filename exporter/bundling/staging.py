@@ -23,8 +23,7 @@ from vtx.tools.common.files import locked, open_directory
 def check_target(out: Path, force: bool) -> None:
     if not out.exists() and not out.is_symlink():
         return
-    replaceable = out.is_dir() and not out.is_symlink() and ((out / MANIFEST).is_file() or not any(out.iterdir()))
-    if not replaceable:
+    if out.is_symlink() or not out.is_dir() or not ((out / MANIFEST).is_file() or not any(out.iterdir())):
         raise ExportError(f"{out} exists and is not a bundle, so nothing replaces it; name another --out")
     if not force:
         raise ExportError(f"{out} exists already; --force replaces it, or name another --out")
@@ -77,10 +76,8 @@ def building(out: Path, key: str, say: Callable[[str], None]) -> Iterator[Path]:
     folder, lock, keep = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None, False
     try:
         with alone_in(out.parent):
-            left = _interrupted(out, key, say)
-            if left:
-                folder, lock = left
-            else:
+            folder, lock = _interrupted(out, key, say) or (folder, None)
+            if lock is None:
                 folder.mkdir()
                 lock = _lock(folder)
         yield folder
@@ -127,11 +124,9 @@ def left_bytes(out: Path, names: Collection[str]) -> int:
     """
     total = 0
     for folder in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
-        lock = _lock(folder)
-        if lock is None:
-            continue  # in use
-        total += sum(512 * (folder / name).stat().st_blocks for name in names if (folder / name).is_file())
-        os.close(lock)
+        if (lock := _lock(folder)) is not None:  # else it is in use
+            total += sum(512 * (folder / name).stat().st_blocks for name in names if (folder / name).is_file())
+            os.close(lock)
     return total
 
 

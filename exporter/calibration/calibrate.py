@@ -167,9 +167,8 @@ class _BatchMeasurer:
     def _along(self, hidden: dict[int | None, Tensor], tokens: NDArray[np.int64]) -> tuple[bool, ...]:
         """For none and every K, True if greedy decoding gives `tokens`; all end tokens count as equal."""
         expected, states = torch.from_numpy(tokens), self._stack(hidden)
-        likeliest = torch.cat([part.argmax(-1) for part in self._logits(states.flatten(0, 1))]).reshape(
-            states.shape[:2]
-        )
+        likeliest = torch.cat([part.argmax(-1) for part in self._logits(states.flatten(0, 1))])
+        likeliest = likeliest.reshape(states.shape[:2])
         ends = torch.isin(likeliest, self._end_ids) & torch.isin(expected, self._end_ids)
         return tuple(((likeliest == expected) | ends).all(-1).tolist())
 

@@ -73,16 +73,9 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
         checkpoint.require(name, shape)
     recorded = manifest.record.get("source")
     fingerprint = recorded.get("fingerprint") if isinstance(recorded, dict) else None
-    return OpenedModel(
-        manifest.model.name,
-        fingerprint if isinstance(fingerprint, str) else checkpoint.fingerprint(),
-        checkpoint,
-        model,
-        Text(*read_text(bundle.read), manifest.text),
-        manifest.image,
-        manifest.max_context,
-        bundle,
-    )
+    fingerprint = fingerprint if isinstance(fingerprint, str) else checkpoint.fingerprint()
+    text, most = Text(*read_text(bundle.read), manifest.text), manifest.max_context
+    return OpenedModel(manifest.model.name, fingerprint, checkpoint, model, text, manifest.image, most, bundle)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vtx.exporter.reference.source import Source
 from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message, Part
-from vtx.tools.data.items import MAX_SKIPPED, Data, Item, prompt_images
+from vtx.tools.data.items import Data, Item, check_skipped, prompt_images
 
 MAX_REFERENCE = 32  # tokens; longer answers are not compared
 
@@ -41,14 +41,9 @@ def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[Prepa
             short = answer is not None and len(answer) <= MAX_REFERENCE
             prepared.append(PreparedItem(item, ids, answer if short else None))
         else:
-            skipped.append(
-                f"question {number}: {len(ids)} tokens, the limit is {room} of a context of {source.context}"
-            )
-    if len(skipped) > MAX_SKIPPED * (len(prepared) + len(skipped)):
-        raise RequestError(
-            f"{len(skipped)} of {len(prepared) + len(skipped)} items cannot be used, the limit is {MAX_SKIPPED:.0%}; "
-            f"fix or remove them. Last: {skipped[-1]}"
-        )
+            limit = f"the limit is {room} of a context of {source.context}"
+            skipped.append(f"question {number}: {len(ids)} tokens, {limit}")
+    check_skipped(data.source, len(prepared), skipped, "items", "")
     return prepared, skipped
 
 

@@ -69,9 +69,8 @@ def judge(
     reports = {}
     for name, source in (("before", before), ("after", open_source(str(merged)))):
         measured = calibrate(source, answered, options, out / name, _phase(report, name))
-        made = make_report(source, answered.source, measured, Choosing(max_drop=MAX_DROP))
-        write_report(made, out / name)
-        reports[name] = made
+        reports[name] = make_report(source, answered.source, measured, Choosing(max_drop=MAX_DROP))
+        write_report(reports[name], out / name)
     return compared(reports["before"], reports["after"])
 
 
@@ -81,22 +80,16 @@ def _phase(report: Progress, name: str) -> Progress:
 
 def compared(before: CalibrationReport, after: CalibrationReport) -> TuningComparison:
     """The two curves side by side, and for each the earliest K within a point of the untuned model's full depth."""
-    full = before.curve[0]
+    full, now, pairs = before.curve[0], after.curve[0].right, zip(before.curve, after.curve, strict=True)
     # By vtx-calibrate's rule, from the accuracy of the untuned model at full depth.
     made = {"before": before, "after": after}
     earliest = {name: choose_by_accuracy((full, *report.curve[1:]), MAX_DROP) for name, report in made.items()}
-    lost = None
-    if full.right and after.curve[0].right:
-        lost = 100 * (full.right.share - after.curve[0].right.share)
     return TuningComparison(
-        items=before.data.items,
-        max_drop_points=MAX_DROP,
+        items=before.data.items, max_drop_points=MAX_DROP,
         earliest_k={name: choice.k for name, choice in earliest.items()},
-        earliest_k_by_own_full_depth={"before": before.k, "after": after.k},
-        rules=earliest,
-        full_depth_lost_points=lost,
+        earliest_k_by_own_full_depth={"before": before.k, "after": after.k}, rules=earliest,
+        full_depth_lost_points=100 * (full.right.share - now.share) if full.right and now else None,
         curve=tuple(
-            ComparedPoint(b.k, b.full_layers, Accuracy(b.right, b.kl), Accuracy(a.right, a.kl))
-            for b, a in zip(before.curve, after.curve, strict=True)
+            ComparedPoint(b.k, b.full_layers, Accuracy(b.right, b.kl), Accuracy(a.right, a.kl)) for b, a in pairs
         ),
-    )
+    )  # fmt: skip

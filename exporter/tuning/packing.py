@@ -119,10 +119,9 @@ def _row(asked: Sequence[tuple[TuningQuestion, Ids | None]], image_token: int) -
         targets.append(answer)
         given.append(np.full(len(answer), question.answer is not None))
         length += len(tokens)
-    whole, *rest = (torch.from_numpy(np.concatenate(parts)) for parts in (ids, blocks, positions, at, targets, given))
-    blocks_, positions_, at_, targets_, given_ = rest
-    images = asked[0][0].item.images
-    return Row(images, whole, blocks_, positions_, whole == image_token, at_, targets_, given_)
+    parts = {"ids": ids, "blocks": blocks, "positions": positions, "at": at, "targets": targets, "given": given}
+    tensors = {name: torch.from_numpy(np.concatenate(part)) for name, part in parts.items()}
+    return Row(asked[0][0].item.images, image=tensors["ids"] == image_token, **tensors)
 
 
 def visible(blocks: Tensor) -> Tensor:

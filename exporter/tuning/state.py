@@ -64,17 +64,15 @@ class StateFile:
         if not self.path.exists():
             return 0
         header = self._checked()
-        wanted = {f"{kind}/{name}": p for kind in ("weight", *_MOMENTS) for name, p in parameters.items()}
-        step = int(header.metadata["step"])
-        if set(header.tensors) != set(wanted):
+        kinds, step = ("weight", *_MOMENTS), int(header.metadata["step"])
+        wanted = {f"{kind}/{name}": tuple(p.shape) for kind in kinds for name, p in parameters.items()}
+        if {name: info.shape for name, info in header.tensors.items()} != wanted:
             raise RequestError(f"{self.path} is damaged; remove it to begin again")
         for name, parameter in parameters.items():
             stored = {
                 kind: torch.from_numpy(read_tensor(header.tensors[f"{kind}/{name}"], error=RequestError))
-                for kind in ("weight", *_MOMENTS)
+                for kind in kinds
             }
-            if any(tensor.shape != parameter.shape for tensor in stored.values()):
-                raise RequestError(f"{self.path} is damaged; remove it to begin again")
             parameter.data.copy_(stored["weight"])
             moments = {moment: stored[moment].to(parameter.device) for moment in _MOMENTS}
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}

@@ -97,12 +97,9 @@ class Trainer:
         if batch % processes:
             raise RequestError(f"--batch is {batch}, which is not a multiple of the {processes} processes; change it")
         self._decoder, self._encoder, self._rows, self._options = decoder, encoder, rows, options
-        self._accelerator, self._dtype = accelerator, dtype
-        self._share = batch // processes
-        self._parameters = decoder.learning_parameters()
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=options.schedule.lr, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        self._accelerator, self._dtype, self._share = accelerator, dtype, batch // processes
+        self._parameters, lr = decoder.learning_parameters(), options.schedule.lr
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.order = Order(len(rows), options)
         self._parallel = accelerator.prepare(decoder) if processes > 1 else decoder
 
@@ -112,8 +109,7 @@ class Trainer:
         Raises RequestError, ExportError.
         """
         first, total = state.load(self._parameters, self._optimizer), self.order.steps
-        main = self._accelerator.is_main_process
-        log = Log(out, first) if main else None
+        log = Log(out, first) if self._accelerator.is_main_process else None
         report(first, total)
         for step in range(first, total):
             began = time.perf_counter()
@@ -132,8 +128,8 @@ class Trainer:
                     "step": step + 1, "loss": means[0], **dict(zip(TERMS, means[1:], strict=False)), "k": means[-1],
                     "lr": self.order.lr(step), "grad_norm": norm, "seconds": time.perf_counter() - began,
                 })  # fmt: skip
-            if main and ((step + 1) % self._options.schedule.save_every == 0 or step + 1 == total):
-                state.save(step + 1, self._parameters, self._optimizer)
+                if (step + 1) % self._options.schedule.save_every == 0 or step + 1 == total:
+                    state.save(step + 1, self._parameters, self._optimizer)
             report(step + 1, total)
         self._accelerator.wait_for_everyone()
         return total - first
@@ -142,8 +138,7 @@ class Trainer:
         """Gradients of one batch; the means of loss, terms and K over it and over the processes, and the norm."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.order.lr(step)
-        device = self._decoder.device
-        sums = torch.zeros(2 + len(TERMS), device=device)
+        device, sums = self._decoder.device, torch.zeros(2 + len(TERMS), device=self._decoder.device)
         for part in range(self._share):
             example = (step * self._share + part) * self._accelerator.num_processes + self._accelerator.process_index
             last = part == self._share - 1

@@ -19,30 +19,21 @@ from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.spec import model_size
+from vtx.exporter.tuning import write
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
 from vtx.exporter.tuning.judge import judge
 from vtx.exporter.tuning.options import TuneOptions, check_tunable
 from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, pack, read_questions
 from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import ImageEncoder, Trainer
-from vtx.exporter.tuning.write import (
-    CARD,
-    Changed,
-    TrainingRecord,
-    changes,
-    checkpoint_bytes,
-    model_card,
-    versions,
-    write_adapters,
-    write_merged,
-)
+from vtx.exporter.tuning.write import Changed, TrainingRecord, model_card
 from vtx.runtime.bundle.files import replacing
-from vtx.runtime.errors import DeviceError, ExportError, RequestError
+from vtx.runtime.errors import DeviceError, ExportError
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import write_json
 from vtx.tools.common.memory import peak
-from vtx.tools.data.items import MAX_SKIPPED, SCENES, Item, image_key, read_data, split_items
+from vtx.tools.data.items import SCENES, Item, check_skipped, image_key, read_data, split_items
 from vtx.tools.data.journal import ResultJournal
 from vtx.tools.estimate.sizes import ModelSize
 
@@ -66,26 +57,18 @@ class Workspace:
     dtype: torch.dtype
 
 
-def tune(options: TuneOptions, out: Path, report: Progress, say: Callable[[str], None]) -> dict[str, Any]:
+def run(
+    work: Workspace, options: TuneOptions, out: Path, report: Progress, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Tune a checkpoint into the directory `out` and return the report, which is also written there.
 
     `out` gets `merged` (a checkpoint), `adapter` (unless whole layers are trained), `log.csv`, `report.json`, and the
     state that an interrupted run resumes from. `report` gets (phase, done, total), `say` a line at a time; both on the
     main process only. Raises RequestError, CheckpointError, ExportError, DeviceError.
     """
-    return run(open_workspace(options, out, say), options, out, report, say)
-
-
-def run(
-    work: Workspace, options: TuneOptions, out: Path, report: Progress, say: Callable[[str], None]
-) -> dict[str, Any]:
-    decoder = WithdrawingDecoder(
-        work.source.config.text,
-        load_text_model(work.source, work.dtype, work.accelerator.device, options.learning),
-        options.learning,
-        seed=options.schedule.seed,
-        checkpointing=options.checkpointing,
-    )
+    text = load_text_model(work.source, work.dtype, work.accelerator.device, options.learning)
+    seed, again = options.schedule.seed, options.checkpointing
+    decoder = WithdrawingDecoder(work.source.config.text, text, options.learning, seed=seed, checkpointing=again)
     encoder = ImageEncoder(work.source, work.accelerator.device)
     own = _teacher_answers(work, decoder, encoder, options, out, report)
     rows = pack(work.questions, own, work.source.config.image_token_id, options.packing, work.source.context)
@@ -111,13 +94,11 @@ def run(
     trainer.run(state, out, lambda done, total: report("training", done, total))
     main = work.accelerator.is_main_process
     work.accelerator.end_training()
-    if not main:
-        return {}
-    return _finish(options, work, decoder, rows, trainer.order.steps, out, report)
+    return _finish(options, work, decoder, rows, trainer.order.steps, out, report) if main else {}
 
 
 def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) -> Workspace:
-    """Check all that can be checked before weights are read; raises as `tune` does."""
+    """Check all that can be checked before weights are read; raises as `run` does."""
     try:
         import peft  # noqa: F401 - fails before anything costs time
         from accelerate import Accelerator, InitProcessGroupKwargs
@@ -137,15 +118,12 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
             data.items, options.items, options.held_out, options.schedule.seed, shuffle=options.data != SCENES
         )
     questions, skipped = read_questions(source, learn, options.packing)
-    if not questions or len(skipped) > MAX_SKIPPED * len(learn):
-        raise RequestError(
-            f"{len(skipped)} of {len(learn)} items cannot be used, the limit is {MAX_SKIPPED:.0%}; fix the data. "
-            f"First: {skipped[0]}"
-        )
+    check_skipped(data.source, len(questions), skipped, "items", "")
     make_folder(out)
     all_skipped = (*data.skipped, *skipped)
     if accelerator.is_main_process:
-        needed = checkpoint_bytes(source) + 12 * learning_weights(model_size(source.config, source.name), options)
+        needed = sum(info.nbytes for info in source.checkpoint.tensors.values())
+        needed += 12 * learning_weights(model_size(source.config, source.name), options)
         check_disk(out, needed, purpose="the tuned checkpoint", fix="or name another --out")
         for line in all_skipped:
             say(f"skipped {line}")
@@ -232,13 +210,13 @@ def _finish(
     """Write adapters and checkpoint, judge the checkpoint, and write the results into its card and the report."""
     changed = Changed.of(decoder, work.source)
     if not options.learning.full:
-        write_adapters(work.source, decoder, options.learning, out / ADAPTER)
+        write.write_adapters(work.source, decoder, options.learning, out / ADAPTER)
     record = TrainingRecord(len(work.questions), len(rows), work.data, steps)
     if not (out / MERGED).exists():  # an interrupted judgement keeps it and its measurements
-        write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
+        write.write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
     judged = None
     if work.held_out:
-        card = out / MERGED / CARD
+        card = out / MERGED / write.CARD
         judged = judge(work.source, out / MERGED, work.held_out, options.packing.max_new_tokens, out / JUDGED, report)
         try:
             with replacing(card) as partial:
@@ -251,12 +229,10 @@ def _finish(
         "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
         "options": json.loads(json.dumps(asdict(options), default=str)),
         "training": asdict(record),
-        "cost": {
-            "steps": steps, "seconds": seconds_of_steps(out), "peak_memory_bytes": peak() or 0, **on_gpu,
-        },
-        "changed_layers": {str(layer): share for layer, share in changes(changed).items()},
+        "cost": {"steps": steps, "seconds": seconds_of_steps(out), "peak_memory_bytes": peak() or 0, **on_gpu},
+        "changed_layers": {str(layer): share for layer, share in write.changes(changed).items()},
         "skipped": list(work.skipped),
-        "versions": versions(),
+        "versions": write.versions(),
         "judged": json_value(judged),
     }  # fmt: skip
     write_json(out / REPORT, made)

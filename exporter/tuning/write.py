@@ -76,10 +76,6 @@ def changes(changed: Changed) -> dict[int, float]:
     return {layer: float((moved / size).sqrt()) for layer, (moved, size) in sorted(sums.items())}
 
 
-def checkpoint_bytes(source: Source) -> int:
-    return sum(info.nbytes for info in source.checkpoint.tensors.values())
-
-
 def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None:
     """Write the whole checkpoint to the directory `out`, which is replaced only once the new one is complete.
 

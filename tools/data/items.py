@@ -74,12 +74,14 @@ class Data:
             raise RequestError(f"{self.source} is empty; give at least one question about an image")
 
 
-def check_skipped(source: str, used: int, skipped: Sequence[str], noun: str) -> None:
+def check_skipped(
+    source: str, used: int, skipped: Sequence[str], noun: str, fix: str = ", or give the image directory with --images"
+) -> None:  # fmt: skip
     total = used + len(skipped)
     if skipped and (not used or len(skipped) > MAX_SKIPPED * total):
         raise RequestError(
-            f"{len(skipped)} of {total} {noun} of {source} cannot be used, the limit is {MAX_SKIPPED:.0%}; fix the "
-            f"data, or give the image directory with --images. First: {skipped[0]}"
+            f"{len(skipped)} of {total} {noun} of {source} cannot be used, the limit is {MAX_SKIPPED:.0%}; "
+            f"fix the data{fix}. First: {skipped[0]}"
         )
 
 

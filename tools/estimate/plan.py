@@ -179,11 +179,8 @@ class PrecisionCost:
         return None if self.spare_bytes is None else self.spare_bytes >= 0
 
     def to_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "kv_bytes": self.kv_bytes, "kv_bytes_per_layer": list(self.kv_bytes_per_layer),
-            "resident_weights_bytes": self.resident_weights_bytes, "activation_bytes": self.activation_bytes,
-            "peak_bytes": self.peak_bytes,
-        }  # fmt: skip
+        named = ("kv_bytes", "kv_bytes_per_layer", "resident_weights_bytes", "activation_bytes", "peak_bytes")
+        values: dict[str, Any] = {name: getattr(self, name) for name in named}
         if self.phases is not None:
             values |= {"fits": self.fits, "spare_bytes": self.spare_bytes}
             values["latency_ms"] = {name: phase.ms for name, phase in self.phases.items()}
@@ -206,7 +203,6 @@ class DepthCost:
 
     def to_dict(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["kv_slots"] = list(self.kv_slots)
         return values | {"precisions": {name: cost.to_dict() for name, cost in self.precisions.items()}}
 
 
@@ -229,12 +225,8 @@ class CostPlan:
         if self.profile is not None:
             named = ("memory_gib", "system_gib", "bandwidth", "fp32", "fp16", "int8", "int4")
             figures: dict[str, Figure | None] = {name: getattr(self.profile, name) for name in named}
-            profile = {
-                "name": self.profile.name,
-                "power_mode": self.profile.power_mode,
-                "usable_bytes": self.profile.usable_bytes,
-                "figures": {n: f and {"value": f.value, "source": f.source} for n, f in figures.items()},
-            }
+            profile = {name: getattr(self.profile, name) for name in ("name", "power_mode", "usable_bytes")}
+            profile["figures"] = {name: figure and asdict(figure) for name, figure in figures.items()}
         return {
             "model": self.model.to_dict(), "sequence": self.workload.text + self.workload.vision,
             "text_tokens": self.workload.text, "vision_tokens": self.workload.vision, "vision_views": self.vision_views,

@@ -12,17 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.fingerprint import (
-    FOLDER,
-    FORMAT,
-    RECORD,
-    EngineRecord,
-    EngineSet,
-    Range,
-    open_engine,
-    read_engines,
-)
+from vtx.runtime.bundle.fingerprint import EngineRecord, EngineSet, Range
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
 from vtx.runtime.errors import BundleError, ExportError, RequestError
 from vtx.runtime.host.machine import available_memory
@@ -43,18 +35,17 @@ MEMORY_PER_PROFILE = 1.5  # per byte of weights and additional profile
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """One engine to build: its graph and profiles, the SHA-256 of its source files, the bytes of its weights."""
+    """One engine to build: its graph and profiles, the SHA-256 of its source files."""
 
     graph: SeenGraph
     profiles: tuple[dict[str, Range], ...]
     sources: dict[str, str]
-    weights: int
 
     @property
     def memory(self) -> int:
         """Predicted peak memory of the build in bytes."""
         share = MEMORY_PER_BYTE + MEMORY_PER_PROFILE * (len(self.profiles) - 1)
-        return BUILDER_MEMORY + int(share * self.weights)
+        return BUILDER_MEMORY + int(share * self.graph.weights)
 
     @property
     def file(self) -> str:
@@ -77,7 +68,7 @@ class EnginePlan:
 
     @property
     def folder(self) -> Path:
-        return self.bundle.path(FOLDER) / self.target.name
+        return self.bundle.path(fingerprint.FOLDER) / self.target.name
 
     @property
     def memory(self) -> int:
@@ -86,7 +77,7 @@ class EnginePlan:
     def record(self, engines: dict[str, EngineRecord]) -> EngineSet:
         """The record of `engines` by graph, with everything that makes an engine of another build stale."""
         return EngineSet(
-            format=FORMAT, target=self.target.name, flavour=self.release.flavour, version=self.version,
+            format=fingerprint.FORMAT, target=self.target.name, flavour=self.release.flavour, version=self.version,
             capability=self.target.capability, dialect=self.dialect, precision=self.bundle.manifest.precision,
             workspace=self.workspace, engines=engines,
         )  # fmt: skip
@@ -120,20 +111,19 @@ def plan_engines(
     if findings:
         more = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
         raise BundleError(f"{findings[0]}{more}")
-    apart = release.flavour != RTX
-    jobs = list[EngineJob]()
+    apart, jobs = release.flavour != RTX, list[EngineJob]()
     for graph in graphs:
-        wanted = graph_profiles(bundle.manifest, dialect, graph.name, apart=apart)
+        wanted = graph_profiles(m, dialect, graph.name, apart=apart)
         profiles = [used_sizes(graph, profile) for profile in wanted]
         unique = tuple(profile for number, profile in enumerate(profiles) if profile not in profiles[:number])
-        files = [graph.name, *sorted(graph.files)]
-        missing = [name for name in files if name not in bundle.manifest.files]
-        if missing:
-            raise BundleError(
-                f"{graph.name} takes weights from {missing[0]!r}, which is not a file of the bundle; do not use it"
-            )
-        sources = {name: bundle.manifest.files[name].sha256 for name in files}
-        jobs.append(EngineJob(graph, unique, sources, graph.weights))
+        sources = dict[str, str]()
+        for name in (graph.name, *sorted(graph.files)):
+            if name not in m.files:
+                raise BundleError(
+                    f"{graph.name} takes weights from {name!r}, which is not a file of the bundle; do not use it"
+                )
+            sources[name] = m.files[name].sha256
+        jobs.append(EngineJob(graph, unique, sources))
     return EnginePlan(
         bundle=bundle, target=target, release=release, version=version, dialect=dialect, workspace=workspace,
         timing_cache=timing_cache, jobs=tuple(jobs), key=key,
@@ -156,7 +146,7 @@ def build_engines(plan: EnginePlan, report: Progress) -> Iterator[EngineOutcome]
     with _locked(plan.folder):
         known = dict[str, EngineRecord]()
         with suppress(BundleError):
-            recorded = read_engines(plan.bundle, plan.target.name)
+            recorded = fingerprint.read_engines(plan.bundle, plan.target.name)
             if replace(recorded, engines={}) == plan.record({}):  # else of another TensorRT or other options
                 known = dict(recorded.engines)
         for job in plan.jobs:
@@ -164,7 +154,7 @@ def build_engines(plan: EnginePlan, report: Progress) -> Iterator[EngineOutcome]
             if record is None or not _is_current(plan, job, record):
                 record, built = _build_job(plan, job, report)
                 known[job.graph.name] = record
-                write_sealed(plan.folder / RECORD, plan.record(known).to_json().encode(), plan.key)
+                write_sealed(plan.folder / fingerprint.RECORD, plan.record(known).to_json().encode(), plan.key)
             report(job.file, 100, 100)
             yield EngineOutcome(job, record, built)
         wanted = {record.file for record in known.values()}
@@ -174,13 +164,10 @@ def build_engines(plan: EnginePlan, report: Progress) -> Iterator[EngineOutcome]
 
 
 def _is_current(plan: EnginePlan, job: EngineJob, record: EngineRecord) -> bool:
-    if record.sources != job.sources or record.profiles != job.profiles:
-        return False
-    try:
-        open_engine(plan.bundle, plan.record({}), record).close()
-    except BundleError:
-        return False
-    return True
+    with suppress(BundleError):
+        fingerprint.open_engine(plan.bundle, plan.record({}), record).close()
+        return record.sources == job.sources and record.profiles == job.profiles
+    return False
 
 
 def _build_job(plan: EnginePlan, job: EngineJob, report: Progress) -> tuple[EngineRecord, BuiltEngine]:

@@ -41,15 +41,11 @@ def main() -> None:
     def send(**event: Any) -> None:
         out.write(json.dumps(event) + "\n")
 
-    started = time.monotonic()
-    try:
-        _build(request, send, stopped)
-    except _BuildError as e:
-        send(error=str(e))
+    started, engine = time.monotonic(), Path(request["engine"])
+    if error := _build(request, send, stopped):
+        send(error=error)
         return
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    engine = Path(request["engine"])
-    seconds = time.monotonic() - started
+    peak, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, time.monotonic() - started
     send(seconds=seconds, memory=peak, bytes=engine.stat().st_size, sha256=sha256(engine))
 
 
@@ -81,10 +77,6 @@ class BuildProgress:
         return max((min(done + self._share_within(name), steps) / steps for name, done, steps in running), default=0.0)
 
 
-class _BuildError(Exception):
-    pass
-
-
 class _FirstError(logging.Handler):
     """Keeps the first error that is logged; later ones are its consequences."""
 
@@ -97,7 +89,8 @@ class _FirstError(logging.Handler):
         print(record.getMessage(), file=sys.stderr)
 
 
-def _build(request: dict[str, Any], send: Callable[..., None], stopped: threading.Event) -> None:
+def _build(request: dict[str, Any], send: Callable[..., None], stopped: threading.Event) -> str | None:
+    """Build the engine; the reason if that fails."""
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if request["flavour"] == _RTX else "0"  # read at its import
     poly: Any = importlib.import_module("polygraphy.backend.trt")
     trt: Any = importlib.import_module(request["flavour"])
@@ -140,13 +133,13 @@ def _build(request: dict[str, Any], send: Callable[..., None], stopped: threadin
     try:
         engine = build()
     except PolygraphyException as e:
-        reason = "cancelled" if stopped.is_set() else first_error.message or str(e)
-        raise _BuildError(reason) from e
+        return "cancelled" if stopped.is_set() else first_error.message or str(e)
     if stopped.is_set():
-        raise _BuildError("cancelled")
+        return "cancelled"
     with open(request["engine"], "wb") as file:
         file.write(engine)
         os.fsync(file.fileno())
+    return None
 
 
 def _monitor(trt: Any, send: Callable[..., None], stopped: threading.Event) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vtx.exporter.tuning.options import AROUND, Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
-from vtx.exporter.tuning.tune import tune
+from vtx.exporter.tuning.tune import open_workspace
 from vtx.runtime.errors import DeviceError, RequestError, VtxError
 
 
@@ -68,5 +68,5 @@ def test_steps_go_before_epochs() -> None:
 def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(DeviceError, match=r'tuning needs peft; pip install "vtx-edge\[tune\]"'):
-        tune(TuneOptions(Depths(2, 3)), tmp_path / "out", lambda *_: None, lambda *_: None)
+        open_workspace(TuneOptions(Depths(2, 3)), tmp_path / "out", lambda _: None)
     assert not (tmp_path / "out").exists()

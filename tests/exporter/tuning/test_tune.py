@@ -27,7 +27,7 @@ from vtx import cli
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.tuning import train
 from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
-from vtx.exporter.tuning.tune import tune
+from vtx.exporter.tuning.tune import open_workspace, run
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
 
@@ -38,6 +38,10 @@ pytestmark = pytest.mark.skipif(
 TINY = Tiny(layers=4)
 QUESTIONS = ("red?", "how many circle shapes are there?")
 QUIET: Callable[..., None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
+
+
+def tune(options: TuneOptions, out: Path, report: Callable[..., None], say: Callable[[str], None]) -> dict[str, Any]:
+    return run(open_workspace(options, out, say), options, out, report, say)
 
 
 @pytest.fixture(scope="module")
