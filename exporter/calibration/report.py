@@ -86,15 +86,10 @@ def make_report(source: Source, data: str, measured: Measurement, choosing: Choo
     choices = choose(curve, choosing, len(measured.results))
     return CalibrationReport(
         model=CalibratedModel(source.name, source.fingerprint, source.config.text.layers),
-        data=CalibrationData(data, len(measured.results), measured.skipped),
-        k=choices[-1].k,
-        eta=choosing.eta,
-        min_kept=choosing.min_kept,
-        choices=choices,
-        curve=curve,
-        attention=mean_attention(measured.results),
+        data=CalibrationData(data, len(measured.results), measured.skipped), k=choices[-1].k, eta=choosing.eta,
+        min_kept=choosing.min_kept, choices=choices, curve=curve, attention=mean_attention(measured.results),
         samples=measured.results,
-    )
+    )  # fmt: skip
 
 
 def make_curve(measured: Measurement) -> tuple[Point, ...]:

@@ -266,24 +266,15 @@ def text_config_of(parsed: Any) -> TextConfig:
     if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
         positions = min(positions, window)  # attention is full up to here
     return TextConfig(
-        family=family,
-        layers=size(config, "num_hidden_layers", MAX_LAYERS),
-        hidden=hidden,
-        ffn=size(config, "intermediate_size"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=size(config, "vocab_size", 1 << 22),
-        eps=number(vars(config), "rms_norm_eps"),
-        activation=str(config.hidden_act),
-        qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
+        family=family, layers=size(config, "num_hidden_layers", MAX_LAYERS), hidden=hidden,
+        ffn=size(config, "intermediate_size"), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        vocab=size(config, "vocab_size", 1 << 22), eps=number(vars(config), "rms_norm_eps"),
+        activation=str(config.hidden_act), qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
         o_bias=family in ("llama", "qwen3") and bool(getattr(config, "attention_bias", False)),
-        mlp_bias=family == "llama" and bool(getattr(config, "mlp_bias", False)),
-        tied=bool(parsed.tie_word_embeddings),
-        rope=read_rope(config, head_dim, three_part=config.model_type in THREE_PART),
-        max_positions=positions,
+        mlp_bias=family == "llama" and bool(getattr(config, "mlp_bias", False)), tied=bool(parsed.tie_word_embeddings),
+        rope=read_rope(config, head_dim, three_part=config.model_type in THREE_PART), max_positions=positions,
         qk_norm=family == "qwen3",
-    )
+    )  # fmt: skip
 
 
 def tower_of(config: Any, family: str, square: int = 1, sides: Any = None) -> VisionConfig:

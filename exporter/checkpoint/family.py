@@ -154,14 +154,10 @@ def read_llava_like(
     plural = getattr(parsed, "vision_feature_layers", None)
     feature_layer = parsed.vision_feature_layer if plural is None else plural
     model = ModelConfig(
-        text=text_config,
-        vision=vision_config,
-        feature_layers=feature_layers_of(feature_layer, vision_config.layers),
-        select=select,
-        projector_activation=parsed.projector_hidden_act,
+        text=text_config, vision=vision_config, feature_layers=feature_layers_of(feature_layer, vision_config.layers),
+        select=select, projector_activation=parsed.projector_hidden_act,
         projector_bias=bool(getattr(parsed, "multimodal_projector_bias", True)),
-        image_token_id=image_token_of(parsed, text_config),
-        layout=layout(parsed, vision_config, select),
+        image_token_id=image_token_of(parsed, text_config), layout=layout(parsed, vision_config, select),
         projector_norm_eps=number(vars(parsed), NORM) if hasattr(parsed, NORM) else None,
-    )
+    )  # fmt: skip
     return model if video is None else replace(model, video=video(parsed, model))

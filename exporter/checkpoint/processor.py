@@ -120,14 +120,10 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
         raise CheckpointError(f"resample is {_show(resample)}; it must be one of {filters}")
     try:
         return ImageSettings(
-            pad=pad,
-            resize=resize,
-            resample=_FILTERS[resample],
-            crop=crop,
+            pad=pad, resize=resize, resample=_FILTERS[resample], crop=crop,
             rescale=values["rescale_factor"] if _flag(values, "do_rescale") else 1.0,
-            mean=mean if normalize else (0.0, 0.0, 0.0),
-            std=std if normalize else (1.0, 1.0, 1.0),
-        )
+            mean=mean if normalize else (0.0, 0.0, 0.0), std=std if normalize else (1.0, 1.0, 1.0),
+        )  # fmt: skip
     except BundleError as error:
         raise CheckpointError(f"{kind.name}: {error}") from error
 

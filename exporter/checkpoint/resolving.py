@@ -62,19 +62,11 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"the tokenizer has no token {seg}; use the tokenizer that belongs to the model")
     settings = TextSettings(
         image_token=_added_token(tokenizer, request["image_token_id"], "image"),
-        image_token_id=request["image_token_id"],
-        **tokens,
-        end_ids=tuple(ends),
-        add_special_tokens=True,
-        ids_before=tuple(encoding.ids[:start]),
-        ids_after=tuple(encoding.ids[end:]),
-        control_tokens={},
-        length_bound=None,
-        examples=(),
-        video_token=None if video is None else _added_token(tokenizer, video, "video"),
-        video_token_id=video,
-        seg_token_id=seg_id,
-    )
+        image_token_id=request["image_token_id"], **tokens, end_ids=tuple(ends), add_special_tokens=True,
+        ids_before=tuple(encoding.ids[:start]), ids_after=tuple(encoding.ids[end:]), control_tokens={},
+        length_bound=None, examples=(), video_token=None if video is None else _added_token(tokenizer, video, "video"),
+        video_token_id=video, seg_token_id=seg_id,
+    )  # fmt: skip
     control = control_tokens(tokenizer, settings)
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
     settings = with_examples(settings, request["template"])

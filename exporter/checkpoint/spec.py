@@ -43,15 +43,10 @@ def config_of(manifest: Manifest) -> ModelConfig:
     return ModelConfig(
         text=TextConfig(**_configured(m, TextConfig), ffn=m.intermediate),
         vision=VisionConfig(**_configured(tower, VisionConfig), ffn=tower.intermediate),
-        feature_layers=tower.feature_layers,
-        select=tower.select,
-        projector_activation=m.projector.activation,
-        projector_bias=m.projector.bias,
-        projector_norm_eps=m.projector.norm_eps,
-        projector_layers=m.projector.layers,
-        image_token_id=manifest.text.image_token_id,
-        layout=read_layout(manifest.layout, tower),
-    )
+        feature_layers=tower.feature_layers, select=tower.select, projector_activation=m.projector.activation,
+        projector_bias=m.projector.bias, projector_norm_eps=m.projector.norm_eps, projector_layers=m.projector.layers,
+        image_token_id=manifest.text.image_token_id, layout=read_layout(manifest.layout, tower),
+    )  # fmt: skip
 
 
 def _names(kind: type[TextConfig | VisionConfig | ModelSpec | TowerSpec]) -> set[str]:

@@ -63,13 +63,10 @@ def read_text(
         key = hashlib.sha256(json.dumps([files, {**request, "folder": "", "name": ""}]).encode()).hexdigest()
         if key not in RESOLVED:
             RESOLVED[key] = confine(
-                "vtx.exporter.checkpoint.resolving:resolve",
-                request,
-                subject=f"the tokenizer or the chat template of {folder.name or folder}",
-                limits=limits,
-                reads=[str(copy)],
-                cure=_FIX,
-            )
+                "vtx.exporter.checkpoint.resolving:resolve", request,
+                subject=f"the tokenizer or the chat template of {folder.name or folder}", limits=limits,
+                reads=[str(copy)], cure=_FIX,
+            )  # fmt: skip
     resolved = RESOLVED[key]
     return resolved["tokenizer"], template, Strict().read(TextSettings, resolved["settings"], "text")
 

@@ -155,14 +155,11 @@ def judge(held: HeldOut, size: ModelSize) -> Judgement:
         agreement = share_interval(int(picked.sum()), len(picked))
         [difference] = mean_intervals((picked - rival_same)[:, None])
         outcome = GatesOutcome(
-            **_outcome(held, size, columns),
-            threshold=threshold,
-            agreement_interval=(agreement.low, agreement.high),
+            **_outcome(held, size, columns), threshold=threshold, agreement_interval=(agreement.low, agreement.high),
             exits={str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
-            fixed_at_equal_cost=FixedRival(rival, float(rival_same.mean())),
-            difference=difference.mean,
+            fixed_at_equal_cost=FixedRival(rival, float(rival_same.mean())), difference=difference.mean,
             difference_interval=(difference.low, difference.high),
-        )
+        )  # fmt: skip
         gates.append(outcome)
     fixed = tuple(
         FixedOutcome(**_outcome(held, size, np.full(len(held.same), column)), k=k)
@@ -181,13 +178,11 @@ def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict
     known, ks = held.known, (*held.ks, None)
     flops = [
         total_flops(
-            size.decoder,
-            withdrawal_schedule(held.layers, ks[column], text=int(text), vision=int(vision)),
-            size.seeing(int(vision)).vision,
-            size.views(int(vision)),
+            size.decoder, withdrawal_schedule(held.layers, ks[column], text=int(text), vision=int(vision)),
+            size.seeing(int(vision)).vision, size.views(int(vision)),
         )
         for column, (text, vision) in zip(columns, held.tokens, strict=True)
-    ]
+    ]  # fmt: skip
     return {
         "full_layers": float(held.full_layers(columns).mean()),
         "agreement": float(_pick(held.same, columns).mean()),

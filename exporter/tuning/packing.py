@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,8 +120,8 @@ def _row(asked: Sequence[tuple[TuningQuestion, Ids | None]], image_token: int) -
         targets.append(answer)
         given.append(np.full(len(answer), question.answer is not None))
         length += len(tokens)
-    parts = {"ids": ids, "blocks": blocks, "positions": positions, "at": at, "targets": targets, "given": given}
-    tensors = {name: torch.from_numpy(np.concatenate(part)) for name, part in parts.items()}
+    parts: dict[str, Any] = {"ids": ids, "blocks": blocks, "positions": positions, "at": at, "targets": targets}
+    tensors = {name: torch.from_numpy(np.concatenate(part)) for name, part in (parts | {"given": given}).items()}
     return Row(asked[0][0].item.images, image=tensors["ids"] == image_token, **tensors)
 
 

@@ -163,13 +163,11 @@ def original_family(
             (r"^model\.(embed_tokens|layers|norm)\.", r"text.\1."),
         ),
         original=OriginalLayout(
-            tower=_tower_name,
-            own_tower=lambda config: config.get("unfreeze_mm_vision_tower") is True,
-            processor=_processor,
-            template=partial(_template, template),
+            tower=_tower_name, own_tower=lambda config: config.get("unfreeze_mm_vision_tower") is True,
+            processor=_processor, template=partial(_template, template),
         ),
         seg_token=seg_token,
-    )
+    )  # fmt: skip
 
 
 FAMILY = original_family("llava_llama", "LlavaLlamaForCausalLM", "llama", "vicuna_v1")

@@ -51,12 +51,10 @@ def _read(config: Config) -> ModelConfig:
     if model.vision.class_token:
         raise UnsupportedModelError("a VILA model with a CLIP tower is not supported; vtx exports those with SigLIP")
     return replace(
-        model,
-        video=VideoConfig(IMAGE_TOKEN_ID, video, model.select),
+        model, video=VideoConfig(IMAGE_TOKEN_ID, video, model.select),
         text=replace(model.text, max_positions=min(model.text.max_positions, trained_length(text))),
-        vision=replace(model.vision, shuffle=SHUFFLE, shuffle_by_columns=True),
-        projector_norm_eps=NORM_EPS,
-    )
+        vision=replace(model.vision, shuffle=SHUFFLE, shuffle_by_columns=True), projector_norm_eps=NORM_EPS,
+    )  # fmt: skip
 
 
 def _tokens(vision: VisionConfig) -> int:

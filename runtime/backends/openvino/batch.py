@@ -50,16 +50,11 @@ class OpenvinoStageBatch:
         out = np.empty_like(tokens.hidden)
         inputs: dict[str, NDArray[Any]] = {
             **{names.token_input(name): np.ascontiguousarray(tokens.inputs[name]) for name in self._reads},
-            names.HIDDEN: np.ascontiguousarray(tokens.hidden),
-            names.POSITIONS: positions[None].copy(),
-            names.HIDDEN_OUT: out,
-            PAST: past,
-            BEGINS: np.arange(len(caches) + 1, dtype=np.int32),
-            BLOCKS: np.concatenate(blocks),
-            BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
-            FILLED: np.array(past.max() + 1, np.int32),
-            OUTPUTS: np.arange(len(tokens), dtype=np.int32),
-        }
+            names.HIDDEN: np.ascontiguousarray(tokens.hidden), names.POSITIONS: positions[None].copy(),
+            names.HIDDEN_OUT: out, PAST: past, BEGINS: np.arange(len(caches) + 1, dtype=np.int32),
+            BLOCKS: np.concatenate(blocks), BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
+            FILLED: np.array(past.max() + 1, np.int32), OUTPUTS: np.arange(len(tokens), dtype=np.int32),
+        }  # fmt: skip
         with self._lock, run_failures(ENGINE, self._stage.name):
             for name, array in inputs.items():
                 self._request.set_tensor(name, self._context.shared(array))

@@ -80,11 +80,8 @@ class OrtStageBatch:
         positions, last, total = np.zeros((count, 1), np.int64), np.zeros(count, np.int32), np.zeros(1, np.int32)
         out = np.empty_like(inputs[names.HIDDEN])
         given: dict[str, NDArray[Any]] = {
-            **inputs,
-            names.POSITIONS: positions,
-            names.LAST_SLOT: last,
-            names.TOTAL_SLOTS: total,
-        }
+            **inputs, names.POSITIONS: positions, names.LAST_SLOT: last, names.TOTAL_SLOTS: total,
+        }  # fmt: skip
         kv = self.pool.kv[:, :, first : first + count]
         buffers = list(map(self._stage.context.value, kv.reshape(-1, *kv.shape[2:])))
         return Run(inputs, positions, last, total, out, self._stage.bind(given, out, buffers))

@@ -96,15 +96,10 @@ class TensorrtBackend:
                 self.cuda.copy_in(rope[name].address, table)
                 self.cuda.wait()
         self._caches = TensorrtCacheContext(
-            engines=self.engines,
-            cuda=self.cuda,
-            model=self._manifest.model,
-            kv_dtype=np.dtype(kv_type),
-            max_context=self._manifest.max_context,
-            rope=rope,
-            score=self._graphs.score,
+            engines=self.engines, cuda=self.cuda, model=self._manifest.model, kv_dtype=np.dtype(kv_type),
+            max_context=self._manifest.max_context, rope=rope, score=self._graphs.score,
             token_inputs=self._manifest.token_inputs,
-        )
+        )  # fmt: skip
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:

@@ -80,10 +80,8 @@ class GrowingStageCache(DeviceCache):
             stay = min(memory.held, length)
             for offset in range(0, self._parts * self._part, self._part) if stay else ():
                 to, source, heads = (
-                    memory.next.address + offset,
-                    memory.now.address + offset,
-                    self._context.model.kv_heads,
-                )
+                    memory.next.address + offset, memory.now.address + offset, self._context.model.kv_heads,
+                )  # fmt: skip
                 cuda.copy_rows(to, length * unit, source, memory.held * unit, stay * unit, heads)
             cuda.wait()
             memory.swap(length)

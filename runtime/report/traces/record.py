@@ -129,16 +129,11 @@ def _write(model: Model, folder: Path, progress: Progress) -> Traces:
         traced.append(TracedCase(case.k, case.reduce, file, tuple(asked)))
     progress("cases", len(all_cases), len(all_cases))
     traces = Traces(
-        format=FORMAT,
-        runtime=f"vtx {model.manifest.vtx}",
+        format=FORMAT, runtime=f"vtx {model.manifest.vtx}",
         manifest=hashlib.sha256(model.bundle.files.read(MANIFEST, MAX_BYTES, links=False)).hexdigest(),
-        device=model.backend.device,
-        compute=model.backend.compute,
-        steps=STEPS,
-        layers=model.manifest.model.layers,
-        images=tuple(TracedImage(f"image-{n}.png", image.key) for n, image in enumerate(prepared)),
-        cases=tuple(traced),
-    )
+        device=model.backend.device, compute=model.backend.compute, steps=STEPS, layers=model.manifest.model.layers,
+        images=tuple(TracedImage(f"image-{n}.png", image.key) for n, image in enumerate(prepared)), cases=tuple(traced),
+    )  # fmt: skip
     write_index(folder, traces)
     return traces
 

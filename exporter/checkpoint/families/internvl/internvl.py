@@ -56,16 +56,11 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         shuffle=SHUFFLE,
     )  # fmt: skip
     return ModelConfig(
-        text=text_config,
-        vision=tower,
-        feature_layers=feature_layers_of(parsed.vision_feature_layer, tower.layers),
-        select="default",
-        projector_activation=parsed.projector_hidden_act,
-        projector_bias=True,
+        text=text_config, vision=tower, feature_layers=feature_layers_of(parsed.vision_feature_layer, tower.layers),
+        select="default", projector_activation=parsed.projector_hidden_act, projector_bias=True,
         image_token_id=image_token_of(parsed, text_config),
-        layout=Tiles(tower.image, (tower.grid // SHUFFLE) ** 2, FEWEST, MOST),
-        projector_norm_eps=NORM_EPS,
-    )
+        layout=Tiles(tower.image, (tower.grid // SHUFFLE) ** 2, FEWEST, MOST), projector_norm_eps=NORM_EPS,
+    )  # fmt: skip
 
 
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
