@@ -27,16 +27,15 @@ def with_examples(settings: TextSettings, template: str) -> TextSettings:
     shaping = ShapingTemplate(template, settings, lambda: EXAMPLE_TIME)
     found = list[PromptExample]()
     for turns in _conversations():
-        chat: list[Message] = [{"role": turn.role, "content": [_part(text) for text in turn.parts]} for turn in turns]
+        chat = list[Message]()
+        for turn in turns:
+            texts = [Part(type="image") if text is None else Part(type="text", text=text) for text in turn.parts]
+            chat.append({"role": turn.role, "content": texts})
         try:
             found.append(PromptExample(turns, shaping.render(chat, add_generation_prompt=True)))
         except TemplateError:
             continue
     return replace(settings, examples=tuple(found))
-
-
-def _part(text: str | None) -> Part:
-    return {"type": "image"} if text is None else {"type": "text", "text": text}
 
 
 def _conversations() -> Iterator[tuple[ExampleTurn, ...]]:

@@ -14,17 +14,16 @@ def _gelu(b: Builder, x: ir.Value) -> ir.Value:
     return b.dialect.gelu(b, x, tanh=False)
 
 
-def _gelu_tanh(b: Builder, x: ir.Value) -> ir.Value:
-    return b.dialect.gelu(b, x, tanh=True)
-
-
 def _clip(b: Builder, x: ir.Value, low: float, high: float) -> ir.Value:
     return b.op("Clip", x, b.scalar(low), b.scalar(high))
 
 
 ACTIVATIONS: dict[str, Callable[[Builder, ir.Value], ir.Value]] = {
     **dict.fromkeys(("gelu", "gelu_python"), _gelu),
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), _gelu_tanh),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+        lambda b, x: b.dialect.gelu(b, x, tanh=True),
+    ),
     "gelu_10": lambda b, x: _clip(b, _gelu(b, x), -10, 10),
     "quick_gelu": lambda b, x: b.dialect.swish(b, x, 1.702),
     "silu": lambda b, x: b.dialect.swish(b, x, 1.0),

@@ -22,7 +22,7 @@ from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.graphs.encoder import LAYER_SCALES
 from vtx.exporter.graphs.vision import NEWLINE, projector_layers, vision_tensors
-from vtx.exporter.reference.native import NativeTower
+from vtx.exporter.reference.native import NativeTower, rotated
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS
@@ -32,6 +32,7 @@ from vtx.runtime.vision.tokens import ImageTokens, Mask
 
 LayerWeights = Callable[[str], Tensor | None]
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
+FINAL_NORM = "text.norm.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,8 @@ class Reference:
         for source in images:
             image = load_image(source)
             views = layout.views(image, settings)
-            hidden_states = self.features(views).cpu().numpy()
-            encoded = [ImageTokens.one_per_patch(view) for view in np.split(hidden_states, len(views))]
+            states = np.split(self.features(views).cpu().numpy(), len(views))
+            encoded = [ImageTokens.one_per_patch(view) for view in states]
             tokens.append(layout.arrange(encoded, *image.size, newline))
         if not tokens:
             return Encoded(torch.zeros(hidden))
@@ -114,7 +115,7 @@ class Reference:
         """Views [views, 3, height, width] to their tokens [views * tokens of each, hidden]."""
         c, v = self.config, self.config.vision
         if v.native:
-            tower = NativeTower(v, self._weights.read, _activate)
+            tower = NativeTower(v, self._weights.read, _activate, self._layer_norm, self._linear)
             return torch.cat([tower.tokens(view) for view in torch.from_numpy(pixels)])
         w, name = self._weights.read, "vision.embeddings"
         kernel = w(f"{name}.patch_embedding.weight")
@@ -160,9 +161,7 @@ class Reference:
         `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
         layer and its inputs [n, in], also without withdrawal.
         """
-        text = self.config.text
-        depths = sorted(k for k in ks if k is not None)
-        streams = self._enter(samples)
+        text, streams, depths = self.config.text, self._enter(samples), sorted(k for k in ks if k is not None)
         for layer in range(1, text.layers + 1):
             weights = self._layer_weights(layer, keep=len(samples) > 1)
             for number, stream in enumerate(streams):
@@ -192,10 +191,8 @@ class Reference:
         (stream,) = self._enter([sample])
         x = stream.full[None]
         for layer in range(1, self.config.text.layers + 1):
-            cache: list[Tensor] = []
-            x = _decoder_layer(
-                self.config.text, x, stream.positions, self._layer_weights(layer, keep=False), cache=cache
-            )
+            cache, weights = list[Tensor](), self._layer_weights(layer, keep=False)
+            x = _decoder_layer(self.config.text, x, stream.positions, weights, cache=cache)
             yield layer, cache[0][0], cache[1][0]
             report(1)
 
@@ -230,10 +227,7 @@ class Reference:
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
         text = self.config.text
-        name, x = (
-            EMBEDDING if text.tied else "head.weight",
-            _rms(hidden, self._weights.read("text.norm.weight"), text.eps),
-        )
+        name, x = EMBEDDING if text.tied else "head.weight", _rms(hidden, self._weights.read(FINAL_NORM), text.eps)
         starts = range(0, self._weights.rows(name), HEAD_ROWS)
         return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
 
@@ -243,8 +237,7 @@ class Reference:
     ) -> dict[int | None, Tensor]:  # fmt: skip
         """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
         hidden = self.hidden([Sample(ids, features)], ks, report)[0]
-        logits = self.head(torch.cat([hidden[k] for k in ks]))
-        return dict(zip(ks, logits, strict=True))
+        return dict(zip(ks, self.head(torch.cat([hidden[k] for k in ks])), strict=True))
 
     def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:
         streams = []
@@ -289,10 +282,8 @@ class Reference:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps or self.config.vision.eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        bias = f"{name}.bias"
-        return F.linear(
-            x, self._weights.read(f"{name}.weight"), self._weights.read(bias) if bias in self._names else None
-        )
+        bias = self._weights.read(f"{name}.bias") if f"{name}.bias" in self._names else None
+        return F.linear(x, self._weights.read(f"{name}.weight"), bias)
 
     def _layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
         """The weights of decoder layer `layer`, from 1, by name: read now if `keep`, else at each use."""
@@ -353,10 +344,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _rotate(c: TextConfig, x: Tensor, positions: Tensor) -> Tensor:
     own = positions[:, c.rope.axes] if positions.ndim > 1 else positions[:, None]
-    angles = own.float() * torch.tensor(c.rope.frequencies)
-    cos, sin = angles.cos() * c.rope.scale, angles.sin() * c.rope.scale
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return rotated(x, own.float() * torch.tensor(c.rope.frequencies), c.rope.scale)
 
 
 def _activate(x: Tensor, name: str) -> Tensor:

@@ -11,15 +11,17 @@ from torch import Tensor
 from vtx.exporter.checkpoint.config import VisionConfig
 
 BASE = 10_000.0
+Function = Callable[[Tensor, str], Tensor]
 
 
 class NativeTower:
-    """The tower with weights by canonical name, in float32."""
+    """The tower by the model's functions: weights by canonical name, activations, norms and products, in float32."""
 
     def __init__(
-        self, vision: VisionConfig, weight: Callable[[str], Tensor], activate: Callable[[Tensor, str], Tensor]
-    ) -> None:
-        self._v, self._w, self._activate = vision, weight, activate
+        self, vision: VisionConfig, weight: Callable[[str], Tensor], activate: Function, norm: Function,
+        linear: Function,
+    ) -> None:  # fmt: skip
+        self._v, self._w, self._activate, self._norm, self._linear = vision, weight, activate, norm, linear
 
     def tokens(self, pixels: Tensor) -> Tensor:
         """One image [3, height, width] to its tokens [tokens, hidden], row by row."""
@@ -48,7 +50,7 @@ class NativeTower:
         v = self._v
         qkv = self._linear(self._norm(x, f"{name}.norm1"), f"{name}.attn.qkv")
         q, k, w = (part.reshape(len(x), v.heads, -1).transpose(0, 1) for part in qkv.chunk(3, -1))
-        q, k = _turned(q, angles), _turned(k, angles)
+        q, k = rotated(q, angles), rotated(k, angles)
         y = torch.empty_like(x)
         for own in groups:
             seen = F.scaled_dot_product_attention(q[:, own], k[:, own], w[:, own])
@@ -60,16 +62,7 @@ class NativeTower:
             return x + self._linear(gate * self._linear(y, f"{mlp}.up_proj"), f"{mlp}.down_proj")
         return x + self._linear(self._activate(self._linear(y, f"{mlp}.fc1"), v.activation), f"{mlp}.fc2")
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight, eps = self._w(f"{name}.weight"), self._v.eps
-        if self._v.rms_norm:
-            return F.rms_norm(x, x.shape[-1:], weight, eps)
-        return F.layer_norm(x, x.shape[-1:], weight, self._w(f"{name}.bias"), eps)
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self._w(f"{name}.weight"), self._w(f"{name}.bias"))
-
-
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+def rotated(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
+    (a, b), cos, sin = x.chunk(2, -1), angles.cos() * scale, angles.sin() * scale
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

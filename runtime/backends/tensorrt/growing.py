@@ -77,11 +77,9 @@ class GrowingStageCache(DeviceCache):
     def _lay_out(self, length: int) -> tuple[int, int]:
         memory, cuda, unit = self.memory, self._context.cuda, self._context.slot_bytes
         if memory.held != length:
-            stay = min(memory.held, length)
+            stay, heads = min(memory.held, length), self._context.model.kv_heads
             for offset in range(0, self._parts * self._part, self._part) if stay else ():
-                to, source, heads = (
-                    memory.next.address + offset, memory.now.address + offset, self._context.model.kv_heads,
-                )  # fmt: skip
+                to, source = memory.next.address + offset, memory.now.address + offset
                 cuda.copy_rows(to, length * unit, source, memory.held * unit, stay * unit, heads)
             cuda.wait()
             memory.swap(length)
