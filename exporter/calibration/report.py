@@ -114,14 +114,9 @@ def mean_attention(results: Sequence[ItemResult]) -> MeanAttention | None:
     if not samples:
         return None
     longest = max(len(sample.steps) for sample in samples)
-    return MeanAttention(
-        kinds=KINDS,
-        question=_mean([sample.question for sample in samples]),
-        answer=_mean([sample.answer for sample in samples]),
-        steps=tuple(
-            _mean([sample.steps[i : i + 1] for sample in samples if i < len(sample.steps)])[0] for i in range(longest)
-        ),
-    )
+    question, answer = (_mean([getattr(sample, kind) for sample in samples]) for kind in ("question", "answer"))
+    steps = [[sample.steps[i : i + 1] for sample in samples if i < len(sample.steps)] for i in range(longest)]
+    return MeanAttention(KINDS, question, answer, tuple(_mean(step)[0] for step in steps))
 
 
 def _mean(shares: Sequence[Shares]) -> Shares:
@@ -130,9 +125,8 @@ def _mean(shares: Sequence[Shares]) -> Shares:
 
 def write_report(report: CalibrationReport, folder: Path) -> Path:
     """Write `folder`/report.json, which is replaced only once complete, and return its path."""
-    path = folder / REPORT
-    write_json(path, report.to_dict())
-    return path
+    write_json(folder / REPORT, report.to_dict())
+    return folder / REPORT
 
 
 def read_choice(path: Path, fingerprint: str) -> RecordedChoice:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -78,27 +79,17 @@ def fit_gates(
     gates: dict[int, GateWeights] = {}
     for column, k in enumerate(ks):
         path = work.folder / f"gate-{k - 2:03d}.safetensors"
-        if (gate := _fitted(path, k, options_key)) is None:
+        with suppress(VtxError, KeyError):  # of an earlier run with the same data and options
+            header = read_header(path, error=RequestError)
+            if header.metadata.get("fit") == options_key:
+                first, second = (read_tensor(header.tensors[name], error=RequestError) for name in gate_tensors(k))
+                gates[k] = first, second
+        if k not in gates:
             inputs = work.read(f"inputs.{k - 2}", held_out=False)
-            gate = fit_gate(inputs, y[:, column], options, options.seed + k)
-            write_safetensors(path, dict(zip(gate_tensors(k), gate, strict=True)), {"fit": options_key})
-        gates[k] = gate
+            gates[k] = fit_gate(inputs, y[:, column], options, options.seed + k)
+            write_safetensors(path, dict(zip(gate_tensors(k), gates[k], strict=True)), {"fit": options_key})
         report(1)
     return gates
-
-
-def _fitted(path: Path, k: int, key: str) -> GateWeights | None:
-    """The gate that an earlier run fitted with the same data and options, or None."""
-    if not path.exists():
-        return None
-    try:
-        header = read_header(path, error=RequestError)
-        if header.metadata.get("fit") != key:
-            return None
-        first, second = (read_tensor(header.tensors[name], error=RequestError) for name in gate_tensors(k))
-        return first, second
-    except (VtxError, KeyError):
-        return None
 
 
 def fit_gate(inputs: NDArray[np.float32], targets: NDArray[np.int64], options: FitOptions, seed: int) -> GateWeights:
@@ -143,8 +134,7 @@ def write_gates(
 ) -> None:
     tensors = {name: w for k, gate in sorted(gates.items()) for name, w in zip(gate_tensors(k), gate, strict=True)}
     alpha = options.alpha if math.isfinite(options.alpha) else None
-    training = {
-        **asdict(options), "alpha": alpha, **record, "versions": {name: metadata.version(name) for name in RECORDED},
-    }  # fmt: skip
+    versions = {name: metadata.version(name) for name in RECORDED}
+    training = {**asdict(options), "alpha": alpha, **record, "versions": versions}
     fields = {"model_fingerprint": model_fingerprint, "features": FEATURES, "training": json.dumps(training)}
     write_safetensors(path, tensors, fields)

@@ -186,10 +186,9 @@ class Measurer:
             losses.append(F.cross_entropy(logits, expected, reduction="none"))
         sizes = [len(ks) * len(ids) for _, ids in jobs]
         by_job = zip(jobs, torch.split(torch.cat(hits), sizes), torch.split(torch.cat(losses), sizes), strict=True)
-        along = {
-            job: _Along(hit.reshape(len(ks), -1).numpy(), loss.reshape(len(ks), -1).mean(1).numpy())
-            for job, hit, loss in by_job
-        }
+        along = dict[Any, _Along]()
+        for job, hit, loss in by_job:
+            along[job] = _Along(hit.reshape(len(ks), -1).numpy(), loss.reshape(len(ks), -1).mean(1).numpy())
         return inputs, [{name: along[n, ids] for name, ids in item.answers.items()} for n, item in enumerate(items)]
 
 

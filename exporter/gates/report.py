@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.gates.fit import GateWeights, gate_odds
-from vtx.exporter.gates.measure import UNKNOWN
 from vtx.exporter.gates.workdir import WorkDirectory
 from vtx.runtime.strict import json_value, optional
 from vtx.tools.common.plots import COLORS, draw, headline, integer_axis, percent_axis
@@ -47,12 +46,6 @@ class HeldOut:
     @property
     def layers(self) -> int:
         return self.ks[-1]
-
-    @property
-    def known(self) -> Bools:
-        """The items with an answer to compare with."""
-        known: Bools = self.right[:, 0] != UNKNOWN
-        return known
 
     def exits(self, threshold: float) -> NDArray[np.int64]:
         """The column of K that each item leaves at [items]: the first gate above `threshold`, else the last, none."""
@@ -161,10 +154,8 @@ def judge(held: HeldOut, size: ModelSize) -> Judgement:
             difference_interval=(difference.low, difference.high),
         )  # fmt: skip
         gates.append(outcome)
-    fixed = tuple(
-        FixedOutcome(**_outcome(held, size, np.full(len(held.same), column)), k=k)
-        for column, k in enumerate((*held.ks, None))
-    )
+    each = [_outcome(held, size, np.full(len(held.same), column)) for column in range(len(held.ks) + 1)]
+    fixed = tuple(FixedOutcome(**outcome, k=k) for outcome, k in zip(each, (*held.ks, None), strict=True))
     return Judgement(len(held.same), held.layers, tuple(gates), fixed, _verdict(gates[0]))
 
 
@@ -175,14 +166,10 @@ def _pick(table: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
 
 def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict[str, Any]:
     """The fields of an `Outcome` if each item leaves at its column of K; FLOPs in DyVTE's convention."""
-    known, ks = held.known, (*held.ks, None)
-    flops = [
-        total_flops(
-            size.decoder, withdrawal_schedule(held.layers, ks[column], text=int(text), vision=int(vision)),
-            size.seeing(int(vision)).vision, size.views(int(vision)),
-        )
-        for column, (text, vision) in zip(columns, held.tokens, strict=True)
-    ]  # fmt: skip
+    known, ks, flops = held.right[:, 0] != UNKNOWN, (*held.ks, None), list[int]()
+    for column, (text, vision) in zip(columns, held.tokens.tolist(), strict=True):
+        schedule = withdrawal_schedule(held.layers, ks[column], text=text, vision=vision)
+        flops.append(total_flops(size.decoder, schedule, size.seeing(vision).vision, size.views(vision)))
     return {
         "full_layers": float(held.full_layers(columns).mean()),
         "agreement": float(_pick(held.same, columns).mean()),
@@ -208,15 +195,9 @@ def _best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
 
 
 def _verdict(gates: GatesOutcome) -> str:
-    low, high = gates.agreement_interval
-    least, most = gates.difference_interval
-    if least > 0:
-        end = "the gates are better here."
-    elif most < 0:
-        end = "a fixed K is better here."
-    else:
-        end = "no difference beyond chance, and a fixed K needs no gates."
-    rival = gates.fixed_at_equal_cost
+    (low, high), (least, most), rival = gates.agreement_interval, gates.difference_interval, gates.fixed_at_equal_cost
+    end = "no difference beyond chance, and a fixed K needs no gates."
+    end = "the gates are better here." if least > 0 else "a fixed K is better here." if most < 0 else end
     return (
         f"At {gates.full_layers:.1f} full layers on average the gates agree with the full model on "
         f"{gates.agreement:.1%} (95% interval {low:.1%} to {high:.1%}), the best fixed K at that cost "
@@ -227,22 +208,21 @@ def _verdict(gates: GatesOutcome) -> str:
 
 def draw_judgement(judgement: Judgement, path: Path) -> None:
     """Draw agreement over full layers, and the exits of the questions, into `path`. Raises as `draw` does."""
-    draw(path, lambda figure: _fill(figure, judgement))
 
+    def fill(figure: Any) -> None:
+        curve, histogram = figure.subplots(1, 2)
+        lines: dict[str, Sequence[Outcome]] = {"fixed K": judgement.fixed, "gates, by threshold": judgement.gates}
+        for name, points in lines.items():
+            curve.plot([p.full_layers for p in points], [100 * p.agreement for p in points], label=name)
+        percent_axis(curve, "same answer as the full model, %", min(100 * p.agreement for p in judgement.fixed))
+        curve.set(title="Agreement over cost")
+        integer_axis(curve, "layers that see the image, mean")
+        curve.legend()
+        chosen = judgement.gates[0]
+        histogram.bar(range(len(chosen.exits)), chosen.exits.values(), color=COLORS[1])
+        histogram.set_xticks(range(len(chosen.exits)), list(chosen.exits), rotation=90, fontsize=8)
+        histogram.grid(visible=False, axis="x")
+        histogram.set(title=f"K that the gates choose above {chosen.threshold:g}", xlabel="K", ylabel="questions")
+        headline(figure, "Gates against a fixed K", f"{judgement.items} held-out items, {judgement.layers} layers")
 
-def _fill(figure: Any, judgement: Judgement) -> None:
-    curve, histogram = figure.subplots(1, 2)
-    lines: tuple[tuple[str, Sequence[Outcome]], ...]
-    lines = (("fixed K", judgement.fixed), ("gates, by threshold", judgement.gates))
-    for name, points in lines:
-        curve.plot([p.full_layers for p in points], [100 * p.agreement for p in points], label=name)
-    percent_axis(curve, "same answer as the full model, %", min(100 * p.agreement for p in judgement.fixed))
-    curve.set(title="Agreement over cost")
-    integer_axis(curve, "layers that see the image, mean")
-    curve.legend()
-    chosen = judgement.gates[0]
-    histogram.bar(range(len(chosen.exits)), chosen.exits.values(), color=COLORS[1])
-    histogram.set_xticks(range(len(chosen.exits)), list(chosen.exits), rotation=90, fontsize=8)
-    histogram.grid(visible=False, axis="x")
-    histogram.set(title=f"K that the gates choose above {chosen.threshold:g}", xlabel="K", ylabel="questions")
-    headline(figure, "Gates against a fixed K", f"{judgement.items} held-out items, {judgement.layers} layers")
+    draw(path, fill)

@@ -57,14 +57,10 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
         raise RequestError(f"cannot write the gates to {out}, which is a directory; name a file with --out")
     source = open_source(options.model, tower=options.tower, allow_pickle=options.allow_pickle)
     data = read_data(options.data, options.images, options.items + options.held_out, options.fit.seed)
-    learn, held_out = split_items(
-        data.items, options.items, options.held_out, options.fit.seed, shuffle=options.data != SCENES
-    )
-    batch = options.measure.batch
-    shards = [
-        *make_shards(learn, batch, held_out=False),
-        *make_shards(held_out, batch, held_out=True, first=len(learn)),
-    ]
+    shuffle, batch = options.data != SCENES, options.measure.batch
+    learn, held_out = split_items(data.items, options.items, options.held_out, options.fit.seed, shuffle=shuffle)
+    shards = make_shards(learn, batch, held_out=False)
+    shards += make_shards(held_out, batch, held_out=True, first=len(learn))
     make_folder(out.parent)
     work = WorkDirectory(work_folder, source, options.measure, shards)
     check_disk(

@@ -134,14 +134,12 @@ class WorkDirectory:
         path = self.folder / shard.name
         if not path.exists():
             return False
-        try:
+        with suppress(VtxError, KeyError):
             header = read_header(path, error=RequestError)
             if header.metadata.get("fingerprint") == self.fingerprint:
                 skipped = parse_json(header.metadata["skipped"].encode(), shard.name, error=RequestError)
                 self.skipped[shard.name] = [*STRICT.value(tuple[str, ...], skipped, shard.name)]
                 return True
-        except (VtxError, KeyError):
-            pass
         with suppress(OSError):
             path.unlink()
         return False

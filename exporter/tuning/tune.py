@@ -114,9 +114,8 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
     data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)
     learn, held_out = list(data.items), list[Item]()
     if options.held_out:
-        learn, held_out = split_items(
-            data.items, options.items, options.held_out, options.schedule.seed, shuffle=options.data != SCENES
-        )
+        seed, shuffle = options.schedule.seed, options.data != SCENES
+        learn, held_out = split_items(data.items, options.items, options.held_out, seed, shuffle=shuffle)
     questions, skipped = read_questions(source, learn, options.packing)
     check_skipped(data.source, len(questions), skipped, "items", "")
     make_folder(out)

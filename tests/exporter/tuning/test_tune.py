@@ -224,7 +224,7 @@ def test_a_training_that_diverges_stops_and_keeps_the_last_good_state(
     def diverging(*words: Any) -> Any:
         calls.append(1)
         found = real(*words)
-        return replace(found, total=found.total * float("nan")) if len(calls) > 12 else found
+        return {**found, "total": found["total"] * float("nan")} if len(calls) > 12 else found
 
     monkeypatch.setattr(train, "losses", diverging)
     with pytest.raises(RequestError, match=r"diverged at step 4: the loss is nan.*last saved state is kept.*--lr"):
