@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.gates.fit import GateWeights, gate_odds
+from vtx.exporter.gates.measure import UNKNOWN
 from vtx.exporter.gates.workdir import WorkDirectory
 from vtx.runtime.strict import json_value, optional
 from vtx.tools.common.plots import COLORS, draw, headline, integer_axis, percent_axis
