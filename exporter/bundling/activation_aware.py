@@ -67,10 +67,7 @@ class ChannelFactors:
 
 
 def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
-    """Run the reference over the items of `data` and find every layer's factors. `report` gets (phase, done, total).
-
-    Raises RequestError if too many items cannot be used; CheckpointError if the model computes NaN or infinity.
-    """
+    """Run the reference over the items of `data` and find every layer's factors. `report` gets (phase, done, total)."""
     import torch
 
     from vtx.exporter.reference.model import Reference, Sample

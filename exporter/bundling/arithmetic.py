@@ -32,10 +32,7 @@ LEAST_KEPT = 0.9  # the lower end of the interval of the share of answers that s
 
 
 def candidates(manifest: Manifest, *, always: bool) -> tuple[str, ...]:
-    """Types of arithmetic to measure: none if OpenVINO is not installed, or not the bundle's engine on CPUs.
-
-    `always`: also if onnxruntime is the faster one.
-    """
+    """Types of arithmetic to measure; none without OpenVINO, or if CPUs choose another engine and not `always`."""
     engine = ENGINES[DEVICE]
     chosen = merit_on_cpu(manifest, openvino=True)[0] > merit_on_cpu(manifest, openvino=False)[0]
     if find_spec(engine.module) is None or engine.dialect not in manifest.dialects or not (chosen or always):

@@ -21,10 +21,7 @@ DEMO = "demo"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredArithmetic:
-    """The questions whose answers narrower arithmetic must keep, drawn scenes if None.
-
-    `always`: also if onnxruntime is the default here.
-    """
+    """Questions (None: scenes) whose answers narrower arithmetic must keep; `always`: also beside onnxruntime."""
 
     data: Data | None = None
     always: bool = False

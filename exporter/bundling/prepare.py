@@ -137,10 +137,7 @@ class Plan:
 
 
 def plan_export(options: ExportOptions) -> Plan:
-    """Read and check everything but the weights themselves; write nothing.
-
-    Raises CheckpointError, UnsupportedModelError, RequestError, DeviceError.
-    """
+    """Read and check everything but the weights themselves; write nothing."""
     for library in ("torch", "transformers"):  # fail now if one that the last step of an export needs is missing
         if find_spec(library) is None:
             raise DeviceError(f'exporting needs {library}; pip install "vtx-edge[export]"')

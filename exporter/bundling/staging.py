@@ -118,10 +118,7 @@ def _interrupted(out: Path, key: str, say: Callable[[str], None]) -> tuple[Path,
 
 
 def left_bytes(out: Path, names: Collection[str]) -> int:
-    """Bytes on the disk of the files `names` that interrupted exports to `out` left.
-
-    An export resumes with them, or removes them before it writes.
-    """
+    """Bytes on the disk of the files `names` that interrupted exports to `out` left, to be used or removed."""
     total = 0
     for folder in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
         if (lock := _lock(folder)) is not None:  # else it is in use

@@ -82,10 +82,7 @@ def predict_memory(source: Source, items: Sequence[PreparedItem], options: Calib
 def calibrate(
     source: OpenedModel, data: Data, options: CalibrationOptions, out: Path, report: Progress = lambda *_: None
 ) -> Measurement:
-    """Measure every item that `out`/samples.jsonl does not hold yet, and save it there; equal items count once.
-
-    Raises RequestError, ExportError.
-    """
+    """Measure every item that `out`/samples.jsonl does not hold yet, and save it there; equal items count once."""
     askable, skipped = prepare(source, data, options.max_new_tokens)
     ks = options.ks(source.config.text.layers)
     with contextlib.ExitStack() as stack:

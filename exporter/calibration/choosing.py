@@ -70,10 +70,7 @@ def choose(curve: Sequence[Point], choosing: Choosing, samples: int) -> tuple[Ch
 
 
 def choose_by_kept(curve: Sequence[Point], min_kept: float, eta: float) -> Choice:
-    """The smallest K that keeps `min_kept` percent of the answers, at the lower end of the interval.
-
-    The lower end decides, not the share: 20 of 20 answers show 84%, not 100%.
-    """
+    """The smallest K that keeps `min_kept` percent of the answers, at the lower end: 20 of 20 answers show 84%."""
     limit, rule = min_kept / 100, f"at least {min_kept:g}% of the answers kept"
     points = [(point, point.agree) for point in curve[1:] if point.agree is not None]
     fits = [point for point, kept in points if kept.low >= limit]

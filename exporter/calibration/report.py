@@ -55,10 +55,7 @@ class MeanAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `samples` the items.
-
-    `min_kept` is in percent.
-    """
+    """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `min_kept` in percent."""
 
     model: CalibratedModel
     data: CalibrationData

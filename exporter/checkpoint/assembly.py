@@ -90,10 +90,7 @@ def _added_id(folder: Path, token: str) -> int:
 
 
 def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, *, allow_pickle: bool) -> Checkpoint:
-    """The checkpoint with `vision_config` in its configuration, the tower's tensors, and its `original` parts.
-
-    Raises CheckpointError, UnsupportedModelError.
-    """
+    """The checkpoint with `vision_config` in its configuration, the tower's tensors, and its `original` parts."""
     config = checkpoint.config
     if "vision_config" in config or "text_config" in config:
         raise UnsupportedModelError(

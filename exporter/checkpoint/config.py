@@ -21,10 +21,7 @@ VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """A decoder of the llama family; flags state the differences between its members.
-
-    `qk_norm`: an RMS norm over each head of the queries and keys, before they are rotated.
-    """
+    """A decoder of the llama family; `qk_norm`: an RMS norm over each head of queries and keys, unrotated."""
 
     family: str
     layers: int
@@ -202,10 +199,7 @@ def part_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def parse(kind: str, config: Mapping[str, Any], name: str = "config.json") -> Any:
-    """The contents of the file `name` as transformers' configuration class `kind`, with its defaults.
-
-    Raises CheckpointError if it is not valid for that class.
-    """
+    """The contents of the file `name` as transformers' configuration class `kind`, with its defaults."""
     import transformers
 
     def without_labels(part: Any) -> Any:  # unused here, and transformers makes a table of `num_labels` entries

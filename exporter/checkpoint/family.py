@@ -93,10 +93,7 @@ class OriginalLayout:
 
 @dataclass(frozen=True, slots=True)
 class OriginalParts:
-    """One checkpoint's image processor configuration, chat template and tokenizer folder.
-
-    `end_ids` end an answer, whatever other files say.
-    """
+    """One checkpoint's image processor configuration, chat template, tokenizer folder, and ids that end an answer."""
 
     processor: Config
     template: str

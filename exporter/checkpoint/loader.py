@@ -92,10 +92,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def require(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        """Return the tensor of canonical `name`, which has `shape` and is F32, F16 or BF16.
-
-        Raises `CheckpointError` when it is missing or has another shape, `UnsupportedModelError` when it is quantised.
-        """
+        """Return the tensor of canonical `name`, which has `shape` and is F32, F16 or BF16."""
         info = self.tensors.get(name)
         if info is None:
             raise self._missing(name, shape)

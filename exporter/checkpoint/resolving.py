@@ -80,10 +80,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve_plain(request: dict[str, Any]) -> str:
-    """The tokenizer.json of `folder`, called `name` in messages, after a trial; ids are below `vocab`.
-
-    Raises `CheckpointError`.
-    """
+    """The tokenizer.json of `folder`, called `name` in messages, after a trial; ids are below `vocab`."""
     text: str = _load(Path(request["folder"]), request["name"]).backend_tokenizer.to_str()
     check_spec(json.loads(text))
     tokenizer = parse_tokenizer(text, CheckpointError)

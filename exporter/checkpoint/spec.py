@@ -73,10 +73,7 @@ def _configured(part: ModelSpec | TowerSpec, kind: type[TextConfig | VisionConfi
 
 
 def find_size(model: str) -> ModelSize:
-    """Sizes of a known name, of a bundle's directory, or of a checkpoint's directory or `config.json`.
-
-    Raises RequestError, BundleError, CheckpointError.
-    """
+    """Sizes of a known name, of a bundle's directory, or of a checkpoint's directory or `config.json`."""
     if model in KNOWN:
         return KNOWN[model]
     path = Path(model).expanduser()

@@ -66,10 +66,7 @@ def check_spec(spec: Any) -> None:
 
 
 def check_bytes(spec: Mapping[str, Any], name: str) -> None:
-    """Raise `CheckpointError` if byte tokens are special.
-
-    A user's text would then become special tokens that look like the template's.
-    """
+    """Raise `CheckpointError` if byte tokens are special: a user's text would become special tokens."""
     special = [
         token["content"]
         for token in _added(spec)

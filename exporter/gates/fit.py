@@ -62,10 +62,7 @@ class FitOptions:
 
 
 def labels(agreement: NDArray[np.float32], losses: NDArray[np.float32], alpha: float) -> NDArray[np.int64]:
-    """DyVTE Eq. 6 [items, K]: 1 if the image tokens may leave before layer K.
-
-    Of `agreement` and cross-entropy [items, K and none] the last column is the full model's.
-    """
+    """DyVTE Eq. 6 [items, K]: 1 if the image tokens may leave before layer K; the last column is the full model's."""
     bounded = losses[:, :-1] < alpha * losses[:, -1:] if math.isfinite(alpha) else True
     return ((agreement[:, :-1] > MIN_AGREEMENT) & bounded).astype(np.int64)
 

@@ -123,10 +123,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class GatesReport:
-    """Gates of a model: their training, items that could not be used, and a judgement.
-
-    `plot` is the reason if there is no plot.
-    """
+    """Gates of a model: training, items that could not be used, a judgement, and the reason if there is no `plot`."""
 
     model: str
     training: Training

@@ -81,10 +81,7 @@ class Builder:
         return node.outputs
 
     def declared(self, x: ir.Value, *shape: int | str) -> ir.Value:
-        """A float32 result with a shape that no engine infers.
-
-        onnxruntime plans its memory by names of sizes: without them a stage loads twice as slowly.
-        """
+        """A float32 result with a shape that no engine infers: without it onnxruntime loads a stage twice as slowly."""
         x.type, x.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
         return x
 

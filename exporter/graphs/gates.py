@@ -38,10 +38,7 @@ class Gates:
 
 
 def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
-    """Read and check a gate file for a model. A gate on the last layer is ignored, as nothing is withdrawn there.
-
-    Raises CheckpointError.
-    """
+    """Read and check a gate file for a model. A gate on the last layer is ignored, as nothing is withdrawn there."""
     header = read_header(path)
     pairs: dict[int, dict[str, TensorInfo]] = {}
     for name, info in header.tensors.items():

@@ -82,10 +82,7 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
 
 
 def class_attention(b: Builder, v: VisionConfig, q: ir.Value, k: ir.Value, seen: ir.Value | None) -> ir.Value:
-    """Head-mean attention [images, tokens] float32 of token 0, from a block's q and k [images, tokens, hidden] (Eq. 6).
-
-    `seen` as in `Merged`.
-    """
+    """Head-mean attention [images, tokens] of token 0, from a block's q and k [images, tokens, hidden] (Eq. 6)."""
     size = v.hidden // v.heads
     first = b.to_float32(b.op("Slice", q, b.constant([0]), b.constant([1]), b.constant([1])))
     scaled = b.op("Mul", first, b.constant(np.array(size**-0.5, np.float32)))

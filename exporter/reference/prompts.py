@@ -25,10 +25,7 @@ class PreparedItem:
 
 
 def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[PreparedItem], list[str]]:
-    """Tokenise every item; items that cannot be asked, or do not fit the context, are reported instead.
-
-    Raises RequestError if too many items cannot be used.
-    """
+    """Tokenise every item; items that cannot be asked, or do not fit the context, are reported instead."""
     prepared, skipped, room = [], list(data.skipped), source.context - max(max_new_tokens, MAX_REFERENCE)
     for number, item in enumerate(data.items, 1):
         try:
@@ -54,10 +51,7 @@ def messages(item: Item) -> list[Message]:
 
 
 def prompt_ids(source: Source, item: Item) -> NDArray[np.int64]:
-    """Token ids [tokens] of an item's prompt, with the image tokens of each image's size.
-
-    Raises RequestError for a question that cannot be asked, ImageError for a file that cannot be read.
-    """
+    """Token ids [tokens] of an item's prompt, with the image tokens of each image's size."""
     return source.text.prompt(messages(item), prompt_images(source.config.layout, item))
 
 

@@ -37,10 +37,7 @@ def module_name(canonical: str) -> str:
 
 
 def load_text_model(source: Source, dtype: torch.dtype, device: torch.device, learning: Learning) -> Any:
-    """The text model of a checkpoint as transformers has it, without towers; layers trained in full are float32.
-
-    Raises UnsupportedModelError for a text family that is not tuned.
-    """
+    """The text model of a checkpoint as transformers has it, without towers; layers trained in full are float32."""
     import transformers
 
     c = source.config.text

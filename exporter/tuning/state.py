@@ -57,10 +57,7 @@ class StateFile:
         write_safetensors(self.path, tensors, {"tuning": self.identity, "step": str(step)})
 
     def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-        """Set the weights and the optimizer to the saved state and return its step, 0 if nothing is saved.
-
-        Raises RequestError if the file is damaged, or belongs to another tuning.
-        """
+        """Set the weights and the optimizer to the saved state and return its step, 0 if nothing is saved."""
         if not self.path.exists():
             return 0
         header = self._checked()

@@ -104,10 +104,7 @@ class Trainer:
         self._parallel = accelerator.prepare(decoder) if processes > 1 else decoder
 
     def run(self, state: StateFile, out: Path, report: Callable[[int, int], None]) -> int:
-        """Train from the saved state to the end, saving on the way; return the number of steps run here.
-
-        Raises RequestError, ExportError.
-        """
+        """Train from the saved state to the end, saving on the way; return the number of steps run here."""
         first, total = state.load(self._parameters, self._optimizer), self.order.steps
         log = Log(out, first) if self._accelerator.is_main_process else None
         report(first, total)

@@ -77,10 +77,7 @@ def changes(changed: Changed) -> dict[int, float]:
 
 
 def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None:
-    """Write the whole checkpoint to the directory `out`, which is replaced only once the new one is complete.
-
-    Raises ExportError, CheckpointError.
-    """
+    """Write the whole checkpoint to the directory `out`, which is replaced only once the new one is complete."""
     partial = out.with_name(f".{out.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

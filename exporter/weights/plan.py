@@ -151,10 +151,7 @@ _BUFFERS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # saved by ol
 
 
 def with_own_head(text: TextConfig, checkpoint: Checkpoint) -> TextConfig:
-    """The decoder's configuration, not tied if the weights hold a head that differs from the embeddings.
-
-    Raises CheckpointError if a tensor cannot be read.
-    """
+    """The decoder's configuration, not tied if the weights hold a head that differs from the embeddings."""
     head, table = checkpoint.tensors.get(HEAD), checkpoint.tensors.get(EMBEDDING)
     if not text.tied or head is None or table is None:
         return text

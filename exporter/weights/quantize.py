@@ -23,10 +23,7 @@ Floats = NDArray[np.float32]
 
 
 def quantise(rows: Floats, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDArray[np.float16]]:
-    """Finite weights [n, in] as integers [n, bytes] (int8, or uint8 with two weights each) and scales [n, blocks].
-
-    Raises ExportError if a weight is so large that its scale is beyond float16.
-    """
+    """Finite weights [n, in] as integers [n, bytes] (int8, or uint8 with two weights each) and scales [n, blocks]."""
     blocks = rows.reshape(len(rows), -1, scheme.block)
     levels = 7 if scheme.bits == 4 else 127
     peak = np.abs(blocks).max(-1)

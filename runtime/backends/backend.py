@@ -82,10 +82,7 @@ class Backend(Protocol):
         """
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
-        """One frame of a video [1, 3, height, width] to its tokens. Only if the manifest declares videos.
-
-        Raises DeviceError if this engine has no graph for it.
-        """
+        """One frame of a video [1, 3, height, width] to its tokens. Only if the manifest declares videos."""
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
         """Hidden states [n, hidden] to logits [n, vocab]."""

@@ -64,10 +64,7 @@ class EngineRecord:
 
 @dataclass(frozen=True, slots=True)
 class EngineSet:
-    """The engines of one target, by the graph each was built from.
-
-    `flavour` is the Python module's name, `version` its whole version, `capability` the GPU's as in (8, 9).
-    """
+    """The engines of one target, by graph; `flavour` is the Python module, `capability` as in (8, 9)."""
 
     format: int
     target: str

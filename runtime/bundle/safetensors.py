@@ -196,10 +196,7 @@ def layout(
 def write_safetensors(
     path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write `tensors` to `path`, which is replaced only once the new file is complete.
-
-    Raises `ExportError` when the disk refuses, `ValueError` for a dtype the format does not know.
-    """
+    """Write `tensors` to `path`, which is replaced only once the new file is complete."""
     unknown = next((array.dtype for array in tensors.values() if array.dtype.newbyteorder("<") not in _NAMES), None)
     if unknown is not None:
         raise ValueError(f"safetensors has no dtype for numpy's {unknown}")

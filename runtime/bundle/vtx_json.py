@@ -26,10 +26,7 @@ def write_manifest(manifest: Manifest) -> str:
 
 
 def parse_manifest(text: str | bytes, folder: str | None = None) -> Manifest:
-    """Read the text of `vtx.json`; `folder` is named in the command that makes a bundle of an older format again.
-
-    Raises BundleError.
-    """
+    """Read the text of `vtx.json`; `folder` is named in the command that makes a bundle of an older format again."""
     raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     data = parse_json(raw, "vtx.json", error=BundleError)
     if not isinstance(data, dict):
@@ -49,10 +46,7 @@ def parse_manifest(text: str | bytes, folder: str | None = None) -> Manifest:
 
 
 def remake_advice(manifest: Mapping[str, Any], folder: str | None) -> str:
-    """The command that makes a bundle again, from the record of how it was made; `manifest` may hold anything.
-
-    Files that the record does not name are placeholders for the reader to fill in.
-    """
+    """The command that makes a bundle again, from the record of how it was made; `manifest` may hold anything."""
     record = _table(manifest.get("record"))
     options, source, aware = (_table(record.get(key)) for key in ("options", "source", "activation_aware"))
     model = options.get("model", source.get("model"))

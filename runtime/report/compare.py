@@ -66,10 +66,7 @@ def parse_sources(text: str) -> tuple[str, str]:
 
 
 def compare(bundle: Bundle, first: str, second: str) -> Iterator[GraphDifference]:
-    """Every graph that both sources have, in the order in which a prompt meets them.
-
-    Raises DeviceError, BundleError.
-    """
+    """Every graph that both sources have, in the order in which a prompt meets them."""
     reference, other = open_source(bundle, first), open_source(bundle, second)
     for part, inputs, limit in _cases(bundle, reference, other):
         graph = graph_file(bundle.manifest, other.dialect, part)

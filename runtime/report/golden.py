@@ -68,10 +68,7 @@ def decoded_ids(ids: NDArray[np.int64], image_token_id: int, count: int = DECODE
 
 
 def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
-    """The golden vectors by name: ids [tokens], pixels [.., 3, height, width], features [n, hidden], logits [vocab].
-
-    Raises BundleError if one is missing, or is not of the bundle's model.
-    """
+    """The golden vectors by name: ids [tokens], pixels [.., 3, height, width], features [n, hidden], logits [vocab]."""
     m = bundle.manifest
     stored = bundle.arrays(m.golden, MAX_GOLDEN)
     sizes: dict[str, tuple[int | None, ...]] = {key_of(k): (m.model.vocab,) for k in (None, *m.variants)}

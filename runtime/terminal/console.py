@@ -104,10 +104,7 @@ def say_json(value: object) -> None:
 
 
 def command(*, epilog: str, leaves: bool = False) -> Callable[[Callable[..., None]], click.Command]:
-    """A vtx command: help with `epilog` as its examples, `--version`, and errors as `Command` ends them.
-
-    `leaves`: as in `Program`.
-    """
+    """A vtx command: examples in `epilog`, `--version`, errors as `Command` ends them; `leaves` as in `Program`."""
 
     def make(function: Callable[..., None]) -> click.Command:
         version = click.version_option(package_name="vtx-edge", message="%(prog)s %(version)s")
@@ -121,10 +118,7 @@ def command(*, epilog: str, leaves: bool = False) -> Callable[[Callable[..., Non
 
 @contextmanager
 def bar(in_bytes: Collection[str] = ()) -> Iterator[Progress]:
-    """Progress bars on stderr, one for each phase: amount, elapsed time, and time left at the pace so far.
-
-    `in_bytes` names the phases whose amounts are bytes.
-    """
+    """Progress bars on stderr, one a phase: amount, elapsed time, time left; `in_bytes` names phases of bytes."""
     from rich import progress as rich
     from rich.console import Console
 

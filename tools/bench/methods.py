@@ -73,10 +73,7 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
 
 
 def short(part: Reduction) -> str:
-    """A reduction's spec for tables: its preset if one applies, and values that are not the default.
-
-    Thresholds, shares and the layer `k` are always shown.
-    """
+    """A reduction's spec for tables: its preset, or what is not the default; thresholds, shares, `k` always."""
     values, defaults = _options(part), _options(type(part)())
     always = [key for key in values if key == "k" or isinstance(getattr(part, key), float)]
     keys = [key for key in values if values[key] != defaults[key] or key in always]

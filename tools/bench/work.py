@@ -111,10 +111,7 @@ def weights_read(bundle: Bundle, float_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Arithmetic of tower and prefill as shares of the peak matrix product, reading per token as a share of bandwidth.
-
-    None: it did not run, or was too fast to measure.
-    """
+    """Arithmetic of tower and prefill as shares of the peak, reading a token of bandwidth; None: not measured."""
 
     vision: float | None
     prefill: float | None

@@ -41,10 +41,7 @@ class Item:
     answer: str | None = None
 
     def digest(self) -> str:
-        """A sha256 that changes with the texts, and with the content, or size and time, of the images.
-
-        Raises ImageError for a file that has been removed.
-        """
+        """A sha256 that changes with the texts, and with the content, or size and time, of the images."""
         digest = hashlib.sha256(repr((self.question, self.answer)).encode("utf-8", "surrogatepass"))
         for image in self.images:
             if isinstance(image, Image.Image):

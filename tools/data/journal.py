@@ -21,10 +21,7 @@ def as_line(value: Mapping[str, Any]) -> bytes:
 
 
 def read_lines(content: bytes, name: str) -> Iterator[dict[str, Any]]:
-    """The objects of the journal `name`; a last line without its end is incomplete and left out.
-
-    Raises RequestError for a line that is not a JSON object.
-    """
+    """The objects of the journal `name`; a last line without its end is incomplete and left out."""
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         value = parse_json(line, f"line {number} of {name}", error=RequestError)
         if not isinstance(value, dict):

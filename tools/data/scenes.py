@@ -1,7 +1,4 @@
-"""Drawn scenes of coloured shapes on a 3x3 grid.
-
-The demo model is trained and evaluated on these, and vtx-calibrate uses them without data.
-"""
+"""Drawn scenes of coloured shapes on a 3x3 grid, for the demo model, and for vtx-calibrate without data."""
 
 from __future__ import annotations
 

@@ -37,10 +37,7 @@ def withdrawal_schedule(layers: int, k: int | None, *, text: int, vision: int) -
 
 
 def make_schedule(kept: Sequence[int], *, text: int) -> tuple[int, ...]:
-    """Tokens per layer if layer l computes `kept[l - 1]` vision tokens in addition to the `text` tokens.
-
-    Raises RequestError if a count is negative, or beyond 16,777,216 tokens.
-    """
+    """Tokens per layer if layer l computes `kept[l - 1]` vision tokens in addition to the `text` tokens."""
     if text < 1 or min(kept, default=0) < 0 or text + max(kept, default=0) > MAX_TOKENS:
         raise RequestError(f"{text} text tokens and {max(kept, default=0)} vision tokens are outside 1..{MAX_TOKENS}")
     return tuple(text + count for count in kept)

@@ -133,10 +133,7 @@ def latency(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A question: `text` and `vision` tokens of the prompt, and the tokens of the answer.
-
-    `views` are the passes of the tower for the vision tokens; None: as for whole images.
-    """
+    """A question: `text`, `vision` and the answer's tokens; `views`: passes of the tower, None: of whole images."""
 
     text: int
     vision: int

@@ -1,7 +1,4 @@
-"""A model's weights as an export stores them, and their bytes in each precision.
-
-`Precisions.stored` decides what is quantised, for exports and plans alike.
-"""
+"""A model's weights as an export stores them (`Precisions.stored`), and their bytes in each precision."""
 
 from __future__ import annotations
 

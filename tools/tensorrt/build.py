@@ -96,10 +96,7 @@ def plan_engines(
     bundle: Bundle, target: Target, release: Release, version: str, dialect: str, *, workspace: int | None = None,
     timing_cache: Path | None = None, key: SigningKey | None = None,
 ) -> EnginePlan:  # fmt: skip
-    """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
-
-    Raises RequestError, BundleError.
-    """
+    """The engines to build, checked as far as possible before a builder runs; `key` signs their record."""
     m = bundle.manifest
     lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)
     if lacking:

@@ -21,10 +21,7 @@ NO_CUDA_PACKAGE = "onnxruntime-gpu is published for x86-64 only, a Jetson is aar
 
 @dataclass(frozen=True, slots=True)
 class EngineSupport:
-    """One engine on a device: `device` is a value of --device, `dialect` the one it reads.
-
-    `obstacles` are by precision the reason why it does not answer; None: it does.
-    """
+    """One engine on a device (of --device); `obstacles`: by precision the reason why it does not answer, or None."""
 
     device: str
     software: str
@@ -48,10 +45,7 @@ class EngineSupport:
 
 
 def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> tuple[EngineSupport, ...]:
-    """Every engine of the processor of `profile`, with the precisions of `model` that it answers.
-
-    Raises RequestError if none answers in any of the precisions; the message has each one's reason.
-    """
+    """Every engine of the processor of `profile`, with the precisions of `model` that it answers."""
     if profile.kind == "cpu":
         found = [
             EngineSupport(device, engine.module, engine.dialect, dict.fromkeys(parts))

@@ -55,10 +55,7 @@ _JETSONS = frozenset(target.capability for target in TARGETS.values() if target.
 
 
 def find_target(name: str, gpu: Gpu | None = None) -> Target:
-    """The target of that name; `this` is this machine, with `gpu` or the first one detected.
-
-    Raises RequestError for no such target; DeviceError for `this` without a GPU or a TensorRT for it.
-    """
+    """The target of that name; `this` is this machine, with `gpu` or the first one detected."""
     if name == THIS:
         return _this(gpu or find_gpu())
     if name in TARGETS:

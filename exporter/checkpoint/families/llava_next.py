@@ -20,10 +20,7 @@ def anyres(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
 
 
 def tiles_of(vision: VisionConfig, points: Any, *, rounded: bool) -> Anyres:
-    """The layout of tiles for image sizes: (height, width) if `rounded`, else (width, height) as in the original.
-
-    Raises CheckpointError if they are not pairs of numbers.
-    """
+    """The layout of tiles for image sizes: (height, width) if `rounded`, else (width, height) as in the original."""
     pairs = isinstance(points, list | tuple) and all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in points
     )

@@ -20,10 +20,7 @@ REFUSED: Mapping[str, str] = {"eagle_llama": "its five towers are not supported"
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """The family of a checkpoint, by the architecture and the model_type of its `config.json`.
-
-    Raises UnsupportedModelError for another family.
-    """
+    """The family of a checkpoint, by the architecture and the model_type of its `config.json`."""
     kind, listed = config.get("model_type"), config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     for family in FAMILIES:

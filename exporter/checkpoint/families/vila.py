@@ -1,7 +1,4 @@
-"""VILA 1.5 in its authors' layout: decoder, tower and projector in separate folders, images in one piece.
-
-The frames of a video are images, each followed by a line break.
-"""
+"""VILA 1.5 in its authors' layout: parts in folders, images in one piece, a line break after each frame of a video."""
 
 from __future__ import annotations
 

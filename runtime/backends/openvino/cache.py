@@ -185,10 +185,7 @@ class OpenvinoStageCache(SlotCounter):
         return self._last_keys().astype(np.float32)
 
     def _last_keys(self) -> NDArray[Any]:
-        """The last layer's keys, [kv_heads, length, head_dim], as numbers.
-
-        bfloat16, which numpy lacks, is held by its bits, the upper half of a float32's.
-        """
+        """The last layer's keys, [kv_heads, length, head_dim], as numbers; numpy holds bfloat16 by its bits."""
         keys = self.kv[-1, 0, : -(-self.length // BLOCK)].swapaxes(0, 1)
         keys = keys.reshape(len(keys), -1, keys.shape[-1])[:, : self.length]
         if keys.dtype == np.uint8:

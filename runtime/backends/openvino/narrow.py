@@ -53,10 +53,7 @@ def keep_narrow(model: Any, compute: str) -> None:
 
 
 def int4_block(model: Any) -> int:
-    """The number of int4 weights of a row that share a scale: the least of all matrices, at least `LEAST_BLOCK`.
-
-    A matrix [out, in] is split into blocks by a reshape, [out, in / block, block].
-    """
+    """The number of int4 weights of a row that share a scale: the least of all matrices, at least `LEAST_BLOCK`."""
     constants = (node for node in model.get_ordered_ops() if node.get_type_name() == "Constant")
     matrices = (node for node in constants if node.get_element_type().get_type_name() == "i4")
     apart = [reader for node in matrices for reader in readers_of(node.output(0))]

@@ -49,10 +49,7 @@ class LayoutSpec:
 
 @dataclass(frozen=True, slots=True)
 class VideoSpec:
-    """The layout of videos, and the preprocessing of a frame.
-
-    `own_graph`: frames have a vision graph of their own, with other weights or tokens than images.
-    """
+    """The layout of videos, and the preprocessing of a frame; `own_graph`: frames have a vision graph of their own."""
 
     layout: LayoutSpec
     image: ImageSettings

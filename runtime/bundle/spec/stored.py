@@ -57,10 +57,7 @@ def power_of_two_in(width: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """Precisions of the decoder's layers, of the towers with their projections, of the output matrix, and of K and V.
-
-    `block`: the most weights of a row that share a scale in int4.
-    """
+    """Precisions of decoder, towers with projections, head, K and V; `block`: most int4 weights to a scale."""
 
     decoder: str
     vision: str
@@ -116,10 +113,7 @@ class Precisions:
 
 
 def tied_head(requested: str | None, table: str) -> str:
-    """The precision of a head that is the embedding table, which is stored as `table` (a safetensors dtype).
-
-    Raises RequestError if another precision was requested.
-    """
+    """The precision of a head that is the embedding table, which is stored as `table` (a safetensors dtype)."""
     precision = STORED[table].name
     if requested not in (None, precision):
         raise RequestError(

@@ -90,10 +90,7 @@ class PositionedBackend:
 
 
 def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: None) -> Traces:
-    """Run every case of the bundle and write its traces into `folder`, which must be empty or absent.
-
-    Raises RequestError if the directory is not empty.
-    """
+    """Run every case of the bundle and write its traces into `folder`, which must be empty or absent."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RequestError(f"{folder} is not an empty directory; name another for the traces")
     folder.mkdir(parents=True, exist_ok=True)

@@ -53,10 +53,7 @@ class MeasuredCeilings:
 
 
 class Ceilings:
-    """Measured in turn with the bundle, so that both see the same load on the machine.
-
-    `kinds` are the products by their names in the report. Raises DeviceError.
-    """
+    """Measured in turn with the bundle, so that both see the same load; `kinds` are the products by name."""
 
     def __init__(self, kinds: Mapping[str, Kind], tokens: int, depth: int, width: int, threads: int) -> None:
         tokens, depth, width = (max(pair) for pair in zip(LEAST, (tokens, depth, width), strict=True))

@@ -50,10 +50,7 @@ class Kind:
 
 
 class Product:
-    """[rows, depth] by [depth, width], `flops` FLOPs per call; the matrix is a constant, as weights are.
-
-    `depth` is a multiple of 64 if the weights are integers.
-    """
+    """[rows, depth] by [depth, width], `flops` FLOPs a call, by a constant; 64 divides `depth` of integers."""
 
     def __init__(self, kind: Kind, rows: int, depth: int, width: int, threads: int) -> None:
         graph = make_graph(kind, rows, depth, width)

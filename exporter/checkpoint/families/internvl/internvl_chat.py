@@ -1,7 +1,4 @@
-"""InternVL-Chat in its authors' layout (1.5, InternVL2, 2.5): InternVL's tiles, and its authors' decoder names.
-
-The code in these checkpoints is never run.
-"""
+"""InternVL-Chat in its authors' layout (1.5, InternVL2, 2.5): InternVL's tiles, and its authors' decoder names."""
 
 from __future__ import annotations
 

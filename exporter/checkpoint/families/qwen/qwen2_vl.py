@@ -56,10 +56,7 @@ def read_qwen(config: Mapping[str, Any], kind: str, tower: Callable[[Any, TextCo
 
 
 def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text: TextConfig) -> VisionConfig:
-    """A tower of images at their own resolution; `out` is the width of its tokens.
-
-    Raises UnsupportedModelError for a setting with an unsupported value; CheckpointError if sizes are inconsistent.
-    """
+    """A tower of images at their own resolution; `out` is the width of its tokens."""
     rope = dict(config.rope_parameters or {})
     found = {name: getattr(config, name) for name in SUPPORTED} | {"rope_theta": rope.get("rope_theta", 10000.0)}
     for name, built in {**SUPPORTED, "rope_theta": 10000.0}.items():
