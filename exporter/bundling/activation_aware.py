@@ -80,13 +80,10 @@ def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
     count, done = counter(report, "activations", layers), 0
     count(0)
     with torch.inference_mode(), returning_memory():
-        samples = [
-            Sample(
-                q.ids if q.answer_ids is None else np.concatenate([q.ids, q.answer_ids]),
-                reference.encode(q.item.images, source.image),
-            )
-            for q in questions
-        ]
+        samples = list[Sample]()
+        for q in questions:
+            ids = q.ids if q.answer_ids is None else np.concatenate([q.ids, q.answer_ids])
+            samples.append(Sample(ids, reference.encode(q.item.images, source.image)))
         search = _FactorSearch(plan, samples, CheckpointWeights(plan.checkpoint).read)
 
         def layer(_: int) -> None:
@@ -176,6 +173,5 @@ def drawn(is_vision: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.int64]]:
     text = rng.permutation(np.flatnonzero(~whole))[: TOKENS // 2]
     kept = np.sort(np.concatenate([text, rng.permutation(np.flatnonzero(whole))[: TOKENS - len(text)]]))
     ends = np.cumsum([len(kinds) for kinds in is_vision])
-    return [
-        part - start for part, start in zip(np.split(kept, np.searchsorted(kept, ends))[:-1], [0, *ends], strict=False)
-    ]
+    parts = np.split(kept, np.searchsorted(kept, ends))[:-1]
+    return [part - start for part, start in zip(parts, [0, *ends], strict=False)]

@@ -24,8 +24,8 @@ from vtx.exporter.graphs.decoder import build_embed, build_head, build_score, bu
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.encoder import build_text_tower
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
+from vtx.exporter.graphs.vision import IMAGES, VIDEO, build_projector, build_vision
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
-from vtx.exporter.graphs.vision import build_projector, build_vision, of_video
 from vtx.exporter.weights.journal import JOURNAL, ExportJournal
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.scaling import scalings
@@ -121,7 +121,8 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     write(graphs.vision, precisions.vision, vision)
     frames = plan.config.frames
     if graphs.video and frames is not None:
-        write(graphs.video, precisions.vision, lambda b: build_vision(b, frames), weights=of_video(weights))
+        own = {IMAGES + name.removeprefix(VIDEO): w for name, w in weights.items() if name.startswith(VIDEO)}
+        write(graphs.video, precisions.vision, lambda b: build_vision(b, frames), weights={**weights, **own})
     if graphs.text_tower and tower is not None:
         write(graphs.text_tower, precisions.vision, partial(build_text_tower, spec=tower))
     if graphs.projector:

@@ -100,9 +100,8 @@ def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, 
     assert layout.tower is not None
     own = {name: info for name, info in checkpoint.tensors.items() if name.startswith(TOWER)}
     uses_own = bool(own) and layout.own_tower(config)
-    vision, processor, opened = find_tower(
-        layout.tower(config), tower, checkpoint, weights=not uses_own, allow_pickle=allow_pickle
-    )
+    name, pickle = layout.tower(config), allow_pickle
+    vision, processor, opened = find_tower(name, tower, checkpoint, weights=not uses_own, allow_pickle=pickle)
     tensors, notes = dict(checkpoint.tensors), checkpoint.notes
     if uses_own:
         notes = (*notes, "the vision tower is the checkpoint's own, which was trained with it")
@@ -111,13 +110,9 @@ def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, 
         tensors = {name: info for name, info in tensors.items() if name not in own}
         tensors |= {name: info for name, info in opened.tensors.items() if name.startswith(TOWER)}
         notes = (*notes, f"the vision tower is from {opened.folder}", *opened.notes)
-    return replace(
-        checkpoint,
-        config={**config, "vision_config": dict(vision)},
-        tensors=tensors,
-        notes=notes,
-        original=OriginalParts(layout.processor(config, processor), layout.template(config), checkpoint.folder),
-    )
+    parts = OriginalParts(layout.processor(config, processor), layout.template(config), checkpoint.folder)
+    config = {**config, "vision_config": dict(vision)}
+    return replace(checkpoint, config=config, tensors=tensors, notes=notes, original=parts)
 
 
 def find_tower(

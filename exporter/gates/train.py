@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
 from vtx.exporter.gates.measure import Measurer, Origin, measure, measure_on_cluster
 from vtx.exporter.gates.report import GatesReport, HeldOut, Training, draw_judgement, judge
-from vtx.exporter.gates.workdir import MeasureOptions, Shard, WorkDirectory, make_shards
-from vtx.exporter.reference.source import Source
+from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.units import Progress, counter
 from vtx.tools.common.files import write_json
@@ -63,18 +61,17 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     shards += make_shards(held_out, batch, held_out=True, first=len(learn))
     make_folder(out.parent)
     work = WorkDirectory(work_folder, source, options.measure, shards)
-    check_disk(
-        work_folder, disk_bytes(source, work.missing()), purpose="measuring",
-        fix="name another --work, or use fewer --items",
-    )  # fmt: skip
-    count = counter(report, "items", sum(len(shard.items) for shard in work.missing()))
+    missing, text = sum(len(shard.items) for shard in work.missing()), source.config.text
+    needed = missing * text.layers * (8 * text.hidden + 16)  # a layer and item: two float32 hidden states, and labels
+    check_disk(work_folder, needed, purpose="measuring", fix="name another --work, or use fewer --items")
+    count = counter(report, "items", missing)
     if options.ray_address is None:
         measure(Measurer(source, options.measure), work, count)
     else:
         model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
         origin = Origin(model, source.fingerprint, options.tower, options.allow_pickle)
         measure_on_cluster(options.ray_address, origin, options.measure, work, count)
-    ks = tuple(range(2, source.config.text.layers + 1))
+    ks = tuple(range(2, text.layers + 1))
     measured = len(work.read("item", held_out=False))
     gates = fit_gates(work, ks, options.fit, counter(report, "gates", len(ks)))
     judgement = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
@@ -93,9 +90,3 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
 
 def default_out(model: str) -> Path:
     return Path(f"vtx-gates-{Path(model).expanduser().absolute().name}.safetensors")
-
-
-def disk_bytes(source: Source, shards: Sequence[Shard]) -> int:
-    """Bytes that measuring `shards` writes: per layer and item two float32 hidden states, and some labels."""
-    text = source.config.text
-    return sum(len(shard.items) for shard in shards) * text.layers * (8 * text.hidden + 16)

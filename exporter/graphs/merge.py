@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.builder import Builder
@@ -19,11 +18,6 @@ WINDOW = SIDE**2
 PAIRS = WINDOW * (WINDOW - 1)  # both ways
 UNSEEN = np.array(-1e30, np.float32)  # a masked product, 0 after the softmax
 TINY = 1e-8  # the least length of a token, as in torch's cosine_similarity
-
-
-def patch_indices(v: VisionConfig) -> NDArray[np.int64]:
-    """Raster index of the patch of each token of the tower; the class token has -1."""
-    return np.arange(v.states, dtype=np.int64) - v.class_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +63,7 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     merged = b.op("Cast", in_merged, to=ir.DataType.INT64.value)
     zero = b.constant(np.array(0, np.float32))
     similarity = b.op("Where", in_merged, b.op("Gather", cosine, of_window), zero)
-    patch_index = b.constant(patch_indices(v))
+    patch_index = b.constant(np.arange(v.states, dtype=np.int64) - v.class_token)  # raster order; the class token: -1
     if not b.dialect.sizes_from_values:
         merged = b.op("Where", kept, merged, b.constant(np.array(-1)))
         hidden, seen = b.op("Unsqueeze", hidden, b.constant([0])), b.reshape(kept, 1, 1, 1, v.states)

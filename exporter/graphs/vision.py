@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +16,6 @@ from vtx.exporter.graphs.native import build_native, native_tensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 
-T = TypeVar("T")
 IMAGES, VIDEO = "vision.", "video."  # prefixes of towers' weights
 MAX_ROW = 1 << 30
 POST_NORM = "vision.post_layernorm"
@@ -71,12 +68,6 @@ def video_tensors(c: ModelConfig) -> Shapes:
     for name, shape in vision_tensors(c.frames):
         if name.startswith(IMAGES):
             yield VIDEO + name.removeprefix(IMAGES), shape
-
-
-def of_video(weights: Mapping[str, T]) -> dict[str, T]:
-    """The weights of the graph of a video's frames: a separate tower's by the names of the images' tower."""
-    own = {IMAGES + name.removeprefix(VIDEO): weight for name, weight in weights.items() if name.startswith(VIDEO)}
-    return {**weights, **own}
 
 
 def feature_width(c: ModelConfig) -> int:

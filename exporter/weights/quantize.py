@@ -24,8 +24,7 @@ Floats = NDArray[np.float32]
 
 def quantise(rows: Floats, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDArray[np.float16]]:
     """Finite weights [n, in] as integers [n, bytes] (int8, or uint8 with two weights each) and scales [n, blocks]."""
-    blocks = rows.reshape(len(rows), -1, scheme.block)
-    levels = 7 if scheme.bits == 4 else 127
+    blocks, levels = rows.reshape(len(rows), -1, scheme.block), 7 if scheme.bits == 4 else 127
     peak = np.abs(blocks).max(-1)
     if peak.size and float(peak.max()) > LARGEST * levels:
         raise ExportError(
@@ -42,8 +41,7 @@ def _search(
     blocks: Floats, reach: Floats, low: int, high: int, ratios: tuple[float, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """For each block the integers and the scale of the least squared error among `ratios` of `reach` [n, blocks]."""
-    best = np.full(reach.shape, np.inf, np.float32)
-    chosen = np.empty(reach.shape, np.float16)
+    best, chosen = np.full(reach.shape, np.inf, np.float32), np.empty(reach.shape, np.float16)
     integers, error = np.empty_like(blocks), np.empty_like(blocks)
     for ratio in ratios:
         exact = reach * np.float32(ratio)

@@ -57,10 +57,8 @@ class BundleWeights:
         scheme = Scheme(stored.dtype, width // stored.scales.shape[1])
         integers = self._info(stored, scheme.held, (count, scheme.nbytes(width)))
         scales = self._info(stored.scales, "F16", stored.scales.shape)
-        parts = (
-            dequantise(read_bits(integers, part), read_bits(scales, part), scheme)
-            for part in _parts(rows, count, max(1, CHUNK // width))
-        )
+        wanted = _parts(rows, count, max(1, CHUNK // width))
+        parts = (dequantise(read_bits(integers, part), read_bits(scales, part), scheme) for part in wanted)
         return _stacked(parts, (_count(rows, count), width))
 
     def _info(self, stored: StoredTensor, dtype: str, shape: tuple[int, ...]) -> TensorInfo:

@@ -57,15 +57,15 @@ def write_weights(
             if file.name in journal.files:
                 report(file.work)
                 continue
+            path = folder / file.name
             try:
-                digest = (
-                    _take_whole(file, folder / file.name, pool, report)
-                    if file.whole
-                    else _rewrite(file, folder / file.name, pool, journal, report, scalings)
-                )
+                if file.whole:
+                    digest = _take_whole(file, path, pool, report)
+                else:
+                    digest = _rewrite(file, path, pool, journal, report, scalings)
             except OSError as e:
                 raise ExportError(
-                    f"cannot write {folder / file.name} ({e.strerror}); free some space and run the same command again"
+                    f"cannot write {path} ({e.strerror}); free some space and run the same command again"
                 ) from e
             journal.add_file(file.name, FileRecord(file.size, digest))
     return {file.name: journal.files[file.name] for file in plan.files}
@@ -130,9 +130,8 @@ def shared(source: BinaryIO, path: Path, target: Path) -> bool:
     return False
 
 
-def pieces(size: int) -> Iterator[int]:
-    for start in range(0, size, BLOCK):
-        yield min(BLOCK, size - start)
+def pieces(size: int) -> list[int]:
+    return [min(BLOCK, size - start) for start in range(0, size, BLOCK)]
 
 
 def _rewrite(
@@ -203,9 +202,8 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
     check_finite(stored, entry.name)
     if entry.source.dtype == entry.dtype and not scaling:
         return stored.tobytes(), b"", stored.nbytes
-    values: NDArray[np.float32] = (
-        widen_bf16(stored) if entry.source.dtype == "BF16" else stored.astype(np.float32, copy=False)
-    )
+    narrow = entry.source.dtype == "BF16"
+    values: NDArray[np.float32] = widen_bf16(stored) if narrow else stored.astype(np.float32, copy=False)
     if scaling:
         values = scaling.apply(values, span.start)
     if entry.scheme:
@@ -214,14 +212,12 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
     with np.errstate(over="ignore"):
         out: NDArray[Any] = narrow_bf16(values) if entry.dtype == "BF16" else values.astype(DTYPES[entry.dtype][1])
     if entry.dtype in LARGEST and values.size:
-        largest = float(np.abs(values).max())
-        if largest > LARGEST[entry.dtype]:
-            rounded = widen_bf16(out) if entry.dtype == "BF16" else out
-            if not np.isfinite(rounded).all():
-                raise ExportError(
-                    f"tensor {entry.name} holds {largest:g}, {STORED[entry.dtype].name} reaches "
-                    f"{LARGEST[entry.dtype]:g} at most; export with --precision fp32"
-                )
+        largest, most = float(np.abs(values).max()), LARGEST[entry.dtype]
+        if largest > most and not np.isfinite(widen_bf16(out) if entry.dtype == "BF16" else out).all():
+            raise ExportError(
+                f"tensor {entry.name} holds {largest:g}, {STORED[entry.dtype].name} reaches {most:g} at most; export "
+                "with --precision fp32"
+            )
     return out.tobytes(), b"", stored.nbytes
 
 

@@ -51,7 +51,7 @@ class EngineSpec:
         return backend
 
 
-ENGINES: Mapping[str, EngineSpec] = {
+ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the sizes of known models is the last
     "cpu": EngineSpec("onnxruntime", "onnxruntime", "cpu", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend"),
     "openvino": EngineSpec(
         "OpenVINO", "openvino", "openvino", "plain", {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vtx.tools.data.scenes import COLORS, GRID, PLACES, SHAPES, Scene, Thing
@@ -50,7 +50,7 @@ WHAT_IS_AT = (
 
 @dataclass(frozen=True, slots=True)
 class SceneQuestion:
-    """One question about a scene: `kind` is a key of `KINDS`."""
+    """One question about a scene: `kind` is one of `KINDS`."""
 
     kind: str
     question: str
@@ -82,49 +82,39 @@ def _plural(shape: str) -> str:
     return shape + ("es" if shape.endswith("cross") else "s")
 
 
-def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    return _how_many(rng, rng.choice(("shapes", "shapes", "things", "objects")), len(scene.things))
-
-
-def _count_color(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    color = _present_or_any(rng, [t.color for t in scene.things], list(COLORS))
-    return _how_many(rng, f"{color} {_thing(rng)}s", sum(t.color == color for t in scene.things))
-
-
-def _count_shape(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    shape = _present_or_any(rng, [t.shape for t in scene.things], SHAPES)
-    return _how_many(rng, _plural(shape), sum(t.shape == shape for t in scene.things))
-
-
-def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
-    if choices := _unique(scene, lambda t: t.shape):
-        thing = rng.choice(choices)
-        return _ask(rng, WHICH_COLOR, s=thing.shape), thing.color
+def _asked(kind: str, scene: Scene, rng: random.Random) -> tuple[str, str] | None:
+    """A question of that kind and its answer; None if the scene has no clear one."""
+    by_shape, by_color = _unique(scene, lambda t: t.shape), _unique(scene, lambda t: t.color)
+    match kind:
+        case "count":
+            return _how_many(rng, rng.choice(("shapes", "shapes", "things", "objects")), len(scene.things))
+        case "count of a colour":
+            color = _present_or_any(rng, [t.color for t in scene.things], list(COLORS))
+            return _how_many(rng, f"{color} {_thing(rng)}s", sum(t.color == color for t in scene.things))
+        case "count of a shape":
+            shape = _present_or_any(rng, [t.shape for t in scene.things], SHAPES)
+            return _how_many(rng, _plural(shape), sum(t.shape == shape for t in scene.things))
+        case "colour of a shape" if by_shape:
+            thing = rng.choice(by_shape)
+            return _ask(rng, WHICH_COLOR, s=thing.shape), thing.color
+        case "shape of a colour" if by_color:
+            thing = rng.choice(by_color)
+            return _ask(rng, WHICH_SHAPE, c=thing.color, n=_thing(rng)), thing.shape
+        case "place":
+            options = [(t, t.shape) for t in by_shape]
+            options += [(t, f"{t.color} {_thing(rng)}") for t in by_color]
+            options += [(t, t.name) for t in _unique(scene, lambda t: t.name)]
+            if options:
+                thing, name = rng.choice(options)
+                return _ask(rng, WHERE, n=name), PLACES[thing.cell]
+        case "what is at a place":
+            at = {t.cell: t.name for t in scene.things}
+            cell = rng.choice(sorted(at)) if rng.random() < 0.8 else rng.randrange(GRID * GRID)
+            corner = " corner" if " " in PLACES[cell] and rng.random() < 0.25 else ""
+            return _ask(rng, WHAT_IS_AT, p=PLACES[cell] + corner), at.get(cell, "nothing")
+        case "yes or no":
+            return _exists(scene, rng)
     return None
-
-
-def _shape(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
-    if choices := _unique(scene, lambda t: t.color):
-        thing = rng.choice(choices)
-        return _ask(rng, WHICH_SHAPE, c=thing.color, n=_thing(rng)), thing.shape
-    return None
-
-
-def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
-    options = [(t, t.shape) for t in _unique(scene, lambda t: t.shape)]
-    options += [(t, f"{t.color} {_thing(rng)}") for t in _unique(scene, lambda t: t.color)]
-    options += [(t, t.name) for t in _unique(scene, lambda t: t.name)]
-    if not options:
-        return None
-    thing, name = rng.choice(options)
-    return _ask(rng, WHERE, n=name), PLACES[thing.cell]
-
-
-def _contents(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    at = {t.cell: t.name for t in scene.things}
-    cell = rng.choice(sorted(at)) if rng.random() < 0.8 else rng.randrange(GRID * GRID)
-    corner = " corner" if " " in PLACES[cell] and rng.random() < 0.25 else ""
-    return _ask(rng, WHAT_IS_AT, p=PLACES[cell] + corner), at.get(cell, "nothing")
 
 
 def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
@@ -155,17 +145,15 @@ def _absent(scene: Scene, rng: random.Random, names: set[str]) -> str:
     return rng.choice(absent or [f"{c} {s}" for c in COLORS for s in SHAPES if f"{c} {s}" not in names])
 
 
-Asked = Callable[[Scene, random.Random], tuple[str, str] | None]  # question and answer, None if there is no clear one
-KINDS: Mapping[str, Asked] = {
-    "count": _count, "count of a colour": _count_color, "count of a shape": _count_shape, "colour of a shape": _color,
-    "shape of a colour": _shape, "place": _place, "what is at a place": _contents, "yes or no": _exists,
-}  # fmt: skip
+KINDS = (
+    "count", "count of a colour", "count of a shape", "colour of a shape", "shape of a colour", "place",
+    "what is at a place", "yes or no",
+)  # fmt: skip
 
 
 def ask(scene: Scene, kind: str, rng: random.Random) -> SceneQuestion | None:
     """A question of `kind` about `scene`, or None if the scene has no clear answer to one."""
-    pair = KINDS[kind](scene, rng)
-    if pair is None:
+    if (pair := _asked(kind, scene, rng)) is None:
         return None
     question, answer = pair
     case = rng.random()  # capitals and the question mark vary, as people type

@@ -23,7 +23,7 @@ from vtx.tools.common.files import locked, open_directory
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.tools.tensorrt.graph import SeenGraph, load_graph
 from vtx.tools.tensorrt.lint import dialect_graphs, lint
-from vtx.tools.tensorrt.profiles import graph_profiles, input_shapes, used_sizes
+from vtx.tools.tensorrt.profiles import graph_profiles, input_shapes
 from vtx.tools.tensorrt.releases import RTX, Release
 from vtx.tools.tensorrt.targets import Target
 
@@ -111,7 +111,8 @@ def plan_engines(
     apart, jobs = release.flavour != RTX, list[EngineJob]()
     for graph in graphs:
         wanted = graph_profiles(m, dialect, graph.name, apart=apart)
-        profiles = [used_sizes(graph, profile) for profile in wanted]
+        named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
+        profiles = [{name: bounds for name, bounds in profile.items() if name in named} for profile in wanted]
         unique = tuple(profile for number, profile in enumerate(profiles) if profile not in profiles[:number])
         sources = dict[str, str]()
         for name in (graph.name, *sorted(graph.files)):

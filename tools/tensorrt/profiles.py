@@ -74,8 +74,3 @@ def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:
         )
         shapes[name] = (low, likely, high)
     return shapes
-
-
-def used_sizes(graph: SeenGraph, profile: Profile) -> dict[str, Range]:
-    named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
-    return {size: bounds for size, bounds in profile.items() if size in named}

@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, write_safetensors
+from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header
 from vtx.runtime.errors import RequestError
-from vtx.runtime.strict import Strict, write_json
+from vtx.runtime.strict import Strict
 
 FORMAT = 1
 INDEX, IMAGES = "traces.json", "images.safetensors"
@@ -89,10 +87,6 @@ class Traces:
             raise RequestError(f"{INDEX} has format {self.format}, this vtx reads {FORMAT}; write the traces again")
 
 
-def write_index(folder: Path, traces: Traces) -> None:
-    (folder / INDEX).write_text(write_json(traces), encoding="utf-8")
-
-
 def read_index(folder: Path) -> Traces:
     """The index of `folder`. Raises RequestError if it is missing or not an index."""
     path = folder / INDEX
@@ -105,12 +99,6 @@ def read_index(folder: Path) -> Traces:
         raise RequestError(f"{path} is larger than {MAX_BYTES:,} bytes; write the traces again")
     data = parse_json(raw, str(path), error=RequestError)
     return Strict(RequestError, "write the traces again").read(Traces, data, INDEX)
-
-
-def write_images(folder: Path, pictures: tuple[Image.Image, ...], pixels: list[NDArray[np.float32]]) -> None:
-    for number, picture in enumerate(pictures):
-        picture.save(folder / f"image-{number}.png")
-    write_safetensors(folder / IMAGES, {f"pixels.{number}": array for number, array in enumerate(pixels)}, None)
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, NDArray[Any]]:

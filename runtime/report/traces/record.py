@@ -19,19 +19,11 @@ from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
 from vtx.runtime.bundle.spec.model_spec import PARTS
 from vtx.runtime.errors import RequestError
 from vtx.runtime.report.golden import golden_pixels
+from vtx.runtime.report.traces import files
 from vtx.runtime.report.traces.cases import TraceCase, TraceQuestion, cases, images, questions
-from vtx.runtime.report.traces.files import (
-    FORMAT,
-    TracedCase,
-    TracedCut,
-    TracedImage,
-    TracedQuestion,
-    Traces,
-    write_images,
-    write_index,
-)
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, selecting_text
 from vtx.runtime.session.session import PrefillResult, Selection, Session
+from vtx.runtime.strict import write_json
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.preprocess import without_notes
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -89,7 +81,7 @@ class PositionedBackend:
         return cast(StageCache, PositionedCache(self._backend.stage(index, capacity), self._parts, use))
 
 
-def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: None) -> Traces:
+def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: None) -> files.Traces:
     """Run every case of the bundle and write its traces into `folder`, which must be empty or absent."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RequestError(f"{folder} is not an empty directory; name another for the traces")
@@ -102,36 +94,37 @@ def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: Non
         raise
 
 
-def _write(model: Model, folder: Path, progress: Progress) -> Traces:
+def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
     pictures = images()
     with without_notes():
         prepared = [model.loaded.prepare(picture) for picture in pictures]
         sets = {q.images: model.loaded.prepare_all([pictures[n] for n in q.images]) for q in questions(model.manifest)}
-    write_images(folder, pictures, [golden_pixels(image.views) for image in prepared])
-    all_cases, traced = list(cases(model.manifest)), list[TracedCase]()
+    for number, picture in enumerate(pictures):
+        picture.save(folder / f"image-{number}.png")
+    pixels = {f"pixels.{number}": golden_pixels(image.views) for number, image in enumerate(prepared)}
+    write_safetensors(folder / files.IMAGES, pixels, None)
+    all_cases, traced = list(cases(model.manifest)), list[files.TracedCase]()
     for number, case in enumerate(all_cases):
         progress("cases", number, len(all_cases))
-        file = f"case-{number:02d}.safetensors"
-        recorder = _Recorder(model, case)
-        tensors, asked = dict[str, NDArray[Any]](), list[TracedQuestion]()
+        file, recorder = f"case-{number:02d}.safetensors", _Recorder(model, case)
+        tensors, asked = dict[str, NDArray[Any]](), list[files.TracedQuestion]()
         for index, question in enumerate(questions(model.manifest)):
             result, recorded = recorder.ask(question, sets[question.images])
             tensors |= {f"{index}.{name}": np.ascontiguousarray(array) for name, array in recorded.items()}
-            cuts = tuple(TracedCut(cut.layer, cut.by) for cut in result.cuts)
-            messages = tuple(dict(message) for message in question.messages)
-            asked.append(
-                TracedQuestion(question.name, messages, question.images, question.continues, result.k, cuts)
-            )  # fmt: skip
+            q, messages = question, tuple(map(dict, question.messages))
+            cuts = tuple(files.TracedCut(cut.layer, cut.by) for cut in result.cuts)
+            asked.append(files.TracedQuestion(q.name, messages, q.images, q.continues, result.k, cuts))
         write_safetensors(folder / file, tensors, None)
-        traced.append(TracedCase(case.k, case.reduce, file, tuple(asked)))
+        traced.append(files.TracedCase(case.k, case.reduce, file, tuple(asked)))
     progress("cases", len(all_cases), len(all_cases))
-    traces = Traces(
-        format=FORMAT, runtime=f"vtx {model.manifest.vtx}",
+    traces = files.Traces(
+        format=files.FORMAT, runtime=f"vtx {model.manifest.vtx}",
         manifest=hashlib.sha256(model.bundle.files.read(MANIFEST, MAX_BYTES, links=False)).hexdigest(),
         device=model.backend.device, compute=model.backend.compute, steps=STEPS, layers=model.manifest.model.layers,
-        images=tuple(TracedImage(f"image-{n}.png", image.key) for n, image in enumerate(prepared)), cases=tuple(traced),
+        images=tuple(files.TracedImage(f"image-{n}.png", image.key) for n, image in enumerate(prepared)),
+        cases=tuple(traced),
     )  # fmt: skip
-    write_index(folder, traces)
+    (folder / files.INDEX).write_text(write_json(traces), encoding="utf-8")
     return traces
 
 
