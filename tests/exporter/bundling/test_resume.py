@@ -212,7 +212,7 @@ def test_every_file_is_on_the_disk_before_the_bundle_is_in_its_place(
     monkeypatch.setattr(os, "fsync", lambda number: synced.add(os.readlink(f"/proc/self/fd/{number}")))
     monkeypatch.setattr(Path, "rename", rename)
     with monkeypatch.context() as patch:
-        patch.setattr(export_module, "set_back_after_killed", lambda _: None)
+        patch.setattr(export_module.staging, "set_back_after_killed", lambda _: None)
         patch.setattr(place_module, "set_back", lambda *_: None)
         run(plan(tiny_checkpoint()), tmp_path / "b")
     assert len(synced) > 10
