@@ -17,7 +17,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Boundary, Policy, Removal
-from vtx.runtime.session.prefix import Check, Key, Prefix, PrefixSlots, Prompt, PrunedPrefix, SavedKV, assign_positions
+from vtx.runtime.session.prefix import Check, Key, Prefix, PrefixSlots, Prompt, SavedKV, assign_positions
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Scores, TokenStates
 
 
@@ -35,7 +35,7 @@ class PrefixCaches:
         self.pruned: dict[int, StageCache] = {}
         self.first_pruned = len(self.stages)
         self.prefix = self._empty_prefix()
-        self.pruned_prefix: PrunedPrefix | None = None  # what `pruned` holds of the prefix
+        self.pruned_prefix: Prefix | None = None  # what `pruned` holds of it
         self._holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
         self._exit = len(self.stages)  # the stage before which all image tokens leave for certain
         self._text_only = True  # leave out the hidden states of image tokens that only another K would read
@@ -44,11 +44,11 @@ class PrefixCaches:
         """The cache in which the suffix runs through stage `number`."""
         return (self.full if number < self.first_pruned else self.pruned)[number]
 
-    def prefix_at(self, number: int) -> PrunedPrefix:
-        """The tokens of the prefix that are left before stage `number`, which they have reached."""
-        pruned = self.pruned_prefix if self.first_pruned < len(self.stages) else self.prefix.whole(number)
-        assert pruned is not None
-        return pruned
+    def prefix_in(self, number: int) -> Prefix:
+        """The tokens of the prefix that run through stage `number`."""
+        prefix = self.prefix if number < self.first_pruned else self.pruned_prefix
+        assert prefix is not None
+        return prefix
 
     def embed(self, prompt: Prompt, key: Key, check: Check) -> Prefix:
         """A prompt's prefix before the decoder, as `key` names it: its text embedded, its images encoded."""
@@ -68,7 +68,8 @@ class PrefixCaches:
                 inputs[each.name][is_vision] = np.concatenate(signals)
         positions, following = assign_positions(is_vision, images)
         patches = tuple(image.patches for image in images)
-        return Prefix(key, is_vision, patches, positions, following, (hidden,), inputs)
+        present = np.ones(length, bool)
+        return Prefix(key, is_vision, patches, positions, following, (hidden,), present, inputs)
 
     def embed_text(self, ids: Ids) -> TokenStates:
         """Text tokens [n] before the decoder, with zeros for the inputs that the embed graph does not give."""
@@ -97,7 +98,8 @@ class PrefixCaches:
 
     def _empty_prefix(self) -> Prefix:
         hidden = np.zeros((0, self._width), np.float32)
-        return Prefix((b"", ()), np.zeros(0, bool), (), np.zeros(0, np.int64), 0, (hidden,))
+        none = np.zeros(0, bool)
+        return Prefix((b"", ()), none, (), np.zeros(0, np.int64), 0, (hidden,), none)
 
     def prepare(self, policy: Policy) -> None:
         """Before a question: full caches whole again, and hidden states held wherever the policy may drop tokens."""
@@ -122,11 +124,8 @@ class PrefixCaches:
 
     def layout(self, number: int) -> PrefixSlots:
         """The part of the prefix that stage `number` sees, and where a suffix follows it."""
-        if number < self.first_pruned:
-            return PrefixSlots(np.ones(self.prefix.size, bool), self.prefix.size, self.prefix.next_position)
-        pruned = self.pruned_prefix
-        assert pruned is not None
-        return PrefixSlots(pruned.present, pruned.size, pruned.next_position)
+        prefix = self.prefix_in(number)
+        return PrefixSlots(prefix.present, prefix.size, prefix.next_position)
 
     def run(self, number: int, suffix: TokenStates, *, query: bool = False) -> HiddenStates:
         """Run a suffix [n] through stage `number`, and before it what continues of the prefix if it has yet to run.
@@ -134,37 +133,29 @@ class PrefixCaches:
         Both go in one run, which reads the weights once; but not with a long suffix, nor with one whose `query` is kept
         for `StageCache.attention`. Returns the suffix's hidden states.
         """
-        slots, prefix, pruned = self.layout(number), self.prefix, self.pruned_prefix
-        following = slots.position + np.arange(len(suffix))
-        positions: Ids | None = None  # of the tokens of the prefix that run now
-        kept: Ids | None = None  # the indices of those whose hidden states are needed afterwards; None: all
-        if number < self.first_pruned:
+        prefix, whole = self.prefix_in(number), number < self.first_pruned
+        following, waiting = prefix.next_position + np.arange(len(suffix)), prefix.depth <= number
+        if whole:
             if number not in self.full:
                 self.full[number] = self._backend.stage(number, self.capacity)
-            cache = self.full[number]
-            if prefix.depth <= number:
-                tokens, positions = TokenStates(prefix.boundaries[-1], prefix.inputs), prefix.positions
-                leaves = number + 1 == self._exit and number + 1 not in self._holding
-                if cache.selects_outputs and self._text_only and leaves:
-                    kept = np.flatnonzero(~prefix.is_vision)
-        else:
-            assert pruned is not None
-            if pruned.depth <= number:
-                # No slot for tokens that never enter it.
-                wanted, held = self.capacity - (prefix.size - pruned.size), self.pruned.get(number)
-                withdrawn = not (pruned.present & prefix.is_vision).any()
-                if held is None or held.capacity < wanted or (withdrawn and held.capacity > wanted):
-                    held = None
-                    self.pruned.pop(number, None)  # freed before the next one is made
-                    self.pruned[number] = self._backend.stage(number, wanted)
-                inputs = {name: each[pruned.present] for name, each in prefix.inputs.items()}
-                tokens, positions = TokenStates(pruned.hidden, inputs), pruned.positions
-            cache = self.pruned[number]
-        if positions is None:
-            cache.keep(slots.slots)
+        elif waiting:  # no slot for tokens that never enter it
+            wanted, held = self.capacity - (len(prefix.present) - prefix.size), self.pruned.get(number)
+            withdrawn = not (prefix.present & prefix.is_vision).any()
+            if held is None or held.capacity < wanted or (withdrawn and held.capacity > wanted):
+                held = None
+                self.pruned.pop(number, None)  # freed before the next one is made
+                self.pruned[number] = self._backend.stage(number, wanted)
+        cache = self.cache(number)
+        if not waiting:
+            cache.keep(prefix.size)
             return cache.append(suffix, following, query=query)
 
         cache.keep(0)
+        tokens, positions = TokenStates(prefix.boundaries[-1], prefix.inputs), prefix.positions
+        kept: Ids | None = None  # the indices of those whose hidden states are needed afterwards; None: all
+        leaves = whole and number + 1 == self._exit and number + 1 not in self._holding
+        if cache.selects_outputs and self._text_only and leaves:
+            kept = np.flatnonzero(~prefix.is_vision)
         behind = suffix if not query and len(suffix) <= QUESTION_ROWS else suffix.part(0, 0)
         hidden, ran = tokens.hidden, suffix.hidden[:0]
         if len(tokens):  # an empty prefix does not run
@@ -176,20 +167,20 @@ class PrefixCaches:
                 places = places[:, None].repeat(positions.shape[1], 1)
             both = cache.append(tokens.then(behind), np.concatenate([positions, places]), outputs=kept)
             hidden, ran = both[:own].copy(), both[own:]
-        if pruned is not None and number >= self.first_pruned:
-            self.pruned_prefix = replace(pruned, hidden=hidden, depth=pruned.depth + 1)
+        deeper = prefix.deeper(hidden, hold=number in self._holding)
+        if whole:
+            self.prefix = deeper
         else:
-            self.prefix = prefix.deeper(hidden, hold=number in self._holding)
+            self.pruned_prefix = deeper
         if len(ran):
             return ran
-        cache.keep(slots.slots)
+        cache.keep(prefix.size)
         return cache.append(suffix, following, query=query)
 
-    def remove(self, number: int, removal: Removal) -> PrunedPrefix:
+    def remove(self, number: int, removal: Removal) -> Prefix:
         """Remove image tokens before stage `number`. The rest runs anew, unless the same ones left before."""
         before, first = self.pruned_prefix, self.first_pruned == len(self.stages)
-        here = self.prefix.whole(number) if first or before is None else before
-        pruned = here.without(removal, self.prefix.is_vision)
+        pruned = (self.prefix if first or before is None else before).without(removal, number)
         again = first and before is not None and before.removals == pruned.removals and not removal.kept.any()
         if not again:
             self.pruned_prefix = pruned
@@ -202,8 +193,9 @@ class PrefixCaches:
         `before` is what the stage before holds of the prefix. Nothing is computed until the policy asks for it, and
         what is computed holds only while the caches stay as they are.
         """
-        prefix, cache, layer = self.prefix, self.cache(number - 1), self.stages[number - 1].last
+        prefix, cache, layer = self.prefix_in(number - 1), self.cache(number - 1), self.stages[number - 1].last
         slots = np.flatnonzero(prefix.is_vision[before.present])
+        is_vision = prefix.is_vision[prefix.present]  # of the tokens that have come this far
 
         def scores(last_only: bool) -> Scores:
             total, most = cache.attention(last_only=last_only)
@@ -214,17 +206,13 @@ class PrefixCaches:
             return total[slots], most[slots]
 
         def image_hidden() -> HiddenStates:
-            here = self.prefix_at(number)
-            return here.hidden[prefix.is_vision[here.present]]
+            return prefix.boundaries[number - prefix.first][is_vision]
 
         def positions() -> tuple[Ids, Ids]:
-            here = self.prefix_at(number)
-            if here.positions.ndim > 1:  # of three parts, which have no order: the index in the prompt instead
-                return np.flatnonzero(here.present & prefix.is_vision), np.arange(
-                    prefix.size, prefix.size + len(hidden)
-                )
-            first = before.position
-            return here.positions[prefix.is_vision[here.present]], np.arange(first, first + len(hidden))
+            if prefix.positions.ndim > 1:  # of three parts, which have no order: the index in the prompt instead
+                length = len(prefix.present)
+                return np.flatnonzero(prefix.present & prefix.is_vision), np.arange(length, length + len(hidden))
+            return prefix.positions[is_vision], np.arange(before.position, before.position + len(hidden))
 
         def keys() -> tuple[HiddenStates, HiddenStates]:
             flat = np.concatenate([*cache.keys()], axis=-1)

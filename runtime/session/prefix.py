@@ -1,4 +1,4 @@
-"""The prefix of a prompt, system text and images, on its way through the decoder: whole, and once tokens have left.
+"""The prefix of a prompt, system text and images, on its way through the decoder, also once tokens have left.
 
 Records here are frozen and replaced as a whole at every step, so that an interrupt leaves the old one or the new one.
 """
@@ -55,13 +55,14 @@ class SavedKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The prefix with all its image tokens, and how deep into the decoder it has come.
+    """The prefix, or what removals of image tokens left of it, and how deep into the decoder it has come.
 
-    `boundaries` hold its hidden states after 0, 1, 2, ... stages: the first [size, hidden], the last likewise unless
-    the image leaves there, those between if tokens may leave there, else the text's only. `saved_kv` is missing from
-    the caches of full stages. `inputs` [size, width] are read by stages in addition to hidden states.
-    `positions` [size] are its tokens', `next_position` is the suffix's first; [size, 3] if images have positions of
-    three parts.
+    `is_vision` is a mask of all its tokens, and `present` of those that are left; `positions` [size] are theirs,
+    [size, 3] if images have positions of three parts, `next_position` is the suffix's first. `boundaries` hold their
+    hidden states after `first`, `first + 1`, ... stages: the first [size, hidden], the last likewise unless the image
+    leaves there, those between if tokens may leave there, else the text's only; after a removal the last alone.
+    `inputs` [size, width] are read by stages in addition. `saved_kv` is missing from the caches of full stages.
+    `removals`: at which boundary which image tokens stayed, and whether all took new positions.
     """
 
     key: Key
@@ -70,19 +71,24 @@ class Prefix:
     positions: Ids
     next_position: int
     boundaries: tuple[HiddenStates, ...]
+    present: Mask
     inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     saved_kv: tuple[SavedKV, ...] = ()
+    removals: tuple[tuple[int, bytes, bool], ...] = ()
+    first: int = 0
 
     @property
     def depth(self) -> int:
-        return len(self.boundaries) - 1
+        return self.first + len(self.boundaries) - 1
 
     @property
     def size(self) -> int:
-        return len(self.is_vision)
+        return len(self.positions)
 
     def deeper(self, hidden: HiddenStates, *, hold: bool) -> Prefix:
         """With its hidden states after one more stage; `hold` the image tokens' of the boundary before."""
+        if self.removals:
+            return replace(self, boundaries=(hidden,), first=self.first + 1)
         last = self.boundaries[-1]
         before = last if hold or not self.depth else last[~self.is_vision]
         return replace(self, boundaries=(*self.boundaries[:-1], before, hidden))
@@ -97,10 +103,23 @@ class Prefix:
             boundary -= 1
         return replace(self, boundaries=self.boundaries[: boundary + 1])
 
-    def whole(self, boundary: int) -> PrunedPrefix:
-        """The prefix at a boundary, before any token has left."""
-        present, hidden = np.ones(self.size, bool), self.boundaries[boundary]
-        return PrunedPrefix((), present, self.positions, self.next_position, hidden, boundary)
+    def without(self, removal: Removal, boundary: int) -> Prefix:
+        """The tokens that continue after a removal at a boundary."""
+        stays = np.ones(self.size, bool)
+        stays[self.is_vision[self.present]] = removal.kept
+        present = self.present.copy()
+        present[self.present] = stays
+        hidden = self.boundaries[boundary - self.first]
+        hidden = hidden[stays] if len(hidden) == self.size else hidden
+        assert len(hidden) == stays.sum(), "image tokens continue whose hidden states were not held"
+        positions, following = self.positions[stays], self.next_position
+        if removal.renumbers:
+            positions, following = np.arange(len(hidden), dtype=np.int64), len(hidden)
+        return replace(
+            self, positions=positions, next_position=following, boundaries=(hidden,), present=present, first=boundary,
+            inputs={name: each[stays] for name, each in self.inputs.items()},
+            removals=(*self.removals, (boundary, removal.kept.tobytes(), removal.renumbers)),
+        )  # fmt: skip
 
 
 def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Ids, int]:
@@ -122,41 +141,6 @@ def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Id
         positions[token : token + len(offset)] = at + offset
         token, at = token + len(offset), at + end
     return positions, at
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrunedPrefix:
-    """The prefix on its way after some image tokens have left.
-
-    `removals`: at which boundary which tokens stayed, and whether they took new positions. `present` [prefix.size] are
-    the tokens still there, `positions` theirs, `next_position` that of the suffix's first token. `hidden` states are
-    those at the boundary after `depth` stages; they are the text's only if no more were held.
-    """
-
-    removals: tuple[tuple[int, bytes, bool], ...]
-    present: Mask
-    positions: Ids
-    next_position: int
-    hidden: HiddenStates
-    depth: int
-
-    @property
-    def size(self) -> int:
-        return int(self.present.sum())
-
-    def without(self, removal: Removal, is_vision: Mask) -> PrunedPrefix:
-        """The tokens that continue after a removal at this boundary."""
-        stays = np.ones(self.size, bool)
-        stays[is_vision[self.present]] = removal.kept
-        present = self.present.copy()
-        present[self.present] = stays
-        hidden = self.hidden[stays] if len(self.hidden) == self.size else self.hidden
-        assert len(hidden) == stays.sum(), "image tokens continue whose hidden states were not held"
-        positions, following = self.positions[stays], self.next_position
-        if removal.renumbers:
-            positions, following = np.arange(len(hidden), dtype=np.int64), len(hidden)
-        removals = (*self.removals, (self.depth, removal.kept.tobytes(), removal.renumbers))
-        return PrunedPrefix(removals, present, positions, following, hidden, self.depth)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
