@@ -21,7 +21,6 @@ from vtx.runtime.session.session import Selection
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
-ExtrasKey = tuple[tuple[str, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +137,18 @@ def nbytes(tokens: ImageTokens) -> int:
 
 @dataclass(slots=True)
 class EncodedImages:
-    """The tokens of `images` by the vision graph's extra inputs. Its owner locks it."""
+    """The tokens of `images` by their key and the vision graph's extra inputs. Its owner locks it."""
 
     backend: Backend
     images: tuple[PreparedImage, ...]
     shared: ImageCache | None = None
     seconds: float = 0.0  # spent on encoding and selecting so far
-    _encoded: dict[ExtrasKey, dict[str, ImageTokens]] = field(default_factory=dict)
+    _encoded: dict[Hashable, ImageTokens] = field(default_factory=dict)  # the newest last
 
     @property
     def bytes(self) -> int:
         """Bytes of pixels and encoded images. Shared ones count for each holder."""
-        encoded = sum(nbytes(tokens) for images in self._encoded.values() for tokens in images.values())
-        return encoded + sum(image.views.nbytes for image in self.images)
+        return sum(map(nbytes, self._encoded.values())) + sum(image.views.nbytes for image in self.images)
 
     def prompt(
         self,
@@ -167,7 +165,7 @@ class EncodedImages:
         `question` is the text by which entries select, if they use one. `check` is called before every image and view
         and may raise, to stop there.
         """
-        settings, skipped = "".join(f" {entry!r}" for entry in policy.entries), 0
+        settings, skipped = " ".join(["", *map(repr, policy.entries)]), 0
         if question is not None and policy.uses_question:
             settings += f" {question.key}"
         encoders = tuple(
@@ -188,10 +186,10 @@ class EncodedImages:
     ) -> ImageTokens:
         """The tokens of an image that enter the decoder."""
         start, extras = perf_counter(), vision_extras(entries)
-        key = tuple((name, value.tobytes()) for name, value in sorted(extras.items()))
-        encoded = self._encoded.get(key, {})
-        if image.key not in encoded:
-            tokens = None if self.shared is None else self.shared.get((image.key, key))
+        key = image.key, *((name, value.tobytes()) for name, value in sorted(extras.items()))
+        tokens = self._encoded.get(key)
+        if tokens is None:
+            tokens = None if self.shared is None else self.shared.get(key)
             if tokens is None:
                 tokens = image.encode(self.backend, extras, check)
                 signals, tower = tokens.patches.signals.values(), tokens.tower
@@ -201,10 +199,9 @@ class EncodedImages:
                         "what the tower says of an image is not a number; use --reduce none, or export at fp32"
                     )
                 if self.shared is not None:
-                    self.shared.put((image.key, key), tokens)
-            encoded = {**encoded, image.key: tokens}
-            self._encoded = dict(list({**self._encoded, key: encoded}.items())[-MAX_SETS:])
-        entering = enter(encoded[image.key], entries, question, self.backend.project)
+                    self.shared.put(key, tokens)
+            self._encoded = dict([*self._encoded.items(), (key, tokens)][-MAX_SETS * len(self.images) :])
+        entering = enter(tokens, entries, question, self.backend.project)
         self.seconds += perf_counter() - start
         return entering
 
