@@ -1,13 +1,17 @@
-"""The memory of a bundle that is loaded on a CPU, predicted from the headers of its weights."""
+"""The memory of a bundle that is loaded on a CPU, predicted from the headers of its weights, and the use of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from vtx.runtime.backends.engines import EXPANDED, Floats
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.bundle.spec.stored import Precisions
+from vtx.runtime.host.machine import available_memory
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS, STORED
 
 # A scale is kept in float32 twice, next to and inside the packed matrix, and with it the sum of its block.
@@ -21,6 +25,9 @@ STAGES = "text.layers."
 RUN_BASE = 110 << 20  # of Python, numpy and onnxruntime before any weight
 QUESTION_ROWS = 256  # tokens of text in a prediction
 PREFILL_BUFFERS = 16  # of [prompt tokens, hidden] float32 in a prefill
+SMALL_BYTES = 64 << 20  # of all weights: these fit in parallel anywhere
+SPARE = 2  # times what a bundle needs must be free, since each graph holds weights twice while they are packed
+T = TypeVar("T")
 
 
 def resident_bytes(dtype: str, shape: tuple[int, ...], scales: int = 0, floats: Floats = EXPANDED) -> int:
@@ -80,3 +87,31 @@ def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
         head_dim=m.model.head_dim, image_tokens=min(m.layout.max_tokens, m.max_context), max_context=m.max_context,
         kv_bytes=KV_DTYPES[m.kv_dtype].bytes,
     )  # fmt: skip
+
+
+def is_roomy(bundle: Bundle, floats: Mapping[str, int]) -> bool:
+    """True if a load may use memory to be quicker: graphs in parallel, and freed memory kept for the next.
+
+    `floats` as in `needed_memory`.
+    """
+    weights = sum(file.bytes for name, file in bundle.manifest.files.items() if name.startswith("weights/"))
+    if weights <= SMALL_BYTES:
+        return True
+    free = available_memory()
+    return free is not None and free >= SPARE * needed_memory(bundle, floats)
+
+
+def load_each(loads: Sequence[Callable[[], T]], threads: int, sizes: Sequence[int]) -> list[T]:
+    """The results of the calls, in their order; `threads` run at a time, the largest of `sizes` first.
+
+    So the last of them is a short one, for which few threads wait. The first error is raised once all calls that began
+    have ended; the others do not begin.
+    """
+    if threads == 1 or len(loads) < 2:
+        return [load() for load in loads]
+    with ThreadPoolExecutor(threads, "vtx-load") as pool:
+        begun = {i: pool.submit(loads[i]) for i in sorted(range(len(loads)), key=lambda i: -sizes[i])}
+        try:
+            return [begun[i].result() for i in range(len(loads))]
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -16,7 +16,7 @@ from vtx.runtime.backends.backend import DeviceState
 from vtx.runtime.backends.engines import ENGINES, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.host_graphs import HostBackend
-from vtx.runtime.backends.loading import is_roomy, load_each
+from vtx.runtime.backends.memory import is_roomy, load_each
 from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
 from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, ports

@@ -13,7 +13,7 @@ from vtx.runtime.backends.backend import DeviceState
 from vtx.runtime.backends.engines import EXPANDED, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.host_graphs import HostBackend
-from vtx.runtime.backends.loading import is_roomy, load_each
+from vtx.runtime.backends.memory import is_roomy, load_each
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStage, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph, OrtLoader
 from vtx.runtime.backends.ort.library import check_release, import_onnxruntime, lacks, load_onnxruntime, session_options

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import export
-from vtx.runtime.backends import loading
+from vtx.runtime.backends import memory
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.engines import EXPANDED
-from vtx.runtime.backends.loading import is_roomy, load_each
-from vtx.runtime.backends.memory import needed_memory
+from vtx.runtime.backends.memory import is_roomy, load_each, needed_memory
 from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.ort import backend as ort
 from vtx.runtime.bundle.bundle import Bundle
@@ -86,11 +85,11 @@ def test_a_load_takes_memory_to_be_quicker_where_twice_what_a_bundle_needs_is_fr
     needed = needed_memory(bundle)
 
     def with_free(free: int | None) -> bool:
-        monkeypatch.setattr(loading, "available_memory", lambda: free)
+        monkeypatch.setattr(memory, "available_memory", lambda: free)
         return is_roomy(bundle, EXPANDED)
 
     assert [with_free(free) for free in (0, None)] == [True, True], "a small one fits anywhere"
-    monkeypatch.setattr(loading, "SMALL_BYTES", 0)
+    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     assert [with_free(free) for free in (2 * needed, 2 * needed - 1, None)] == [True, False, False]
 
 
