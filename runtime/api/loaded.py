@@ -273,7 +273,7 @@ class LoadedBundle:
         if self._text_tower is None:
             from vtx.runtime.prompt.text_tower import TextTower
 
-            self._text_tower = TextTower.load(self.bundle.read, spec, self.backend.text_tower)
+            self._text_tower = TextTower(self.bundle.read, spec, self.backend.text_tower)
         return self._text_tower.embed(asked_text(messages))
 
     def guided(self, guide: Guide) -> GuidedAnswer:

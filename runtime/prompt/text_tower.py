@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.runtime.errors import BundleError
@@ -18,19 +17,17 @@ Run = Callable[[NDArray[np.int64]], Embeddings]
 
 
 class TextTower:
-    """The tokenizer and the graph of a bundle's text tower; safe for many threads."""
+    """The tokenizer of a bundle's text tower, read by `read(name, limit)`, and its graph; safe for many threads.
 
-    def __init__(self, tokenizer: Tokenizer, spec: TextTowerSpec, run: Run) -> None:
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        self._tokenizer, self._spec, self._run = tokenizer, spec, run
-        self._last: tuple[str, Embeddings] | None = None  # a chat asks for its first question at every turn
+    Raises BundleError.
+    """
 
-    @classmethod
-    def load(cls, read: Callable[[str, int], bytes], spec: TextTowerSpec, run: Run) -> TextTower:
-        """Read the tokenizer by `read(name, limit)`, which a bundle has; `run` is the backend's. Raises BundleError."""
+    def __init__(self, read: Callable[[str, int], bytes], spec: TextTowerSpec, run: Run) -> None:
         text = utf8(read(spec.tokenizer, MAX_TOKENIZER_BYTES), spec.tokenizer, BundleError)
-        return cls(parse_tokenizer(text, BundleError), spec, run)
+        self._tokenizer, self._spec, self._run = parse_tokenizer(text, BundleError), spec, run
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._last: tuple[str, Embeddings] | None = None  # a chat asks for its first question at every turn
 
     def embed(self, text: str) -> Embeddings:
         """One vector [width] for each segment of the text, [segments, width].
