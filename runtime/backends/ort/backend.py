@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from numpy.typing import NDArray
 
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 class OrtBackend(HostBackend):
     device, dialect, compute = "cpu", "ort", "f32"
-    providers: Sequence[str] = ("CPUExecutionProvider",)
+    providers: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "CPUExecutionProvider": {}
+    }  # with their options, the first first
     memory = "cpu"  # onnxruntime's name of the memory that holds K and V
     loads_in_parallel = True
     _batches: Sequence[OrtStageBatch]

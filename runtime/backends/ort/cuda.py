@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,9 @@ from vtx.runtime.vision.tokens import Ids
 
 PROVIDER = "CUDAExecutionProvider"
 DRIVER = "libcuda.so.1"
+# Each session has an arena of its own, which by default doubles; and by default every algorithm of cuDNN is timed, with
+# the scratch memory that the largest of them wants.
+OPTIONS = {"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "HEURISTIC"}
 # A graph y = Relu(x) of one float, serialized: loading it makes the provider open the GPU.
 RELU = (
     b'\x08\x08:3\n\x0c\n\x01x\x12\x01y"\x04Relu\x12\x01gZ\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01'
@@ -95,7 +99,7 @@ class OrtCudaBackend(OrtBackend):
     """`Backend` on onnxruntime's CUDA provider. Operators that it lacks run on the CPU."""
 
     device = "cuda"
-    providers = (PROVIDER, "CPUExecutionProvider")
+    providers: ClassVar[Mapping[str, Mapping[str, str]]] = {PROVIDER: OPTIONS, "CPUExecutionProvider": {}}
     memory = "cuda"
     loads_in_parallel = False  # `is_roomy` looks at the host's memory
 

@@ -29,7 +29,7 @@ class OrtLoader:
     ort: Any
     bundle: Bundle
     options: Any
-    providers: Sequence[str]
+    providers: Mapping[str, Mapping[str, str]]
     roomy: bool = False
 
     def load(self, name: str, promised: graphs.GraphIO) -> OrtGraph:
@@ -38,12 +38,12 @@ class OrtLoader:
             try:
                 with returning_memory(at_once=not self.roomy):
                     session = self.ort.InferenceSession(
-                        os.fspath(path), self.options, providers=list(self.providers), enable_fallback=0
+                        os.fspath(path), self.options, list(self.providers.items()), enable_fallback=0
                     )
             except Exception as e:
                 raise load_failure(ENGINE, name, e) from e
-        if self.providers[0] not in session.get_providers():  # older releases go on without it
-            raise DeviceError(f"{ENGINE} loaded {name} without its {self.providers[0]}; vtx-doctor has the reason")
+        if (first := next(iter(self.providers))) not in session.get_providers():  # older releases go on without it
+            raise DeviceError(f"{ENGINE} loaded {name} without its {first}; vtx-doctor has the reason")
         contract.check(name, *ports(session), promised)
         return OrtGraph(name, session, list(promised.outputs))
 

@@ -4,8 +4,12 @@
 #include <NvInferRuntime.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
 namespace vtxcore::tensorrt {
 namespace {
@@ -23,18 +27,30 @@ const char* name_of(nvinfer1::DataType type) {
 
 cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
 
-// Keeps the first error as the reason of a failure; the rest is silence.
+// Keeps the last error as the reason of a failure. TensorRT calls it from several threads. With VTX_TENSORRT_LOG in the
+// environment every message goes to stderr.
 class Logger : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override {
-    if (severity > Severity::kERROR || !first.empty()) return;
+    if (shown_) std::fprintf(stderr, "TensorRT: %s\n", message);
+    if (severity > Severity::kERROR) return;
+    std::lock_guard<std::mutex> held(mutex_);
     try {
-      first = message;
+      last_ = message;
     } catch (...) {
-      first.clear();
+      last_.clear();
     }
   }
-  std::string first;
+  // The last error since it was asked for.
+  std::string take() {
+    std::lock_guard<std::mutex> held(mutex_);
+    return std::exchange(last_, {});
+  }
+
+ private:
+  std::mutex mutex_;
+  std::string last_;
+  const bool shown_ = std::getenv("VTX_TENSORRT_LOG") != nullptr;
 };
 
 class ReleaseExecution : public Execution {
@@ -95,14 +111,17 @@ class ReleaseRuntime : public Runtime {
   }
   bool made() const { return runtime_ != nullptr; }
   Deserialized* deserialize(const void* content, size_t bytes) override {
-    logger_.first.clear();
     nvinfer1::ICudaEngine* engine = runtime_->deserializeCudaEngine(content, bytes);
     return engine ? new ReleaseEngine(engine) : nullptr;
   }
-  const char* reason() override { return logger_.first.c_str(); }
+  const char* reason() override {
+    reason_ = logger_.take();
+    return reason_.c_str();
+  }
 
  private:
   Logger logger_;
+  std::string reason_;
   std::unique_ptr<nvinfer1::IRuntime> runtime_;
 };
 

@@ -7,7 +7,7 @@
 
 namespace vtxcore::tensorrt {
 
-constexpr int kPluginInterface = 1;  // rises with every change of this header
+constexpr int kPluginInterface = 2;  // rises with every change of this header
 constexpr int kMaxDims = 8;
 
 // An input or output of an engine: numpy's name of its type, "" where vtx has none, and its sizes, -1 where free.
@@ -46,7 +46,7 @@ class Runtime {
  public:
   virtual ~Runtime() = default;
   virtual Deserialized* deserialize(const void* content, size_t bytes) = 0;  // null: see `reason`; the caller deletes it
-  virtual const char* reason() = 0;                                          // TensorRT's first error since then
+  virtual const char* reason() = 0;  // TensorRT's last error since this was asked for, "" if there was none
 };
 
 // The symbols of a plug-in. `create`: TensorRT's createInferRuntime_INTERNAL; null where it makes no runtime.

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from tests.support.bundles import export
@@ -32,7 +34,7 @@ QUESTIONS = ("red?", "How many circle shapes are there?")
 class OnCpu(OrtCudaBackend):
     """The backend with its buffers in the host's memory, by the calls that put them into the GPU's."""
 
-    providers = ("CPUExecutionProvider",)
+    providers: ClassVar = {"CPUExecutionProvider": {}}
     memory = "cpu"
 
 
@@ -110,6 +112,26 @@ class Ort:
         if isinstance(self.got, Exception):
             raise self.got
         return SimpleNamespace(get_providers=lambda: self.got)
+
+
+def test_each_session_takes_what_it_asks_for_and_times_no_algorithms(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The options of OrtCudaBackend's providers reach each session; CUDA's place is taken by the CPU's provider."""
+    seen = []
+    real = onnxruntime.InferenceSession
+
+    def load(path: str, options: object, providers: list[tuple[str, dict[str, str]]], **_: object) -> object:
+        seen.append(dict(providers)[PROVIDER])
+        return real(path, options, providers=["CPUExecutionProvider"])
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", load)
+    monkeypatch.setattr(real, "get_providers", lambda _: [*OrtCudaBackend.providers])
+    monkeypatch.setattr(OrtCudaBackend, "memory", "cpu")
+    OrtCudaBackend(Bundle.open(next(iter(folders.values()))))
+    assert len(seen) > 4
+    wanted = {"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "HEURISTIC"}
+    assert all(options == wanted for options in seen)
 
 
 MISSING = "libcublasLt.so.13: cannot open shared object file: No such file or directory"

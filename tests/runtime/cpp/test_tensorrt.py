@@ -158,6 +158,83 @@ def test_decoding_is_recorded_once_and_launched_from_then_on(
     assert report()["cudaGraphLaunch"] == stages * (9 - 1)  # all steps but each stage's first
 
 
+@pytest.mark.parametrize("release", BUILT)
+def test_images_share_what_the_first_allocates_and_records(
+    release: str, exported: Path, traces: Path, machine: Callable[[str], Callable[[], dict[str, int]]], tmp_path: Path
+) -> None:
+    """The traces ask about several images, each in a conversation of its own: at most two caches a stage at a time."""
+    report = machine(release)
+    meets(exported, traces, tmp_path / "cpp")
+    assert report().get("cudaStreamBeginCapture", 0) <= 2 * len(Bundle.open(exported).manifest.stages)
+
+
+@pytest.mark.parametrize("release", BUILT[-1:])
+@pytest.mark.parametrize(
+    "refused", ["cudaStreamBeginCapture", "execute", "cudaStreamEndCapture", "cudaGraphInstantiate"]
+)
+def test_what_cannot_be_recorded_is_queued(
+    refused: str,
+    release: str,
+    exported: Path,
+    machine: Callable[[str], Callable[[], dict[str, int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = machine(release)
+    monkeypatch.setenv("VTX_STANDIN_REFUSED", refused)
+    done = ask(exported, tmp_path, "--k", "3", "--reduce", "none", "--max-new-tokens", "10", "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    with load(exported, device="cpu", threads=THREADS).open([random_image(1)]) as image:
+        want = image.ask("red?", 3, reduce="none", max_new_tokens=10, ignore_eos=True)
+    assert json.loads(done.stdout)["token_ids"] == list(want.token_ids)
+    assert report()["cudaStreamBeginCapture"] == len(Bundle.open(exported).manifest.stages)
+    assert "cudaGraphLaunch" not in report()
+    assert everything_given_back(report())
+
+
+@pytest.mark.parametrize("release", BUILT)
+def test_an_application_may_use_another_gpu(
+    release: str,
+    exported: Path,
+    traces: Path,
+    machine: Callable[[str], Callable[[], dict[str, int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = machine(release)
+    monkeypatch.setenv("VTX_STANDIN_DEVICE", "1")
+    meets(exported, traces, tmp_path / "cpp")
+    assert report()["current"] == 1
+
+
+@pytest.mark.parametrize("release", BUILT)
+def test_parts_are_aligned_and_long_prompts_run_in_parts(
+    release: str,
+    tiny_checkpoint: Callable[..., Path],
+    machine: Callable[[str], Callable[[], dict[str, int]]],
+    tmp_path: Path,
+) -> None:
+    bundle = tmp_path / "bundle"
+    export(tiny_checkpoint(Tiny(layers=4, kv_heads=1)), bundle, (2,), max_context=233, reductions=(DUAL, "fastv:k=2"))
+    target, _, dialect = RELEASES[release]
+    major, minor = map(int, release.split("."))
+    build_all(bundle, target, Release(TENSORRT, (major, minor)), dialect, f"{release}.0")
+    found = fingerprint.read_engines(Bundle.open(bundle), target)
+    engines = dict(found.engines)
+    for graph in Bundle.open(bundle).manifest.dialects[dialect].stages:
+        profiles = tuple(
+            {name: (low, 8, 8) if name == "tokens" and high > 8 else (low, likely, high)
+             for name, (low, likely, high) in profile.items()}
+            for profile in engines[graph].profiles
+        )  # fmt: skip
+        engines[graph] = replace(engines[graph], profiles=profiles)
+    rewrite(bundle, target, engines=engines)
+    write_traces(load(bundle, device="cpu", threads=THREADS), tmp_path / "python")
+    report = machine(release)
+    assert meets(bundle, tmp_path / "python", tmp_path / "cpp") > 10
+    assert everything_given_back(report())
+
+
 def rewrite(bundle: Path, target: str, **changes: Any) -> None:
     found = fingerprint.read_engines(Bundle.open(bundle), target)
     write_sealed(bundle / f"engines/{target}/engines.json", replace(found, **changes).to_json().encode())

@@ -11,7 +11,7 @@ using standin::require;
 
 namespace {
 
-constexpr int kOutOfMemory = 2;
+constexpr int kOutOfMemory = 2, kInvalidated = 901;
 constexpr int kIn = 1, kOut = 2, kWithin = 3;
 char stream_storage;
 void* const kStream = &stream_storage;
@@ -20,6 +20,18 @@ Gpu& called(const char* name) {
   Gpu& gpu = Gpu::one();
   ++gpu.calls[name];
   return gpu;
+}
+
+// For calls that are for the current device.
+Gpu& here(const char* name) {
+  Gpu& gpu = called(name);
+  require(gpu.current == 0, std::string(name) + " for device " + std::to_string(gpu.current));
+  return gpu;
+}
+
+int refuse() {
+  Gpu::one().failed = true;
+  return kInvalidated;
 }
 
 std::string setting(const char* name, const char* otherwise) {
@@ -31,14 +43,15 @@ void report() {
   const Gpu& gpu = Gpu::one();
   std::FILE* file = std::fopen(setting("VTX_STANDIN_REPORT", "/dev/null").c_str(), "w");
   if (file == nullptr) return;
-  std::fprintf(file, "{\"device\": %zu, \"host\": %zu, \"queued\": %zu, \"graphs\": %d, \"engines\": %d, \"contexts\": %d",
-               gpu.device.size(), gpu.host.size(), gpu.queue.size(), gpu.graphs, gpu.engines, gpu.contexts);
+  std::fprintf(file, "{\"device\": %zu, \"host\": %zu, \"queued\": %zu, \"graphs\": %d, \"engines\": %d, \"contexts\": %d, \"current\": %d",
+               gpu.device.size(), gpu.host.size(), gpu.queue.size(), gpu.graphs, gpu.engines, gpu.contexts,
+               gpu.current);
   for (const auto& [name, count] : gpu.calls) std::fprintf(file, ", \"%s\": %d", name.c_str(), count);
   std::fprintf(file, "}\n");
   std::fclose(file);
 }
 
-bool lies_in(const std::map<uintptr_t, std::vector<uint8_t>>& memory, const void* address) {
+bool lies_in(const std::map<uintptr_t, standin::Memory>& memory, const void* address) {
   auto at = reinterpret_cast<uintptr_t>(address);
   auto next = memory.upper_bound(at);
   if (next == memory.begin()) return false;
@@ -46,11 +59,12 @@ bool lies_in(const std::map<uintptr_t, std::vector<uint8_t>>& memory, const void
   return at < found->first + found->second.size();
 }
 
-void* allocate(std::map<uintptr_t, std::vector<uint8_t>>& memory, size_t bytes, uint8_t content) {
-  std::vector<uint8_t> block(bytes, content);
-  void* address = block.data();
-  memory[reinterpret_cast<uintptr_t>(address)] = std::move(block);  // moved, so the address stays
-  return address;
+void* allocate(std::map<uintptr_t, standin::Memory>& memory, size_t bytes, uint8_t content) {
+  standin::Memory block{std::vector<uint8_t>(bytes + standin::kAlignment, content), bytes};
+  auto first = reinterpret_cast<uintptr_t>(block.room.data());
+  uintptr_t address = (first + standin::kAlignment - 1) / standin::kAlignment * standin::kAlignment;
+  memory[address] = std::move(block);  // moved, so the address stays
+  return reinterpret_cast<void*>(address);
 }
 
 struct Recorded {
@@ -63,6 +77,8 @@ Gpu& standin::Gpu::one() {
   static Gpu* gpu = [] {
     auto* made = new Gpu;
     made->total = std::stoull(setting("VTX_STANDIN_MEMORY", "4294967296"));
+    made->current = std::stoi(setting("VTX_STANDIN_DEVICE", "0"));
+    made->refused = setting("VTX_STANDIN_REFUSED", "");
     std::atexit(report);
     return made;
   }();
@@ -96,11 +112,25 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
   return 0;
 }
 
+EXPORT int cudaGetDevice(int* device) {
+  *device = called("cudaGetDevice").current;
+  return 0;
+}
+EXPORT int cudaSetDevice(int device) {
+  called("cudaSetDevice").current = device;
+  return 0;
+}
+EXPORT int cudaGetLastError() {
+  called("cudaGetLastError").failed = false;
+  return 0;
+}
+
 // --- memory ---
 
 EXPORT int cudaMalloc(void** address, size_t bytes) {
-  Gpu& gpu = called("cudaMalloc");
+  Gpu& gpu = here("cudaMalloc");
   require(bytes > 0, "an allocation of nothing");
+  require(gpu.recording == nullptr, "an allocation spoils a recording");
   if (gpu.used() + bytes > gpu.total) return kOutOfMemory;
   *address = allocate(gpu.device, bytes, 0xFF);  // NaN, in both float types
   return 0;
@@ -112,13 +142,13 @@ EXPORT int cudaFree(void* address) {
   return 0;
 }
 EXPORT int cudaMemGetInfo(size_t* left, size_t* total) {
-  Gpu& gpu = called("cudaMemGetInfo");
+  Gpu& gpu = here("cudaMemGetInfo");
   *total = gpu.total;
   *left = gpu.total - gpu.used();
   return 0;
 }
 EXPORT int cudaHostAlloc(void** address, size_t bytes, unsigned) {
-  *address = allocate(called("cudaHostAlloc").host, bytes, 0xFF);
+  *address = allocate(here("cudaHostAlloc").host, bytes, 0xFF);
   return 0;
 }
 EXPORT int cudaFreeHost(void* address) {
@@ -131,14 +161,14 @@ EXPORT int cudaFreeHost(void* address) {
 // --- the stream, and graphs of recorded work ---
 
 EXPORT int cudaMemsetAsync(void* address, int value, size_t bytes, void* stream) {
-  Gpu& gpu = called("cudaMemsetAsync");
+  Gpu& gpu = here("cudaMemsetAsync");
   require(stream == kStream, "another stream");
   gpu.holds(address, bytes, "cudaMemsetAsync");
   gpu.add([=] { std::memset(address, value, bytes); });
   return 0;
 }
 EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
-  Gpu& gpu = called("cudaMemcpyAsync");
+  Gpu& gpu = here("cudaMemcpyAsync");
   require(stream == kStream, "another stream");
   require(kind == kIn || kind == kOut, "a copy of another kind");
   gpu.holds(kind == kIn ? to : from, bytes, "cudaMemcpyAsync");
@@ -156,7 +186,7 @@ EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, v
 }
 EXPORT int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height,
                              int kind, void* stream) {
-  Gpu& gpu = called("cudaMemcpy2DAsync");
+  Gpu& gpu = here("cudaMemcpy2DAsync");
   require(stream == kStream && kind == kWithin, "cudaMemcpy2DAsync: another stream or kind");
   require(height > 0 && width <= to_pitch && width <= pitch, "rows wider than their pitch");
   gpu.holds(to, (height - 1) * to_pitch + width, "cudaMemcpy2DAsync");
@@ -168,7 +198,7 @@ EXPORT int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t
   return 0;
 }
 EXPORT int cudaStreamCreateWithFlags(void** stream, unsigned) {
-  called("cudaStreamCreateWithFlags");
+  here("cudaStreamCreateWithFlags");
   *stream = kStream;
   return 0;
 }
@@ -177,9 +207,10 @@ EXPORT int cudaStreamDestroy(void*) {
   return 0;
 }
 EXPORT int cudaStreamSynchronize(void* stream) {
-  Gpu& gpu = called("cudaStreamSynchronize");
+  Gpu& gpu = here("cudaStreamSynchronize");
   require(stream == kStream, "another stream");
   require(gpu.recording == nullptr, "a wait inside of a recording");
+  require(!gpu.failed, "an error that nobody has asked for: the next call reports it");
   while (!gpu.queue.empty()) {
     standin::Work work = std::move(gpu.queue.front());
     gpu.queue.pop_front();
@@ -188,22 +219,28 @@ EXPORT int cudaStreamSynchronize(void* stream) {
   return 0;
 }
 EXPORT int cudaStreamBeginCapture(void*, int) {
-  Gpu& gpu = called("cudaStreamBeginCapture");
+  Gpu& gpu = here("cudaStreamBeginCapture");
   require(gpu.recording == nullptr, "a recording inside of a recording");
   require(gpu.queue.empty(), "a recording while work is queued");
+  if (gpu.refused == "cudaStreamBeginCapture") return refuse();
   gpu.recording = new std::vector<standin::Work>;
   return 0;
 }
 EXPORT int cudaStreamEndCapture(void*, void** graph) {
-  Gpu& gpu = called("cudaStreamEndCapture");
+  Gpu& gpu = here("cudaStreamEndCapture");
   require(gpu.recording != nullptr, "the end of no recording");
   *graph = std::exchange(gpu.recording, nullptr);
+  if (gpu.refused == "execute" || gpu.refused == "cudaStreamEndCapture") {
+    delete static_cast<std::vector<standin::Work>*>(std::exchange(*graph, nullptr));
+    return refuse();
+  }
   return 0;
 }
 EXPORT int cudaGraphInstantiateWithFlags(void** run, void* graph, unsigned long long) {
-  Gpu& gpu = called("cudaGraphInstantiateWithFlags");
+  Gpu& gpu = here("cudaGraphInstantiateWithFlags");
   auto* works = static_cast<std::vector<standin::Work>*>(graph);
   require(!works->empty(), "an empty graph");
+  if (gpu.refused == "cudaGraphInstantiate") return refuse();
   *run = new Recorded{*works};
   ++gpu.graphs;
   return 0;
@@ -219,11 +256,12 @@ EXPORT int cudaGraphExecDestroy(void* run) {
   return 0;
 }
 EXPORT int cudaGraphLaunch(void* run, void* stream) {
-  Gpu& gpu = called("cudaGraphLaunch");
+  Gpu& gpu = here("cudaGraphLaunch");
   require(stream == kStream, "another stream");
   for (const standin::Work& work : static_cast<Recorded*>(run)->works) gpu.queue.push_back(work);
   return 0;
 }
 EXPORT const char* cudaGetErrorName(int error) {
+  if (error == kInvalidated) return "cudaErrorStreamCaptureInvalidated";
   return error == kOutOfMemory ? "cudaErrorMemoryAllocation" : "cudaErrorUnknown";
 }

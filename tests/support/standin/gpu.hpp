@@ -29,9 +29,20 @@ inline void require(bool holds, const std::string& what) {
   if (!holds) broken(what);
 }
 
+constexpr size_t kAlignment = 256;
+
+struct Memory {
+  std::vector<uint8_t> room;  // in which `bytes` aligned bytes lie
+  size_t bytes;
+  size_t size() const { return bytes; }
+};
+
 struct Gpu {
   size_t total = size_t{1} << 32;
-  std::map<uintptr_t, std::vector<uint8_t>> device, host;
+  int current = 0;      // the device that the next call is for; there is one, 0
+  std::string refused;  // a call that fails while work is recorded
+  bool failed = false;  // and nothing has asked for the error
+  std::map<uintptr_t, Memory> device, host;
   std::map<std::string, int> calls;
   std::deque<Work> queue;
   std::vector<Work>* recording = nullptr;

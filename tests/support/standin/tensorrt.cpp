@@ -150,6 +150,7 @@ bool set_address(ContextSelf* self, const char* name, void* address) {
   ContextImpl& context = *self->owner;
   auto known = context.addresses.find(name);
   require(known == context.addresses.end() || known->second != address, std::string(name) + " is bound twice");
+  require(reinterpret_cast<uintptr_t>(address) % standin::kAlignment == 0, std::string(name) + " is not aligned");
   context.addresses[name] = address;
   return context.engine.has(name);
 }
@@ -208,6 +209,8 @@ bool enqueue(ContextSelf* self, cudaStream_t) {
   EngineImpl& engine = context.engine;
   ++Gpu::one().calls["enqueueV3"];
   require(context.scratch != nullptr, "no working memory");
+  require(Gpu::one().current == 0, "TensorRT runs on another device");
+  if (Gpu::one().recording && Gpu::one().refused == "execute") return false;
   require(context.addresses.size() == engine.ports.size(), "a tensor has no address");
   std::map<std::string, Ids> shapes;
   for (const Port& port : engine.ports) {

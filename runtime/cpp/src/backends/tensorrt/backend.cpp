@@ -15,7 +15,7 @@
 namespace vtxcore {
 namespace {
 
-using Lock = std::lock_guard<std::recursive_mutex>;
+using Lock = Cuda::Use;
 
 // The bundle's engines for this machine, and the library that runs them.
 struct Found {
@@ -60,6 +60,7 @@ class TensorrtBackend : public Backend {
     compute = grows_ || m_.kv_type(dialect) == "float32" ? "f32" : "f16";
     library = cat(flavour_name(set_.flavour), " ", release_.version(set_.version), " (", release_.where(), ")");
     kv_slot_bytes = 2 * m_.model.kv_heads * m_.model.head_dim * m_.kv_bytes(dialect);
+    Lock held(cuda_);
     check_memory();
     engines_.emplace(bundle_, set_, *runtime_, cuda_);
     caches_.emplace(TensorrtCacheContext{*engines_, cuda_, m_, dialect, {}, graphs_.score.value_or("")});
@@ -125,7 +126,7 @@ class TensorrtBackend : public Backend {
         outputs.push_back({spec.name, values.data(), tokens * sizeof(float)});
       }
     }
-    Lock held(cuda_.lock);
+    Lock held(cuda_);
     engines_->run(graphs_.vision, inputs, outputs);
     return image_tokens(std::move(found), m_.model.tower.feature_width);
   }
@@ -140,7 +141,7 @@ class TensorrtBackend : public Backend {
   }
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
-    Lock held(cuda_.lock);
+    Lock held(cuda_);
     auto make = grows_ ? make_growing_cache : make_tensorrt_cache;
     return make(*caches_, m_.stages[index], graphs_.stages[index], capacity);
   }
@@ -150,7 +151,7 @@ class TensorrtBackend : public Backend {
   Rows run(const std::string& graph, const Input& input, const char* output, size_t count, int64_t width) {
     engines_->check_tokens(graph, static_cast<size_t>(input.shape.front()));
     Rows out(count, static_cast<size_t>(width));
-    Lock held(cuda_.lock);
+    Lock held(cuda_);
     engines_->run(graph, {input}, {{output, out.data.data(), out.data.size() * sizeof(float)}});
     return out;
   }

@@ -8,40 +8,66 @@
 namespace vtxcore {
 namespace {
 
-using Lock = std::lock_guard<std::recursive_mutex>;
+using Lock = Cuda::Use;
+
+// A stage's K and V with what is bound to them: its context for one token, that token's arrays, the CUDA graph.
+struct InPlaceMemory : StageMemory {
+  InPlaceMemory(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph)
+      : StageMemory(context.manifest.max_context), cuda(context.cuda), part_bytes(context.bytes_of(capacity)),
+        kv(cuda, 2 * static_cast<size_t>(spec.layers()) * part_bytes,
+           cat("the KV cache of layers ", spec.first, " to ", spec.last)),
+        queries(context), token(cuda, hidden(context)), token_out(cuda, hidden(context)), position(cuda, 1), total(cuda, 1),
+        decode(context.engines.new_context(graph, kDecode)), recordable(decode->capturable()) {
+    InPlaceMemory::clear();
+  }
+  ~InPlaceMemory() override {
+    if (recorded) cuda.forget(recorded);
+  }
+  void clear() override {
+    cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
+    cuda.wait();
+  }
+  static size_t hidden(const TensorrtCacheContext& context) {
+    return static_cast<size_t>(context.manifest.model.hidden);
+  }
+
+  Cuda& cuda;
+  const size_t part_bytes;  // of a layer's K or V
+  Buffer kv;
+  Queries queries;
+  Pinned<float> token, token_out;  // the one token of a step
+  Pinned<int64_t> position;
+  Pinned<int32_t> total;
+  std::unique_ptr<Context> decode;
+  bool recordable, ran = false;
+  void* recorded = nullptr;
+};
 
 class TensorrtStageCache : public StageCache {
  public:
-  TensorrtStageCache(const TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph, int64_t asked)
+  TensorrtStageCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph, int64_t asked)
       : StageCache(asked), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda),
         slots_(static_cast<size_t>(context.manifest.max_context)),
-        heads_(static_cast<size_t>(spec.layers() * 2 * context.manifest.model.kv_heads)),
-        half_bytes_(static_cast<size_t>(context.manifest.model.kv_heads) * slots_ * context.slot_bytes()),
-        kv_(cuda_, heads_ * slots_ * context.slot_bytes(), cat("the KV cache of layers ", spec.first, " to ", spec.last)),
-        queries_(context), token_(cuda_, hidden()), token_out_(cuda_, hidden()), position_(cuda_, 1), total_(cuda_, 1),
-        decode_(context.engines.new_context(graph, kDecode)) {
-    cuda_.zero(kv_.address(), kv_.size());  // what is masked must still be a number
-    cuda_.wait();
-    bind(*decode_, 1, nullptr);
-  }
+        heads_(static_cast<size_t>(context.manifest.model.kv_heads)),
+        parts_(static_cast<size_t>(2 * spec.layers())),
+        memory_(borrow<InPlaceMemory>(context, spec.first, context.manifest.max_context,
+                                      [&] { return std::make_unique<InPlaceMemory>(context, spec, graph); })) {}
 
-  ~TensorrtStageCache() override {
-    if (recorded_) cuda_.forget(recorded_);
-  }
+  ~TensorrtStageCache() override { give_back(context_, spec_.first, std::move(memory_)); }
 
   Scores attention(bool last_only) override {
-    Lock held(cuda_.lock);
-    return queries_.attention(last_key(), context_.manifest.max_context, length, last_only);
+    Lock held(cuda_);
+    return memory_->queries.attention(last_key(), context_.manifest.max_context, length, last_only);
   }
 
   Rows keys() override {
-    Lock held(cuda_.lock);
+    Lock held(cuda_);
     return read_keys(context_, last_key(), slots_, static_cast<size_t>(length));
   }
 
   SavedSlots read(const Ids& slots) override {
-    Lock held(cuda_.lock);
-    size_t bytes = heads_ * slots.size() * context_.slot_bytes();
+    Lock held(cuda_);
+    size_t bytes = parts_ * heads_ * slots.size() * context_.slot_bytes();
     SavedSlots kept(bytes);
     if (bytes == 0) return kept;
     Buffer packed(cuda_, bytes, "saved K and V");
@@ -52,7 +78,7 @@ class TensorrtStageCache : public StageCache {
   }
 
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
-    Lock held(cuda_.lock);
+    Lock held(cuda_);
     if (!kv.empty()) {
       Buffer packed(cuda_, kv.size(), "saved K and V");
       cuda_.copy_in(packed.address(), kv.data(), kv.size());
@@ -64,25 +90,32 @@ class TensorrtStageCache : public StageCache {
 
  protected:
   Rows run(const Rows& rows, const Ids& positions, bool query) override {
-    Lock held(cuda_.lock);
-    *total_.data() = static_cast<int32_t>(length + static_cast<int64_t>(rows.count()));
-    return rows.count() == 1 && !query ? one(rows, positions) : many(rows, positions, query);
+    Lock held(cuda_);
+    if (rows.count() == 1 && !query) return one(rows, positions);
+    auto longest = static_cast<size_t>(context_.engines.longest(graph_));
+    return in_parts(rows.count(), longest, query ? &memory_->queries : nullptr,
+                    [&](size_t start, size_t count, uint8_t* queries) {
+                      return many(rows.row(start), positions.data() + start, start, count, queries);
+                    });
   }
 
  private:
-  size_t hidden() const { return static_cast<size_t>(context_.manifest.model.hidden); }
-  uint8_t* last_key() const { return kv_.address() + static_cast<size_t>(spec_.layers() - 1) * 2 * half_bytes_; }
+  uint8_t* last_key() const {
+    return memory_->kv.address() + static_cast<size_t>(spec_.layers() - 1) * 2 * memory_->part_bytes;
+  }
 
   // Copies slots between the cache and a packed buffer, run by run.
   void move(const Ids& slots, uint8_t* packed, bool out) {
     size_t unit = context_.slot_bytes(), pitch = slots_ * unit, packed_pitch = slots.size() * unit;
-    for (const SlotRun& run : slot_runs(slots)) {
-      uint8_t *in_cache = kv_.address() + run.first * unit, *in_packed = packed + run.start * unit;
-      if (out)
-        cuda_.copy_rows(in_packed, packed_pitch, in_cache, pitch, run.count * unit, heads_);
-      else
-        cuda_.copy_rows(in_cache, pitch, in_packed, packed_pitch, run.count * unit, heads_);
-    }
+    for (const SlotRun& run : slot_runs(slots))
+      for (size_t part = 0; part < parts_; ++part) {
+        uint8_t* in_cache = memory_->kv.address() + part * memory_->part_bytes + run.first * unit;
+        uint8_t* in_packed = packed + part * heads_ * packed_pitch + run.start * unit;
+        if (out)
+          cuda_.copy_rows(in_packed, packed_pitch, in_cache, pitch, run.count * unit, heads_);
+        else
+          cuda_.copy_rows(in_cache, pitch, in_packed, packed_pitch, run.count * unit, heads_);
+      }
   }
 
   void bind(Context& context, size_t count, uint8_t* query) {
@@ -90,86 +123,111 @@ class TensorrtStageCache : public StageCache {
     Addresses addresses;
     bind_stage(context_, spec_, count, query, shapes, addresses);
     addresses[names::kTotalSlots] = context_.engines.address(names::kTotalSlots);
-    uint8_t* key = kv_.address();
-    for (int64_t layer = spec_.first; layer <= spec_.last; ++layer, key += 2 * half_bytes_) {
+    uint8_t* key = memory_->kv.address();
+    for (int64_t layer = spec_.first; layer <= spec_.last; ++layer, key += 2 * memory_->part_bytes) {
       std::string number = std::to_string(layer);
       for (const char* name : {names::kPastKey, names::kPresentKey}) addresses[name + number] = key;
-      for (const char* name : {names::kPastValue, names::kPresentValue}) addresses[name + number] = key + half_bytes_;
+      for (const char* name : {names::kPastValue, names::kPresentValue})
+        addresses[name + number] = key + memory_->part_bytes;
     }
     context.bind(shapes, addresses);
   }
 
-  // One token: the first run as it comes, the second recorded, from then on launched.
+  // One token: the first run as it comes, the second recorded, from then on launched; all as they come if TensorRT or the
+  // driver cannot record them.
   Rows one(const Rows& rows, const Ids& positions) {
-    std::copy(rows.data.begin(), rows.data.end(), token_.data());
-    *position_.data() = positions[0];
-    bind(*decode_, 1, nullptr);
-    if (recorded_ == nullptr && ran_ && decode_->capturable()) recorded_ = cuda_.record([this] { queue_one(); });
-    if (recorded_)
-      cuda_.launch(recorded_);
+    InPlaceMemory& m = *memory_;
+    std::copy(rows.data.begin(), rows.data.end(), m.token.data());
+    *m.position.data() = positions[0];
+    *m.total.data() = static_cast<int32_t>(length + 1);
+    bind(*m.decode, 1, nullptr);
+    if (m.recorded == nullptr && m.ran && m.recordable) {
+      m.recorded = cuda_.record([this] { queue_one(); });
+      m.recordable = m.recorded != nullptr;
+    }
+    if (m.recorded)
+      cuda_.launch(m.recorded);
     else
       queue_one();
     cuda_.wait();
-    ran_ = true;
-    Rows out(1, hidden());
-    std::copy(token_out_.data(), token_out_.data() + hidden(), out.data.begin());
+    m.ran = true;
+    Rows out(1, rows.width);
+    std::copy(m.token_out.data(), m.token_out.data() + rows.width, out.data.begin());
     return out;
   }
 
   void queue_one() {
+    InPlaceMemory& m = *memory_;
     const LoadedEngines& engines = context_.engines;
-    cuda_.copy_in(engines.address(names::kHidden), token_.data(), token_.bytes());
-    cuda_.copy_in(engines.address(names::kPositions), position_.data(), position_.bytes());
-    cuda_.copy_in(engines.address(names::kTotalSlots), total_.data(), total_.bytes());
-    decode_->enqueue();
-    cuda_.copy_out(token_out_.data(), engines.address(names::kHiddenOut), token_out_.bytes());
+    cuda_.copy_in(engines.address(names::kHidden), m.token.data(), m.token.bytes());
+    cuda_.copy_in(engines.address(names::kPositions), m.position.data(), m.position.bytes());
+    cuda_.copy_in(engines.address(names::kTotalSlots), m.total.data(), m.total.bytes());
+    m.decode->enqueue();
+    cuda_.copy_out(m.token_out.data(), engines.address(names::kHiddenOut), m.token_out.bytes());
   }
 
-  Rows many(const Rows& rows, const Ids& positions, bool query) {
+  Rows many(const float* hidden, const int64_t* positions, size_t start, size_t count, uint8_t* queries) {
     LoadedEngines& engines = context_.engines;
-    engines.check_tokens(graph_, rows.count());
-    Context& prefill = engines.context(graph_, kPrefill);
-    bind(prefill, rows.count(), query ? queries_.room(rows.count()) : nullptr);
-    cuda_.copy_in(engines.address(names::kHidden), rows.data.data(), rows.data.size() * sizeof(float));
-    cuda_.copy_in(engines.address(names::kPositions), positions.data(), positions.size() * sizeof(int64_t));
-    cuda_.copy_in(engines.address(names::kTotalSlots), total_.data(), total_.bytes());
-    prefill.enqueue();
-    Rows out(rows.count(), hidden());
+    Context& used = count == 1 ? *memory_->decode : engines.context(graph_, kPrefill);
+    Rows out(count, InPlaceMemory::hidden(context_));
+    bind(used, count, queries);
+    *memory_->total.data() = static_cast<int32_t>(length + static_cast<int64_t>(start + count));
+    cuda_.copy_in(engines.address(names::kHidden), hidden, out.data.size() * sizeof(float));
+    cuda_.copy_in(engines.address(names::kPositions), positions, count * sizeof(int64_t));
+    cuda_.copy_in(engines.address(names::kTotalSlots), memory_->total.data(), memory_->total.bytes());
+    used.enqueue();
     cuda_.copy_out(out.data.data(), engines.address(names::kHiddenOut), out.data.size() * sizeof(float));
     cuda_.wait();
     return out;
   }
 
-  const TensorrtCacheContext& context_;
+  TensorrtCacheContext& context_;
   const StageSpec spec_;
   const std::string graph_;
   Cuda& cuda_;
-  const size_t slots_, heads_, half_bytes_;  // of the buffer: slots of a head, heads in all, bytes of a layer's K or V
-  Buffer kv_;
-  Queries queries_;
-  Pinned<float> token_, token_out_;  // the one token of a step
-  Pinned<int64_t> position_;
-  Pinned<int32_t> total_;
-  std::unique_ptr<Context> decode_;
-  void* recorded_ = nullptr;
-  bool ran_ = false;
+  const size_t slots_, heads_, parts_;  // of K and V: slots of a head, heads of a part, parts
+  std::unique_ptr<InPlaceMemory> memory_;
 };
 
 }  // namespace
 
-std::unique_ptr<StageCache> make_tensorrt_cache(const TensorrtCacheContext& context, const StageSpec& spec,
+std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, const StageSpec& spec,
                                                 const std::string& graph, int64_t capacity) {
   return std::make_unique<TensorrtStageCache>(context, spec, graph, capacity);
 }
 
-uint8_t* Queries::room(size_t count) {
+void give_back(TensorrtCacheContext& shared, int64_t stage, std::unique_ptr<StageMemory> memory) noexcept {
+  try {
+    Cuda::Use held(shared.cuda);
+    shared.unused[stage].push_back(std::move(memory));
+  } catch (...) {  // NOLINT(bugprone-empty-catch): no memory to keep it, so it is freed
+  }
+}
+
+Rows in_parts(size_t tokens, size_t longest, Queries* queries,
+              const std::function<Rows(size_t start, size_t count, uint8_t* queries)>& one) {
+  if (queries) queries->room(tokens);
+  Rows out;
+  for (size_t start = 0; start < tokens; start += longest) {
+    Rows part = one(start, std::min(longest, tokens - start), queries ? queries->address(start) : nullptr);
+    if (tokens <= longest) return part;
+    out.width = part.width;
+    out.data.insert(out.data.end(), part.data.begin(), part.data.end());
+  }
+  return out;
+}
+
+void Queries::room(size_t count) {
   size_t bytes = 4 * count * static_cast<size_t>(context_.manifest.model.heads * context_.manifest.model.head_dim);
   if (!buffer_ || buffer_->size() < bytes) {
     buffer_.reset();
     buffer_.emplace(context_.cuda, bytes, "the tokens' queries");
   }
   count_ = count;
-  return buffer_->address();
+}
+
+uint8_t* Queries::address(size_t token) const {
+  return buffer_->address() + 4 * token * static_cast<size_t>(context_.manifest.model.heads * context_.manifest.model.head_dim);
 }
 
 Scores Queries::attention(uint8_t* key, int64_t slots, int64_t length, bool last_only) {
@@ -195,7 +253,7 @@ Scores Queries::run(size_t start, size_t end, uint8_t* key, int64_t slots, int64
   Cuda& cuda = context_.cuda;
   int64_t width = model.heads * model.head_dim;
   auto total = static_cast<int32_t>(filled);
-  Addresses addresses{{names::kQuery, buffer_->address() + 4 * static_cast<size_t>(width) * start}, {names::kKey, key}};
+  Addresses addresses{{names::kQuery, address(start)}, {names::kKey, key}};
   for (const char* name : {names::kTotalSlots, names::kAttentionSum, names::kAttentionMax})
     addresses[name] = engines.address(name);
   Shapes shapes{{names::kQuery, {static_cast<int64_t>(end - start), width}},

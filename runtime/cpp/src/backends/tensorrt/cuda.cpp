@@ -7,6 +7,7 @@
 namespace vtxcore {
 namespace {
 
+constexpr int kDevice = 0;
 constexpr int kOutOfMemory = 2, kDriverTooOld = 35, kNoDevice = 100;
 constexpr int kNonBlocking = 1, kHostDefault = 0, kCaptureThreadLocal = 1;
 constexpr int kIn = 1, kOut = 2, kWithin = 3;  // cudaMemcpyKind
@@ -21,6 +22,9 @@ const char* fix_of(int error) {
 }  // namespace
 
 struct CudaCalls {
+  int (*cudaGetDevice)(int*);
+  int (*cudaSetDevice)(int);
+  int (*cudaGetLastError)();
   int (*cudaMalloc)(void**, size_t);
   int (*cudaFree)(void*);
   int (*cudaHostAlloc)(void**, size_t, unsigned);
@@ -41,14 +45,34 @@ struct CudaCalls {
   const char* (*cudaGetErrorName)(int);
 };
 
-Cuda::Cuda()
-    : library_("the CUDA runtime", "", "VTX_CUDART", {"libcudart.so.13", "libcudart.so.12", "libcudart.so"},
-               "cudaGraphInstantiateWithFlags"),
-      calls_(std::make_unique<CudaCalls>()) {
-  auto find = [this](auto& call, const char* name) {
-    call = reinterpret_cast<std::decay_t<decltype(call)>>(library_.symbol(name));
+// CUDA 13 needs a newer driver than CUDA 12 does, so a runtime that the driver is too old for gives way to the next.
+Cuda::Cuda() : calls_(std::make_unique<CudaCalls>()) {
+  std::vector<std::string> names{"libcudart.so.13", "libcudart.so.12", "libcudart.so"};
+  int error = kDriverTooOld;
+  for (size_t first = 0; first < names.size() && error == kDriverTooOld; ++first) {
+    try {
+      load({names.begin() + static_cast<std::ptrdiff_t>(first), names.end()});
+    } catch (const Error&) {
+      if (first == 0) throw;
+      break;
+    }
+    int current = 0;
+    error = calls_->cudaGetDevice(&current);
+  }
+  check("cudaGetDevice", error);
+  Use held(*this);
+  check("cudaStreamCreateWithFlags", calls_->cudaStreamCreateWithFlags(&stream_, kNonBlocking));
+}
+
+void Cuda::load(const std::vector<std::string>& names) {
+  Library library("the CUDA runtime", "", "VTX_CUDART", names, "cudaGraphInstantiateWithFlags");
+  auto find = [&](auto& call, const char* name) {
+    call = reinterpret_cast<std::decay_t<decltype(call)>>(library.symbol(name));
   };
 #define VTX_FIND(name) find(calls_->name, #name)
+  VTX_FIND(cudaGetDevice);
+  VTX_FIND(cudaSetDevice);
+  VTX_FIND(cudaGetLastError);
   VTX_FIND(cudaMalloc);
   VTX_FIND(cudaFree);
   VTX_FIND(cudaHostAlloc);
@@ -68,17 +92,29 @@ Cuda::Cuda()
   VTX_FIND(cudaGraphLaunch);
   VTX_FIND(cudaGetErrorName);
 #undef VTX_FIND
-  check("cudaStreamCreateWithFlags", calls_->cudaStreamCreateWithFlags(&stream_, kNonBlocking));
 }
 
 Cuda::~Cuda() { calls_->cudaStreamDestroy(stream_); }
+
+Cuda::Use::Use(Cuda& cuda) : cuda_(cuda), held_(cuda.mutex_), before_(kDevice) {
+  if (cuda_.uses_ == 0) {
+    cuda_.check("cudaGetDevice", cuda_.calls_->cudaGetDevice(&before_));
+    if (before_ != kDevice) cuda_.check("cudaSetDevice", cuda_.calls_->cudaSetDevice(kDevice));
+  }
+  ++cuda_.uses_;
+}
+
+Cuda::Use::~Use() {
+  --cuda_.uses_;
+  if (before_ != kDevice) cuda_.calls_->cudaSetDevice(before_);
+}
 
 void Cuda::check(const char* name, int error) {
   if (error != 0) fail(Kind::device, "the GPU fails at ", name, " (", calls_->cudaGetErrorName(error), "): ", fix_of(error));
 }
 
 uint8_t* Cuda::allocate(size_t bytes, const std::string& purpose) {
-  std::lock_guard<std::recursive_mutex> held(lock);
+  Use held(*this);
   void* address = nullptr;
   int error = calls_->cudaMalloc(&address, bytes);
   if (error == kOutOfMemory) {
@@ -92,12 +128,12 @@ uint8_t* Cuda::allocate(size_t bytes, const std::string& purpose) {
 }
 
 void Cuda::release(void* address) noexcept {
-  std::lock_guard<std::recursive_mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(mutex_);
   calls_->cudaFree(address);
 }
 
 void* Cuda::allocate_host(size_t bytes) {
-  std::lock_guard<std::recursive_mutex> held(lock);
+  Use held(*this);
   void* address = nullptr;
   check("cudaHostAlloc", calls_->cudaHostAlloc(&address, bytes, kHostDefault));
   std::memset(address, 0, bytes);
@@ -105,7 +141,7 @@ void* Cuda::allocate_host(size_t bytes) {
 }
 
 void Cuda::release_host(void* address) noexcept {
-  std::lock_guard<std::recursive_mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(mutex_);
   calls_->cudaFreeHost(address);
 }
 
@@ -135,24 +171,29 @@ void Cuda::copy(void* to, const void* from, size_t bytes, int kind) {
 
 void* Cuda::record(const std::function<void()>& work) {
   void *graph = nullptr, *recorded = nullptr;
-  check("cudaStreamBeginCapture", calls_->cudaStreamBeginCapture(stream_, kCaptureThreadLocal));
-  try {
-    work();
-  } catch (...) {
-    if (calls_->cudaStreamEndCapture(stream_, &graph) == 0 && graph) calls_->cudaGraphDestroy(graph);
-    throw;
+  int error = calls_->cudaStreamBeginCapture(stream_, kCaptureThreadLocal);
+  if (error == 0) {
+    bool queued = true;
+    try {
+      work();
+    } catch (const Error&) {
+      queued = false;
+    } catch (...) {
+      if (calls_->cudaStreamEndCapture(stream_, &graph) == 0 && graph) calls_->cudaGraphDestroy(graph);
+      throw;
+    }
+    error = calls_->cudaStreamEndCapture(stream_, &graph);
+    if (error == 0 && queued) error = calls_->cudaGraphInstantiateWithFlags(&recorded, graph, 0);
+    if (graph) calls_->cudaGraphDestroy(graph);
   }
-  check("cudaStreamEndCapture", calls_->cudaStreamEndCapture(stream_, &graph));
-  int error = calls_->cudaGraphInstantiateWithFlags(&recorded, graph, 0);
-  calls_->cudaGraphDestroy(graph);
-  check("cudaGraphInstantiateWithFlags", error);
-  return recorded;
+  if (error != 0) calls_->cudaGetLastError();  // or the next call would report it
+  return error == 0 ? recorded : nullptr;
 }
 
 void Cuda::launch(void* recorded) { check("cudaGraphLaunch", calls_->cudaGraphLaunch(recorded, stream_)); }
 
 void Cuda::forget(void* recorded) noexcept {
-  std::lock_guard<std::recursive_mutex> held(lock);
+  std::lock_guard<std::recursive_mutex> held(mutex_);
   calls_->cudaGraphExecDestroy(recorded);
 }
 

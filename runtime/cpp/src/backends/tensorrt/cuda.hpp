@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "backends/loading.hpp"
 
@@ -27,9 +28,24 @@ inline std::string size_text(int64_t count) {
 
 struct CudaCalls;
 
-// One GPU and one stream on it. Work is queued, and `wait` waits for all of it; `lock` is held meanwhile.
+// One GPU and one stream on it. Work is queued, and `wait` waits for all of it; a Use is held meanwhile.
 class Cuda {
  public:
+  // Makes this thread the only one that uses the GPU, and the GPU the thread's current device, as long as it lives: the
+  // application may use another one.
+  class Use {
+   public:
+    explicit Use(Cuda& cuda);
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+    ~Use();
+
+   private:
+    Cuda& cuda_;
+    std::lock_guard<std::recursive_mutex> held_;
+    int before_;
+  };
+
   Cuda();  // throws Error(device) where the library is missing or no GPU answers
   ~Cuda();
   Cuda(const Cuda&) = delete;
@@ -49,19 +65,21 @@ class Cuda {
   void copy_rows(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height);
   void wait();
 
-  // Records what `work` queues, instead of running it; `launch` queues all of it at once.
+  // Records what `work` queues, instead of running it; `launch` queues all of it at once. Null if the driver or TensorRT
+  // cannot record it.
   void* record(const std::function<void()>& work);
   void launch(void* recorded);
   void forget(void* recorded) noexcept;
 
   void* stream() const { return stream_; }
-  std::recursive_mutex lock;
 
  private:
+  void load(const std::vector<std::string>& names);
   void check(const char* name, int error);
   void copy(void* to, const void* from, size_t bytes, int kind);
 
-  Library library_;
+  std::recursive_mutex mutex_;
+  int uses_ = 0;
   std::unique_ptr<CudaCalls> calls_;
   void* stream_ = nullptr;
 };
@@ -85,6 +103,8 @@ class Buffer {
   size_t size_;
   uint8_t* address_;
 };
+
+constexpr size_t kAlignment = 256;  // bytes, of every address bound to TensorRT (NvInferRuntime.h, setTensorAddress)
 
 // Host memory that the device reads and writes by itself: `count` values.
 template <typename Value>

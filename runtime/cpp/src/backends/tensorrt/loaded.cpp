@@ -36,6 +36,13 @@ class Mapped {
   size_t bytes_;
 };
 
+// TensorRT's last error, in one line, after ": "; "" if there was none.
+std::string reason_of(tensorrt::Runtime& runtime) {
+  std::string reason = runtime.reason();
+  std::replace(reason.begin(), reason.end(), '\n', ' ');
+  return reason.empty() ? "" : ": " + reason.substr(0, 300);
+}
+
 void check_engine(const std::string& graph, tensorrt::Deserialized& engine, const GraphIO& io) {
   std::vector<Port> inputs, outputs;
   for (int i = 0; i < engine.tensors(); ++i) {
@@ -51,7 +58,7 @@ void Context::bind(const Shapes& shapes, const Addresses& addresses) {
   for (const auto& [name, shape] : shapes) {
     if (auto known = shapes_.find(name); known != shapes_.end() && known->second == shape) continue;
     if (!execution_->set_shape(name.c_str(), shape.data(), static_cast<int>(shape.size())))
-      fail(Kind::device, "the engine of ", graph_, " takes no ", name, " of shape ", shown(shape),
+      fail(Kind::device, "the engine of ", graph_, " takes no ", name, " of shape ", shown(shape), reason_of(runtime_),
            "; build the engines again");
     shapes_[name] = shape;
   }
@@ -63,14 +70,14 @@ void Context::bind(const Shapes& shapes, const Addresses& addresses) {
 }
 
 void Context::enqueue() {
-  if (!execution_->enqueue(cuda_.stream())) run_failure("TensorRT", graph_, "it does not start the graph");
+  if (!execution_->enqueue(cuda_.stream())) run_failure("TensorRT", graph_, "it does not start the graph" + reason_of(runtime_));
 }
 
 LoadedEngines::LoadedEngines(const Bundle& bundle, const EngineSet& engines, tensorrt::Runtime& runtime, Cuda& cuda)
-    : bundle_(bundle), set_(engines), cuda_(cuda) {
+    : bundle_(bundle), set_(engines), runtime_(runtime), cuda_(cuda) {
   int64_t scratch = 1;
   for (const auto& [graph, io] : contracts()) {
-    load(graph, io, runtime);
+    load(graph, io);
     scratch = std::max(scratch, engines_.at(graph).scratch);
   }
   scratch_ = std::make_unique<Buffer>(cuda, static_cast<size_t>(scratch), "the engines' working memory");
@@ -78,17 +85,14 @@ LoadedEngines::LoadedEngines(const Bundle& bundle, const EngineSet& engines, ten
     buffers_.emplace(name, Buffer(cuda, static_cast<size_t>(bytes), "the tensor " + name));
 }
 
-void LoadedEngines::load(const std::string& graph, const GraphIO& io, tensorrt::Runtime& runtime) {
+void LoadedEngines::load(const std::string& graph, const GraphIO& io) {
   const EngineRecord& record = check_sources(bundle_, set_, graph);
   File file = open_engine(bundle_, set_, record);
   Mapped content(file);
-  std::unique_ptr<tensorrt::Deserialized> engine(runtime.deserialize(content.data(), content.bytes()));
-  if (!engine) {
-    std::string reason = runtime.reason();
-    std::replace(reason.begin(), reason.end(), '\n', ' ');
-    fail(Kind::bundle, "TensorRT does not take ", record.file, reason.empty() ? "" : ": ", reason.substr(0, 300), "; ",
+  std::unique_ptr<tensorrt::Deserialized> engine(runtime_.deserialize(content.data(), content.bytes()));
+  if (!engine)
+    fail(Kind::bundle, "TensorRT does not take ", record.file, reason_of(runtime_), "; ",
          build_command(bundle_, set_.target));
-  }
   check_engine(record.file, *engine, io);
   int64_t scratch = 0;
   for (int profile = 0; profile < engine->profiles(); ++profile) scratch = std::max(scratch, engine->scratch(profile));
@@ -150,10 +154,10 @@ std::unique_ptr<Context> LoadedEngines::new_context(const std::string& graph, in
   tensorrt::Deserialized& engine = *engines_.at(graph).engine;
   std::unique_ptr<tensorrt::Execution> made(engine.context());
   if (!made || !made->set_profile(profile < 0 ? engine.profiles() + profile : profile, cuda_.stream()))
-    fail(Kind::device, "TensorRT makes no context for ", graph, "; too little device memory is free");
+    fail(Kind::device, "TensorRT makes no context for ", graph, reason_of(runtime_), "; end other programs on the GPU");
   cuda_.wait();
   made->set_memory(scratch_->address(), static_cast<int64_t>(scratch_->size()));
-  return std::make_unique<Context>(graph, std::move(made), cuda_);
+  return std::make_unique<Context>(graph, std::move(made), runtime_, cuda_);
 }
 
 Context& LoadedEngines::context(const std::string& graph, int profile) {

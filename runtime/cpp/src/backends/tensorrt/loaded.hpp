@@ -19,8 +19,8 @@ using Addresses = std::map<std::string, uint8_t*>;  // of every tensor, on the d
 // One engine with one profile; shapes and addresses are set where they change.
 class Context {
  public:
-  Context(std::string graph, std::unique_ptr<tensorrt::Execution> execution, Cuda& cuda)
-      : graph_(std::move(graph)), execution_(std::move(execution)), cuda_(cuda) {}
+  Context(std::string graph, std::unique_ptr<tensorrt::Execution> execution, tensorrt::Runtime& runtime, Cuda& cuda)
+      : graph_(std::move(graph)), execution_(std::move(execution)), runtime_(runtime), cuda_(cuda) {}
   void bind(const Shapes& shapes, const Addresses& addresses);
   void enqueue();
   bool capturable() { return execution_->capturable(cuda_.stream()); }
@@ -28,6 +28,7 @@ class Context {
  private:
   std::string graph_;
   std::unique_ptr<tensorrt::Execution> execution_;
+  tensorrt::Runtime& runtime_;
   Cuda& cuda_;
   Shapes shapes_;
   Addresses addresses_;
@@ -71,12 +72,13 @@ class LoadedEngines {
     std::unique_ptr<tensorrt::Deserialized> engine;
     int64_t scratch;
   };
-  void load(const std::string& graph, const GraphIO& io, tensorrt::Runtime& runtime);
+  void load(const std::string& graph, const GraphIO& io);
   std::map<std::string, GraphIO> contracts() const;
   std::map<std::string, int64_t> io_bytes() const;
 
   const Bundle& bundle_;
   const EngineSet& set_;
+  tensorrt::Runtime& runtime_;
   Cuda& cuda_;
   std::map<std::string, Loaded> engines_;
   std::unique_ptr<Buffer> scratch_;
