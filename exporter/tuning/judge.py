@@ -5,34 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
 from vtx.exporter.calibration.choosing import Choice, Choosing, choose_by_accuracy
 from vtx.exporter.calibration.report import CalibrationReport, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.runtime.units import Progress
-from vtx.tools.data.intervals import MeanInterval, ShareInterval
 from vtx.tools.data.items import Data, Item
 
 MAX_DROP = 1.0  # percentage points
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """A model at one K: the share of right answers, None if unknown, and the mean KL in nats."""
-
-    right: ShareInterval | None
-    kl: MeanInterval
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedPoint:
-    """One K of both models' curves, None for no withdrawal."""
-
-    k: int | None
-    full_layers: int | None
-    before: Accuracy
-    after: Accuracy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +22,7 @@ class TuningComparison:
     """A model before and after its tuning.
 
     `earliest_k`: the first K within `max_drop_points` of the untuned model's accuracy at full depth, chosen by `rules`.
+    `curve`: for each K (None: no withdrawal) `right`, the share of right answers, and the mean `kl` in nats.
     """
 
     items: int
@@ -48,7 +31,7 @@ class TuningComparison:
     earliest_k_by_own_full_depth: Mapping[str, int | None]
     rules: Mapping[str, Choice]
     full_depth_lost_points: float | None
-    curve: tuple[ComparedPoint, ...]
+    curve: tuple[Mapping[str, Any], ...]
 
 
 def judge(
@@ -90,6 +73,8 @@ def compared(before: CalibrationReport, after: CalibrationReport) -> TuningCompa
         earliest_k_by_own_full_depth={"before": before.k, "after": after.k}, rules=earliest,
         full_depth_lost_points=100 * (full.right.share - now.share) if full.right and now else None,
         curve=tuple(
-            ComparedPoint(b.k, b.full_layers, Accuracy(b.right, b.kl), Accuracy(a.right, a.kl)) for b, a in pairs
+            {"k": b.k, "full_layers": b.full_layers, "before": {"right": b.right, "kl": b.kl},
+             "after": {"right": a.right, "kl": a.kl}}
+            for b, a in pairs
         ),
     )  # fmt: skip

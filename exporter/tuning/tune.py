@@ -26,7 +26,7 @@ from vtx.exporter.tuning.options import TuneOptions, check_tunable
 from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, pack, read_questions
 from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import ImageEncoder, Trainer
-from vtx.exporter.tuning.write import Changed, TrainingRecord, model_card
+from vtx.exporter.tuning.write import Changed, model_card
 from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import DeviceError, ExportError
 from vtx.runtime.strict import json_value
@@ -210,7 +210,7 @@ def _finish(
     changed = Changed.of(decoder, work.source)
     if not options.learning.full:
         write.write_adapters(work.source, decoder, options.learning, out / ADAPTER)
-    record = TrainingRecord(len(work.questions), len(rows), work.data, steps)
+    record = {"items": len(work.questions), "rows": len(rows), "data": work.data, "steps": steps}
     if not (out / MERGED).exists():  # an interrupted judgement keeps it and its measurements
         write.write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
     judged = None
@@ -227,7 +227,7 @@ def _finish(
     made = {
         "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
         "options": json.loads(json.dumps(asdict(options), default=str)),
-        "training": asdict(record),
+        "training": record,
         "cost": {"steps": steps, "seconds": seconds_of_steps(out), "peak_memory_bytes": peak() or 0, **on_gpu},
         "changed_layers": {str(layer): share for layer, share in write.changes(changed).items()},
         "skipped": list(work.skipped),

@@ -21,7 +21,7 @@ from torch import Tensor
 from vtx.exporter.checkpoint.loader import INDEX, MAX_INDEX, checkpoint_files
 from vtx.exporter.reference.source import Source
 from vtx.exporter.tuning.decoder import ADAPTER, WithdrawingDecoder, adapter_config, adapter_layers, module_name
-from vtx.exporter.tuning.judge import Accuracy, TuningComparison
+from vtx.exporter.tuning.judge import TuningComparison
 from vtx.exporter.tuning.options import Learning, TuneOptions
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.files import sync_file
@@ -164,19 +164,11 @@ def write_adapters(source: Source, decoder: WithdrawingDecoder, learning: Learni
 RECORDED = ("vtx-edge", "torch", "transformers", "peft", "accelerate")
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRecord:
-    items: int
-    rows: int
-    data: str
-    steps: int
-
-
 def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in RECORDED}
 
 
-def model_card(base: str, options: TuneOptions, record: TrainingRecord, judged: TuningComparison | None) -> str:
+def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judged: TuningComparison | None) -> str:
     d, w, learning = options.depths, options.weights, options.learning
     drawn = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")
     layers = "all layers" if learning.layers is None else f"layers {learning.layers[0]} to {learning.layers[1]}"
@@ -186,8 +178,8 @@ def model_card(base: str, options: TuneOptions, record: TrainingRecord, judged: 
         ("trained weights", trained),
         ("K in training", f"{drawn}; {options.full_share:.0%} of the images without withdrawal"),
         ("loss", f"{w.kl:g} KL to the base model + {w.ce:g} cross-entropy + {w.hidden:g} hidden states"),
-        ("data", f"{record.items} questions about {record.rows} rows of images, {record.data}"),
-        ("steps", f"{record.steps} of {options.schedule.batch} images, learning rate {options.schedule.lr:g}"),
+        ("data", f"{record['items']} questions about {record['rows']} rows of images, {record['data']}"),
+        ("steps", f"{record['steps']} of {options.schedule.batch} images, learning rate {options.schedule.lr:g}"),
         ("seed", str(options.schedule.seed)),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
     ]
@@ -209,13 +201,10 @@ def model_card(base: str, options: TuneOptions, record: TrainingRecord, judged: 
         "| K | right before (95%) | right after (95%) | KL before | KL after |",
         "|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {p.k or 'none'} | {_share(p.before)} | {_share(p.after)} | {p.before.kl.mean:.2g} | {p.after.kl.mean:.2g} |"
-        for p in judged.curve
-    ]
+    for point in judged.curve:
+        both = point["before"], point["after"]
+        shares = " | ".join(
+            f"{s.share:.1%} ({s.low:.1%}..{s.high:.1%})" if (s := each["right"]) else "-" for each in both
+        )
+        lines.append(f"| {point['k'] or 'none'} | {shares} | " + " | ".join(f"{p['kl'].mean:.2g}" for p in both) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _share(point: Accuracy) -> str:
-    share = point.right
-    return "-" if share is None else f"{share.share:.1%} ({share.low:.1%}..{share.high:.1%})"

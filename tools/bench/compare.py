@@ -76,34 +76,16 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedModel:
-    """The model that was asked; `vision_tokens` are the most of an image."""
-
-    name: str
-    layers: int
-    vision_tokens: int
-    precision: str
-    device: str
-    compute: str
-    threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedData:
-    """The questions: how many were answered, and a line for each that could not be asked."""
-
-    source: str
-    items: int
-    skipped: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
-    """All methods on the same questions. `score` names the deciding share; `budgets` are by the name of the cost."""
+    """All methods on the same questions. `score` names the deciding share; `budgets` are by the name of the cost.
+
+    `model` was asked, `vision_tokens` are the most of an image. `data` has the number of questions that were answered,
+    and a line for each that could not be asked.
+    """
 
     machine: Machine
-    model: ComparedModel
-    data: ComparedData
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
     score: Literal["right", "same"]
     interrupted: bool
     predicted_s: float
@@ -152,11 +134,11 @@ def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequenc
     m, backend = trial.model.manifest, trial.model.backend
     return Comparison(
         machine=describe(),
-        model=ComparedModel(
-            m.model.name, m.model.layers, m.layout.max_tokens, m.precision, backend.device, backend.compute,
-            trial.threads,
-        ),
-        data=ComparedData(trial.data.source, len(trial.answers), tuple(trial.skipped)),
+        model={
+            "name": m.model.name, "layers": m.model.layers, "vision_tokens": m.layout.max_tokens,
+            "precision": m.precision, "device": backend.device, "compute": backend.compute, "threads": trial.threads,
+        },
+        data={"source": trial.data.source, "items": len(trial.answers), "skipped": tuple(trial.skipped)},
         score="right" if known else "same", interrupted=trial.interrupted, predicted_s=trial.predicted_s,
         methods=tuple(methods), compared=tuple(compared),
         families={family: tuple(method.name for method in settings) for family, settings in (ladder or {}).items()},

@@ -38,9 +38,9 @@ def draw_report(report: BenchReport, path: Path) -> None:
             axes.set(xlabel="layers that see the image", ylim=(0, None))
         headline(
             figure,
-            f"{model.name} in {model.precision} on {model.device}",
-            f"a prompt of {work.prompt_tokens} tokens, {work.vision_tokens} of the image; {model.compute} "
-            f"arithmetic, {counted(work.threads, 'thread')}; {report.machine.cpu}",
+            f"{model['name']} in {model['precision']} on {model['device']}",
+            f"a prompt of {work['prompt_tokens']} tokens, {work['vision_tokens']} of the image; {model['compute']} "
+            f"arithmetic, {counted(work['threads'], 'thread')}; {report.machine.cpu}",
         )
 
     draw(path, fill)
@@ -71,8 +71,8 @@ def draw_comparison(report: Comparison, path: Path) -> None:
         left.margins(y=0.15)
         headline(
             figure,
-            f"Answers of {model.name} over their cost",
-            f"{counted(data.items, 'question')} of {data.source}; {model.device} in {model.compute}; "
+            f"Answers of {model['name']} over their cost",
+            f"{counted(data['items'], 'question')} of {data['source']}; {model['device']} in {model['compute']}; "
             f"{report.machine.cpu}",
         )
 

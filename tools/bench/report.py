@@ -18,49 +18,16 @@ FORMAT = "vtx-bench-1"
 
 
 @dataclass(frozen=True, slots=True)
-class BenchedModel:
-    """The bundle, by its directory's name, and its arithmetic; `weights_read_as`: the precision that a token reads."""
-
-    bundle: str
-    name: str
-    layers: int
-    hidden: int
-    precision: str
-    kv_dtype: str
-    weights_read_as: str
-    device: str
-    compute: str
-
-
-@dataclass(frozen=True, slots=True)
-class BenchWorkload:
-    """Tokens of the prompt, its image's included, and the number of repeats."""
-
-    prompt_tokens: int
-    vision_tokens: int
-    new_tokens: int
-    repeats: int
-    warmup: int
-    threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Milliseconds of the prompt in one stage, layers `first` to `last`."""
-
-    first: int
-    last: int
-    ms: Series
-
-
-@dataclass(frozen=True, slots=True)
 class Depth:
-    """The measurements at one K. `ms` are milliseconds by phase, None if the phase does not occur."""
+    """The measurements at one K. `ms` are milliseconds by phase, None if the phase does not occur.
+
+    `prefill_stages` have those of the prompt in each stage, layers `first` to `last`.
+    """
 
     k: K
     full_layers: int
     ms: Mapping[str, Series | None]
-    prefill_stages: tuple[StageTimes, ...]
+    prefill_stages: tuple[Mapping[str, Any], ...]
     kv_bytes: int
     kv_slots: tuple[int, ...]
     steady_bytes: int | None
@@ -73,11 +40,15 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """A measurement: milliseconds, bytes, and shares from 0 to 1."""
+    """A measurement: milliseconds, bytes, and shares from 0 to 1.
+
+    `model` is the bundle with its arithmetic, `weights_read_as` the precision that a token reads. `workload` has the
+    tokens of the prompt, its image's included, and the number of repeats.
+    """
 
     machine: Machine
-    model: BenchedModel
-    workload: BenchWorkload
+    model: Mapping[str, Any]
+    workload: Mapping[str, Any]
     interrupted: bool
     predicted_s: float
     load_ms: float
@@ -95,14 +66,15 @@ def make_report(bench: Bench, result: BenchResult) -> BenchReport:
     stats = next(iter(result.turns.values()))[0].stats
     return BenchReport(
         machine=result.machine,
-        model=BenchedModel(
-            bench.model.bundle.folder.name, m.model.name, m.model.layers, m.model.hidden, m.precision, m.kv_dtype,
-            bench.counter.weights, backend.device, backend.compute,
-        ),
-        workload=BenchWorkload(
-            stats.prompt_tokens, stats.vision_tokens, options.new_tokens, options.repeats, options.warmup,
-            options.threads,
-        ),
+        model={
+            "bundle": bench.model.bundle.folder.name, "name": m.model.name, "layers": m.model.layers,
+            "hidden": m.model.hidden, "precision": m.precision, "kv_dtype": m.kv_dtype,
+            "weights_read_as": bench.counter.weights, "device": backend.device, "compute": backend.compute,
+        },
+        workload={
+            "prompt_tokens": stats.prompt_tokens, "vision_tokens": stats.vision_tokens,
+            **{name: getattr(options, name) for name in ("new_tokens", "repeats", "warmup", "threads")},
+        },
         interrupted=result.interrupted, predicted_s=result.predicted_s, load_ms=bench.model.loaded.load_ms,
         loaded_bytes=result.loaded, ceilings=ceilings,
         depths=tuple(_depth(bench, result, k, ceilings) for k in bench.ks if k in result.turns),
@@ -120,12 +92,10 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
         "second_at_another_k": spread(switched) if switched else None,
     }
     work = bench.counter.count(turns[0].prefill, turns[0].decode)
-    stages = [
-        StageTimes(stage.first, stage.last, spread([
-            sum(call.ms for call in turn.prefill if call.stage == number) for turn in turns
-        ]))
-        for number, stage in enumerate(bench.model.manifest.stages)
-    ]  # fmt: skip
+    stages = list[Mapping[str, Any]]()
+    for number, stage in enumerate(bench.model.manifest.stages):
+        each = [sum(call.ms for call in turn.prefill if call.stage == number) for turn in turns]
+        stages.append({"first": stage.first, "last": stage.last, "ms": spread(each)})
     return Depth(
         k=k, full_layers=stats.full_layers, ms=ms, prefill_stages=tuple(stages), kv_bytes=stats.kv_bytes,
         kv_slots=stats.kv_slots, steady_bytes=result.memory[k][0], peak_bytes=result.memory[k][1],

@@ -40,15 +40,15 @@ def report_tables(report: BenchReport) -> list[str | WideTable]:
         rates.append(f"{ceilings.read.what}: {ceilings.read.bytes_per_s.max / 1e9:.1f} GB/s")
         limits = (
             f"Ceilings, the best of the rounds, in turn with the above: {'; '.join(rates)}. "
-            f"A token is counted as reading {model.weights_read_as} weights."
+            f"A token is counted as reading {model['weights_read_as']} weights."
         )
     return [
         report.machine.in_words(),
-        f"{model.name} ({model.bundle}), {model.layers} layers of {model.hidden}, "
-        f"{model.precision} weights, on {model.device} in {model.compute} arithmetic with "
-        f"{counted(work.threads, 'thread')}; a prompt of {work.prompt_tokens} tokens, {work.vision_tokens} of them "
-        f"of the image, {work.new_tokens} new ones, {counted(work.repeats, 'repeat')}.{cut_short} "
-        f"Loaded once in {report.load_ms:.0f} ms{held}.",
+        f"{model['name']} ({model['bundle']}), {model['layers']} layers of {model['hidden']}, "
+        f"{model['precision']} weights, on {model['device']} in {model['compute']} arithmetic with "
+        f"{counted(work['threads'], 'thread')}; a prompt of {work['prompt_tokens']} tokens, "
+        f"{work['vision_tokens']} of them of the image, {work['new_tokens']} new ones, "
+        f"{counted(work['repeats'], 'repeat')}.{cut_short} Loaded once in {report.load_ms:.0f} ms{held}.",
         WideTable(
             "milliseconds, medians with quartiles (extremes for fewer than four)",
             [*heads, *(name.replace("_", " ") for name in FIRST)],
@@ -56,8 +56,8 @@ def report_tables(report: BenchReport) -> list[str | WideTable]:
         ),
         WideTable(
             "prefill by stage, milliseconds",
-            [*heads, *(f"layers {stage.first} to {stage.last}" for stage in depths[0].prefill_stages)],
-            rows(lambda depth: [shown(stage.ms) for stage in depth.prefill_stages]),
+            [*heads, *(f"layers {stage['first']} to {stage['last']}" for stage in depths[0].prefill_stages)],
+            rows(lambda depth: [shown(stage["ms"]) for stage in depth.prefill_stages]),
         ),
         WideTable("memory, and shares of the ceilings", [*heads, *MEMORY], rows(memory)),
         limits,
@@ -71,7 +71,7 @@ def _shown(series: Series | None) -> str:
 def comparison_tables(report: Comparison) -> list[str | WideTable]:
     """The comparison as paragraphs and tables: machine, model and data, the methods, how they compare, the verdict."""
     model, data = report.model, report.data
-    skipped = f", {len(data.skipped)} skipped" if data.skipped else ""
+    skipped = f", {len(data['skipped'])} skipped" if data["skipped"] else ""
     cut_short = " INTERRUPTED: fewer questions than requested." if report.interrupted else ""
     table = [
         [m.name, _percent(m.right), _percent(m.same), f"{m.full_layers:.1f}", f"{m.vision_rows:.1f}",
@@ -81,10 +81,10 @@ def comparison_tables(report: Comparison) -> list[str | WideTable]:
     ]  # fmt: skip
     parts: list[str | WideTable] = [
         report.machine.in_words(),
-        f"{model.name}, {model.layers} layers, {model.vision_tokens} vision tokens an image, "
-        f"{model.precision} weights, on {model.device} in {model.compute} arithmetic with "
-        f"{counted(model.threads, 'thread')}; {counted(data.items, 'question')} of {data.source}{skipped}.{cut_short} "
-        "Milliseconds are medians with quartiles, the rest means.",
+        f"{model['name']}, {model['layers']} layers, {model['vision_tokens']} vision tokens an image, "
+        f"{model['precision']} weights, on {model['device']} in {model['compute']} arithmetic with "
+        f"{counted(model['threads'], 'thread')}; {counted(data['items'], 'question')} of "
+        f"{data['source']}{skipped}.{cut_short} Milliseconds are medians with quartiles, the rest means.",
         WideTable("", METHOD_HEADS, table),
     ]
     if report.compared:

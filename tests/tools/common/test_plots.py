@@ -19,11 +19,11 @@ from vtx.exporter.calibration.report import (
 )
 from vtx.exporter.gates.report import FixedOutcome, FixedRival, GatesOutcome, Judgement, draw_judgement
 from vtx.runtime.host.profiles import load_profile
-from vtx.tools.bench.compare import ComparedData, ComparedModel, Comparison, MethodResult
+from vtx.tools.bench.compare import Comparison, MethodResult
 from vtx.tools.bench.machine import Machine
 from vtx.tools.bench.plots import draw_comparison
 from vtx.tools.bench.plots import draw_report as draw_bench
-from vtx.tools.bench.report import BenchedModel, BenchReport, BenchWorkload, Depth
+from vtx.tools.bench.report import BenchReport, Depth
 from vtx.tools.bench.series import Series
 from vtx.tools.common.plots import draw, lines
 from vtx.tools.data.intervals import MeanInterval, ShareInterval
@@ -49,8 +49,9 @@ def bench_report() -> BenchReport:
         )
         for k, full in ((None, 16), (9, 8))
     )  # fmt: skip
-    model = BenchedModel("bundle", "small", 16, 64, "int8", "float16", "int8", "openvino", "f32")
-    return BenchReport(MACHINE, model, BenchWorkload(636, 576, 4, 5, 1, 2), False, 1.0, 1.0, None, None, depths)
+    model = {"name": "small", "precision": "int8", "device": "openvino", "compute": "f32"}
+    workload = {"prompt_tokens": 636, "vision_tokens": 576, "threads": 2}
+    return BenchReport(MACHINE, model, workload, False, 1.0, 1.0, None, None, depths)
 
 
 def comparison_report() -> Comparison:
@@ -59,8 +60,8 @@ def comparison_report() -> Comparison:
         MethodResult(kind, kind, None, "none", share, share, 8, 5, 100, 0.5, 10, 8, {"first_token": spread(9.0)})
         for kind in ("withdrawal", "pruning", "both")
     )
-    model = ComparedModel("small", 16, 576, "int8", "openvino", "f32", 2)
-    data = ComparedData("the drawn scenes", 5, ())
+    model = {"name": "small", "layers": 16, "device": "openvino", "compute": "f32", "threads": 2}
+    data = {"source": "the drawn scenes", "items": 5}
     return Comparison(MACHINE, model, data, "right", False, 1.0, methods, (), {}, {}, ())
 
 
