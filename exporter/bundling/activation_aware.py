@@ -5,11 +5,9 @@ One pass of the plain reference, a layer in memory at a time; each layer's facto
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +16,9 @@ from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.weights.scaling import TOKENS, Floats, find_factors, quantised_channels, tried
 from vtx.runtime.backends.allocation import returning_memory
-from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16, write_safetensors
+from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16
 from vtx.runtime.bundle.spec.stored import scheme
 from vtx.runtime.errors import CheckpointError, ExportError
-from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.units import Progress, counter
 from vtx.tools.data.items import Data
 
@@ -33,37 +30,15 @@ if TYPE_CHECKING:
 SAMPLES = 8  # questions measured; at 7B each takes a minute or more on two cores
 FACTORS = ".factors.safetensors"
 NORM = "layernorm.weight"
-STRICT = Strict(ExportError, "remove the staging directory next to the output and export again")
+# Channel factors by the weight that their inverse scales; and the items that they were measured on, their tokens
+# (`rows`), and the mean exponent of each kind of matrix.
+ChannelFactors = tuple[Mapping[str, Floats], Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class FactorsRecord:
-    """The items that factors were measured on, their tokens (`rows`), and the mean exponent of each kind of matrix."""
-
-    data: str
-    items: int
-    skipped: int
-    rows: int
-    alpha: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelFactors:
-    """Channel factors by the weight that their inverse scales, and a record of their measurement."""
-
-    by_source: Mapping[str, Floats]
-    record: FactorsRecord
-
-    def write(self, path: Path) -> None:
-        tensors = {name: np.ascontiguousarray(factors) for name, factors in self.by_source.items()}
-        write_safetensors(path, tensors, {"record": json.dumps(json_value(self.record))})
-
-    @classmethod
-    def read(cls, path: Path) -> ChannelFactors:
-        header = read_header(path)
-        factors = {name: read_bits(info) for name, info in header.tensors.items()}
-        record = parse_json(header.metadata.get("record", "").encode(), path.name, error=ExportError)
-        return cls(factors, STRICT.read(FactorsRecord, record, path.name))
+def read_factors(path: Path) -> ChannelFactors:
+    header = read_header(path)
+    record = parse_json(header.metadata.get("record", "").encode(), path.name, error=ExportError)
+    return {name: read_bits(info) for name, info in header.tensors.items()}, record
 
 
 def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
@@ -93,11 +68,11 @@ def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
             count(1)
 
         reference.hidden(samples, [None], layer, feed=search.add)
-    record = FactorsRecord(
-        data=data.source, items=len(questions), skipped=len(skipped), rows=sum(len(sample.ids) for sample in samples),
-        alpha={kind: round(float(np.mean(alphas)), 3) for kind, alphas in search.alphas.items()},
-    )  # fmt: skip
-    return ChannelFactors(search.factors, record)
+    return search.factors, {
+        "data": data.source, "items": len(questions), "skipped": len(skipped),
+        "rows": sum(len(sample.ids) for sample in samples),
+        "alpha": {kind: round(float(np.mean(alphas)), 3) for kind, alphas in search.alphas.items()},
+    }  # fmt: skip
 
 
 class _FactorSearch:

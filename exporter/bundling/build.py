@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import time
@@ -10,12 +11,13 @@ from contextlib import nullcontext, suppress
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from vtx import __version__
-from vtx.exporter.bundling.activation_aware import FACTORS, ChannelFactors, measure_factors
+from vtx.exporter.bundling.activation_aware import FACTORS, measure_factors, read_factors
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.fields import rope_tables
 from vtx.exporter.checkpoint.spec import model_spec
@@ -28,7 +30,7 @@ from vtx.exporter.graphs.vision import IMAGES, VIDEO, build_projector, build_vis
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.weights.journal import JOURNAL, ExportJournal
 from vtx.exporter.weights.plan import StoredTensor
-from vtx.exporter.weights.scaling import scalings
+from vtx.exporter.weights.scaling import Floats, scalings
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.backends.allocation import returning_memory
@@ -75,14 +77,15 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
     for number, (dialect, graphs) in enumerate(plan.dialects.items(), 1):
         _write_dialect(folder, plan, dialect, graphs, stored)
         report("graphs", number, len(plan.dialects))
-    factors = None
+    factors, measured = dict[str, Floats](), dict[str, Any]()
     if plan.options.aware is not None:
         if "factors" not in journal.parts:
-            measure_factors(plan, plan.options.aware, report).write(folder / FACTORS)
+            found, record = measure_factors(plan, plan.options.aware, report)
+            write_safetensors(folder / FACTORS, found, {"record": json.dumps(record)})
             sync_file(folder / FACTORS)
             journal.add_part("factors")
-        factors = ChannelFactors.read(folder / FACTORS)
-    scaled = scalings(plan.config.text, factors.by_source) if factors else {}
+        factors, measured = read_factors(folder / FACTORS)
+    scaled = scalings(plan.config.text, factors) if factors else {}
     records = write_weights(plan.weights, folder, journal, counter(report, "weights", plan.prediction.work), scaled)
     if plan.reductions.needs.final_norm or plan.text.seg_token_id is not None:
         weight = CheckpointWeights(plan.checkpoint).read("text.norm.weight").numpy()
@@ -94,7 +97,7 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
         with returning_memory() if plan.prediction.disk > LARGE else nullcontext():
             _write_golden(folder, plan, report)
         journal.add_part("golden")
-    manifest = _manifest(folder, plan, records, factors, started, report)
+    manifest = _manifest(folder, plan, records, measured, started, report)
     journal.remove()
     (folder / FACTORS).unlink(missing_ok=True)
     seal_manifest(folder, manifest)
@@ -153,7 +156,7 @@ def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:
 
 
 def _manifest(
-    folder: Path, plan: Plan, weights: Mapping[str, FileRecord], factors: ChannelFactors | None, started: float,
+    folder: Path, plan: Plan, weights: Mapping[str, FileRecord], factors: Mapping[str, Any], started: float,
     report: Progress,
 ) -> Manifest:  # fmt: skip
     """The manifest, with the checksums of all files and a record of what is needed to make the bundle again."""
@@ -185,7 +188,7 @@ def _manifest(
         **({"text_tower": {"fingerprint": plan.text_tower.checkpoint.fingerprint()}} if plan.text_tower else {}),
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
         **({"calibration": json_value(options.calibration)} if options.calibration else {}),
-        **({"activation_aware": json_value(factors.record)} if factors else {}),
+        **({"activation_aware": factors} if factors else {}),
         "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
     }  # fmt: skip
     return Manifest(

@@ -46,20 +46,9 @@ class _GateItem:
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Along:
-    """The model forced along one answer, for each K and last without withdrawal.
-
-    `hits` [K, tokens]: the token is the most likely one; `losses` [K]: mean cross-entropy.
-    """
-
-    hits: NDArray[np.bool_]
-    losses: NDArray[np.float32]
-
-    @property
-    def exact(self) -> NDArray[np.bool_]:
-        exact: NDArray[np.bool_] = np.all(self.hits, 1)
-        return exact
+# The model forced along one answer, for each K and last without withdrawal: whether each token is the most likely one
+# [K, tokens], and the mean cross-entropy [K].
+_Along = tuple[NDArray[np.bool_], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +114,19 @@ class Measurer:
         tensors: dict[str, NDArray[Any]] = {
             "item": np.array([item.number for item in items]),
             "rows": np.array([[len(item.prompt) - count, count] for item, count in zip(items, vision, strict=True)]),
-            "agreement": np.stack([by_name[labelling].hits.mean(1, dtype=np.float32) for by_name in along]),
-            "cross_entropy": np.stack([by_name[labelling].losses for by_name in along]),
+            "agreement": np.stack([by_name[labelling][0].mean(1, dtype=np.float32) for by_name in along]),
+            "cross_entropy": np.stack([by_name[labelling][1] for by_name in along]),
         }
         for layer in range(len(self.ks)):
             tensors[f"inputs.{layer}"] = np.stack([by_layer[layer] for by_layer in inputs])
         if shard.held_out:
-            tensors["same"] = np.stack([by_name["own"].exact for by_name in along]).astype(np.uint8)
+            tensors["same"] = np.stack([by_name["own"][0].all(1) for by_name in along]).astype(np.uint8)
             tensors["right"] = np.full((len(items), len(self.ks) + 1), UNKNOWN, np.uint8)
             for n, prepared in enumerate(items):
                 if prepared.reference is not None:  # token by token, or as normalised text
                     texts = (self._source.text.decode(prepared.answers[name]) for name in ("own", "reference"))
                     same_text = len({plain(text) for text in texts}) == 1
-                    tensors["right"][n] = along[n]["reference"].exact | (along[n]["own"].exact & same_text)
+                    tensors["right"][n] = along[n]["reference"][0].all(1) | (along[n]["own"][0].all(1) & same_text)
         return tensors, skipped
 
     def _prepare(self, number: int, item: Item) -> _GateItem:
@@ -188,7 +177,7 @@ class Measurer:
         by_job = zip(jobs, torch.split(torch.cat(hits), sizes), torch.split(torch.cat(losses), sizes), strict=True)
         along = dict[Any, _Along]()
         for job, hit, loss in by_job:
-            along[job] = _Along(hit.reshape(len(ks), -1).numpy(), loss.reshape(len(ks), -1).mean(1).numpy())
+            along[job] = hit.reshape(len(ks), -1).numpy(), loss.reshape(len(ks), -1).mean(1).numpy()
         return inputs, [{name: along[n, ids] for name, ids in item.answers.items()} for n, item in enumerate(items)]
 
 

@@ -113,20 +113,11 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    items: int
-    epochs: int
-    answers: str
-    data: str
-    verdict: str
-
-
-@dataclass(frozen=True, slots=True)
 class GatesReport:
     """Gates of a model: training, items that could not be used, a judgement, and the reason if there is no `plot`."""
 
     model: str
-    training: Training
+    training: Mapping[str, Any]
     skipped: tuple[str, ...]
     judgement: Judgement
     plot: str | None = optional(None)

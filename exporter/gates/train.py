@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vtx.exporter.bundling.options import DEMO
@@ -12,7 +12,7 @@ from vtx.exporter.calibration.source import open_source
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
 from vtx.exporter.gates.measure import Measurer, Origin, measure, measure_on_cluster
-from vtx.exporter.gates.report import GatesReport, HeldOut, Training, draw_judgement, judge
+from vtx.exporter.gates.report import GatesReport, HeldOut, draw_judgement, judge
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.units import Progress, counter
@@ -75,9 +75,11 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     measured = len(work.read("item", held_out=False))
     gates = fit_gates(work, ks, options.fit, counter(report, "gates", len(ks)))
     judgement = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
-    epochs = options.fit.epochs_for(measured)
-    training = Training(measured, epochs, options.measure.answers, data.source, judgement.verdict)
-    write_gates(out, gates, source.fingerprint, options.fit, asdict(training))
+    training = {
+        "items": measured, "epochs": options.fit.epochs_for(measured), "answers": options.measure.answers,
+        "data": data.source, "verdict": judgement.verdict,
+    }  # fmt: skip
+    write_gates(out, gates, source.fingerprint, options.fit, training)
     skipped = (*data.skipped, *work.all_skipped)
     made = GatesReport(source.name, training, skipped, judgement)
     write_json(out.with_suffix(".json"), made.to_dict())

@@ -188,22 +188,22 @@ def test_the_search_finds_what_a_plain_statement_over_transformers_rows_finds(
 ) -> None:
     folder = with_outliers(tiny_checkpoint(tiny), tmp_path / "ck")
     plan = plan_export(options(folder, precision))
-    found = measure_factors(plan, DATA, bundles.IGNORE)
-    assert (found.record.items, found.record.data) == (3, "a few pictures")
+    found, record = measure_factors(plan, DATA, bundles.IGNORE)
+    assert (record["items"], record["data"]) == (3, "a few pictures")
     rows, vision = inputs_of_matrices(Judge(folder), DATA)
-    assert found.record.rows == len(vision)
+    assert record["rows"] == len(vision)
     weights, text, scaled = CheckpointWeights(plan.checkpoint), plan.config.text, 0
     for group in itertools.chain.from_iterable(channels(text, layer) for layer in range(1, 5)):
         matrices = [weights.read(name).numpy() for name in group.readers]
         heads = (text.heads, text.kv_heads) if "v_proj" in group.source else None
         errors, factors = stated_search(matrices, rows[group.readers[0]], vision, precision, heads)
         best = min(errors, key=errors.__getitem__)
-        if group.source not in found.by_source:
+        if group.source not in found:
             assert errors[0.0] <= errors[best] * (1 + 1e-4)
             continue
         scaled += 1
         assert best > 0
-        got = group.spread(found.by_source[group.source])
+        got = group.spread(found[group.source])
         np.testing.assert_allclose(got, factors[best], rtol=2e-3)
     assert scaled >= 12
 
@@ -371,7 +371,7 @@ def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Make, tmp_p
 
     folder = change(tiny_checkpoint(Tiny(layers=3)), tmp_path / "ck", mute)
     plan = plan_export(options(folder))
-    found = measure_factors(plan, DATA, bundles.IGNORE).by_source
+    found, _ = measure_factors(plan, DATA, bundles.IGNORE)
     norms = [factors for name, factors in found.items() if name.endswith("layernorm.weight")]
     assert norms
     assert all(factors[0] == factors[5] == 1 for factors in norms)
@@ -407,7 +407,7 @@ def test_questions_that_do_not_fit_are_counted_and_too_many_refused(tiny_checkpo
     long = Item((random_image(9),), "what " * 300)
     few = Data("mixed", (*DATA.items, DATA.items[0], DATA.items[1], long))
     plan = plan_export(options(tiny_checkpoint(Tiny(layers=3)), data=few))
-    assert measure_factors(plan, few, bundles.IGNORE).record.skipped == 1
+    assert measure_factors(plan, few, bundles.IGNORE)[1]["skipped"] == 1
     with pytest.raises(RequestError, match="cannot be used"):
         measure_factors(plan, Data("mixed", (DATA.items[0], long)), bundles.IGNORE)
 
