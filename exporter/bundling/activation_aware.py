@@ -5,7 +5,7 @@ One pass of the plain reference, a layer in memory at a time; each layer's facto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ FACTORS = ".factors.safetensors"
 NORM = "layernorm.weight"
 # Channel factors by the weight that their inverse scales; and the items that they were measured on, their tokens
 # (`rows`), and the mean exponent of each kind of matrix.
-ChannelFactors = tuple[Mapping[str, Floats], Mapping[str, Any]]
+ChannelFactors = tuple[dict[str, Floats], dict[str, Any]]
 
 
 def read_factors(path: Path) -> ChannelFactors:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ def _initial(rows: int, columns: int, random: torch.Generator) -> Tensor:
 
 
 def write_gates(
-    path: Path, gates: dict[int, GateWeights], model_fingerprint: str, options: FitOptions, record: dict[str, object]
+    path: Path, gates: dict[int, GateWeights], model_fingerprint: str, options: FitOptions, record: Mapping[str, Any]
 ) -> None:
     tensors = {name: w for k, gate in sorted(gates.items()) for name, w in zip(gate_tensors(k), gate, strict=True)}
     alpha = options.alpha if math.isfinite(options.alpha) else None
