@@ -118,8 +118,11 @@ class PrefixCaches:
         if self.prefix.depth < self._exit and not self.prefix.held(self.prefix.depth):
             missing.append(self.prefix.depth)  # image tokens were to leave there, and now continue
             self._text_only = False  # a caller that changes K once may do so again
-        if missing:
-            self.prefix = self.prefix.rewound(min(missing))
+        if missing:  # back to the last boundary with all hidden states
+            boundary = min(missing)
+            while not self.prefix.held(boundary):
+                boundary -= 1
+            self.prefix = replace(self.prefix, boundaries=self.prefix.boundaries[: boundary + 1])
         self.first_pruned = len(self.stages)
 
     def layout(self, number: int) -> PrefixSlots:

@@ -97,12 +97,6 @@ class Prefix:
         """True if the image tokens' hidden states at a boundary are there, or can still come."""
         return boundary > self.depth or len(self.boundaries[boundary]) == self.size
 
-    def rewound(self, boundary: int) -> Prefix:
-        """Back at the last boundary, up to this one, with all hidden states."""
-        while not self.held(boundary):
-            boundary -= 1
-        return replace(self, boundaries=self.boundaries[: boundary + 1])
-
     def without(self, removal: Removal, boundary: int) -> Prefix:
         """The tokens that continue after a removal at a boundary."""
         stays = np.ones(self.size, bool)

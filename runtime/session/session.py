@@ -91,7 +91,7 @@ class Session:
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self._backend, self._stages, self._image_token = backend, manifest.stages, manifest.text.image_token_id
-        self._or_more_context = manifest.or_more_context
+        self._manifest = manifest
         self.caches, self.capacity = PrefixCaches(backend, manifest), manifest.max_context
         self._suffix: list[int] = []  # ids after the prefix that the caches hold
         self.selection: Selection | None = None  # the question that selected the cached image tokens
@@ -267,7 +267,7 @@ class Session:
             images = f" ({vision} of them for images)" if vision else ""
             raise ContextError(
                 f"the prompt takes {tokens} tokens{images}, and {self.capacity - 1} fit into this bundle beside the "
-                f"answer; shorten it by {tokens + 1 - self.capacity} tokens{self._or_more_context}"
+                f"answer; shorten it by {tokens + 1 - self.capacity} tokens{self._manifest.or_more_context}"
             )
 
     def _select(self, selection: Selection) -> HiddenStates:
