@@ -232,7 +232,7 @@ def _image_settings(checkpoint: Checkpoint, config: ModelConfig, family: Family)
 
 def _of_side(settings: ImageSettings, config: ModelConfig, kind: str) -> ImageSettings:
     """The settings, which must give images of the tower's size."""
-    side, (height, width) = config.vision.image, settings.size
+    side, (height, width) = config.vision.image, settings.sides
     if (height, width) != (side, side) and not (config.vision.native and settings.own_size):
         raise UnsupportedModelError(
             f"the {kind} processor gives {height} x {width} pixels, the tower needs {side} x {side}; "

@@ -21,7 +21,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.prompt.text import Text, read_text
+from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress
 
@@ -74,7 +74,7 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
     recorded = manifest.record.get("source")
     fingerprint = recorded.get("fingerprint") if isinstance(recorded, dict) else None
     fingerprint = fingerprint if isinstance(fingerprint, str) else checkpoint.fingerprint()
-    text, most = Text(*read_text(bundle.read), manifest.text), manifest.max_context
+    text, most = Text(*text_files(bundle.read), manifest.text), manifest.max_context
     return OpenedModel(manifest.model.name, fingerprint, checkpoint, model, text, manifest.image, most, bundle)
 
 

@@ -24,7 +24,7 @@ from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_images, check_layout, make_policy
 from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
 from vtx.runtime.prompt.messages import Message, Part, asked_text
-from vtx.runtime.prompt.text import Text, read_text
+from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import limited_layout, settings_for
@@ -86,7 +86,7 @@ class LoadedBundle:
         self.fit, self.image_formats = fit, image_formats
         self.manifest = manifest = bundle.manifest
         self.text = Text(
-            *read_text(bundle.read), manifest.text, max_context=manifest.max_context,
+            *text_files(bundle.read), manifest.text, max_context=manifest.max_context,
             or_more_context=manifest.or_more_context, vocab=manifest.model.vocab,
         )  # fmt: skip
         self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)

@@ -240,7 +240,7 @@ class Text:
             )
 
 
-def read_text(read: Callable[[str, int], bytes]) -> tuple[Tokenizer, str]:
+def text_files(read: Callable[[str, int], bytes]) -> tuple[Tokenizer, str]:
     """The tokenizer and the chat template, from their files by `read(name, limit)`, which a bundle has.
 
     Raises `BundleError`.

@@ -35,7 +35,7 @@ from vtx.runtime.bundle.files import Folder
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, RequestError, TemplateError
 from vtx.runtime.prompt.messages import MAX_TEXT, Message
-from vtx.runtime.prompt.text import Text, read_text
+from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.strict import Strict, json_value
 
 
@@ -332,20 +332,20 @@ def test_a_broken_tokenizer_is_a_broken_bundle(name: str, tmp_path: Path) -> Non
     (tmp_path / "tokenizer.json").write_bytes(BROKEN[name])
     (tmp_path / "chat_template.jinja").write_text(VICUNA)
     with pytest.raises(BundleError):
-        Text(*read_text(reader(tmp_path)), make_settings(make_tokenizer("first")))
+        Text(*text_files(reader(tmp_path)), make_settings(make_tokenizer("first")))
 
 
 def test_missing_oversized_and_foreign_files_are_a_broken_bundle(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("first")
     settings = make_settings(tokenizer)
     with pytest.raises(BundleError, match=r"tokenizer\.json is missing"):
-        Text(*read_text(reader(tmp_path)), settings)
+        Text(*text_files(reader(tmp_path)), settings)
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(1 << 30)
     with pytest.raises(BundleError, match="limit"):
-        Text(*read_text(reader(tmp_path)), settings)
+        Text(*text_files(reader(tmp_path)), settings)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(VICUNA)
-    assert Text(*read_text(reader(tmp_path)), settings).prompt(CHATS["image"], ROWS).size
+    assert Text(*text_files(reader(tmp_path)), settings).prompt(CHATS["image"], ROWS).size
     with pytest.raises(BundleError, match="is not the added token"):
-        Text(*read_text(reader(tmp_path)), make_settings(tokenizer, image_token_id=5))
+        Text(*text_files(reader(tmp_path)), make_settings(tokenizer, image_token_id=5))
