@@ -49,8 +49,7 @@ def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
     Raises RequestError.
     """
     model, items, target, tried = load(folder), retain.data.items, retain.tokens, 0
-    manifest = model.manifest
-    parts = parse(manifest.reductions[0])
+    manifest, parts = model.manifest, parse(model.manifest.reductions[0])
     part = next(part for part in parts if part.thresholds)
     starts: dict[str, float] = {name: getattr(part, name) for name in part.thresholds}
 
@@ -79,8 +78,7 @@ def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
         )
     best = trial = scaled(1.0)
     # Two factors, of which the first keeps more tokens than the target and the second no more.
-    lowest, highest, too_many = 1e-6, SHUT / min(starts.values()), best.tokens > target
-    last = 1.0
+    lowest, highest, too_many, last = 1e-6, SHUT / min(starts.values()), best.tokens > target, 1.0
     while (trial.tokens > target) == too_many and lowest < trial.factor < highest:
         last = trial.factor
         trial = scaled(min(last * 4, highest) if too_many else max(last / 4, lowest))

@@ -238,8 +238,7 @@ def check_finite(array: NDArray[Any], name: str) -> None:
     `array` holds the stored bits that `read_bits` returns; they are checked a megabyte at a time.
     """
     integer, exponent = _EXPONENT[array.dtype.name]
-    bits = array.reshape(-1).view(integer)
-    bad = 0
+    bits, bad = array.reshape(-1).view(integer), 0
     for start in range(0, bits.size, _CHUNK):
         bad += int(np.count_nonzero((bits[start : start + _CHUNK] & exponent) == exponent))
     if bad:

@@ -44,12 +44,8 @@ def check_spec(spec: Any) -> None:
             raise CheckpointError(
                 f"tokenizer.json: the {step} has {len(parts)} parts, the limit is {MAX_PARTS}; {_FIX}"
             )
-        strings += [
-            (f"{name} of the {step}", value)
-            for part in parts
-            for name, value in part.items()
-            if name != "precompiled_charsmap"
-        ]
+        values = [item for part in parts for item in part.items() if item[0] != "precompiled_charsmap"]
+        strings += [(f"{name} of the {step}", value) for name, value in values]
         contents = [part.get("content") for part in parts if part.get("type") == "Replace"]
         growth[step] = prod(max(1, len(content)) for content in contents if isinstance(content, str))
     for name, value in strings:
@@ -67,11 +63,8 @@ def check_spec(spec: Any) -> None:
 
 def check_bytes(spec: Mapping[str, Any], name: str) -> None:
     """Raise `CheckpointError` if byte tokens are special: a user's text would become special tokens."""
-    special = [
-        token["content"]
-        for token in _added(spec)
-        if token.get("special") and _BYTE_TOKEN.fullmatch(str(token.get("content")))
-    ]
+    tokens = [token["content"] for token in _added(spec) if token.get("special")]
+    special = [token for token in tokens if _BYTE_TOKEN.fullmatch(str(token))]
     if special and spec["model"].get("byte_fallback"):
         more = f" and {len(special) - 1} more byte tokens" if len(special) > 1 else ""
         raise CheckpointError(

@@ -23,15 +23,8 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.prompt.text import Text
-from vtx.runtime.report.golden import (
-    DECODED_TOKENS,
-    FEATURE_TOKENS,
-    QUESTION,
-    decoded_ids,
-    golden_image,
-    golden_pixels,
-    key_of,
-)
+from vtx.runtime.report import golden
+from vtx.runtime.report.golden import QUESTION, golden_image
 from vtx.runtime.vision.layout import Layout
 
 
@@ -46,13 +39,13 @@ def record_golden(
 ) -> None:  # fmt: skip
     """Run the reference at every K of `ks` and write its features and logits to `path`."""
     config, image = reference.config, golden_image()
-    ids = golden_ids(text, config.layout)
-    pixels = golden_pixels(config.layout.views(image, settings))
+    ids, pixels = golden_ids(text, config.layout), golden.golden_pixels(config.layout.views(image, settings))
+    decoded = golden.decoded_ids(ids, config.image_token_id)
     with torch.inference_mode():
         features = reference.encode([image], settings)
-        logits = reference.logits(decoded_ids(ids, config.image_token_id), features.first(DECODED_TOKENS), ks, report)
-    tensors = {"ids": ids, "pixels": pixels, "features": features.hidden[:FEATURE_TOKENS].numpy()}
-    tensors |= {key_of(k): values.numpy() for k, values in logits.items()}
+        logits = reference.logits(decoded, features.first(golden.DECODED_TOKENS), ks, report)
+    tensors = {"ids": ids, "pixels": pixels, "features": features.hidden[: golden.FEATURE_TOKENS].numpy()}
+    tensors |= {golden.key_of(k): values.numpy() for k, values in logits.items()}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})
 
 

@@ -69,13 +69,11 @@ def read_questions(source: Source, items: Sequence[Item], packing: Packing) -> t
         images = np.flatnonzero(ids == source.config.image_token_id)
         if not len(images) or images[-1] + 1 == len(ids):
             skipped.append(f"question {number}: no text follows the image in its prompt")
-            continue
-        if len(ids) + packing.max_new_tokens > limit:
+        elif len(ids) + packing.max_new_tokens > limit:
             skipped.append(f"question {number}: {len(ids)} tokens and its answer, the limit is {limit}")
-            continue
-        cut = int(images[-1]) + 1
-        kept = None if answer is None else answer[: packing.max_new_tokens]
-        questions.append(TuningQuestion(item, ids[:cut], ids[cut:], kept))
+        else:
+            cut, kept = int(images[-1]) + 1, None if answer is None else answer[: packing.max_new_tokens]
+            questions.append(TuningQuestion(item, ids[:cut], ids[cut:], kept))
     return questions, skipped
 
 

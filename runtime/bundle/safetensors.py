@@ -103,7 +103,7 @@ def unpack(content: bytes, name: str, *, error: type[VtxError]) -> dict[str, NDA
     """Copies of the tensors in a whole file's `content`: the stored bits, so BF16 comes as uint16. Raises `error`."""
     raw = _header_bytes(BytesIO(content), len(content), name, error)
     infos = _parse(raw, Path(name), len(content), None, error).tensors
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays = dict[str, NDArray[Any]]()
     for key, info in infos.items():
         arrays[key] = array = np.empty(info.shape, _stored_dtype(info, error))
         if info.nbytes:
@@ -177,8 +177,7 @@ def layout(
     Raises `ValueError` for an unknown dtype or a name used twice.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    relative: list[TensorInfo] = []
-    offset = 0
+    relative, offset = list[TensorInfo](), 0
     for name, dtype, shape in specs:
         nbytes = nbytes_of(dtype, shape)
         if name in header or name == "__metadata__":
@@ -188,8 +187,7 @@ def layout(
         offset += nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    start = 8 + len(text)
-    placed = [TensorInfo(i.name, i.dtype, i.shape, path, start + i.offset, i.nbytes) for i in relative]
+    placed = [replace(info, offset=8 + len(text) + info.offset) for info in relative]
     return struct.pack("<Q", len(text)) + text, placed
 
 
@@ -275,9 +273,7 @@ def _parse(raw: bytes, path: Path, size: int, identity: Identity | None, error: 
     parsed = parse_json(raw, f"the header of {path.name}", error=error)
     if not isinstance(parsed, dict):
         raise error(f"the header of {path.name} is not an object; download it again")
-    metadata = parsed.pop("__metadata__", None)
-    if metadata is None:
-        metadata = {}
+    metadata = {} if (given := parsed.pop("__metadata__", None)) is None else given
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise error(f"the __metadata__ of {path.name} is not a table of strings; download it again")
     if len(parsed) > MAX_TENSORS:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -121,10 +122,8 @@ def _read_key(path: Path, kind: Literal["public", "private"]) -> Any:
     except ImportError as cause:
         raise DeviceError('signatures need the cryptography package; pip install "vtx-edge[sign]"') from cause
     try:
-        if kind == "public":
-            key: Any = serialization.load_pem_public_key(content)
-        else:
-            key = serialization.load_pem_private_key(content, password=None)
+        load_private = partial(serialization.load_pem_private_key, password=None)
+        key: Any = (serialization.load_pem_public_key if kind == "public" else load_private)(content)
     except TypeError as cause:  # raised by the library without a password
         raise RequestError(f"{path} is encrypted; decrypt it: openssl pkey -in {path} -out plain.pem") from cause
     except Exception as cause:  # ValueError and errors of OpenSSL

@@ -97,16 +97,13 @@ def logits_limit(manifest: Manifest, compute: str) -> float:
 
 def choice_limit(manifest: Manifest) -> float:
     """The largest share of image tokens that two different engines may choose differently at a cut."""
-    return (
-        OTHER_CHOICES if any(PRECISIONS[part].bits for part in (manifest.precision, manifest.vision_precision)) else 0.0
-    )
+    parts = manifest.precision, manifest.vision_precision
+    return OTHER_CHOICES if any(PRECISIONS[part].bits for part in parts) else 0.0
 
 
 def check_golden(model: Model) -> Iterator[Check]:
     """Recompute every golden vector through the bundle. Raises BundleError."""
-    manifest = model.manifest
-    stored = read_golden(model.bundle)
-    ks: list[int | None] = [None, *manifest.variants]
+    manifest, stored = model.manifest, read_golden(model.bundle)
     ids, pixels, features = (stored[name] for name in ("ids", "pixels", "features"))
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     with without_notes():
@@ -116,12 +113,12 @@ def check_golden(model: Model) -> Iterator[Check]:
     yield Check("image preprocessing", _distance(golden_pixels(prepared.views), pixels), PIXEL_TOLERANCE)
     computed = ARITHMETIC[model.backend.compute].tolerance
     encoded = prepared.encode(model.backend)
-    difference = _distance(encoded.hidden[:FEATURE_TOKENS], features)
-    yield Check("vision features", difference, max(computed, PRECISIONS[manifest.vision_precision].tolerance))
+    limit = max(computed, PRECISIONS[manifest.vision_precision].tolerance)
+    yield Check("vision features", _distance(encoded.hidden[:FEATURE_TOKENS], features), limit)
     limit = logits_limit(manifest, model.backend.compute)
     prompt_ids = decoded_ids(own_ids, manifest.text.image_token_id)
     tokens = encoded.take(np.arange(min(DECODED_TOKENS, len(encoded))))
-    for k in ks:
+    for k in (None, *manifest.variants):
         session = Session(model.backend, manifest)
         prompt = Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, (("golden", lambda: tokens),))
         got = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits

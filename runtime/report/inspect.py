@@ -30,24 +30,16 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     manifest = bundle.manifest
     model, sizes = manifest.model, {name: record.bytes for name, record in manifest.files.items()}
     vision, (height, width) = min(manifest.layout.max_tokens, manifest.max_context - 1), manifest.image.sides
-    rest = max(0, manifest.max_context - vision)
-    depths: list[int | None] = [None, *manifest.variants]
+    rest, views = max(0, manifest.max_context - vision), read_layout(manifest.layout, model.tower).max_views
     aware = manifest.record.get("activation_aware")  # the questions by whose activations channels were scaled
     measured = aware.get("items") if isinstance(aware, dict) else None
-    views = read_layout(manifest.layout, model.tower).max_views
     return {
-        "bundle": str(bundle.folder),
-        "format": manifest.format,
-        "model": dataclasses.asdict(model),
-        "layout": dataclasses.asdict(manifest.layout),
-        "precision": manifest.precision,
-        "kv_dtype": manifest.kv_dtype,
+        "bundle": str(bundle.folder), "format": manifest.format, "model": dataclasses.asdict(model),
+        "layout": dataclasses.asdict(manifest.layout), "precision": manifest.precision, "kv_dtype": manifest.kv_dtype,
         "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
         "image": {"height": height, "width": width, "fit": trained_fit(manifest.image) if views == 1 else "none"},
-        "max_tiles": views,
-        **({} if manifest.video is None else {"video": dataclasses.asdict(manifest.video.layout)}),
-        "max_context": manifest.max_context,
-        "default_k": manifest.default_k,
+        "max_tiles": views, **({} if manifest.video is None else {"video": dataclasses.asdict(manifest.video.layout)}),
+        "max_context": manifest.max_context, "default_k": manifest.default_k,
         "activation_aware": measured if isinstance(measured, int) else None,
         "reductions": list(manifest.reductions),
         "bytes": {"weights": sum(b for n, b in sizes.items() if n.startswith("weights/")), "all": sum(sizes.values())},
@@ -57,15 +49,14 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         ],
         "variants": [
             {
-                "k": k,
-                "full_layers": model.layers if k is None else k - 1,
+                "k": k, "full_layers": model.layers if k is None else k - 1,
                 "kv_bytes_one_image": kv_bytes(manifest, k, text=TEXT_TOKENS, vision=vision),
                 "kv_bytes_full_context": kv_bytes(manifest, k, text=rest, vision=min(vision, manifest.max_context)),
             }
-            for k in depths
+            for k in (None, *manifest.variants)
         ],
         "record": manifest.record,
-    }
+    }  # fmt: skip
 
 
 def images_seen(facts: Mapping[str, Any]) -> str:

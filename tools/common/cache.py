@@ -101,9 +101,7 @@ def remove(bundle: Path) -> bool:
         descriptor = open_directory(bundle)
         try:
             if locked(descriptor):
-                gone = bundle.with_name(f".{bundle.name}.removed-{secrets.token_hex(4)}")
-                bundle.rename(gone)
-                shutil.rmtree(gone)
+                shutil.rmtree(bundle.rename(bundle.with_name(f".{bundle.name}.removed-{secrets.token_hex(4)}")))
                 return True
         finally:
             os.close(descriptor)

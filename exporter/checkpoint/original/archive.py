@@ -50,14 +50,12 @@ def read_entries(file: BinaryIO, size: int) -> dict[str, StoredFile]:
         listed.append((header, directory[begin : begin + name], flags, nbytes))
     if at != length:
         raise ValueError(_CUT)
-    found: dict[str, StoredFile] = {}
-    end = 0
+    found, end = dict[str, StoredFile](), 0
     for header, title, flags, nbytes in sorted(listed):
         if not 0 <= header - end <= _MAX_GAP or header + _LOCAL.size > start:
             raise ValueError("is an archive whose files overlap or leave gaps")
-        kind, _, own_flags, method, _, _, _, packed, own, name, extra = _LOCAL.unpack(
-            read_at(file, header, _LOCAL.size)
-        )
+        local = _LOCAL.unpack(read_at(file, header, _LOCAL.size))
+        kind, _, own_flags, method, _, _, _, packed, own, name, extra = local
         rest = read_at(file, header + _LOCAL.size, name + extra)
         own, packed = _widened(rest[name:], own, packed)
         if kind != ZIP or method != _STORED or own_flags != flags or rest[:name] != title:
@@ -66,8 +64,8 @@ def read_entries(file: BinaryIO, size: int) -> dict[str, StoredFile]:
             raise ValueError("is an archive whose directory and files disagree on a size")
         if title.decode() in found:
             raise ValueError(f"is an archive with two files named {shown(title.decode())}")
-        found[title.decode()] = StoredFile(header + _LOCAL.size + name + extra, nbytes)
-        end = header + _LOCAL.size + name + extra + nbytes
+        begin = header + _LOCAL.size + name + extra
+        found[title.decode()], end = StoredFile(begin, nbytes), begin + nbytes
     if not 0 <= start - end <= _MAX_GAP:
         raise ValueError("is an archive whose files overlap its directory or leave a gap before it")
     return found

@@ -125,8 +125,7 @@ def _of_stream(file: BinaryIO, size: int) -> tuple[Any, dict[PickledStorage, int
     listed = {key for key in keys if isinstance(key, str)}
     if not len(keys) == len(listed) == len(_storages(table)) or listed != set(storages):
         raise ValueError("holds other storages than its tensors need")
-    offsets: dict[PickledStorage, int] = {}
-    at = stream.tell()
+    offsets, at = dict[PickledStorage, int](), stream.tell()
     for key in keys:
         storage = storages[key]
         if read_at(file, at, 8) != storage.count.to_bytes(8, "little"):

@@ -56,9 +56,8 @@ class TrtAttention(HeadsApart):
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, capacity: int) -> None:
         super().__init__(b, c, kv_type)
         self._capacity = capacity
-        self._tables = [
-            b.from_float32(b.input(name, FLOAT, [capacity, c.head_dim // 2])) for name in (names.COS, names.SIN)
-        ]
+        shape = [capacity, c.head_dim // 2]
+        self._tables = [b.from_float32(b.input(name, FLOAT, shape)) for name in (names.COS, names.SIN)]
         total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
         tokens = b.op("Shape", self._positions, start=1, end=2)
         self._first = b.op("Sub", total, tokens)
@@ -66,9 +65,8 @@ class TrtAttention(HeadsApart):
         zero, one = b.constant(np.array(0)), b.constant(np.array(1))
         own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), self._first)
         slots = b.op("Range", zero, b.constant(np.array(capacity)), one)
-        seen = b.op(
-            "GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), b.op("Unsqueeze", slots, b.constant([0]))
-        )
+        own = b.op("Unsqueeze", own, b.constant([1]))
+        seen = b.op("GreaterOrEqual", own, b.op("Unsqueeze", slots, b.constant([0])))
         self._mask = b.op("Unsqueeze", seen, b.constant([0, 1]))
 
     def rotate(self, x: ir.Value, heads: int) -> ir.Value:
