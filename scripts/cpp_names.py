@@ -69,7 +69,8 @@ def header() -> str:
         "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES, "QUESTION_ROWS": memory.QUESTION_ROWS, "FEW_TOKENS": cache.FEW,
         "LARGEST_INTEGER": integers.LARGEST, "MAX_SCHEMA": guiding.MAX_SCHEMA, "MAX_REGEX": guiding.MAX_REGEX,
         "MAX_GRAMMAR": guiding.MAX_GRAMMAR, "MAX_CHOICES": guiding.MAX_CHOICES, "MAX_SCORED": guiding.MAX_SCORED,
-        "KEPT_GRAMMARS": guiding.KEPT,
+        "KEPT_GRAMMARS": guiding.KEPT, "MAX_COMBINED": guiding.MAX_COMBINED, "MAX_MULTIPLE": guiding.MAX_MULTIPLE,
+        "MAX_OPERATORS": guiding.MAX_OPERATORS,
     }  # fmt: skip
     numbers |= {name.upper(): limit for name, limit in guiding.LIMITS.items()}
     quantised = [row for row in PRECISIONS.values() if row.openvino_group]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,10 @@ KEPT = 32  # compiled grammars of a bundle
 # llguidance's limits: of the work to compile a grammar, of each mask's, and of an answer's memory, 1 to 2 KB a state.
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
           "max_lexer_states": 50_000, "max_grammar_size": 500_000}  # fmt: skip
+# What these limits do not count, and llguidance compiles for minutes: several expressions for one text, remainders.
+MAX_COMBINED, MAX_MULTIPLE, MAX_OPERATORS = 8, 10_000, 1
+OWN_KEYS = ("pattern", "format", "multipleOf", "properties", "patternProperties", "additionalProperties", "items",
+            "prefixItems")  # fmt: skip
 # JSON as Python's json writes it: models know it, and no answer fills up with blanks.
 JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
@@ -152,6 +159,7 @@ class Grammars:
 
     def _compile(self, guide: Guide) -> LLMatcher:
         library, kind = self._library, guide.kind
+        _check_work(guide)
         body: dict[str, Any] = {"lark_grammar": guide.grammar}
         if guide.schema is not None:
             schema = json.loads(str(guide.schema))
@@ -241,6 +249,46 @@ class GuidedAnswer:
             raise RequestError(
                 f"the answer's form cannot be held to after token {self.tokens}: {_line(self._matcher.get_error())}; "
                 "simplify it"
+            )
+
+
+def _check_work(guide: Guide) -> None:
+    """Refuse what would be compiled for minutes. Raises RequestError."""
+    schemas = [] if guide.schema is None else [json.loads(str(guide.schema))]
+    for operator in "&~" if guide.grammar is not None else "":
+        count = str(guide.grammar).count(operator)
+        if count > MAX_OPERATORS:
+            raise RequestError(
+                f"grammar has {count} times {operator}, the limit is {MAX_OPERATORS}; "
+                f"combine fewer expressions, and write \\x{ord(operator):x} in texts"
+            )
+    for after in (guide.grammar or "").split("%json")[1:]:
+        with suppress(ValueError):  # llguidance says what is wrong
+            schemas.append(json.JSONDecoder().raw_decode(after.lstrip())[0])
+    for schema in schemas:
+        patterns, multiples, combined, nodes = 0, {1.0}, False, [schema]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+            if not isinstance(node, dict):
+                continue
+            patterns += sum(isinstance(node.get(key), str) for key in ("pattern", "format"))
+            multiple, several = node.get("multipleOf"), node.get("allOf")
+            if isinstance(multiple, int | float) and multiple > 0:
+                digits = re.sub(r"e.*|[.]", "", json.dumps(multiple))
+                multiples.add(max(float(multiple), float(digits)))
+            parts = [key in node for key in ("$ref", "anyOf", "oneOf")] + [any(key in node for key in OWN_KEYS)]
+            combined |= sum(parts) + (len(several) if isinstance(several, list) else 0) > 1
+        if combined and patterns > MAX_COMBINED:
+            raise RequestError(
+                f"{guide.kind} has {patterns} patterns and formats and combines some by allOf, anyOf or $ref; "
+                f"the limit is then {MAX_COMBINED}; simplify it"
+            )
+        product = math.prod(multiples) if combined else max(multiples)
+        if product > MAX_MULTIPLE:
+            raise RequestError(
+                f"{guide.kind} asks for multiples of {min(product, 1e15):,.0f}, the limit is {MAX_MULTIPLE:,}; "
+                "leave multipleOf out"
             )
 
 

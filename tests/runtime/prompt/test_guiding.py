@@ -130,6 +130,23 @@ def test_a_schema_nested_without_end_is_refused() -> None:
         Guide(schema='{"items":' * 20_000 + "{}" + "}" * 20_000)
 
 
+PATTERNS = [f"a.{{{n}}}b" for n in range(24)]
+CHAIN = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}", "pattern": pattern} for n, pattern in enumerate(PATTERNS)}
+LONG: dict[str, tuple[dict[str, Any], str]] = {
+    "all of": ({"schema": {"allOf": [{"type": "string", "pattern": pattern} for pattern in PATTERNS]}},
+               "schema has 24 patterns and formats and combines .*limit is then 8"),
+    "references": ({"schema": {"$defs": {**CHAIN, "d24": {"type": "string"}}, "$ref": "#/$defs/d0"}}, "24 patterns"),
+    "multiples": ({"schema": {"type": "integer", "multipleOf": 1_000_003}}, "of 1,000,003, the limit is 10,000"),
+    "decimals": ({"schema": {"type": "number", "multipleOf": 0.1000003}}, "multiples of 1,000,003,"),
+    "several multiples": ({"schema": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}},
+                          "multiples of 99,400,891,"),
+    "operators": ({"grammar": "start: A\nA: " + " & ".join(f"/((a|b)*a(a|b){{{n + 60}}}c)*/" for n in range(4))},
+                  "grammar has 3 times &, the limit is 1; .*x26"),
+    "opposites": ({"grammar": "start: A\nA: ~(" + " | ".join(f"~/((a|b)*a(a|b){{{n}}}c)*/" for n in range(24)) + ")"},
+                  "grammar has 25 times ~"),
+    "embedded": ({"grammar": 'start: "a" %json {"multipleOf": 1000003, "type": "integer", "title": "}\\\""} "b"'},
+                 "grammar asks for multiples"),
+}  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown type": ({"schema": {"type": "picture"}}, "schema cannot.*picture"),
     "a keyword that is not supported": ({"schema": {"uniqueItems": True}}, "uniqueItems"),
@@ -146,6 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no start": ({"grammar": "a: /x/"}, "grammar cannot"),
     "an unknown rule": ({"grammar": "start: picture"}, "picture"),
     "only itself": ({"grammar": "start: start"}, "allows no answer"),
+    **{f"minutes of work, {name}": refused for name, refused in LONG.items()},
 }
 
 

@@ -143,6 +143,72 @@ std::string lark_of(const std::string& regex) {
   return out + "/";
 }
 
+// The JSON objects that follow %json in a grammar.
+std::vector<Json> embedded(const std::string& grammar) {
+  std::vector<Json> out;
+  for (size_t at = 0; (at = grammar.find("%json", at)) != std::string::npos; at += 5) {
+    size_t first = grammar.find_first_not_of(" \t\r\n", at + 5), end = first, depth = 0;
+    bool text = false;
+    for (; end < grammar.size(); ++end) {
+      char c = grammar[end];
+      if (text && c == '\\')
+        ++end;
+      else if (c == '"')
+        text = !text;
+      else if (!text && c == '{')
+        ++depth;
+      else if (!text && c == '}' && --depth == 0)
+        break;
+      if (depth == 0) break;
+    }
+    try {
+      if (end < grammar.size()) out.push_back(parse_json(grammar.substr(first, end + 1 - first), "%json", Kind::request));
+    } catch (const Error&) {  // llguidance says what is wrong
+    }
+  }
+  return out;
+}
+
+// Refuses what would be compiled for minutes, as Python does. Throws Error(request).
+void check_work(const std::string& kind, const std::vector<Json>& schemas) {
+  static constexpr const char* kOwn[] = {
+      "pattern", "format", "multipleOf", "properties", "patternProperties", "additionalProperties", "items", "prefixItems"};
+  for (const Json& schema : schemas) {
+    int64_t patterns = 0;
+    std::set<double> multiples{1};
+    bool combined = false;
+    std::vector<const Json*> nodes{&schema};
+    while (!nodes.empty()) {
+      const Json& node = *nodes.back();
+      nodes.pop_back();
+      for (size_t i = 0; node.array() && i < node.array()->size(); ++i) nodes.push_back(&(*node.array())[i]);
+      if (!node.object()) continue;
+      for (const auto& [key, value] : *node.object()) nodes.push_back(&value);
+      for (const char* key : {"pattern", "format"}) patterns += node.find(key) && node.find(key)->string();
+      const Json *multiple = node.find("multipleOf"), *several = node.find("allOf");
+      if (multiple && (multiple->integer() || multiple->real())) {
+        std::string digits = multiple->dump();
+        double value = std::strtod(digits.c_str(), nullptr);
+        digits.resize(std::min(digits.find('e'), digits.size()));
+        digits.erase(std::remove(digits.begin(), digits.end(), '.'), digits.end());
+        if (value > 0) multiples.insert(std::max(value, std::strtod(digits.c_str(), nullptr)));
+      }
+      size_t parts = several && several->array() ? several->array()->size() : 0;
+      for (const char* key : {"$ref", "anyOf", "oneOf"}) parts += node.find(key) != nullptr;
+      parts += std::any_of(std::begin(kOwn), std::end(kOwn), [&](const char* key) { return node.find(key); });
+      combined |= parts > 1;
+    }
+    if (combined && patterns > names::kMaxCombined)
+      fail(Kind::request, kind, " has ", patterns, " patterns and formats and combines some by allOf, anyOf or $ref; the ",
+           "limit is then ", names::kMaxCombined, "; simplify it");
+    double product = combined ? 1 : *multiples.rbegin();
+    for (double value : multiples) product *= combined ? value : 1;
+    if (product > static_cast<double>(names::kMaxMultiple))
+      fail(Kind::request, kind, " asks for multiples of ", grouped(static_cast<int64_t>(std::min(product, 1e15))),
+           ", the limit is ", grouped(names::kMaxMultiple), "; leave multipleOf out");
+  }
+}
+
 }  // namespace
 
 void Guide::check() const {
@@ -248,12 +314,19 @@ std::shared_ptr<void> Grammars::compile(const Guide& guide) const {
       fields->emplace_back("x-guidance",
                            Json::Object{{"item_separator", ", "}, {"key_separator", ": "}, {"whitespace_flexible", false}});
     }
+    check_work(guide.kind, {schema});
     body = {{"json_schema", schema}};
   } else if (guide.kind == "choices") {
     std::string text;
     for (const std::string& choice : guide.choices()) text += (text.empty() ? "start: " : " | ") + Json(choice).dump();
     body = {{"lark_grammar", text}};
   } else {
+    for (char sign : {'&', '~'})
+      if (auto count = std::count(guide.value.begin(), guide.value.end(), sign);
+          guide.kind == "grammar" && count > names::kMaxOperators)
+        fail(Kind::request, "grammar has ", count, " times ", sign, ", the limit is ", names::kMaxOperators,
+             "; combine fewer expressions, and write ", sign == '&' ? "\\x26" : "\\x7e", " in texts");
+    if (guide.kind == "grammar") check_work(guide.kind, embedded(guide.value));
     body = {{"lark_grammar", guide.kind == "regex" ? lark_of(guide.value) : guide.value}};
   }
   LlgInit init{};
