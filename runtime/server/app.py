@@ -33,6 +33,7 @@ PAGE = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
 }
+SHEETS = set(PAGE) - {"/"}
 SECURITY = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "media-src 'self' blob:; connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
@@ -117,7 +118,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         refusal = refusal_of(error)
         return JSONResponse(refusal.body(), refusal.status)
-    known = "GET /, /v1/models, /v1/models/ID, /livez, /readyz, /health, /metrics, POST " + ", ".join(ENDPOINTS)
+    paths = [(route.path, "POST" in route.methods) for route in request.app.routes]
+    known = ", ".join(f"{'POST' if posted else 'GET'} {path}" for path, posted in paths if path not in SHEETS)
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
     return JSONResponse(refusal.body(), refusal.status, headers=error.headers)
 

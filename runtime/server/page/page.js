@@ -7,6 +7,14 @@ const byId = (id) => document.getElementById(id);
 const panes = [0, 1].map((number) => ({
   setting: byId(`setting-${number}`), pane: byId(`pane-${number}`), messages: [],
 }));
+const EXAMPLES = {
+  "example-choices": ["yes", "no", "unsure"],
+  "example-object": {
+    type: "object",
+    properties: { shape: { enum: ["circle", "square", "triangle"] }, count: { type: "integer", minimum: 0, maximum: 99 } },
+    required: ["shape", "count"], additionalProperties: false,
+  },
+};
 let models = [], picture = null, pictureUrl = "", running = null, camera = null;
 
 // --- talking to the server ---
@@ -32,9 +40,8 @@ async function* events(response) {
     if (done) return;
     const lines = (rest + value).split("\n\n");
     rest = lines.pop();
-    for (const line of lines) {
-      const data = line.replace(/^data: /, "");
-      if (data !== "[DONE]") yield JSON.parse(data);
+    for (const line of lines) { // others are comments
+      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
     }
   }
 }
@@ -167,16 +174,42 @@ function messageOf(question, first) {
   return { role: "user", content: [...image, { type: "text", text: question }] };
 }
 
+function form() {
+  const text = byId("answer-form").value.trim();
+  if (!text) return {};
+  let given;
+  try {
+    given = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`the form of the answer is not JSON: ${error.message}`);
+  }
+  if (Array.isArray(given)) return { guided_choice: given };
+  return { response_format: { type: "json_schema", json_schema: { name: "answer", schema: given } } };
+}
+
+function parsed(text, finish, choices) {
+  if (finish !== "stop") return element("p", "The answer was cut, so it is not complete.", { class: "wrong" });
+  if (choices) return listed(Object.entries(choices).map(([choice, odds]) => [choice, `${(100 * odds).toFixed(1)}%`]));
+  const value = JSON.parse(text), pairs = value && typeof value === "object" ? Object.entries(value) : [["value", value]];
+  return listed(pairs.map(([name, one]) => [name, typeof one === "string" ? one : JSON.stringify(one)]));
+}
+
 async function askOne(one, question, signal, reuse) {
   const setting = chosen(one.setting), { turn, text } = turnOf(one.pane, question, setting);
   const messages = [...one.messages, messageOf(question, !one.messages.length)];
-  const body = { model: model().id, messages, ...setting, reuse, stream: true, stream_options: { include_usage: true } };
+  let finish = "";
   try {
+    const guided = form(), asked = { model: model().id, messages, ...setting, ...guided, reuse };
+    const body = { ...asked, stream: true, stream_options: { include_usage: true } };
     const response = await call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       text.textContent += event.choices[0]?.delta.content ?? "";
-      if (event.usage) turn.append(...figures(event.usage.vtx, one.messages.length === 0));
+      finish = event.choices[0]?.finish_reason ?? finish;
+      if (!event.usage) continue;
+      const { choices } = event.usage.vtx;
+      if (choices || guided.response_format) turn.append(parsed(text.textContent, finish, choices));
+      turn.append(...figures(event.usage.vtx, one.messages.length === 0));
     }
     one.messages = [...messages, { role: "assistant", content: text.textContent }];
   } catch (error) {
@@ -186,19 +219,24 @@ async function askOne(one, question, signal, reuse) {
   }
 }
 
-function figures(facts, first) {
-  const times = facts.timings_ms, list = element("dl");
-  const shown = [
-    ["first token", `${times.first_token.toFixed(0)} ms${facts.reused_image ? " (image cached)" : ""}`],
-    ["tokens per second", times.decode_per_token ? (1000 / times.decode_per_token).toFixed(1) : "one token"],
-    ["KV cache", size(facts.kv_bytes)],
-    ["image tokens at the end", `${facts.vision_tokens_kept.at(-1) ?? 0} of ${facts.vision_tokens}`],
-  ];
-  for (const [name, value] of shown) {
+function listed(pairs) {
+  const list = element("dl");
+  for (const [name, value] of pairs) {
     const group = element("div");
     group.append(element("dt", name), element("dd", value));
     list.append(group);
   }
+  return list;
+}
+
+function figures(facts, first) {
+  const times = facts.timings_ms;
+  const list = listed([
+    ["first token", `${times.first_token.toFixed(0)} ms${facts.reused_image ? " (image cached)" : ""}`],
+    ["tokens per second", times.decode_per_token ? (1000 / times.decode_per_token).toFixed(1) : "one token"],
+    ["KV cache", size(facts.kv_bytes)],
+    ["image tokens at the end", `${facts.vision_tokens_kept.at(-1) ?? 0} of ${facts.vision_tokens}`],
+  ]);
   const image = model().vtx.image, parts = [list, kvPlot(facts)];
   if (picture && first && image.layout === "single" && facts.vision_tokens) parts.push(survivors(facts, picture, image));
   return parts;
@@ -246,6 +284,9 @@ byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   ask();
 });
+for (const [id, example] of Object.entries(EXAMPLES)) {
+  byId(id).addEventListener("click", () => { byId("answer-form").value = JSON.stringify(example, null, 1); });
+}
 for (const { setting } of panes) {
   setting.querySelector("input[type=range]").addEventListener("input", () => showDepth(setting));
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -128,6 +129,41 @@ def test_two_settings_answer_side_by_side(page: Any, local: Model, tmp_path: Pat
     assert page.locator("#pane-0 .turn h2").all_inner_texts() == ["red?", "how many?"]
     firsts = [page.locator(f"#pane-{pane} dd").all_inner_texts() for pane in (0, 1)]
     assert all(not any("cached" in shown for shown in pane) for pane in firsts), "each is computed from scratch"
+
+
+def test_an_answer_in_a_form_is_shown_parsed(page: Any, served: Served) -> None:
+    pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
+    page.locator("summary").click()
+    page.locator("#example-choices").click()
+    page.locator("#question").fill("red?")
+    page.locator("#ask").click()
+    page.wait_for_selector("#pane-0 .turn:nth-of-type(1) dl + dl")
+    first = page.locator("#pane-0 .turn:nth-of-type(1) dl").first
+    assert first.locator("dt").all_inner_texts() == ["yes", "no", "unsure"]
+    assert sum(float(odds.rstrip("%")) for odds in first.locator("dd").all_inner_texts()) == pytest.approx(100, abs=0.2)
+    page.locator("#example-object").click()
+    page.locator("#question").fill("which?")
+    page.locator("#ask").click()
+    page.wait_for_selector("#pane-0 .turn:nth-of-type(2) dl")
+    turn = page.locator("#pane-0 .turn:nth-of-type(2)")
+    answer = json.loads(turn.locator(".text").inner_text())
+    assert turn.locator("dl").first.locator("dd").all_inner_texts() == [answer["shape"], str(answer["count"])]
+    page.locator("#answer-form").fill("{")
+    page.locator("#question").fill("which?")
+    page.locator("#ask").click()
+    page.wait_for_selector("#pane-0 .turn:nth-of-type(3) .wrong")
+    assert "is not JSON" in page.locator("#pane-0 .turn:nth-of-type(3) .wrong").inner_text()
+
+
+def test_comments_in_a_stream_are_passed_over(page: Any) -> None:
+    chunk = '{"choices": [{"index": 0, "delta": {"content": "red"}, "finish_reason": null}]}'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        status=200, content_type="text/event-stream", body=f": computing\n\ndata: {chunk}\n\ndata: [DONE]\n\n"
+    ))  # fmt: skip
+    page.locator("#question").fill("red?")
+    page.locator("#ask").click()
+    page.wait_for_selector("#ask:not([disabled])")
+    assert page.locator("#pane-0 .text").inner_text() == "red"
 
 
 def test_the_camera_gives_a_picture(page: Any) -> None:
