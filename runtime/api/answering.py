@@ -89,10 +89,8 @@ class AnswerInProgress(Request):
         completed: Callable[[Answer, Selection | None], None] | None = None,
     ) -> None:
         super().__init__(options.timeout)
-        self._loaded, self._messages, self._prompt_ids, self._policy, self._options = (
-            loaded, messages, ids, policy, options,
-        )  # fmt: skip
-        self._lease, self._after, self._completed = lease, after, completed
+        self._loaded, self._messages, self._prompt_ids, self._policy = loaded, messages, ids, policy
+        self._options, self._lease, self._after, self._completed = options, lease, after, completed
         self.answer: Answer | None = None
         self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
         self._vision_seconds = 0.0

@@ -26,6 +26,8 @@ from vtx.runtime.session.session import Selection, Session
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from vtx.runtime.session.caches import PrefixCaches
+
 
 class Conversation:
     """Questions about the same images. The images' part of the caches is computed once and reused.
@@ -165,7 +167,12 @@ class Conversation:
 
         Its system text and images are encoded and in the caches then, as far as they are there.
         """
-        self._session.caches.copy_prefix(other._session.caches)
+        self._session.caches.copy_prefix(other.prefix_caches)
+
+    @property
+    def prefix_caches(self) -> PrefixCaches:
+        """Its caches with the prefix in them, for a conversation that copies it."""
+        return self._session.caches
 
     @property
     def cache_bytes(self) -> int:
@@ -183,11 +190,9 @@ class Conversation:
 
     def _forget(self) -> None:
         """Begin with empty caches."""
-        backend, shared = self.loaded.backend, self.loaded.image_cache if self._shares_images else None
-        self._session, self._encoded = (
-            Session(backend, self.loaded.manifest),
-            EncodedImages(backend, self.images, shared),
-        )
+        backend = self.loaded.backend
+        self._session = Session(backend, self.loaded.manifest)
+        self._encoded = EncodedImages(backend, self.images, self.loaded.image_cache if self._shares_images else None)
 
 
 class Chat:
