@@ -23,6 +23,7 @@ DEMO_REDUCTIONS = (
     "mustdrop:64", "mustdrop:64,tau=off", "mustdrop:gamma=0.05,alpha=0.1,tau=off", "cdpruner:keep=0.25",
     "cdpruner:keep=0.5", "dart:keep=0.25", "dart:keep=0.5", "divprune:keep=0.25", "divprune:keep=0.5",
     "random:keep=0.25", "random:keep=0.5", "visionzip", "visionzip:dominant=0.375,contextual=0.0694",
+    "hiprune:keep=0.25,layer=2", "hiprune:keep=0.5,layer=2",
 )  # fmt: skip
 
 if TYPE_CHECKING:

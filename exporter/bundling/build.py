@@ -120,6 +120,7 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     vision = partial(
         build_vision, c=plan.config, merges=graphs.vision_merges, attention=graphs.vision_attention,
         last_attention=graphs.vision_last_attention, tower_tokens=graphs.projector is not None, text_tower=tower,
+        received=graphs.vision_received,
     )  # fmt: skip
     write(graphs.vision, precisions.vision, vision)
     frames = plan.config.frames

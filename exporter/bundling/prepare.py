@@ -125,6 +125,7 @@ class Plan:
                 text_tower=f"text-tower.{suffix}" if self.text_tower else None,
                 video=f"video.{suffix}" if self.config.frames is not None and dialect != "trt" else None,
                 projector=f"projector.{suffix}" if needs.projector else None,
+                vision_received=max(needs.tower_layers, default=None),
             )  # fmt: skip
         return made
 
@@ -281,6 +282,11 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
             if part.renumbers and config.text.rope.sections:
                 raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
             check_patches(part, vision.shuffle, class_token=vision.class_token)
+            if own.tower_layers and max(own.tower_layers) > (used := max(config.feature_layers)):
+                raise UnsupportedModelError(
+                    f"{part.name} looks at block {max(own.tower_layers)} of the tower, and this model uses {used} of "
+                    f"its blocks; give layer, from 1 to {used}"
+                )
             if own.merging and vision.grid < SIDE:
                 raise UnsupportedModelError(
                     f"{part.name} merges windows of {SIDE} x {SIDE} patches, the tower has {vision.grid} x "
@@ -301,6 +307,11 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
             raise RequestError(f"--reduce {canonical} is given twice; name each variant once")
         specs.append(canonical)
         needs |= Policy(parts).needs
+    if len(needs.tower_layers) > 1:
+        blocks = " and ".join(map(str, sorted(needs.tower_layers)))
+        raise RequestError(
+            f"--reduce names blocks {blocks} of the tower; a bundle has the attention of one, so give one"
+        )
     # One vision graph serves all variants, so the merging of one changes the attention that another reads.
     too_early = needs.attention and max(config.feature_layers) < 2
     if needs.merging and (too_early or (needs.last_attention and config.vision.layers < 2)):

@@ -90,6 +90,17 @@ def class_attention(b: Builder, v: VisionConfig, q: ir.Value, k: ir.Value, seen:
     return b.op("ReduceSum", mean, b.constant([1, 2]), keepdims=0)
 
 
+def received_attention(b: Builder, v: VisionConfig, q: ir.Value, k: ir.Value) -> ir.Value:
+    """The attention [images, tokens] float32 that each token gets, mean over heads and over all tokens."""
+    size = v.hidden // v.heads
+    query = b.op("Mul", b.to_float32(q), b.constant(np.array(size**-0.5, np.float32)))
+    query = b.op("Transpose", b.reshape(query, 0, -1, v.heads, size), perm=[0, 2, 1, 3])
+    key = b.op("Transpose", b.reshape(b.to_float32(k), 0, -1, v.heads, size), perm=[0, 2, 3, 1])
+    weights = b.op("Softmax", b.op("MatMul", query, key), axis=-1)
+    mean = b.op("Div", weights, b.constant(np.array(v.heads * v.states, np.float32)))
+    return b.op("ReduceSum", mean, b.constant([1, 2]), keepdims=0)
+
+
 def _mean_cosine(b: Builder, hidden: ir.Value) -> ir.Value:
     """Mean over the pairs of a window [windows, 9, hidden]: of unit vectors u, (|sum u|^2 - sum |u|^2) / 72."""
     square = b.op("ReduceSum", b.op("Mul", hidden, hidden), b.constant([2]), keepdims=1)

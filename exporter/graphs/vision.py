@@ -11,7 +11,7 @@ from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, norm_tensors
 from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
-from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows
+from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows, received_attention
 from vtx.exporter.graphs.native import build_native, native_tensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
@@ -90,27 +90,33 @@ class _Tower:
 def build_vision(
     b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False, last_attention: bool = False,
     text_tower: TextTowerSpec | None = None, tower_tokens: bool = False,
+    received: int | None = None,
 ) -> None:  # fmt: skip
     """[images, 3, side, side] float32 to [images, view_tokens, hidden] float32.
 
     `merges`: windows of similar patches merge after the first block. The graph then computes one image at a time, and
     the number of tokens is known only at run time, or an output marks the removed ones. `attention` adds an output of
     the class token's attention to each token in the last used block, `last_attention` in the tower's last block,
-    `text_tower` each token in the space of that CLIP's text tower, `tower_tokens` the tower's own tokens. Images at
-    their own resolution: `build_native`.
+    `text_tower` each token in the space of that CLIP's text tower, `tower_tokens` the tower's own tokens,
+    `received` the attention that each token gets in that block and in the last used one. Images at their own
+    resolution: `build_native`.
     """
     v = c.vision
     if v.native:
-        assert not any((merges, attention, last_attention, text_tower, tower_tokens)), "refused for these towers"
+        assert not any((merges, attention, last_attention, text_tower, tower_tokens, received)), (
+            "refused for these towers"
+        )
         build_native(b, c)
         return
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
     tau = b.input(names.TAU, FLOAT, [1]) if merges else None
     x = _embeddings(b, v, pixels)
-    tower = _Tower([x])
+    tower, of_block = _Tower([x]), list[ir.Value]()
     for layer in range(max(c.feature_layers)):
         name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
         x, tower.query, tower.key = build_block(b, v, x, name, shape, _seen(tower))
+        if received is not None and layer + 1 in (received, max(c.feature_layers)):
+            of_block.append(b.op("Unsqueeze", received_attention(b, v, tower.query, tower.key), b.constant([2])))
         if layer == 0 and tau is not None:
             tower.merged = merge_windows(b, v, x, tau)
             x = tower.merged.hidden
@@ -135,6 +141,9 @@ def build_vision(
     if last_attention:
         given = _select(b, c, class_attention(b, v, *_last_block(b, c, tower), _seen(tower)))
         b.output(b.reshape(given, -1), names.CLS_ATTENTION_LAST, FLOAT, each)
+    if received is not None:
+        both = b.op("Concat", of_block[0], of_block[-1], axis=-1)
+        b.output(b.reshape(_select(b, c, both), -1, 2), names.RECEIVED, FLOAT, [*each, 2])
     if text_tower is not None:
         project_patches(b, text_tower, features, v.hidden, *each)
     if tower_tokens:

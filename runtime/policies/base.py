@@ -25,7 +25,8 @@ class Needs(NamedTuple):
     vision graph merges windows; `attention`, `last_attention`: it gives the class token's attention in the tower's last
     block in use, in its very last block. `final_norm`: the weight of the decoder's last norm is a file of its own.
     `text_tower`: the bundle holds CLIP's text tower, and the patches in its space. `projector`: the projector is a
-    graph of its own, and the vision graph gives the tower's tokens.
+    graph of its own, and the vision graph gives the tower's tokens. `tower_layers`: blocks of the tower of which it
+    gives the attention that each token gets.
     """
 
     cuts: tuple[int, ...] = ()
@@ -37,6 +38,7 @@ class Needs(NamedTuple):
     final_norm: bool = False
     text_tower: bool = False
     projector: bool = False
+    tower_layers: frozenset[int] = frozenset()
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -46,7 +48,7 @@ class Needs(NamedTuple):
     @property
     def of_patches(self) -> bool:
         """True if the vision graph has an input or an output of each patch for it."""
-        return self.merging or self.attention or self.last_attention or self.text_tower
+        return self.merging or self.attention or self.last_attention or self.text_tower or bool(self.tower_layers)
 
     def __or__(self, other: Needs) -> Needs:
         cuts, queries = sorted({*self.cuts, *other.cuts}), sorted({*self.queries, *other.queries})
@@ -204,6 +206,7 @@ class Reduction:
                 layers = value if isinstance(value, tuple) else (value,) if value else ()
                 cuts = tuple(layer + 1 for layer in layers)
                 needs[need] = min(layers, default=None) if need == "shrinks" else cuts if need == "cuts" else layers
+                needs[need] = frozenset(layers) if need == "tower_layers" else needs[need]
             else:
                 needs[need] = all(value == getattr(self, option) for option, value in source.items())
         return Needs(**needs)

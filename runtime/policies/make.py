@@ -118,7 +118,7 @@ def check_layout(reductions: Sequence[Reduction], layout: Layout) -> None:
 def check_patches(part: Reduction, side: int, *, class_token: bool) -> None:
     """Raise UnsupportedModelError if a tower, whose tokens are of `side` x `side` patches each, lacks a need."""
     needs = part.needs()
-    if (needs.attention or needs.last_attention or needs.merging) and side > 1:
+    if (needs.of_patches and not needs.text_tower) and side > 1:
         raise UnsupportedModelError(
             f"{part.name} looks at patches one by one, and this model's tokens are of {side} x {side} patches each; "
             "use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0"
@@ -163,6 +163,8 @@ def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
         return "the weight of the decoder's last norm"
     if needs.text_tower and manifest.text_tower is None:
         return "CLIP's text tower"
+    if blocks := needs.tower_layers - {graphs.vision_received}:
+        return f"the attention of the tower's block {', '.join(map(str, sorted(blocks)))}"
     if needs.projector and graphs.projector is None:
         return "the tower's tokens and a graph of the projector"
     if needs.last_attention and not graphs.vision_last_attention:

@@ -89,11 +89,12 @@ def check_together(parts: Sequence[Reduction]) -> None:
                 raise RequestError(f"{both} both set {name}; leave one out, or give {name}={OFF}")
             setting[name] = part.name
     for number, part in enumerate(parts):
-        for place, other in enumerate(parts if part.needs().projector else ()):
-            if other.needs().of_patches:
-                raise RequestError(f"{other.name} looks at patches, and {part.name} merges them; leave one out")
+        needs = part.needs()
+        for place, other in enumerate(parts if needs.projector or needs.tower_layers else ()):
+            if other.needs().merging or (needs.projector and other.needs().of_patches):
+                raise RequestError(f"{other.name} and {part.name} both work on the tower's patches; leave one out")
             if place < number and other.entry() is not None:
-                raise RequestError(f"{part.name} merges the tower's own tokens; write it before {other.name}")
+                raise RequestError(f"{part.name} works on all of the tower's patches; write it before {other.name}")
     for before, after in pairwise(parts):
         if before.needs().cuts and not after.needs().cuts:
             raise RequestError(

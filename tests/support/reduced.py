@@ -59,6 +59,8 @@ def word(method: Method) -> str:
         parts.insert(0 if method.layers else len(parts), f"cdpruner:keep={keep},text={text}")
     if method.divprune is not None:
         parts.insert(0 if method.layers else len(parts), f"divprune:keep={method.divprune}")
+    if method.hiprune is not None:
+        parts.insert(0, "hiprune:keep={},alpha={},layer={}".format(*method.hiprune))
     if method.visionzip is not None:
         parts.insert(0, "visionzip:dominant={},contextual={}".format(*method.visionzip))
     if method.dart is not None:

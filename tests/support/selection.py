@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.runtime.bundle.spec.names import CLIP_PATCHES, CLS_ATTENTION
+from vtx.runtime.bundle.spec.names import CLIP_PATCHES, CLS_ATTENTION, RECEIVED
 from vtx.runtime.vision.tokens import NEWLINE, ImageTokens, Patches, TowerTokens
 
 Floats = NDArray[np.float32]
@@ -35,8 +35,15 @@ class Drawn:
     @property
     def image(self) -> ImageTokens:
         count, views = len(self.hidden), self.views
-        indices = np.arange(count) if views is None else np.where(views < 0, NEWLINE, np.arange(count))
-        signals = {CLIP_PATCHES: self.patches, CLS_ATTENTION: self.patches[:, 0].copy()}
+        indices = np.arange(count)
+        if views is not None:  # view after view
+            each = (views == 0).sum()
+            indices = np.full(count, NEWLINE)
+            for view in range(views.max() + 1):
+                indices[views == view] = view * each + np.arange(each)
+        signals = {
+            CLIP_PATCHES: self.patches, CLS_ATTENTION: self.patches[:, 0].copy(), RECEIVED: self.patches[:, 1:3].copy()
+        }  # fmt: skip
         return ImageTokens(self.hidden, Patches(indices, np.zeros(count, bool), signals, views), key=self.key)
 
 
@@ -187,3 +194,15 @@ def visionzip(keys: Tensor, attention: Tensor, columns: int, dominant: int, cont
     of_tower = [(view, parts[view][0][i]) for view, i in order]
     places = [view * (count - 1) + token - 1 if token else -1 for view, token in of_tower]
     return Merging(places, weights.flatten(1))
+
+
+def hiprune(received: Tensor, budget: int, alpha: float) -> list[int]:
+    """The released code over one view: of patches [n] those that enter, by the attention [n, 2] that each gets."""
+    count, side = len(received), math.isqrt(len(received))
+    order = received[:, 0].sort(descending=True, stable=True).indices
+    anchors = order[: round(budget * alpha / 5)]
+    taken = torch.cat([anchors, anchors - 1, anchors + 1, anchors - side, anchors + side]).clamp(0, count - 1).unique()
+    deep = received[:, 1].clone()
+    deep[taken] -= 1000  # the code takes 1 off attention, which is below it
+    registers = deep.sort(descending=True, stable=True).indices[: budget - len(taken)]
+    return sorted({*taken.tolist(), *registers.tolist()})

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.support.clip import Clip
 from tests.support.reference import Inputs, Reference
-from tests.support.selection import divprune, visionzip
+from tests.support.selection import divprune, hiprune, visionzip
 from tests.support.tiny import MARKED
 
 
@@ -30,8 +30,8 @@ class Method:
     `key`: the share that no prune may drop, by the class token's attention in the last block in use or, with
     keys=last-block, in the tower's very last one. `layers` with `gamma` and `alpha`: dual attention after these layers.
     `fastv`: (after this layer, share to drop). `cdpruner`: (number to keep, text), `dart`: (number to keep, k, image
-    pivots, text pivots), `divprune`: the number to keep, `visionzip`: (dominant tokens, contextual ones). `k`:
-    withdrawal before this layer, of whatever is left.
+    pivots, text pivots), `divprune`: the number to keep, `visionzip`: (dominant tokens, contextual ones),
+    `hiprune`: (number to keep, alpha, block of the tower). `k`: withdrawal before this layer, of whatever is left.
     """
 
     tau: float | None = None
@@ -47,6 +47,7 @@ class Method:
     cdpruner: tuple[int, Literal["embedding", "none", "tower"]] | None = None
     divprune: int | None = None
     visionzip: tuple[int, int] | None = None
+    hiprune: tuple[int, float, int] | None = None
     dart: tuple[int, int, int, int] | None = None
     dart_order: Literal["size", "code"] = "size"
     k: int | None = None
@@ -73,6 +74,7 @@ class Image:
     span: int = 0
     of_tile: list[int] = field(default_factory=list)
     placeholders: int = 0
+    received: Tensor | None = None  # HiPrune's two scores of each row
     tower: tuple[Tensor, Tensor, Tensor] | None = None  # all its tokens: what is projected, mean keys, class attention
 
     def take(self, which: list[int]) -> Image:
@@ -216,11 +218,13 @@ class Statement:
             x = self._tower.pre_layrnorm(x)
         places = [-1] * clip + list(range(len(x) - clip))
         merged, similarity = [False] * len(x), [None] * len(x)
-        states, attention, keys = [x], None, x
+        states, attention, keys, received = [x], None, x, list[Tensor]()
         blocks = self._tower.encoder.layers
         wanted = self._feature_layers(len(blocks))
         looked_at = max(wanted) if method.keys == "used-block" else len(blocks)
         for number, layer in enumerate(blocks[: max(looked_at, *wanted)], start=1):
+            if method.hiprune is not None and number in (method.hiprune[2], max(wanted)):
+                received.append(self._attention(layer, x).mean(0).mean(0))
             if number == looked_at and clip:
                 attention = self._class_attention(layer, x)
                 keys = layer.self_attn.k_proj(layer.layer_norm1(x)).view(len(x), layer.self_attn.num_heads, -1).mean(1)
@@ -242,6 +246,8 @@ class Statement:
             image = image.take([*cls, *windows, *(i for i in range(len(image.rows)) if i not in {*cls, *windows})])
         if method.cls_keep is not None:
             image = image.take(_highest_of_each(image, method.cls_keep))
+        if received:
+            image.received = torch.stack([received[0], received[-1]], 1)[first:]
         if attention is not None:
             image.tower = torch.cat([states[number] for number in wanted], -1), keys, attention
         return image
@@ -271,6 +277,9 @@ class Statement:
         )  # fmt: skip
         if method.cls_keep is not None:
             image = image.take(_highest_of_each(image, method.cls_keep))
+        if method.hiprune is not None:
+            known = torch.cat([tile.received for tile in tiles])  # type: ignore[misc]
+            image.received = torch.stack([known[i] * (i >= 0) for i in order])
         if method.visionzip is not None:
             from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 
@@ -285,6 +294,27 @@ class Statement:
         rows, count = self._projector(merging.weights @ states.flatten(0, 1)), len(merging.places)
         return Image(rows, merging.places, [False] * count, None, [None] * count, rows, placeholders=placeholders)
 
+    @staticmethod
+    def _hipruned(image: Image, keep: int, alpha: float) -> list[int]:
+        """The rows that enter: in a view with rows cut off, of the ones that are left."""
+        assert image.received is not None
+        tiles, kept = image.of_tile or [0] * len(image.rows), list[int]()
+        each = sum(tile == 0 and place >= 0 for tile, place in zip(tiles, image.places, strict=True))
+        for tile in range(max(tiles) + 1):
+            own = [i for i, of in enumerate(tiles) if of == tile and image.places[i] >= 0]
+            if len(own) == each:
+                kept += [own[i] for i in hiprune(image.received[own], min(keep, each), alpha)]
+                continue
+            side, budget = math.isqrt(each), min(keep, len(own))
+            scores = {image.places[i] % each: image.received[i].tolist() for i in own}
+            number = {image.places[i] % each: i for i in own}
+            anchors = sorted(scores, key=lambda place: -scores[place][0])[: round(budget * alpha / 5)]
+            around = {min(max(p + step, 0), each - 1) for p in anchors for step in (-1, 1, -side, side)}
+            chosen = [*anchors, *sorted(p for p in around if p in scores and p not in anchors)][:budget]
+            rest = sorted((p for p in scores if p not in chosen), key=lambda place: -scores[place][1])
+            kept += [number[p] for p in [*chosen, *rest[: budget - len(chosen)]]]
+        return sorted(kept)
+
     def _selected(self, image: Image, ids: list[int], method: Method, asked: str) -> Image:
         """What of an image enters the decoder by CDPruner, or by DART before layer 1."""
         last = max(i for i, token in enumerate(ids) if token == self._reference.image_token)
@@ -297,6 +327,8 @@ class Statement:
                 kind, lambda: torch.cosine_similarity(image.rows.double(), question.double()[None], dim=-1)
             )
             return image.take(cdpruner(image.rows, raw(), count, image.of_tile))
+        if method.hiprune is not None:
+            return image.take(self._hipruned(image, *method.hiprune[:2]))
         if method.divprune is not None:
             return image.take(divprune(image.rows, method.divprune))
         if method.dart is not None and not method.dart[1]:
@@ -318,11 +350,14 @@ class Statement:
 
     def _class_attention(self, layer: Any, x: Tensor) -> Tensor:
         """Head-mean attention [n] of row 0 over all rows that enter `layer` (MustDrop Eq. 6)."""
+        return self._attention(layer, x).mean(0)[0]
+
+    def _attention(self, layer: Any, x: Tensor) -> Tensor:
+        """The attention [heads, n, n] in a block of the tower."""
         y, heads = layer.layer_norm1(x), layer.self_attn.num_heads
         q = layer.self_attn.q_proj(y).view(len(y), heads, -1).transpose(0, 1)
         k = layer.self_attn.k_proj(y).view(len(y), heads, -1).transpose(0, 1)
-        full = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]), -1)
-        return full.mean(0)[0]
+        return torch.softmax(q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]), -1)
 
     # ---- the decoder -------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ REDUCTIONS = (
     "divprune:keep=0.3",
     "dart:keep=10,k=0,pivots=3,text_pivots=2",
     "visionzip:dominant=5,contextual=3+fastv:k=4",
+    "hiprune:layer=1,alpha=0.5",
 )
 
 

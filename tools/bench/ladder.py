@@ -28,6 +28,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "random": tuple(f"random:keep={share}" for share in KEPT),
     "divprune": tuple(f"divprune:keep={share}" for share in KEPT),
     "visionzip": tuple(f"visionzip:dominant={share},contextual={share / 8}" for share in KEPT),
+    "hiprune": tuple(f"hiprune:keep={share},layer={block}" for share in KEPT for block in (2, 9)),
     "lsm": tuple(f"lsm:tau={tau}" for tau in (0.95, 0.9, 0.8, 0.6)),
     "cdpruner": tuple(f"cdpruner:keep={share}" for share in KEPT),
     "cdpruner, text=none": tuple(f"cdpruner:keep={share},text=none" for share in KEPT),

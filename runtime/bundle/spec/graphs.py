@@ -66,6 +66,8 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
         outputs[names.CLS_ATTENTION_LAST] = Tensor("float32", (TOKENS,))
     if m.text_tower is not None:
         outputs[names.CLIP_PATCHES] = Tensor("float32", (TOKENS, m.text_tower.width))
+    if graphs.vision_received is not None:
+        outputs[names.RECEIVED] = Tensor("float32", (TOKENS, 2))
     if graphs.projector is not None:
         tower = m.model.tower
         width = tower.feature_width + tower.hidden // tower.heads + 1

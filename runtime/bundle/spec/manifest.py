@@ -112,7 +112,7 @@ class Graphs:
     merging, one image at a time; `vision_attention`: it gives the class token's attention in the tower's last block in
     use; `vision_last_attention`: in its very last block. `text_tower` exists if the manifest declares one, `video` if
     it declares a graph of frames, but not in `trt`. With `projector`, the projector alone, the vision graph gives the
-    tower's own tokens.
+    tower's own tokens; with `vision_received` the attention that each token gets in that block of the tower.
     """
 
     vision: str
@@ -127,6 +127,7 @@ class Graphs:
     text_tower: str | None = None
     video: str | None = optional(None)
     projector: str | None = optional(None)
+    vision_received: int | None = optional(None)
 
     @property
     def all(self) -> tuple[str, ...]:

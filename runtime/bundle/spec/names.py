@@ -36,6 +36,9 @@ Inputs and outputs for reductions exist only in bundles that were exported for t
     vision   with a text tower                               -> clip_patches [tokens, width] f32, the tokens in the
                                                                 space of the text tower's embeddings
     text_tower   ids [tokens] int64 by a tokenizer of its own -> text_embedding [1, width] f32
+    vision   for a block of the tower                        -> received [tokens, 2] f32, the attention that a token
+                                                                gets in that block and in the last one in use, mean over
+                                                                heads and over all of the tower's tokens
     vision   with a graph of the projector                   -> tower_tokens [images, states, width + head + 1] f32:
                                                                 of each of the tower's tokens, its class token first,
                                                                 the hidden state that is projected, the mean over heads
@@ -97,10 +100,11 @@ CLS_ATTENTION = "cls_attention"
 CLS_ATTENTION_LAST = "cls_attention_last"
 CLIP_PATCHES = "clip_patches"
 TEXT_EMBEDDING = "text_embedding"
+RECEIVED = "received"
 TOWER_TOKENS = "tower_tokens"
 TOWER_STATES = "tower_states"
 # Outputs of vision graphs for each token, [tokens] or [tokens, width] float32.
-VISION_SIGNALS = (SIMILARITY, CLS_ATTENTION, CLS_ATTENTION_LAST, CLIP_PATCHES)
+VISION_SIGNALS = (SIMILARITY, CLS_ATTENTION, CLS_ATTENTION_LAST, CLIP_PATCHES, RECEIVED)
 
 CLASS_TOKEN = -1  # the patch index of the tower's class token
 GONE, PATCH, WINDOW = -1, 0, 1  # what `merged` says of a token: gone into a window, one patch, a window of nine

@@ -82,7 +82,8 @@ def test_bars_without_a_colour_are_refused_as_in_python(
 @pytest.mark.slow
 def test_reductions_of_tiles_are_those_of_python(models: Callable[..., Model], pictures: list[Path]) -> None:
     specs = ("cls:keep=0.5", "mustdrop:tau=off,key=0.2,layers=2/4,gamma=0.015,alpha=0.01", "cdpruner:keep=20",
-             "divprune", "random", "visionzip:dominant=4,contextual=2")  # fmt: skip
+             "divprune", "random", "visionzip:dominant=4,contextual=2",
+             "hiprune:keep=8,alpha=0.7,layer=1")  # fmt: skip
     model = models(LLAVA_NEXT, (), "fp32", specs)
     for spec in specs:
         found = ask(model.bundle.folder, pictures[1], *QUESTIONS, "--reduce", spec, "--max-new-tokens", "6")

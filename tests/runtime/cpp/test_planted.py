@@ -95,7 +95,7 @@ def test_a_planted_method_answers_alike_in_both_runtimes(tiny_checkpoint: Callab
     refused = run(*ask, "odd")
     assert refused.returncode == 1
     assert (
-        "odd is not built into libvtx, which has cdpruner, cls, dart, divprune, every, fastv, lsm, mustdrop, random, "
-        "visionzip" in refused.stderr
+        "odd is not built into libvtx, which has cdpruner, cls, dart, divprune, every, fastv, hiprune, lsm, mustdrop, "
+        "random, visionzip" in refused.stderr
     )
     assert "every: n is 0; it must be at least 1" in run(*ask, "every:n=0").stderr

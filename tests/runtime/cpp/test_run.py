@@ -38,6 +38,7 @@ REDUCTIONS = (
     "fastv:k=4",
     "random:seed=7",
     "visionzip:dominant=5,contextual=3",
+    "hiprune:alpha=0.6,layer=1",
 )
 
 

@@ -190,6 +190,9 @@ def test_methods_that_look_at_the_image_alone_choose_as_their_statements(number:
     tokens, count = torch.tensor(case.hidden), len(case.hidden)
     assert of_case("divprune", case) == divprune(tokens, divprune_count(0.098, count))
     assert of_case("divprune:keep=0.5", case) == divprune(tokens, divprune_count(0.5, count))
+    sizes = np.zeros(count, int) if case.views is None else case.views
+    for spec in (f"hiprune:keep={(sizes == 0).sum() // 2},alpha=0.4", "hiprune:keep=5,alpha=0.9", "hiprune"):
+        assert of_case(spec, case) == parse(spec)[0].select(case.image).tolist()  # type: ignore[attr-defined]
     assert of_case(f"random:seed={number}", case) == random_tokens(case, -(-count // 4), number)
     assert of_case(f"random:keep={count - 1},seed=1000000000", case) == random_tokens(case, count - 1, 10**9)
 

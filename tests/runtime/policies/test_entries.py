@@ -14,12 +14,14 @@ from tests.support.selection import (
     divprune,
     divprune_count,
     drawn,
+    hiprune,
     random_tokens,
     released_cdpruner,
     relevance,
     tower,
     visionzip,
 )  # fmt: skip
+from vtx.runtime.bundle.spec.names import RECEIVED
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import PromptText, parse
 from vtx.runtime.policies.methods.cdpruner import CDPruner
@@ -96,6 +98,44 @@ def test_a_budget_beyond_a_view_keeps_all_of_it_and_beyond_all_views_the_whole_i
     assert np.bincount(views[found]).tolist() == [5, 3, 5]
     assert CDPruner(10_000, "none").select(image) is None
     assert CDPruner(1, "none").select(image) is None
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_hiprune_keeps_the_tokens_of_the_released_code_in_each_view(number: int) -> None:
+    case = drawn(number)
+    views = np.zeros(len(case.hidden), int) if case.views is None else case.views
+    received, each = torch.tensor(case.patches[:, 1:3]), int((views == 0).sum())
+    for keep, alpha in ((each // 2, 0.1), (each - 1, 0.5), (max(2, each // 4), 0.3), (2, 0.0)):
+        own = [np.flatnonzero(views == view) for view in range(views.max() + 1)]
+        wanted = [int(i) for which in own for i in which[hiprune(received[which], keep, alpha)]]
+        [method] = parse(f"hiprune:keep={keep},alpha={alpha}")
+        found = method.select(case.image)  # type: ignore[attr-defined]
+        assert found.tolist() == sorted(wanted)
+        assert len(found) == len(own) * keep
+
+
+def test_hiprune_takes_neighbours_around_corners_and_never_more_than_its_number() -> None:
+    """Before the first patch there is the first, beyond the last the last, and beyond a row's end the next row."""
+    received = np.zeros((9, 2), np.float32)
+    image = ImageTokens.one_per_patch(np.zeros((9, 2), np.float32))
+
+    def kept(keep: int, alpha: float, **highest: list[int]) -> list[int]:
+        received[:] = np.arange(9, 0, -1)[:, None] / 100
+        for column, name in enumerate(("anchors", "registers")):
+            received[highest.get(name, []), column] = 0.5
+        patches = replace(image.patches, signals={RECEIVED: received})
+        [method] = parse(f"hiprune:keep={keep},alpha={alpha}")
+        return method.select(replace(image, patches=patches)).tolist()  # type: ignore[attr-defined]
+
+    assert kept(5, 1.0, anchors=[0]) == [0, 1, 2, 3, 4]  # 0 and its neighbours 1 and 3, then registers
+    assert kept(5, 1.0, anchors=[8], registers=[0, 1]) == [0, 1, 5, 7, 8]
+    assert kept(5, 1.0, anchors=[2], registers=[8, 7]) == [0, 1, 2, 3, 5]  # -1 is 0, and 3 starts the next row
+    assert kept(2, 0.1, registers=[4, 6]) == [4, 6]
+    assert kept(3, 1.0, anchors=[4]) == [1, 3, 4]  # five would be more than three
+    assert [parse(f"hiprune:{preset}")[0].number_kept(576, 1) for preset in ("192", "128", "64")] == [192, 128, 64]
+    for spec in ("keep=0", "alpha=1.1", "layer=0"):
+        with pytest.raises(RequestError, match="hiprune"):
+            parse(f"hiprune:{spec}")
 
 
 def test_another_seed_or_another_image_gives_other_random_tokens() -> None:

@@ -26,7 +26,7 @@ from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.methods.gate import Gate
 
-SPECS = ("none", "dart", "dart:k=7", "lsm", "mustdrop:layers=3/7", "fastv:k=2", "visionzip")
+SPECS = ("none", "dart", "dart:k=7", "lsm", "mustdrop:layers=3/7", "fastv:k=2", "visionzip", "hiprune:layer=1")
 KS = (4, 9)
 AFTER_2, AFTER_7, BEFORE = (24, 2, 4, 4), (16, 7, 2, 3), (20, 0, 4, 4)
 WAYS: dict[str, dict[str, Any]] = {
@@ -34,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "cdpruner-without-text": {"cdpruner": (20, "none")},
     "divprune": {"divprune": 20},
     "visionzip": {"visionzip": (14, 5)},
+    "hiprune": {"hiprune": (20, 0.5, 1)},
     "dart": {"dart": AFTER_2},
     "dart-pivots-as-released": {"dart": AFTER_2, "dart_order": "code"},
     "dart-after-layer-7": {"dart": AFTER_7},
@@ -205,6 +206,7 @@ REUSED = {
     "divprune": 16,
     "random": 16,
     "visionzip": 16,
+    "hiprune:layer=1": 16,
 }
 
 

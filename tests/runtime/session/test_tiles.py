@@ -85,6 +85,7 @@ METHODS = {
     "cdpruner without text": Method(cdpruner=(5, "none")),
     "divprune": Method(divprune=20),
     "visionzip": Method(visionzip=(4, 2)),
+    "hiprune": Method(hiprune=(8, 0.7, 1)),
     "dart": Method(dart=(24, 2, 2, 2)),
     "dart before layer 1": Method(dart=(24, 0, 2, 2)),
 }

@@ -20,7 +20,8 @@ SEVEN = KNOWN["llava-1.5-7b"]
 ANSWERED = (
     "fastv:k=2,ratio=0.5", "fastv:k=2,ratio=0.3", "cls:keep=0.3", "cdpruner:keep=5", "cdpruner:keep=0.3,text=none",
     "dart:keep=0.6,k=2,pivots=1,text_pivots=2", "dart:keep=7,k=0", "divprune:keep=0.3", "divprune:keep=5", "random",
-    "random:keep=3,seed=5", "visionzip:dominant=4,contextual=2", "cls:keep=0.75+fastv:k=3,ratio=0.5",
+    "random:keep=3,seed=5", "visionzip:dominant=4,contextual=2",
+    "hiprune:keep=5,layer=1", "cls:keep=0.75+fastv:k=3,ratio=0.5",
 )  # fmt: skip
 
 
@@ -40,6 +41,7 @@ def test_answers_have_the_tokens_that_the_plan_counts(models: Models, spec: str)
 def test_each_method_has_its_schedule_for_given_counts() -> None:
     next_7b = KNOWN["llava-next-7b"]
     for spec, kept in (("cdpruner:64", 5 * 64), ("cdpruner:keep=0.25,text=none", 5 * 144), ("visionzip:128", 640),
+                       ("hiprune:64", 320),
                        ("divprune", 282), ("random:keep=0.1", 288), ("dart:keep=100,k=0", 100),
                        ("cls:keep=0.1", 288)):  # fmt: skip
         assert reduce_counts(parse(spec), next_7b, 2880, 5).vision_tokens == (kept,) * 32

@@ -93,6 +93,7 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   if (graphs.vision_attention) out.outputs.push_back({names::kClsAttention, "float32", {"tokens"}});
   if (graphs.vision_last_attention) out.outputs.push_back({names::kClsAttentionLast, "float32", {"tokens"}});
   if (m.text_tower) out.outputs.push_back({names::kClipPatches, "float32", {"tokens", m.text_tower->width}});
+  if (graphs.vision_received) out.outputs.push_back({names::kReceived, "float32", {"tokens", int64_t{2}}});
   int64_t width = m.model.tower.feature_width + m.model.tower.key_width + 1;
   if (graphs.projector) out.outputs.push_back({names::kTowerTokens, "float32", {images, "states", width}});
   return out;

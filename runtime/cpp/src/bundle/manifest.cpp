@@ -136,6 +136,7 @@ Graphs read_graphs(const Json& value, const std::string& dialect) {
   g.text_tower = fields.text_or_null("text_tower");
   if (fields.has("video")) g.video = fields.text_or_null("video");
   if (fields.has("projector")) g.projector = fields.text_or_null("projector");
+  if (fields.has("vision_received")) g.vision_received = fields.whole("vision_received");
   fields.done();
   return g;
 }

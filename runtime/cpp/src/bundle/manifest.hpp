@@ -55,6 +55,7 @@ struct Graphs {
   std::vector<std::string> stages, gates;
   std::optional<std::string> score, text_tower, video, projector;
   bool vision_merges, vision_attention, vision_last_attention;
+  std::optional<int64_t> vision_received;  // a block of the tower
 };
 
 struct FileRecord {

@@ -30,6 +30,7 @@ inline constexpr char kClsAttention[] = "cls_attention";
 inline constexpr char kClsAttentionLast[] = "cls_attention_last";
 inline constexpr char kClipPatches[] = "clip_patches";
 inline constexpr char kTextEmbedding[] = "text_embedding";
+inline constexpr char kReceived[] = "received";
 inline constexpr char kTowerTokens[] = "tower_tokens";
 inline constexpr char kTowerStates[] = "tower_states";
 inline constexpr char kFileTokenizer[] = "tokenizer.json";

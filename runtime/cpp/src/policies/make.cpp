@@ -94,6 +94,8 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
   if (needs.merging && !graphs.vision_merges) return "a vision graph that merges windows";
   if (needs.final_norm && m.files.count(names::kFileFinalNorm) == 0) return "the weight of the decoder's last norm";
   if (needs.text_tower && !m.text_tower) return "CLIP's text tower";
+  for (int64_t block : needs.tower_layers)
+    if (block != graphs.vision_received) return cat("the attention of the tower's block ", block);
   if (needs.projector && !graphs.projector) return "the tower's tokens and a graph of the projector";
   if (needs.last_attention && !graphs.vision_last_attention) return "the class token's attention in the tower's last block";
   return needs.attention && !graphs.vision_attention ? "the class token's attention" : "";

@@ -21,7 +21,8 @@ struct Needs {
   std::set<int64_t> cuts, queries;
   std::optional<int64_t> shrinks;
   bool merging = false, attention = false, last_attention = false, final_norm = false, text_tower = false, projector = false;
-  bool of_patches() const { return merging || attention || last_attention || text_tower; }
+  std::set<int64_t> tower_layers;
+  bool of_patches() const { return merging || attention || last_attention || text_tower || !tower_layers.empty(); }
 };
 
 // The text of a prompt, as known before its images enter the decoder: ids, input embeddings, and which of them stand

@@ -84,14 +84,18 @@ void check_together(const std::vector<MethodPtr>& parts) {
              "=off");
     }
   }
-  for (size_t i = 0; i < parts.size(); ++i)
-    for (size_t place = 0; place < parts.size() && parts[i]->needs().projector; ++place) {
-      if (parts[place]->needs().of_patches())
-        fail(Kind::request, parts[place]->name(), " looks at patches, and ", parts[i]->name(),
-             " merges them; leave one out");
+  for (size_t i = 0; i < parts.size(); ++i) {
+    Needs needs = parts[i]->needs();
+    for (size_t place = 0; place < parts.size() && (needs.projector || !needs.tower_layers.empty()); ++place) {
+      Needs other = parts[place]->needs();
+      if (other.merging || (needs.projector && other.of_patches()))
+        fail(Kind::request, parts[place]->name(), " and ", parts[i]->name(),
+             " both work on the tower's patches; leave one out");
       if (place < i && parts[place]->entry())
-        fail(Kind::request, parts[i]->name(), " merges the tower's own tokens; write it before ", parts[place]->name());
+        fail(Kind::request, parts[i]->name(), " works on all of the tower's patches; write it before ",
+             parts[place]->name());
     }
+  }
   for (size_t i = 1; i < parts.size(); ++i)
     if (!parts[i - 1]->needs().cuts.empty() && parts[i]->needs().cuts.empty())
       fail(Kind::request, parts[i]->name(), " works before the decoder and ", parts[i - 1]->name(), " within it; write ",
@@ -252,6 +256,7 @@ Needs MethodOptions::needs() const {
       if (layer == 0) continue;
       if (need == "cuts") needs.cuts.insert(layer + 1);
       if (need == "queries") needs.queries.insert(layer);
+      if (need == "tower_layers") needs.tower_layers.insert(layer);
       if (need == "shrinks") needs.shrinks = std::min(needs.shrinks.value_or(layer), layer);
     }
   }

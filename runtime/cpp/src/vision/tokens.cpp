@@ -66,10 +66,10 @@ Rows MergedTokens::states(const TowerTokens& tower) const {
 }
 
 Rows* VisionOutputs::rows_of(const std::string& name) {
-  return name == names::kFeatures      ? &features
-         : name == names::kClipPatches ? &clip
-         : name == names::kTowerTokens ? &tower
-                                       : nullptr;
+  if (name == names::kFeatures) return &features;
+  if (name == names::kClipPatches) return &clip;
+  if (name == names::kReceived) return &received;
+  return name == names::kTowerTokens ? &tower : nullptr;
 }
 
 bool MarkedImage::has_text() const {
@@ -92,6 +92,10 @@ std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t sta
   for (const auto& [name, values] : found.whole) check(values.size());
   for (const auto& [name, values] : found.signals) check(values.size());
   if (found.clip.width > 0) check(found.clip.count());
+  if (found.received.width > 0) check(found.received.count());
+  for (size_t column = 0; column < found.received.width; ++column)
+    for (size_t i = 0; i < count; ++i)
+      found.signals[cat(names::kReceived, ".", column)].push_back(found.received.row(i)[column]);
   auto side = static_cast<size_t>(std::sqrt(static_cast<double>(count)));
   Patches all{count_up(side * side + 1 == count ? names::kClassToken : 0, count), Mask(count, 0), std::move(found.signals),
               std::move(found.clip), std::nullopt};

@@ -16,7 +16,7 @@ struct Patches {
   Ids places;   // the patch in raster order, view after view; of a merged window its first one, of the class token -1,
                 // of a newline between rows of tiles -2
   Mask merged;  // whether the token is a merged window
-  std::map<std::string, Floats> signals;  // what else the vision graph says of each token
+  std::map<std::string, Floats> signals;  // what else the vision graph says of each token; of several numbers "NAME.0", ...
   Rows clip;                              // the tokens in the space of the text tower's embeddings, where there is one
   std::optional<Ids> views;               // of an image in tiles, which of them each comes from, -1 none
 
@@ -83,7 +83,7 @@ struct MarkedImage {
 
 // The outputs of a vision graph for one image.
 struct VisionOutputs {
-  Rows features, clip, tower;
+  Rows features, clip, tower, received;
   std::map<std::string, Ids> whole;
   std::map<std::string, Floats> signals;
   Rows* rows_of(const std::string& name);  // an output of several numbers a token; null: of one

@@ -173,10 +173,18 @@ void select(char** values, bool tiled) {
   image.key = sha256_hex({reinterpret_cast<char*>(image.rows.data.data()), image.rows.data.size() * sizeof(float)});
   image.patches.places = count_up(0, tokens);
   image.patches.clip = rows_of(tokens, clip);
+  for (size_t i = 0; i < tokens; ++i)  // what tests/support/selection.py gives as the attention that they get
+    for (size_t column : {size_t{0}, size_t{1}})
+      image.patches.signals[cat(names::kReceived, ".", column)].push_back(clip > 2 ? image.patches.clip.row(i)[column + 1] : 0);
   if (tiled) {
     image.patches.views = Ids(tokens);
     std::cin.read(reinterpret_cast<char*>(image.patches.views->data()),
                   static_cast<std::streamsize>(tokens * sizeof(int64_t)));
+    const Ids& views = *image.patches.views;
+    auto each = std::count(views.begin(), views.end(), 0);
+    std::map<int64_t, int64_t> seen;
+    for (size_t i = 0; i < tokens; ++i)
+      image.patches.places[i] = views[i] < 0 ? names::kNewline : views[i] * each + seen[views[i]]++;
   }
   std::vector<PromptText> questions(std::stoul(values[4]));
   for (PromptText& question : questions)
