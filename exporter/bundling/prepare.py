@@ -26,7 +26,7 @@ from vtx.exporter.graphs.encoder import text_tower_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
 from vtx.exporter.graphs.merge import SIDE
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source
 from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_weights, with_own_head
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings

@@ -23,8 +23,7 @@ from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.reference.attention import AttentionMeter
 from vtx.exporter.reference.model import Reference, Sample
-from vtx.exporter.reference.prompts import PreparedItem, prepare
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import PreparedItem, Source, prepare
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options

@@ -12,7 +12,7 @@ import numpy as np
 from vtx.exporter.calibration.choosing import Choice, Choosing, Point, choose
 from vtx.exporter.checkpoint.loader import read_json_object
 from vtx.exporter.reference.attention import KINDS, AttentionShares, Shares
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, json_value, optional
 from vtx.tools.common.files import write_json

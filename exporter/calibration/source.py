@@ -14,7 +14,7 @@ from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name
 from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle

@@ -24,8 +24,7 @@ from torch import Tensor
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirectory
 from vtx.exporter.reference.model import Encoded, Reference, Sample
-from vtx.exporter.reference.prompts import answer_ids, prompt_ids
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source, answer_ids, prompt_ids
 from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, VtxError
 from vtx.tools.common.cluster import connected, cores
 from vtx.tools.data.items import Item, plain

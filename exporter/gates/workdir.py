@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.loader import read_json_object
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.strict import Strict

@@ -1,4 +1,4 @@
-"""Items of data as tokens: the prompt, and the right answer after it."""
+"""A model whose prompts and hidden states are measured, and items of data as its tokens: prompt and right answer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,32 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.reference.source import Source
+from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.loader import Checkpoint
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message, Part
+from vtx.runtime.prompt.text import Text
 from vtx.tools.data.items import Data, Item, check_skipped, prompt_images
 
 MAX_REFERENCE = 32  # tokens; longer answers are not compared
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checked model. `fingerprint` is its checkpoint's, also for a bundle."""
+
+    name: str
+    fingerprint: str
+    checkpoint: Checkpoint
+    config: ModelConfig
+    text: Text
+    image: ImageSettings
+    context: int
+
+    def version(self) -> list[list[str | int]]:
+        files = sorted({info.file for info in self.checkpoint.tensors.values()})
+        return [[f.name, (s := f.stat()).st_size, s.st_mtime_ns] for f in files]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source
 from vtx.exporter.tuning.options import Learning
 from vtx.exporter.tuning.packing import Row, visible
 from vtx.exporter.weights.tensors import CheckpointWeights

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.reference.prompts import answer_ids, prompt_ids
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source, answer_ids, prompt_ids
 from vtx.exporter.tuning.options import Packing
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.image import ImageSource

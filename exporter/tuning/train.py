@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.reference.model import Reference
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source
 from vtx.exporter.training import learning_rate_factor
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, tensors_of
 from vtx.exporter.tuning.options import LossWeights, TuneOptions

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vtx.exporter.checkpoint.loader import INDEX, MAX_INDEX, checkpoint_files
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source
 from vtx.exporter.tuning.decoder import ADAPTER, WithdrawingDecoder, adapter_config, adapter_layers, module_name
 from vtx.exporter.tuning.judge import TuningComparison
 from vtx.exporter.tuning.options import Learning, TuneOptions

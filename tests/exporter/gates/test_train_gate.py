@@ -30,7 +30,7 @@ from vtx.exporter.gates.report import FixedRival, HeldOut, judge
 from vtx.exporter.gates.train import TrainOptions, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.tools.data.items import Item

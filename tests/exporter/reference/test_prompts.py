@@ -16,8 +16,7 @@ from vtx.exporter.bundling.export import ExportOptions, plan_export
 from vtx.exporter.bundling.predict import QUESTION_TOKENS
 from vtx.exporter.reference.golden import golden_ids
 from vtx.exporter.reference.model import Reference
-from vtx.exporter.reference.prompts import prepare, prompt_ids
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source, prepare, prompt_ids
 from vtx.runtime.report.golden import golden_image
 from vtx.tools.data.items import Data, Item
 

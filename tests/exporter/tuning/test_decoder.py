@@ -12,7 +12,7 @@ import torch
 from tests.support.exported import Models, greedy, prompt
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.reference.source import Source
+from vtx.exporter.reference.prompts import Source
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model, tensors_of
 from vtx.exporter.tuning.options import Learning, Packing
 from vtx.exporter.tuning.packing import Row, pack, read_questions

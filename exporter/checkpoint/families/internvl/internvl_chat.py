@@ -57,18 +57,14 @@ def _read(config: Config) -> ModelConfig:
             "model_type": _DECODERS[decoder],
         },
         "vision_config": {
-            **{key: vision.get(key, usual) for key, usual in _TOWER_DEFAULTS.items()},
-            "model_type": "internvl_vision",
-            "norm_type": "layer_norm",
-            "use_qk_norm": False,
-            "use_mean_pooling": True,
-            "image_size": side,
+            **{key: vision.get(key, usual) for key, usual in _TOWER_DEFAULTS.items()}, "model_type": "internvl_vision",
+            "norm_type": "layer_norm", "use_qk_norm": False, "use_mean_pooling": True, "image_size": side,
             "attention_bias": vision.get("qkv_bias", False),
         },
         "vision_feature_layer": config.get("select_layer", -1),
         "image_token_id": config.get("image_token_id", 0),  # from the tokenizer's files
         "tie_word_embeddings": False,  # whatever the file says
-    }
+    }  # fmt: skip
     model = INTERNVL.read(shaped)
     tower = replace(
         model.vision, rms_norm=vision.get("norm_type", "rms_norm") == "rms_norm",
@@ -142,12 +138,9 @@ FAMILY = Family(
         (_BLOCK + r"norm([12])\.", r"vision.encoder.layers.\1.layer_norm\2."),
         (_BLOCK + r"ls([12])$", r"vision.encoder.layers.\1.lambda_\2"),
         (_BLOCK + r"attn\.proj\.", r"vision.encoder.layers.\1.self_attn.out_proj."),
-        (_BLOCK + r"attn\.", r"vision.encoder.layers.\1.self_attn."),
-        (r"^mlp1\.0\.", "projector.norm."),
-        (r"^mlp1\.1\.", "projector.linear_1."),
-        (r"^mlp1\.3\.", "projector.linear_2."),
-        (r"^language_model\.model\.tok_embeddings\.", "text.embed_tokens."),
-        (r"^language_model\.output\.", "head."),
+        (_BLOCK + r"attn\.", r"vision.encoder.layers.\1.self_attn."), (r"^mlp1\.0\.", "projector.norm."),
+        (r"^mlp1\.1\.", "projector.linear_1."), (r"^mlp1\.3\.", "projector.linear_2."),
+        (r"^language_model\.model\.tok_embeddings\.", "text.embed_tokens."), (r"^language_model\.output\.", "head."),
         (_LAYER + r"attention_norm\.", r"text.layers.\1.input_layernorm."),
         (_LAYER + r"ffn_norm\.", r"text.layers.\1.post_attention_layernorm."),
         (_LAYER + r"attention\.wqkv\.", r"text.layers.\1.self_attn.wqkv."),
