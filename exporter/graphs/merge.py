@@ -48,7 +48,14 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     windows = whole.transpose(0, 2, 1, 3).reshape(-1, WINDOW)  # token indices [windows, 9], in raster order
     hidden = b.reshape(x, v.states, v.hidden)
     inside = b.op("Gather", hidden, b.constant(windows))
-    cosine = _mean_cosine(b, b.to_float32(inside))
+    # The mean cosine of a window's pairs: of unit vectors u, (|sum u|^2 - sum |u|^2) / 72.
+    wide = b.to_float32(inside)
+    square = b.op("ReduceSum", b.op("Mul", wide, wide), b.constant([2]), keepdims=1)
+    unit = b.op("Div", wide, b.op("Max", b.op("Sqrt", square), b.constant(np.array(TINY, np.float32))))
+    together = b.op("ReduceSum", unit, b.constant([1]), keepdims=0)
+    crossed = b.op("ReduceSum", b.op("Mul", together, together), b.constant([1]), keepdims=0)
+    own = b.op("ReduceSum", b.op("Mul", unit, unit), b.constant([1, 2]), keepdims=0)
+    cosine = b.op("Div", b.op("Sub", crossed, own), b.constant(np.array(PAIRS, np.float32)))
     alike = b.op("GreaterOrEqual", cosine, tau)
 
     window_of, member, first = np.zeros(v.states, np.int64), np.zeros(v.states, bool), np.ones(v.states, bool)
@@ -99,14 +106,3 @@ def received_attention(b: Builder, v: VisionConfig, q: ir.Value, k: ir.Value) ->
     weights = b.op("Softmax", b.op("MatMul", query, key), axis=-1)
     mean = b.op("Div", weights, b.constant(np.array(v.heads * v.states, np.float32)))
     return b.op("ReduceSum", mean, b.constant([1, 2]), keepdims=0)
-
-
-def _mean_cosine(b: Builder, hidden: ir.Value) -> ir.Value:
-    """Mean over the pairs of a window [windows, 9, hidden]: of unit vectors u, (|sum u|^2 - sum |u|^2) / 72."""
-    square = b.op("ReduceSum", b.op("Mul", hidden, hidden), b.constant([2]), keepdims=1)
-    length = b.op("Max", b.op("Sqrt", square), b.constant(np.array(TINY, np.float32)))
-    unit = b.op("Div", hidden, length)
-    together = b.op("ReduceSum", unit, b.constant([1]), keepdims=0)
-    crossed = b.op("ReduceSum", b.op("Mul", together, together), b.constant([1]), keepdims=0)
-    own = b.op("ReduceSum", b.op("Mul", unit, unit), b.constant([1, 2]), keepdims=0)
-    return b.op("Div", b.op("Sub", crossed, own), b.constant(np.array(PAIRS, np.float32)))

@@ -129,8 +129,10 @@ def _tower_name(config: Config) -> str:
 
 def _processor(config: Config, tower: Config) -> Config:
     """The tower's image processor, with padding or tiles."""
-    kinds = {"pad": "LlavaImageProcessor", "anyres": "LlavaNextImageProcessor"}
-    aspect = config.get("image_aspect_ratio")
+    kinds, aspect = (
+        {"pad": "LlavaImageProcessor", "anyres": "LlavaNextImageProcessor"},
+        config.get("image_aspect_ratio"),
+    )
     return padding(tower, kinds[aspect]) if aspect in kinds else tower
 
 
@@ -151,9 +153,7 @@ def original_family(
 ) -> Family:
     """A family of this layout with the given `decoder`, chat `template` and `seg_token`."""
     return Family(
-        model_type=model_type,
-        architecture=architecture,
-        read=partial(_read, decoder),
+        model_type=model_type, architecture=architecture, read=partial(_read, decoder), seg_token=seg_token,
         processors=(*ONE_PIECE, *LLAVA_NEXT.processors),
         tensors=(
             (_TOWER, "vision."),
@@ -166,7 +166,6 @@ def original_family(
             tower=_tower_name, own_tower=lambda config: config.get("unfreeze_mm_vision_tower") is True,
             processor=_processor, template=partial(_template, template),
         ),
-        seg_token=seg_token,
     )  # fmt: skip
 
 

@@ -21,8 +21,7 @@ def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
             f"spatial_pool_mode {mode!r:.40} with spatial_pool_stride {side!r:.40} is not supported; vtx exports "
             f"'average' with a stride that divides the tower's {grid} patches"
         )
-    token = image_token_of(parsed, model.text, "video")
-    frames = Frames(FRAMES, (grid // side) ** 2)
+    token, frames = image_token_of(parsed, model.text, "video"), Frames(FRAMES, (grid // side) ** 2)
     return VideoConfig(token, frames, select=model.select, pool=side)
 
 

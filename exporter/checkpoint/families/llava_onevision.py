@@ -28,9 +28,8 @@ VIDEO_PROCESSOR = ImageProcessor(
 
 
 def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
-    token = image_token_of(parsed, model.text, "video")
     frames = Frames(FRAMES, model.view_tokens, halved=True, newline=True)
-    return VideoConfig(token, frames, select=model.select)
+    return VideoConfig(image_token_of(parsed, model.text, "video"), frames, select=model.select)
 
 
 def _layout(parsed: Any, vision: VisionConfig, select: str) -> Anyres:

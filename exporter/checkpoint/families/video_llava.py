@@ -13,14 +13,12 @@ FRAMES = 8  # of a video, as the model was trained
 
 
 def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
-    token = image_token_of(parsed, model.text, "video")
-    frames = Frames(FRAMES, model.vision.states)
+    token, frames = image_token_of(parsed, model.text, "video"), Frames(FRAMES, model.vision.states)
     return VideoConfig(token, frames, select="full", own_tower=True)
 
 
 FAMILY = Family(
-    model_type="video_llava",
-    architecture="VideoLlavaForConditionalGeneration",
+    model_type="video_llava", architecture="VideoLlavaForConditionalGeneration",
     read=lambda config: read_llava_like(config, "VideoLlavaConfig", in_one_piece, _video),
     processors=(ImageProcessor("VideoLlavaImageProcessor", CLIP_DEFAULTS),),
     video_processor=ImageProcessor("VideoLlavaVideoProcessor", CLIP_DEFAULTS),
@@ -28,4 +26,4 @@ FAMILY = Family(
         (r"^(model\.)?image_tower\.(vision_model\.)?", "vision."),
         (r"^(model\.)?video_tower\.(vision_model\.)?", "video."),
     ),
-)
+)  # fmt: skip

@@ -72,17 +72,14 @@ def marked_family(name: str) -> Family:
         **SIGLIP_DEFAULTS, "resample": 1, "size": {_LONGEST: 1456}, "max_image_size": {_LONGEST: 364}, "do_pad": True,
     }  # fmt: skip
     return Family(
-        model_type=name.lower(),
-        architecture=f"{name}ForConditionalGeneration",
-        read=partial(_read, name),
+        model_type=name.lower(), architecture=f"{name}ForConditionalGeneration", read=partial(_read, name),
         processors=(ImageProcessor(f"{name}ImageProcessor", defaults, tiled=True, size="max_image_size"),),
-        tensors=(
+        adjust=_adjust, tensors=(
             (r"^model\.vision_model\.", "vision."),
             (r"^model\.text_model\.", "text."),
             (r"^model\.connector\.modality_projection\.proj\.", "projector.linear_1."),
         ),
-        adjust=_adjust,
-    )
+    )  # fmt: skip
 
 
 FAMILY = marked_family("SmolVLM")

@@ -24,11 +24,7 @@ SHUFFLE = 2  # side of a token's square in patches, at the published downsample_
 NORM_EPS = 1e-5  # of the projector's norm: no setting
 FEWEST, MOST = 1, 12  # tiles by default
 PLACEHOLDER = "<IMG_CONTEXT>"
-PROCESSOR = ImageProcessor(
-    "GotOcr2ImageProcessor",
-    {**CLIP_DEFAULTS, "size": {"height": 384, "width": 384}, "do_center_crop": False},
-    tiled=True,
-)
+_DEFAULTS = {**CLIP_DEFAULTS, "size": {"height": 384, "width": 384}, "do_center_crop": False}
 _TOWER = r"^(?:model\.)?vision_tower\."
 _LAYER = _TOWER + r"encoder\.layer\.(\d+)\."
 
@@ -82,10 +78,8 @@ def _template(source: str) -> str:
 
 
 FAMILY = Family(
-    model_type="internvl",
-    architecture="InternVLForConditionalGeneration",
-    read=_read,
-    processors=(PROCESSOR,),
+    model_type="internvl", architecture="InternVLForConditionalGeneration", read=_read,
+    processors=(ImageProcessor("GotOcr2ImageProcessor", _DEFAULTS, tiled=True),),
     tensors=(
         (_TOWER + r"embeddings\.cls_token$", "vision.embeddings.class_embedding"),
         (_TOWER + r"embeddings\.position_embeddings$", "vision.embeddings.position_embedding.weight"),
@@ -97,6 +91,5 @@ FAMILY = Family(
         (_LAYER, r"vision.encoder.layers.\1."),
         (r"^(?:model\.)?multi_modal_projector\.layer_norm\.", "projector.norm."),
     ),
-    adjust=_adjust,
-    template=_template,
-)
+    adjust=_adjust, template=_template,
+)  # fmt: skip

@@ -53,8 +53,7 @@ def _read(config: Config) -> ModelConfig:
         )
     shaped = {
         "text_config": {
-            **{key: text[key] for key in DECODER if text.get(key) is not None},
-            "model_type": _DECODERS[decoder],
+            **{key: text[key] for key in DECODER if text.get(key) is not None}, "model_type": _DECODERS[decoder],
         },
         "vision_config": {
             **{key: vision.get(key, usual) for key, usual in _TOWER_DEFAULTS.items()}, "model_type": "internvl_vision",
@@ -129,10 +128,7 @@ def _separate(config: Config, tensors: Mapping[str, TensorInfo]) -> Iterator[tup
 
 
 FAMILY = Family(
-    model_type="internvl_chat",
-    architecture="InternVLChatModel",
-    read=_read,
-    processors=INTERNVL.processors,
+    model_type="internvl_chat", architecture="InternVLChatModel", read=_read, processors=INTERNVL.processors,
     tensors=(
         (r"^vision_model\.embeddings\.position_embedding$", "vision.embeddings.position_embedding.weight"),
         (_BLOCK + r"norm([12])\.", r"vision.encoder.layers.\1.layer_norm\2."),
