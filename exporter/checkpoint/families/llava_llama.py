@@ -13,7 +13,7 @@ from vtx.exporter.checkpoint.config import MAX_POSITIONS, ModelConfig, VisionCon
 from vtx.exporter.checkpoint.families.llava import in_one_piece
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.families.llava_next import tiles_of
-from vtx.exporter.checkpoint.family import ONE_PIECE, Config, Family, OriginalLayout, read_llava_like
+from vtx.exporter.checkpoint.family import LLAVA, ONE_PIECE, Config, Family, OriginalLayout, read_llava_like
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336, CLIP_L_336_CONFIG, INTERNVIT
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
@@ -129,14 +129,11 @@ def _tower_name(config: Config) -> str:
 
 def _processor(config: Config, tower: Config) -> Config:
     """The tower's image processor, with padding or tiles."""
-    kinds, aspect = (
-        {"pad": "LlavaImageProcessor", "anyres": "LlavaNextImageProcessor"},
-        config.get("image_aspect_ratio"),
-    )
+    kinds, aspect = {"pad": LLAVA.name, "anyres": "LlavaNextImageProcessor"}, config.get("image_aspect_ratio")
     return padding(tower, kinds[aspect]) if aspect in kinds else tower
 
 
-def padding(tower: Config, kind: str = "LlavaImageProcessor") -> Config:
+def padding(tower: Config, kind: str = LLAVA.name) -> Config:
     """The tower's image processor as class `kind`, which pads; without crop_size it does not crop, like SigLIP's."""
     return {"do_center_crop": "crop_size" in tower, **tower, "image_processor_type": kind, "do_pad": True}
 
