@@ -39,10 +39,7 @@ LOGITS = 1 << 25  # logits computed at a time
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
-    """A measurement of every K from `k_from` (5) to the last layer, on answers of at most `max_new_tokens` tokens.
-
-    With 0 no answers are generated: less memory, and only the next token is compared.
-    """
+    """A measurement of every K from `k_from` (5) on; without new tokens only the next one is compared."""
 
     k_from: int | None = None
     max_new_tokens: int = 16

@@ -114,10 +114,7 @@ def choose_by_eta(curve: Sequence[Point], eta: float, samples: int) -> Choice:
 
 
 def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
-    """The smallest K whose accuracy is at most `max_drop` points below that of no withdrawal.
-
-    Accuracy is the share of right answers, or of answers equal to the full model's if no right ones are known.
-    """
+    """The smallest K at most `max_drop` points less accurate than none: by right answers, else by equal ones."""
     by_data = curve[0].right is not None
     quantity = "accuracy" if by_data else "answer agreement"
     none, *shares = [point.right if by_data else point.agree for point in curve]

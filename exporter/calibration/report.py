@@ -42,10 +42,7 @@ class CalibrationData:
 
 @dataclass(frozen=True, slots=True)
 class MeanAttention:
-    """Mean shares over the items: `question` and `answer` [layers][kinds], `steps` [output tokens][kinds].
-
-    The figure of an output token is the mean over the answers that reach it.
-    """
+    """Means over the items that reach a token: `question`, `answer` [layers][kinds], `steps` [output tokens][kinds]."""
 
     kinds: tuple[str, ...]
     question: Shares

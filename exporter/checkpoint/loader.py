@@ -233,10 +233,7 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def check_finite(array: NDArray[Any], name: str) -> None:
-    """Raise `CheckpointError` when a weight of any shape holds NaN or infinity: float32, float16, or uint16 for BF16.
-
-    `array` holds the stored bits that `read_bits` returns; they are checked a megabyte at a time.
-    """
+    """Raise `CheckpointError` when the stored bits of float32, float16 or BF16 (uint16) hold NaN or infinity."""
     integer, exponent = _EXPONENT[array.dtype.name]
     bits, bad = array.reshape(-1).view(integer), 0
     for start in range(0, bits.size, _CHUNK):

@@ -1,7 +1,4 @@
-"""Fitting the gates to the measurements: every gate sees every item; one gate is in memory at a time.
-
-DyVTE draws one exit layer a step, since it runs the model in each. Here the model has run already.
-"""
+"""Fitting the gates to the measurements: every gate sees every item; one is in memory at a time."""
 
 from __future__ import annotations
 

@@ -168,10 +168,7 @@ def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict
 
 
 def _best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
-    """The best fixed K at no more than `cost` full layers, and its agreement with the full model on each item.
-
-    Either one K, or its two neighbours at `cost`, each for the share of items that makes the mean `cost`.
-    """
+    """The best fixed K at no more than `cost` full layers, or its two neighbours in turn, and its agreement by item."""
     full = held.full_layers(np.arange(len(held.ks) + 1))
     low = int(np.flatnonzero(full <= cost)[-1])
     share = cost - full[low] if low + 1 < len(full) else 0.0

@@ -22,10 +22,7 @@ from vtx.tools.data.items import SCENES, read_data, split_items
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """The data and settings of a training. The `held_out` items share no image with the `items` to train on.
-
-    `tower` is the vision tower of a checkpoint that only names one, `allow_pickle` has weights read that are pickles.
-    """
+    """Data and settings; `held_out` items share no image with `items`; `tower`, `allow_pickle` as in `open_source`."""
 
     model: str = DEMO
     data: str = SCENES

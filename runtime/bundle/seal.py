@@ -64,10 +64,7 @@ class SigningKey:
 
 
 def write_sealed(path: Path, content: bytes, key: SigningKey | None = None) -> None:
-    """Write `content` to `path` with its checksum, and its signature if there is a key; each whole or not at all.
-
-    A signature that was there is removed first. Raises `OSError`.
-    """
+    """Write `content` with its checksum, and with a key its signature; an older signature is removed first."""
     unseal(path)
     write_durably(path.with_name(path.name + CHECKSUM), _checksum(content, path.name))
     write_durably(path, content)

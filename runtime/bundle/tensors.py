@@ -26,10 +26,7 @@ def read_rope(bundle: Bundle) -> RopeTables:
 
 
 def rope_at(tables: RopeTables, axes: Sequence[int], positions: NDArray[np.int64]) -> RopeTables:
-    """Tables of n rows, one a token, for positions [n, 3]: token i is at position i of these.
-
-    `axes` are `RopeSpec.axes`: each column is read at that part of the position.
-    """
+    """Tables of n rows, one a token, for positions [n, 3]; each column is read at the part that `axes` names."""
     read_at = positions[:, axes]
     cos, sin = (np.ascontiguousarray(np.take_along_axis(table, read_at, 0)) for table in tables)
     return cos, sin

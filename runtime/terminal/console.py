@@ -166,10 +166,7 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, fi
 
 
 def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
-    """The columns of each of the tables of at most `width`, so that no figure wraps; each has the first column.
-
-    That column may wrap, so it counts as at most a third of the width.
-    """
+    """The columns of each table of at most `width`, all with the first, which counts as a third at most."""
     widths = [max(len(row[column]) for row in rows) + COLUMN_GAP for column in range(len(rows[0]))]
     if sum(widths) <= width:
         return [list(range(len(widths)))]

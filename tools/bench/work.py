@@ -95,10 +95,7 @@ class WorkCounter:
 
 
 def weights_read(bundle: Bundle, float_bytes: int) -> int:
-    """Bytes of the weights of decoder and head, each of which a token reads once.
-
-    Floating-point weights count `float_bytes` per number, integers and their scales their stored size.
-    """
+    """Bytes of decoder and head, each read once by a token: floats count `float_bytes`, others as stored."""
     stored = [bundle.header(file).tensors for file in bundle.manifest.files if file.startswith("weights/")]
     tensors = {name: info for of_file in stored for name, info in of_file.items() if not SEEING.search(name)}
     tied = not any(HEAD.search(name) for name in tensors)

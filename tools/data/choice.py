@@ -12,10 +12,7 @@ KEPT = 0.9  # share of unchanged answers, lower end of the interval, below which
 
 @dataclass(frozen=True, slots=True)
 class RecordedChoice:
-    """The K of a calibration as an export records it: the rule, the data and its items, and the answers kept.
-
-    `kept` is the share of answers equal to those without withdrawal; None if answers were not compared.
-    """
+    """The K of a calibration as an export records it; `kept`: the share of unchanged answers, None if not compared."""
 
     k: int
     rule: str

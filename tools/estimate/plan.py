@@ -155,10 +155,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionCost:
-    """Memory of one precision at one K; on a device also the time of each phase.
-
-    `phases` are `vision`, `prefill` and `decode_per_token`. `spare_bytes` is negative if it does not fit.
-    """
+    """Memory of one precision at one K; on a device also `phases`, and `spare_bytes`, negative if it does not fit."""
 
     kv_bytes_per_layer: tuple[int, ...]
     resident_weights_bytes: int

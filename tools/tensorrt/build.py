@@ -1,7 +1,4 @@
-"""Engines of a bundle for one target: planned, built one at a time, and recorded as soon as each is whole.
-
-An engine is kept while its graph, its weights, its profiles, the options and TensorRT stay the same.
-"""
+"""Engines of a bundle for one target, built one at a time; one is kept while nothing that it depends on changes."""
 
 from __future__ import annotations
 

@@ -90,10 +90,7 @@ def bring_to_int8(model: Any) -> list[NDArray[np.int8]]:
 
 
 def in_int8(octets: NDArray[np.uint8], scales: NDArray[np.floating]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """A matrix of int4 in int8: integers [out, in], scales [out].
-
-    `octets` [out, in / 2] hold two int4 each, the lower half first; `scales` are [out, blocks].
-    """
+    """A matrix of int4, `octets` [out, in / 2], lower half first, `scales` [out, blocks], in int8, a scale a row."""
     rows, blocks = scales.shape
     scales = scales.astype(np.float32)
     integers = np.empty((rows, 2 * octets.shape[1]), np.int8)
