@@ -83,6 +83,8 @@ class DeviceCache(SlotCounter):
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         longest, out = self._context.engines.longest(self._graph), []
         with self._context.cuda:
+            if len(tokens) == 1 and not query:
+                return self._decode_one(tokens, positions)
             if query:
                 self._queries.room(len(tokens))
             for start in range(0, len(tokens), longest):
@@ -90,6 +92,9 @@ class DeviceCache(SlotCounter):
                 address = self._queries.address(start) if query else None
                 out.append(self._run_part(tokens.part(start, end), positions[start:end], self.length + end, address))
         return np.concatenate(out)
+
+    def _decode_one(self, tokens: TokenStates, positions: Ids) -> HiddenStates:
+        return self._run_part(tokens, positions, self.length + 1, None)
 
     def attention(self, *, last_only: bool = False) -> Scores:
         with self._context.cuda:
@@ -146,12 +151,6 @@ class TensorrtStageCache(DeviceCache):
 
     def _lay_out(self, length: int) -> tuple[int, int]:
         return self.memory.kv.address, self._context.max_context
-
-    def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        if len(tokens) > 1 or query:
-            return super()._run(tokens, positions, query=query)
-        with self._context.cuda:
-            return self._decode_one(tokens, positions)
 
     def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None) -> HiddenStates:
         engines, cuda, count = self._context.engines, self._context.cuda, len(tokens)

@@ -131,7 +131,7 @@ class Cuda:
         self.call("cudaStreamSynchronize", self.stream)
 
     def record(self, work: Callable[[], None]) -> Graph | None:
-        """What `work` queues as a graph, instead of running it; None if the driver or TensorRT cannot record it."""
+        """The work that `work` queues, as a graph and not run; None if the driver or TensorRT cannot record it."""
         self._recording = True
         mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         try:
