@@ -21,7 +21,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed pages docs wheel clean fuzz sequences
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed pages docs wheel sbom clean fuzz sequences
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -181,11 +181,18 @@ docs: $(READY) ## the documentation as a site, API reference included, into buil
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	$(BIN)/zensical build
 
-wheel: ## wheel, sdist and their checksums, into dist/; needs no torch
+wheel: ## wheel, sdist and their checksums, into dist/, as an index takes them; needs no torch
 	$(PYTHON) -m venv build/wheel
-	build/wheel/bin/python -m pip install --quiet --constraint constraints.txt build
+	build/wheel/bin/python -m pip install --quiet --constraint constraints.txt build twine
 	build/wheel/bin/python -m build --outdir dist .
+	build/wheel/bin/twine check --strict dist/vtx_edge-*
 	cd dist && sha256sum vtx_edge-* > SHA256SUMS
+
+sbom: wheel ## what the wheel with [cpu] installs, as CycloneDX, into dist/
+	rm -rf build/sbom && $(PYTHON) -m venv build/sbom
+	build/sbom/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/vtx_edge-*.whl)[cpu]"
+	build/wheel/bin/python -m pip install --quiet --constraint constraints.txt cyclonedx-bom
+	build/wheel/bin/cyclonedx-py environment build/sbom/bin/python --output-format JSON --output-file dist/vtx-edge.cdx.json
 
 clean: ## remove what was built, .venv included
 	rm -rf .venv build dist src/*.egg-info

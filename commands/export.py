@@ -182,6 +182,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     from vtx.exporter.bundling.export import run_export
     from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
     from vtx.runtime.precision import KV_TYPES, PRECISIONS
+    from vtx.runtime.process import STARTED
     from vtx.runtime.report.inspect import INT8_KV
     from vtx.runtime.units import duration, size
     from vtx.tools.common.memory import peak
@@ -190,7 +191,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
         note(line)
     for warning in plan.warnings:
         note(f"warning: {warning}")
-    predicted, p, started = plan.prediction, plan.precisions, time.monotonic()
+    predicted, p = plan.prediction, plan.precisions
     linked = f", {size(predicted.linked)} of it linked or copied unchanged" if predicted.linked else ""
     note(f"predicted: {size(predicted.disk)} of disk{linked}; {size(predicted.export_memory)} of memory to export,")
     expanded = sorted({part for part in (p.decoder, p.vision, p.head) if PRECISIONS[part].expands})
@@ -221,7 +222,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     memory = exported_with or peak() or 0
     note(
         f"measured:  {compared(disk, predicted.disk)} of disk, {compared(memory, predicted.export_memory)} of memory, "
-        f"{duration(time.monotonic() - started)}"
+        f"{duration(time.monotonic() - STARTED)}"
     )
     if measured := bundle.manifest.record.get("arithmetic"):
         shares = [

@@ -72,6 +72,7 @@ def run(
         from vtx.runtime.api.options import Options
         from vtx.runtime.prompt.messages import check_messages
         from vtx.runtime.session.sampling import Sampling
+        from vtx.runtime.terminal.last import first_today
 
         for question in questions:
             check_messages([{"role": "user", "content": question}])
@@ -90,6 +91,7 @@ def run(
     device = f"{model.backend.device} (auto)" if loading.device == "auto" else model.backend.device
     facts = f"weights: {model.manifest.precision}; arithmetic: {model.backend.compute}"
     introduction = "\n".join([f"bundle: {folder}; device: {device}; {facts}", *about_model(model.manifest.model.name)])
+    introduction = introduction if as_json or first_today(introduction) else ""
     with model.open(pictures) as conversation:
         if show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown

@@ -7,9 +7,11 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+STARTED = time.monotonic()  # of a command: this is imported before anything that takes long
 _owned = threading.Event()
 _succeeded = threading.Event()
 

@@ -24,7 +24,7 @@ USUAL = (US, f"{US}/9", *RIVALS[1:])  # the checkpoint made by default has 16 la
 KINDS = {"f16": "bf16", "q8_0": "int8", "q4_0": "int4"}  # what a rival's own word is compared with
 ROOT = Path(__file__).resolve().parents[2]
 READY = "ready"
-LIMIT = 1800  # seconds for one run
+LIMIT = 1800  # seconds for one run; to install and convert takes what it takes
 
 
 class PeerError(Exception):
@@ -160,7 +160,7 @@ def install(contender: Contender, places: Places) -> None:
 
 def run(contender: Contender, work: Work, places: Places) -> Result:
     """One process: load, warm up, two questions. Raises PeerError."""
-    said = call(worker(contender, places, "run"), work.to_json())
+    said = call(worker(contender, places, "run"), work.to_json(), LIMIT)
     lines = [line for line in said.splitlines() if line.startswith(MARK)]
     return Result.from_dict(json.loads(lines[-1].removeprefix(MARK)))
 
@@ -169,11 +169,11 @@ def worker(contender: Contender, places: Places, action: str, *rest: str) -> lis
     return [str(places.python(contender)), "-m", "benchmarks.peers.worker", action, contender.rival, *rest]
 
 
-def call(command: Sequence[str], given: str | None = None) -> str:
+def call(command: Sequence[str], given: str | None = None, limit: float | None = None) -> str:
     """Run a command from the root of the repository; what it printed. Raises PeerError."""
     try:
         done = subprocess.run(
-            command, cwd=ROOT, input=given, capture_output=True, text=True, timeout=LIMIT, check=False
+            command, cwd=ROOT, input=given, capture_output=True, text=True, timeout=limit, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerError(str(error)) from error

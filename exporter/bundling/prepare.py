@@ -145,6 +145,11 @@ def plan_export(options: ExportOptions) -> Plan:
     model = str(demo_checkpoint()) if options.model == DEMO else options.model
     checkpoint = open_checkpoint(model, tower=options.tower, allow_pickle=options.allow_pickle)
     family, original = find_family(checkpoint.config), checkpoint.original
+    for text in options.reductions:
+        parse(text)  # what needs no more than this, before transformers is loaded to read the rest
+    layers = (checkpoint.config.get("text_config") or checkpoint.config).get("num_hidden_layers")
+    if isinstance(layers, int) and options.ks != "auto":
+        _check_ks(options.ks, layers)
     stated = read_config(checkpoint.config)
     if family.adjust is not None:
         stated = family.adjust(stated, read_image_processor(checkpoint.folder))
@@ -207,18 +212,20 @@ def plan_export(options: ExportOptions) -> Plan:
     )  # fmt: skip
 
 
+def _check_ks(ks: Sequence[int], layers: int) -> None:
+    for k in ks:
+        if not 2 <= k <= layers:
+            raise RequestError(f"K = {k} is outside 2..{layers}; K is the first layer without vision tokens")
+    if len(set(ks)) != len(ks):
+        raise RequestError(f"K = {', '.join(map(str, ks))} names a depth twice; name each only once")
+
+
 def _gates_and_ks(
     options: ExportOptions, checkpoint: Checkpoint, config: ModelConfig
 ) -> tuple[Gates | None, tuple[int, ...]]:
     gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
     ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
-    for k in ks:
-        if not 2 <= k <= config.text.layers:
-            raise RequestError(
-                f"K = {k} is outside 2..{config.text.layers}; K is the first layer without vision tokens"
-            )
-    if len(set(ks)) != len(ks):
-        raise RequestError(f"K = {', '.join(map(str, ks))} names a depth twice; name each only once")
+    _check_ks(ks, config.text.layers)
     if gates and not set(ks) & set(gates.by_k):
         raise RequestError(
             f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one of these"

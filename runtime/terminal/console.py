@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,10 +20,11 @@ import click
 
 from vtx.runtime.errors import VtxError, printable
 from vtx.runtime.interrupts import INTERRUPTED, Interruptible
-from vtx.runtime.process import leave_on_success, mark_success, own_process
-from vtx.runtime.units import Progress, size
+from vtx.runtime.process import STARTED, leave_on_success, mark_success, own_process
+from vtx.runtime.units import Progress, duration, size
 
 COLUMN_GAP = 3  # of blanks
+LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
 
 
 class Program(click.Command):
@@ -86,12 +90,21 @@ class Command(Program):
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> None:
-    click.echo(f"{ctx.info_name}: {printable(message)}", err=True)
+    note(f"{ctx.info_name}: {message}")
     ctx.exit(code)
 
 
 def note(message: str) -> None:
-    click.echo(printable(message), err=True)
+    """Print on stderr; lines wrap at words on a terminal."""
+    text = printable(message)
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
+    click.echo(text, err=True)
+
+
+def _wrapped(line: str, width: int) -> str:
+    return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
 
 
 def say(text: str, *, line: bool = True) -> None:
@@ -118,7 +131,10 @@ def command(*, epilog: str, leaves: bool = False) -> Callable[[Callable[..., Non
 
 @contextmanager
 def bar(in_bytes: Collection[str] = ()) -> Iterator[Progress]:
-    """Progress bars on stderr, one a phase: amount, elapsed time, time left; `in_bytes` names phases of bytes."""
+    """Progress bars on stderr, one a phase: amount, elapsed time, time left; `in_bytes` names phases of bytes.
+
+    Without a terminal a line every `LINE_EVERY` seconds.
+    """
     from rich import progress as rich
     from rich.console import Console
 
@@ -127,15 +143,28 @@ def bar(in_bytes: Collection[str] = ()) -> Iterator[Progress]:
         rich.TextColumn("{task.description:>10}"), rich.BarColumn(24), rich.TaskProgressColumn(),
         rich.TextColumn("{task.fields[amount]}"), rich.TimeElapsedColumn(), rich.TimeRemainingColumn(),
     )  # fmt: skip
-    with rich.Progress(*columns, console=Console(stderr=True)) as progress:
+    console, ended, latest = Console(stderr=True), threading.Event(), "starting"
+
+    def lines() -> None:
+        while not ended.wait(LINE_EVERY):
+            note(f"{latest}; {duration(time.monotonic() - STARTED)} so far")
+
+    if not console.is_terminal:
+        threading.Thread(target=lines, daemon=True).start()
+    with rich.Progress(*columns, console=console) as progress:
 
         def report(phase: str, done: int, total: int) -> None:
+            nonlocal latest
             if phase not in tasks:
                 tasks[phase] = progress.add_task(phase, amount="")
             amount = f"{size(done)} of {size(total)}" if phase in in_bytes else f"{done} of {total}"
             progress.update(tasks[phase], completed=done, total=total, amount=amount)
+            latest = f"{phase}: {amount}"
 
-        yield report
+        try:
+            yield report
+        finally:
+            ended.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +224,7 @@ def say_report(parts: Sequence[str | WideTable]) -> None:
                 table(part.title if index == 0 else "", heads, rows, figures=True)
             continue
         for line in part.splitlines():
-            say(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False))
+            say(_wrapped(line, width))
 
 
 def end_on_sigterm() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
+from datetime import date
 from pathlib import Path
 
 from vtx.runtime.errors import RequestError
@@ -22,6 +25,24 @@ def remembered() -> Path | None:
         return Path(os.fsdecode(_file().read_bytes().strip()))
     except OSError:
         return None
+
+
+def first_today(text: str) -> bool:
+    """Return False if a terminal has shown this text today; where stderr is none, always True."""
+    if not sys.stderr.isatty():
+        return True
+    file, key = _file().with_name("shown-today"), hashlib.sha256(text.encode()).hexdigest()[:16]
+    today = date.today().isoformat()
+    try:
+        shown = file.read_text(encoding="utf-8").split() if file.exists() else []
+        shown = shown if shown[:1] == [today] else [today]
+        if key in shown:
+            return False
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join([*shown, key]), encoding="utf-8")
+    except (OSError, ValueError):
+        pass  # shown once more than needed
+    return True
 
 
 def last_bundle(named: str | None) -> Path:

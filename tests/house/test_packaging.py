@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 import sysconfig
@@ -55,6 +56,25 @@ def test_the_wheel_holds_every_file_of_the_linked_folders_and_nothing_else(wheel
     assert held == expected
     assert {"vtx/exporter/demo_model/config.json", "vtx/exporter/demo_model/model.safetensors"} <= held
     assert not links
+
+
+def test_workflows_name_every_action_by_its_hash() -> None:
+    used = [line.strip() for file in (ROOT / ".github/workflows").glob("*.yml")
+            for line in file.read_text(encoding="utf-8").splitlines() if "uses:" in line]  # fmt: skip
+    assert len(used) > 10
+    assert [line for line in used if not re.fullmatch(r"- uses: [\w./-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
+
+
+def test_the_metadata_names_each_python_that_is_tested_and_no_other(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [metadata] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        text = archive.read(metadata).decode()
+    tested = re.search(r"python: (\[.*\])", (ROOT / ".github/workflows/checks.yml").read_text(encoding="utf-8"))
+    assert tested
+    assert re.findall(r"^Classifier: Programming Language :: Python :: (3\.\d+)$", text, re.M) == json.loads(tested[1])
+    for field in ("Author: The vtx authors", "License-Expression: Apache-2.0", "License-File: LICENSE",
+                  "Description-Content-Type: text/markdown", "Requires-Python: >=3.10"):  # fmt: skip
+        assert f"\n{field}\n" in text
 
 
 def test_the_audit_looks_at_pytorch_which_the_lock_leaves_out() -> None:
