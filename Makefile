@@ -145,12 +145,13 @@ format: $(READY) ## put files into ruff's format, with what ruff can mend by its
 
 # Environments and converted checkpoints of bench-installed; vtx's own environment is made by the README's line.
 PEERS ?= build/peers
+ROUNDS ?= 3
 bench-installed: cpp ## vtx and four others as installed, and the README's table and chart from it; half an hour once prepared
 	test -x $(PEERS)/vtx/bin/python || $(PYTHON) -m venv $(PEERS)/vtx
 	$(PEERS)/vtx/bin/python -m pip install --quiet ".[cpu]"
 	$(PEERS)/vtx/bin/python -m pip install --quiet --force-reinstall --no-deps .
 	$(BIN)/python -m benchmarks.peers --installed --work $(PEERS) --vtx $(PEERS)/vtx/bin/python --torch "$(TORCH)" \
-		--rounds 3 --json $(PEERS)/installed.json --results docs/measurements/results/installed.jsonl
+		--rounds $(ROUNDS) --json $(PEERS)/installed.json --results docs/measurements/results/installed.jsonl
 	$(BIN)/python docs/measurements/tables.py
 
 bench-peers: $(READY) ## vtx beside other engines, each installed under build/peers; hours on two cores the first time

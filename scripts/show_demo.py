@@ -1,7 +1,7 @@
 """Show the effect of withdrawal on the demo model: a picture, questions, and the cost of each answer at two K.
 
 python scripts/show_demo.py build/demo
-python scripts/show_demo.py build/demo --record docs/images/demo.svg
+python scripts/show_demo.py build/demo --record demo.svg
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def show(
         from vtx.tools.bench.machine import describe
 
         about = (
-            f"{describe().cpu}, {args.rounds} rounds, {date.today():%B %Y}: medians. "
+            f"As installed, without any option but the precision. {describe().cpu}, {args.rounds} rounds, "
+            f"{date.today():%B %Y}: medians; † has no image encoder. "
             f"{', '.join(f'{name} {text}' for name, text in sorted(versions.items()))}"
         )
         results.write(args.results, rounds, failed, about)

@@ -145,8 +145,8 @@ def plan_export(options: ExportOptions) -> Plan:
     model = str(demo_checkpoint()) if options.model == DEMO else options.model
     checkpoint = open_checkpoint(model, tower=options.tower, allow_pickle=options.allow_pickle)
     family, original = find_family(checkpoint.config), checkpoint.original
-    for text in options.reductions:
-        parse(text)  # what needs no more than this, before transformers is loaded to read the rest
+    for spec in options.reductions:
+        parse(spec)  # what needs no more than this, before transformers is loaded to read the rest
     layers = (checkpoint.config.get("text_config") or checkpoint.config).get("num_hidden_layers")
     if isinstance(layers, int) and options.ks != "auto":
         _check_ks(options.ks, layers)

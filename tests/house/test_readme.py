@@ -19,7 +19,6 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADLINE = re.compile(r"^\| (bf16|int8|int4), (bf16|int8) \| (.+) \|$", re.MULTILINE)  # weights, arithmetic
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| \[(scene-\d)\]\((examples/scene-\d\.jpg)\) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 
@@ -45,27 +44,6 @@ def test_an_answer_in_the_readme_is_the_model_s(
     assert picture in path
     with model.open(ROOT / path) as image:
         assert image.ask(question).text == answer
-
-
-def measured(contender: str) -> dict[str, str]:
-    """Medians of one contender in docs/measurements/rivals.md, as they stand there."""
-    text = (ROOT / "docs/measurements/rivals.md").read_text(encoding="utf-8")
-    row = next(line for line in text.splitlines() if line.startswith(f"| {contender} |"))
-    cells = [cell.strip().split(" ")[0] for cell in row.strip("|").split("|")]
-    return {"first": cells[3], "token": cells[4], "second": cells[5], "rss": f"{int(cells[6]):,}"}
-
-
-def test_the_headline_figures_are_those_of_the_performance_page() -> None:
-    rows = HEADLINE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert {(weights, compute) for weights, compute, _ in rows} == {
-        ("bf16", "bf16"), ("int8", "int8"), ("int4", "int8"), ("int4", "bf16")
-    }  # fmt: skip
-    for weights, compute, cells in rows:
-        place = f"vtx {weights}@openvino" + ("+int8" if compute == "int8" else "")
-        genai, vtx, at_k = (measured(name) for name in (f"openvino {weights}", place, f"{place}/9"))
-        wanted = [genai["first"], vtx["first"], at_k["first"]]
-        wanted += [side[figure] for figure in ("token", "second", "rss") for side in (genai, vtx)]
-        assert [cell.strip(" *") for cell in cells.split("|")] == wanted, place
 
 
 def blocks(language: str) -> list[str]:
