@@ -73,7 +73,7 @@ class HostBackend(ABC):
         m, name = self._manifest, self._graphs.vision
         graph = self._towers.get(name) or self._tower(name, graphs.vision(m, self.dialect), m.image)
         outputs = graph.run({names.PIXELS: pixels, **contract.vision_extras(m, self.dialect, extras)})
-        return ImageTokens.of(outputs, m.model.tower.feature_width)
+        return ImageTokens.of(outputs, m.model.tower)
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
         name, declared = self._graphs.video, self._manifest.video

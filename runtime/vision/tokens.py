@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.model_spec import TowerSpec
 
 HiddenStates = NDArray[np.float32]  # [tokens, hidden]
 Ids = NDArray[np.int64]
@@ -148,10 +149,10 @@ class ImageTokens:
         return len(self.hidden)
 
     @classmethod
-    def of(cls, outputs: Mapping[str, NDArray[Any]], width: int = 0) -> ImageTokens:
+    def of(cls, outputs: Mapping[str, NDArray[Any]], tower: TowerSpec | None = None) -> ImageTokens:
         """The outputs of a vision graph for one image, by name, without tokens marked as gone.
 
-        `width`: numbers of a tower's token that go into the projector.
+        `tower` is the graph's, for bundles in which it gives tokens before the projector.
         """
         features = outputs[names.FEATURES]
         hidden: HiddenStates = features.reshape(-1, features.shape[-1])
@@ -160,12 +161,13 @@ class ImageTokens:
         present = np.flatnonzero(merged != names.GONE)
         known = names.VISION_SIGNALS
         signals = {name: x for name, x in outputs.items() if name in known or name.startswith(names.TOKEN_INPUT)}
-        patches, tower = Patches(indices, merged == names.WINDOW, signals), None
-        if (own := outputs.get(names.TOWER_TOKENS)) is not None:
-            tower = TowerTokens(own[..., :width], own[..., width:-1], own[..., -1])
+        patches, before = Patches(indices, merged == names.WINDOW, signals), None
+        if tower is not None and (own := outputs.get(names.TOWER_TOKENS)) is not None:
+            width = tower.feature_width
+            before = TowerTokens(own[..., :width], own[..., width:-1], own[..., -1])
         if len(present) == len(hidden):
-            return cls(hidden, patches, tower=tower)
-        return cls(hidden[present], patches.take(present), len(hidden) - len(present), tower=tower)
+            return cls(hidden, patches, tower=before)
+        return cls(hidden[present], patches.take(present), len(hidden) - len(present), tower=before)
 
     @classmethod
     def one_per_patch(cls, hidden: HiddenStates) -> ImageTokens:

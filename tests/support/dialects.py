@@ -57,7 +57,7 @@ class DialectBackend:
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         feeds = {names.PIXELS: pixels, **contract.vision_extras(self.manifest, self.dialect, extras)}
-        return ImageTokens.of(_run(self._vision, feeds), self.manifest.model.tower.feature_width)
+        return ImageTokens.of(_run(self._vision, feeds), self.manifest.model.tower)
 
     def project(self, states: HiddenStates) -> HiddenStates:
         return _first(self._projector, {names.TOWER_STATES: states})

@@ -145,7 +145,7 @@ class TensorrtBackend:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
         with self.cuda:
             outputs = self.engines.run(self._graphs.vision, inputs, vision_shapes(self._manifest, self.dialect))
-        return ImageTokens.of(outputs, self._manifest.model.tower.feature_width)
+        return ImageTokens.of(outputs, self._manifest.model.tower)
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
         if self._manifest.video is not None and self._manifest.video.own_graph:
