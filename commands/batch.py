@@ -39,9 +39,9 @@ def batch(
 ) -> None:  # fmt: skip
     """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
 
-    A line may have its own "k", "reduce", "about", "schema", "choices", "regex" or "grammar". Lines of OpenAI's batch
-    file, {"custom_id", "method", "url", "body"}, get answers in its form. After an interrupt, the same command resumes.
-    Failed lines are reported and have an "error" in ANSWERS; with any, the exit code is 1.
+    A line may have its own "system" text, "k", "reduce", "about", sampling, "schema", "choices", "regex" or "grammar".
+    Lines of OpenAI's batch file, {"custom_id", "method", "url", "body"}, get answers in its form. After an interrupt,
+    the same command resumes. Failed lines are reported and have an "error" in ANSWERS; with any, the exit code is 1.
     """
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse

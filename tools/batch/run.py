@@ -18,8 +18,8 @@ from vtx.runtime.checks import check_text
 from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.engine import Asked, Capacity, Engine
+from vtx.runtime.server.endpoints import ENDPOINTS
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.openai.chat import ChatObjects
 from vtx.runtime.server.openai.request import ChatRequest, read_request
 from vtx.runtime.server.refusal import Refusal, refusal_of
 from vtx.runtime.server.remote import RemoteImage
@@ -145,7 +145,7 @@ def answer_lines(engine: Engine, lines: Sequence[Line], asking: Asking) -> Itera
                 raise found
             yield line, _failed(line, found)
         elif chat is not None and isinstance(line, Task):
-            objects = ChatObjects(chat, engine.model)
+            objects = ENDPOINTS[line.url].objects(chat, engine.model)
             body = json.loads(json.dumps(objects.whole(found)))
             yield line, _openai(line, {"status_code": 200, "request_id": objects.id, "body": body})
         elif isinstance(line, Task):
@@ -182,11 +182,15 @@ def _asked(
                 check_text("the question", line.question)
                 messages: list[Message] = [{"role": "user", "content": opening_parts(images, line.question)}]
                 own = {"k": asking.k, "reduce": asking.reduce, **line.own}
+                if (system := own.pop("system", None)) is not None:
+                    check_text("system", system)
+                    messages.insert(0, {"role": "system", "content": system})
+                    loaded.check_system(messages)
                 k, reduce = own.pop("k"), own.pop("reduce")
                 settings = Settings(k, combined(asking.options, own), reduce)
                 yield line, [Asked.of(loaded, images, messages, settings)]
                 continue
-            chat = read_request(line.request, limits)
+            chat = read_request(line.request, limits, translate=ENDPOINTS[line.url].translate)
             sources = [image for image in chat.images if not isinstance(image, RemoteImage)]
             seen = loaded.prepare_all(sources, messages=chat.messages)
             loaded.check_system(chat.messages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,17 @@ from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.server.limits import Limits
+from vtx.runtime.session.sampling import Sampling
 from vtx.tools.data.items import MAX_FILE, MAX_LINE, Item, named_files, parse_line
 
-OWN = ("k", "reduce", "about", "schema", "choices", "regex", "grammar")  # settings that a line may have
+OWN = (  # settings that a line may have
+    "system", "k", "reduce", "about", "schema", "choices", "regex", "grammar", "max_new_tokens", "ignore_eos", "stop",
+    "gate_threshold", "logprobs", "top_logprobs",
+    *(setting.name for setting in fields(Sampling) if setting.name != "logit_bias"),
+)  # fmt: skip
 FIELDS = ("question", "image", "video", "id", *OWN)
-OPENAI, URL = {"custom_id", "method", "url", "body"}, "/v1/chat/completions"  # of a line of OpenAI's batch file
+OPENAI = {"custom_id", "method", "url", "body"}  # of a line of OpenAI's batch file
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 UNUSED = ("answer",)  # the right answer, in files that vtx-calibrate reads too
 
 
@@ -26,7 +32,7 @@ class Task:
     """One line, its number counted from 1: a question about images and videos; `id` is the line's own.
 
     `own` holds those of the line's settings, `OWN`, that it has. `request`: the body of a line of OpenAI's batch file,
-    which has all of these; `id` is then its `custom_id`.
+    for `url`, which has all of these; `id` is then its `custom_id`.
     """
 
     number: int
@@ -36,6 +42,7 @@ class Task:
     videos: tuple[Path, ...] = ()
     own: Mapping[str, Any] = field(default_factory=dict)
     request: bytes | None = None
+    url: str = ""
 
     @property
     def key(self) -> str:
@@ -100,9 +107,10 @@ def _task(number: int, record: Any, images: Path) -> Task:
         name, body = record["custom_id"], record.get("body")
         if not isinstance(name, str) or not isinstance(body, dict) or set(record) - OPENAI:
             raise RequestError(f"a line with custom_id has {', '.join(sorted(OPENAI))} and nothing else")
-        if (record.get("method"), record.get("url")) != ("POST", URL):
-            raise RequestError(f"its method and url must be POST and {URL}")
-        return Task(number, name, (), "", request=json.dumps(body).encode())
+        url = record.get("url")
+        if record.get("method") != "POST" or url not in URLS:
+            raise RequestError(f"its method must be POST and its url {', '.join(URLS)}")
+        return Task(number, name, (), "", request=json.dumps(body).encode(), url=url)
     unknown = sorted(set(record) - {*FIELDS, *UNUSED})
     if unknown:
         raise RequestError(f"it has the unknown field {shown(unknown[0])}; a line may have {', '.join(FIELDS)}")

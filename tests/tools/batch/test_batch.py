@@ -177,6 +177,22 @@ def test_a_line_has_settings_of_its_own(models: Models, folder: Path) -> None:
     assert all(reason in line for reason, line in zip(reasons, told, strict=True)), told
 
 
+def test_a_line_has_a_system_text_and_sampling_of_its_own(models: Models, folder: Path) -> None:
+    model = models()
+    own: list[dict[str, Any]] = [
+        {"system": "the image is red"}, {"temperature": 1.5, "seed": 3, "max_new_tokens": 9}, {"stop": ["e"]},
+        {"temperature": -1}, {"system": 5}, {"max_new_tokens": "9"},
+    ]  # fmt: skip
+    results, told = run(model, write(folder, *({**LINES[0], **settings} for settings in own)))
+    for settings, result in zip(own[:3], results[:3], strict=True):
+        keywords = {name: value for name, value in settings.items() if name != "system"}
+        opened = model.open([folder / "one.png"], system=settings.get("system"))
+        fresh = opened.ask("red?", 3, ASKING.options, reduce="none", **keywords)
+        assert (result["token_ids"], result["stopped"]) == (list(fresh.token_ids), fresh.stopped)
+    said = ("line 4: temperature is -1", "line 5: system is 5", "line 6: max_new_tokens is '9'")
+    assert [line.startswith(start) for line, start in zip(sorted(told), said, strict=True)] == [True] * 3, told
+
+
 def test_a_line_chooses_tokens_by_a_text_of_its_own(models: Models, folder: Path) -> None:
     spec = "cdpruner:keep=4"
     own = [{"reduce": spec, "about": "the dog"}, {"about": "the dog"}, {"reduce": spec, "about": ""}]
@@ -255,6 +271,8 @@ def test_lines_of_openais_batch_file_are_answered_in_its_form(model: Model, tmp_
         line("a"), line("b", k="none", temperature=1.5, seed=3, n=2), line("c", temprature=1),
         line("d", messages=[{"role": "system", "content": "Be brief."}, user("red?")]),
         {**line("e"), "url": "/v1/embeddings"}, {"question": "red?"}, line("f", messages=[user("red " * 4000)]),
+        {**line("g"), "url": "/v1/responses", "body": {"model": "any", "input": "red?", "max_output_tokens": 4}},
+        {**line("h"), "url": "/v1/completions", "body": {"model": "any", "prompt": "USER: red? ASSISTANT:"}},
     ]  # fmt: skip
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = [
@@ -269,8 +287,8 @@ def test_lines_of_openais_batch_file_are_answered_in_its_form(model: Model, tmp_
     ]
     done = CliRunner().invoke(batch, [*map(str, words), "--max-new-tokens", "3", "--reduce", "none"])
     assert done.exit_code == 1
-    assert "3 of 7 lines failed" in done.stderr
-    a, b, c, d, e, own, f = [json.loads(answer) for answer in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert "3 of 9 lines failed" in done.stderr
+    a, b, c, d, e, own, f, g, h = [json.loads(answer) for answer in (tmp_path / "out.jsonl").read_text().splitlines()]
     expected = model.open(random_image(1)).ask("red?", 3, reduce="none", max_new_tokens=4, ignore_eos=True)
     assert (a["custom_id"], a["error"], a["response"]["status_code"]) == ("a", None, 200)
     assert a["response"]["body"]["object"] == "chat.completion"
@@ -283,7 +301,8 @@ def test_lines_of_openais_batch_file_are_answered_in_its_form(model: Model, tmp_
     assert (c["response"]["status_code"], c["error"]["code"]) == (400, "unknown_parameter")
     assert "temprature" in c["error"]["message"]
     assert d["response"]["status_code"] == 200
-    assert "url must be POST" in e["error"]
+    assert "its method must be POST and its url" in e["error"]
     assert own["line"] == 6
     assert len(own["token_ids"]) <= 3
     assert f["error"]["code"] == "context_length_exceeded"
+    assert (g["response"]["body"]["object"], h["response"]["body"]["object"]) == ("response", "text_completion")
