@@ -1,7 +1,4 @@
-"""Activation-aware scaling: the activations of some questions in the decoder, and the factors found from them.
-
-One pass of the plain reference, a layer in memory at a time; each layer's factors are found before the next is read.
-"""
+"""Activation-aware scaling: the activations of some questions in the decoder, and the factors found from them."""
 
 from __future__ import annotations
 

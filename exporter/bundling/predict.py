@@ -51,10 +51,7 @@ def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, tex
 def predict(
     config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: str, small: int, measured: Sequence[int] = (),
 ) -> Prediction:  # fmt: skip
-    """Disk and memory of an export, and memory of a run on the CPU with a prompt of one image and no withdrawal.
-
-    `small`: bytes of the files other than weights; `measured`: tokens of each prompt whose activations are measured.
-    """
+    """Disk and memory of an export, memory of a run; `small`: bytes of other files, `measured`: tokens of prompts."""
     text = config.text
     slot = 2 * text.kv_heads * text.head_dim * KV_DTYPES[kv_dtype].bytes
     answering = answering_memory(

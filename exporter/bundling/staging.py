@@ -128,10 +128,7 @@ def left_bytes(out: Path, names: Collection[str]) -> int:
 
 
 def put_in_place(folder: Path, out: Path, force: bool) -> None:
-    """Rename the complete bundle to `out`; the one it replaces is removed only afterwards.
-
-    Without `force` the rename fails if another export finished first.
-    """
+    """Rename the complete bundle to `out`; the one it replaces goes afterwards, without `force` there is none."""
     old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(4)}")
     try:
         if force and out.exists():

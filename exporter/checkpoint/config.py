@@ -272,10 +272,7 @@ def text_config_of(parsed: Any) -> TextConfig:
 
 
 def tower_of(config: Any, family: str, square: int = 1, sides: Any = None) -> VisionConfig:
-    """The sizes that all towers' configurations name alike; `square` divides the side of the grid of patches.
-
-    `sides` has image_size and patch_size if the configuration does not have them as numbers.
-    """
+    """The sizes that all towers name alike; `square` divides the grid's side, `sides` has image_size and patch_size."""
     image, patch = (
         size(sides or config, f"{part}_size", most) for part, most in (("image", 1 << 14), ("patch", 1 << 10))
     )

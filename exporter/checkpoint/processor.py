@@ -65,10 +65,7 @@ def read_video_settings(
 
 
 def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = ONE_PIECE) -> ImageSettings:
-    """Settings from an HF image processor's configuration; missing keys get the defaults of its class.
-
-    Images are always converted to RGB, `do_convert_rgb` or not. Raises as `read_image_settings` does.
-    """
+    """Settings from an HF image processor's configuration, else its class's defaults; images always become RGB."""
     if not isinstance(config, Mapping):
         raise CheckpointError(f"the image processor's configuration is {_show(config)}, not a JSON object")
     # the named one of `known`; without a name the last, as in transformers

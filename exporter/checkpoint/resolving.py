@@ -26,11 +26,7 @@ _QUESTION = "What is this? {} 123 {}"
 
 
 def resolve(request: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer.json and the text settings of a checkpoint's copied files.
-
-    `folder` holds the files, `name` is its name in messages; without `end_ids` the tokenizer's are used.
-    Raises `CheckpointError`, `TemplateError`.
-    """
+    """The tokenizer.json and text settings of the files in `folder`; `name` is for messages, `end_ids` may be None."""
     folder, image = Path(request["folder"]), request["image_token_id"]
     if request.get("original") and (image == UNK_ID or (folder / SENTENCEPIECE).exists()):
         loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)

@@ -72,10 +72,7 @@ def read_text(
 
 
 def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: ChildLimits = LIMITS) -> str:
-    """The tokenizer.json of a text encoder, without chat or image token, made and tried as by `read_text`.
-
-    It gives at least one id, all below `vocab`. Raises `CheckpointError`.
-    """
+    """The tokenizer.json of a text encoder, without chat or image token: it gives an id at least, all below `vocab`."""
     with _copied(folder, {"model_type": model_type}, {"model_type": model_type}) as copy:
         return str(
             confine(

@@ -40,11 +40,7 @@ class TextTowerCheckpoint:
 
 
 def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_pickle: bool) -> TextTowerCheckpoint:
-    """Open the CLIP in directory `path`, or on the hub, whose vision tower the LLaVA has.
-
-    With `allow_pickle` files of `torch.save` are read if there is no safetensors file. Raises CheckpointError,
-    UnsupportedModelError.
-    """
+    """Open the CLIP in directory `path`, or on the hub, whose vision tower the LLaVA has. Raises CheckpointError."""
 
     def canonical(name: str) -> str:
         prefix = next((old for old in _PARTS if name.startswith(old)), "")

@@ -90,10 +90,7 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthBound | None:
-    """The largest number of characters of a token, so that a runtime can refuse long text unread.
-
-    None if characters may vanish or share a token without limit.
-    """
+    """The most characters of a token, to refuse long text unread; None if they may vanish or share without limit."""
     added, model, vocab = spec["added_tokens"], spec["model"], spec["model"]["vocab"]
     tokens = set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
     splitters = _sequence(spec.get("pre_tokenizer"), "pretokenizers")

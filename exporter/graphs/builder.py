@@ -1,7 +1,4 @@
-"""A builder of ONNX graphs whose weights stay in files, and the interface of its dialects.
-
-A dialect provides the operations that engines express differently, and their dtypes.
-"""
+"""A builder of ONNX graphs whose weights stay in files, and the interface of its dialects."""
 
 from __future__ import annotations
 

@@ -25,10 +25,7 @@ LOOK: dict[str, Any] = {
 
 
 def draw(path: Path, fill: Callable[[Any], None], width: float = 10, height: float = 4.5) -> None:
-    """Let `fill` draw on a figure of `width` x `height` inches and write it in the format of the suffix of `path`.
-
-    An existing file is replaced only by a complete picture. Raises DeviceError, RequestError.
-    """
+    """Let `fill` draw a figure in inches into `path`, replaced only once complete. Raises DeviceError, RequestError."""
     make = figures()
     from cycler import cycler
     from matplotlib import rc_context
