@@ -126,7 +126,7 @@ def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
 
 
 class StageMemory(Protocol):
-    """The memory of a stage of one conversation on the device: K and V for `capacity` slots, and what is bound to them."""
+    """A stage's device memory of one conversation: K and V for `capacity` slots, and what is bound to them."""
 
     capacity: int
 
