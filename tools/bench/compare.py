@@ -56,14 +56,6 @@ class MethodResult:
 
 
 @dataclass(frozen=True, slots=True)
-class AsAccurate:
-    """The cheapest withdrawal that answers as many questions, and its FLOPs as a share of the method's."""
-
-    withdrawal: str
-    flops_ratio: float
-
-
-@dataclass(frozen=True, slots=True)
 class Compared:
     """A pruning method and the withdrawal of nearest FLOPs; `difference`: by how much the method answers more."""
 
@@ -72,7 +64,7 @@ class Compared:
     flops_ratio: float
     difference: MeanInterval
     verdict: str
-    as_accurate: AsAccurate | None
+    as_accurate: Mapping[str, Any] | None  # the cheapest `withdrawal` that answers as many, its share of the FLOPs
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +156,7 @@ def _compare(methods: Sequence[MethodResult], scores: NDArray[np.float64], numbe
     return Compared(
         method=method.name, withdrawal=methods[rival].name, flops_ratio=methods[rival].flops / method.flops,
         difference=difference, verdict=verdict,
-        as_accurate=AsAccurate(equal.name, equal.flops / method.flops) if equal else None,
+        as_accurate={"withdrawal": equal.name, "flops_ratio": equal.flops / method.flops} if equal else None,
     )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def comparison_tables(report: Comparison) -> list[str | WideTable]:
     if report.compared:
         compared = [
             [row.method, row.withdrawal, f"{row.flops_ratio:.0%}", _points(row.difference, "+"), row.verdict,
-             *([equal.withdrawal, f"{equal.flops_ratio:.0%}"] if (equal := row.as_accurate) else ["none of them", "-"])]
+             *([one["withdrawal"], f"{one['flops_ratio']:.0%}"] if (one := row.as_accurate) else ["none of them", "-"])]
             for row in report.compared
         ]  # fmt: skip
         parts += [

@@ -30,7 +30,7 @@ from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.policies import parse
 from vtx.runtime.report.inspect import kv_bytes
 from vtx.runtime.terminal.console import WideTable
-from vtx.tools.bench.compare import BETTER, EQUAL, WORSE, AsAccurate, Comparison, make_comparison
+from vtx.tools.bench.compare import BETTER, EQUAL, WORSE, Comparison, make_comparison
 from vtx.tools.bench.methods import Method, MethodAnswer, find_methods, short
 from vtx.tools.bench.stopwatch import timed
 from vtx.tools.bench.tables import comparison_tables
@@ -332,7 +332,7 @@ def test_a_method_stands_beside_the_withdrawal_of_nearest_arithmetic(cls: list[b
     assert said[verdict] in found.verdict[0]
     assert said[verdict] in comparison_tables(found)[-1]
     equal = {BETTER: ("none", 100 / 48), WORSE: ("K = 3", 25 / 48), EQUAL: ("K = 5", 52 / 48)}[verdict]
-    assert one.as_accurate == AsAccurate(equal[0], pytest.approx(equal[1]))
+    assert one.as_accurate == {"withdrawal": equal[0], "flops_ratio": pytest.approx(equal[1])}
 
 
 def test_the_cheapest_ways_that_answer_as_well_are_named() -> None:
