@@ -116,13 +116,13 @@ class Shares:
 
 
 def shares(work: WorkCount, ms: Mapping[str, Series | None], ceilings: MeasuredCeilings) -> Shares:
-    """The shares of the ceilings that the measured times reach."""
+    """The shares of the ceilings that the measured times reach; 1 where a phase was faster than the ceiling's own runs."""
     prefill = ceilings.gemm.flops_per_s.max
     vision = ceilings.vision_gemm.flops_per_s.max if ceilings.vision_gemm else prefill
 
     def share(amount: int, phase: str, ceiling: float) -> float | None:
         series = ms[phase]
-        return 1000 * amount / series.median / ceiling if amount and series and series.median else None
+        return min(1.0, 1000 * amount / series.median / ceiling) if amount and series and series.median else None
 
     return Shares(
         vision=share(work.vision_flops, "vision", vision),

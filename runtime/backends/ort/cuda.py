@@ -116,7 +116,8 @@ class OrtCudaBackend(OrtBackend):
     def state(machine: Device) -> DeviceState:
         number = version("onnxruntime-gpu")
         if not number:
-            return DeviceState("cuda", False, False, 'onnxruntime-gpu is not installed: pip install "vtx-edge[gpu]"')
+            missing = 'onnxruntime-gpu is not installed: pip install "vtx-edge[gpu]"'
+            return DeviceState("cuda", False, False, missing if machine.gpus else "there is no NVIDIA GPU here")
         reason = provider_obstacle()
         if reason:
             return DeviceState("cuda", True, False, f"onnxruntime-gpu {number}; {reason}")

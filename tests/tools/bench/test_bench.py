@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from vtx.tools.bench.ceilings.ceilings import Ceilings
 from vtx.tools.bench.ceilings.products import Kind, Product, make_graph
 from vtx.tools.bench.series import Series, shown, spread
 from vtx.tools.bench.stopwatch import split, timed
-from vtx.tools.bench.work import WorkCounter, weights_read
+from vtx.tools.bench.work import WorkCount, WorkCounter, shares, weights_read
 from vtx.tools.common.memory import resident
 from vtx.tools.estimate.flops import attention_macs, encode_flops
 from vtx.tools.estimate.sizes import VisionSize, bundle_size
@@ -169,9 +170,19 @@ def test_shares_are_work_over_time_over_the_ceiling(report: dict[str, Any]) -> N
     gemm, read = report["ceilings"]["gemm"]["flops_per_s"], report["ceilings"]["read"]["bytes_per_s"]
     for depth in report["depths"]:
         rate = depth["prefill_flops"] / depth["ms"]["prefill"]["median"] * 1000
-        assert depth["shares"]["prefill"] == pytest.approx(rate / gemm["max"])
+        assert depth["shares"]["prefill"] == pytest.approx(min(1, rate / gemm["max"]))
         rate = depth["decode_bytes"] / depth["ms"]["decode_per_token"]["median"] * 1000
-        assert depth["shares"]["decode"] == pytest.approx(rate / read["max"])
+        assert depth["shares"]["decode"] == pytest.approx(min(1, rate / read["max"]))
+
+
+def test_a_phase_faster_than_the_ceiling_s_own_runs_reaches_all_of_it() -> None:
+    rate = SimpleNamespace(max=100.0)
+    ceilings: Any = SimpleNamespace(
+        gemm=SimpleNamespace(flops_per_s=rate), vision_gemm=None, read=SimpleNamespace(bytes_per_s=rate)
+    )
+    ms = {"vision": None, "prefill": spread([1000.0]), "decode_per_token": spread([1000.0])}
+    found = shares(WorkCount(1, 200, 50), ms, ceilings)
+    assert (found.vision, found.prefill, found.decode) == (None, 1.0, 0.5)
 
 
 def test_the_tables_say_machine_model_workload_and_ceilings(bundle: Path) -> None:
