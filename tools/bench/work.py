@@ -116,7 +116,7 @@ class Shares:
 
 
 def shares(work: WorkCount, ms: Mapping[str, Series | None], ceilings: MeasuredCeilings) -> Shares:
-    """The shares of the ceilings that the measured times reach; 1 where a phase was faster than the ceiling's own runs."""
+    """The shares of the ceilings that the measured times reach, at most 1."""
     prefill = ceilings.gemm.flops_per_s.max
     vision = ceilings.vision_gemm.flops_per_s.max if ceilings.vision_gemm else prefill
 
