@@ -183,6 +183,8 @@ def compared(asked: Sequence[Case], ways: Mapping[str, Way]) -> tuple[Counter[st
                 jsonschema.validate(value, case.schema, format_checker=checker)
             elif first.stopped not in ("length", "refused"):
                 faults.append(f"{case}: {first}")
+        except jsonschema.SchemaError:  # an expression that Python's re does not know
+            counts["not judged"] += 1
         except (ValueError, jsonschema.ValidationError) as e:
             faults.append(f"{case}: {first.text!r} is called complete: {str(e).splitlines()[0]}")
     return counts, faults
@@ -216,7 +218,7 @@ def main() -> None:
     files = sorted(given.suite.rglob("*.json")) if given.suite else []
     fixed = [group["schema"] for file in files for group in json.loads(file.read_text(encoding="utf-8"))]
     picture, counts, faults = tiny.random_image(1), Counter[str](), list[str]()
-    about = {"question": QUESTION, "tokens": TOKENS, "bundles": list(bundles), "llguidance": llguidance.__version__}
+    about = {"question": QUESTION, "tokens": TOKENS, "model": list(bundles), "llguidance": llguidance.__version__}
     with ExitStack() as stack:
         journal = stack.enter_context(ResultJournal(given.work / "schemas.jsonl", about))
         models = {name: stack.enter_context(load(folder, device="cpu", threads=1)) for name, folder in bundles.items()}

@@ -159,7 +159,6 @@ class Grammars:
 
     def _compile(self, guide: Guide) -> LLMatcher:
         library, kind = self._library, guide.kind
-        _check_work(guide)
         body: dict[str, Any] = {"lark_grammar": guide.grammar}
         if guide.schema is not None:
             schema = json.loads(str(guide.schema))
@@ -172,6 +171,7 @@ class Grammars:
         elif isinstance(guide.tools, Tools):
             added = {token.content: token.special for token in self._text.tokenizer.get_added_tokens_decoder().values()}
             body = {"lark_grammar": self._text.call_form.grammar(guide.tools, JSON_FORM, added)}
+        _check_work(kind, body)
         limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
 
         def compiled(grammars: list[dict[str, Any]]) -> LLMatcher:
@@ -252,17 +252,17 @@ class GuidedAnswer:
             )
 
 
-def _check_work(guide: Guide) -> None:
+def _check_work(kind: str, body: Mapping[str, Any]) -> None:
     """Refuse what would be compiled for minutes. Raises RequestError."""
-    schemas = [] if guide.schema is None else [json.loads(str(guide.schema))]
-    for operator in "&~" if guide.grammar is not None else "":
-        count = str(guide.grammar).count(operator)
+    schemas, grammar = [body.get("json_schema")], str(body.get("lark_grammar", ""))
+    for operator in "&~" if kind == "grammar" else "":
+        count = grammar.count(operator)
         if count > MAX_OPERATORS:
             raise RequestError(
                 f"grammar has {count} times {operator}, the limit is {MAX_OPERATORS}; "
                 f"combine fewer expressions, and write \\x{ord(operator):x} in texts"
             )
-    for after in (guide.grammar or "").split("%json")[1:]:
+    for after in grammar.split("%json")[1:]:
         with suppress(ValueError):  # llguidance says what is wrong
             schemas.append(json.JSONDecoder().raw_decode(after.lstrip())[0])
     for schema in schemas:
@@ -281,13 +281,13 @@ def _check_work(guide: Guide) -> None:
             combined |= sum(parts) + (len(several) if isinstance(several, list) else 0) > 1
         if combined and patterns > MAX_COMBINED:
             raise RequestError(
-                f"{guide.kind} has {patterns} patterns and formats and combines some by allOf, anyOf or $ref; "
+                f"{kind} has {patterns} patterns and formats and combines some by allOf, anyOf or $ref; "
                 f"the limit is then {MAX_COMBINED}; simplify it"
             )
         product = math.prod(multiples) if combined else max(multiples)
         if product > MAX_MULTIPLE:
             raise RequestError(
-                f"{guide.kind} asks for multiples of {min(product, 1e15):,.0f}, the limit is {MAX_MULTIPLE:,}; "
+                f"{kind} asks for multiples of {min(product, 1e15):,.0f}, the limit is {MAX_MULTIPLE:,}; "
                 "leave multipleOf out"
             )
 

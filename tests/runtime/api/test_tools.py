@@ -117,6 +117,7 @@ def test_what_is_not_a_list_of_tools_is_refused(tools: Any, said: str) -> None:
         {"$ref": "#/$defs/missing"},
         {"type": "object", "uniqueItems": True, "not": {}},
         {"properties": {"a": {"enum": []}}, "required": ["a"]},
+        {"properties": {"a": {"type": "integer", "multipleOf": 1_000_003}}},
         {"properties": {"a": {"type": "string", "pattern": "(" * 200 + "a" + "{1,900}){1,900}" * 200}}},
     ],
 )

@@ -7,12 +7,13 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
 from benchmarks import schemas
 
-from tests.runtime.prompt.test_guiding import LONG
+from tests.runtime.prompt.test_guiding import EXPLODING, LONG
 from tests.support.bundles import export
 from tests.support.cabi import Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, run
@@ -23,6 +24,7 @@ from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.prepare import demo_checkpoint
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.prompt import guiding
 
 llguidance = pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
 pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
@@ -175,6 +177,35 @@ def test_what_cannot_guide_an_answer_is_refused(
 ) -> None:
     with pytest.raises(AssertionError, match=said):
         loaded.ask([picture], [QUESTION], guide_kind=kind.encode(), guide=text.encode("latin-1"))
+
+
+@pytest.mark.parametrize("name", EXPLODING)
+def test_forms_that_explode_are_cut_or_end_in_an_error(model: Model, loaded: Loaded, picture: Path, name: str) -> None:
+    kind, text = _written(EXPLODING[name])
+    options = {"guide_kind": kind.encode(), "guide": text.encode(), "max_new_tokens": 30}
+    try:
+        [found] = loaded.ask([picture], [QUESTION], **options)
+        assert found["stopped"] in ("length", "end")
+    except AssertionError as e:
+        assert re.search("simplify it|correct it", str(e))  # noqa: PT017 - it may also be cut
+
+
+def test_compiled_grammars_are_kept_and_the_oldest_are_dropped(model: Model, loaded: Loaded, picture: Path) -> None:
+    properties = {f"p{n}": {"type": "string", "pattern": "(a|b)*a(a|b){20}"} for n in range(900)}
+    heavy = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+    def spent(kind: str, value: Any) -> float:
+        start = process_time()
+        options = {"guide_kind": kind.encode(), "guide": json.dumps(value).encode(), "max_new_tokens": 1}
+        loaded.ask([picture], [QUESTION], **options)
+        return process_time() - start
+
+    first = spent("schema", heavy)
+    again = min(spent("schema", heavy) for _ in range(3))
+    assert again < first / 2
+    for n in range(guiding.KEPT):
+        spent("choices", [str(n)])
+    assert spent("schema", heavy) > 2 * again
 
 
 def test_vtx_cpp_run_says_how_sure_it_is_and_that_an_answer_was_cut(

@@ -185,6 +185,33 @@ def test_a_form_that_becomes_too_large_ends_its_answer(grammars: Grammars, text:
         write()
 
 
+NODE = {"type": "object", "properties": {"l": {"$ref": "#"}, "r": {"$ref": "#"}}, "required": ["l", "r"]}
+EXPLODING: dict[str, dict[str, Any]] = {
+    "nested repeats": {"regex": "((a{100}){100}){100}"},
+    "sets of states": {"regex": "(a|b)*a(a|b){300}"},
+    "many places": {"regex": "|".join(f"(.*a.{{{n}}}b.*)" for n in range(1, 200))},
+    "words": {"regex": "(\\w+\\s?){500}"},
+    "a tree without leaves": {"schema": NODE},
+    "a list without end": {"schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
+    "a hundred thousand items": {"schema": {"type": "array", "items": {"type": "integer"}, "minItems": 100_000}},
+    "a million characters": {"schema": {"type": "string", "minLength": 1_000_000}},
+    "an ambiguous grammar": {"grammar": 'start: s\ns: s s | "a" | '},
+    "combined patterns": {
+        "schema": {"allOf": [{"type": "string", "pattern": f"^((a|b)*a(a|b){{{n + 60}}}c)*$"} for n in range(8)]}
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXPLODING)
+def test_forms_that_explode_are_cut_or_end_in_an_error(grammars: Grammars, text: Text, name: str) -> None:
+    """None of them takes minutes, which a test run would show."""
+    try:
+        _, ended = written(grammars, text, Guide(**EXPLODING[name]), most=30)
+        assert not ended or name in ("an ambiguous grammar", "many places", "words")
+    except RequestError as e:
+        assert "simplify it" in str(e) or "correct it" in str(e)  # noqa: PT017 - it may also be cut
+
+
 def chains(kind: str) -> Guide:
     """As many links as the limit of bytes allows, each of which refers to the next."""
     if kind == "schema":
