@@ -96,6 +96,8 @@ def _chosen_ks(
     option("--json as_json", bool, "Print the bundle's contents as vtx-inspect --json does."),
     option("--sign", Path, "Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.",
            metavar="KEY"),
+    option("--release", str, "Number the signed bundle; devices refuse numbers below the highest they have answered "
+           "with.", metavar="NAME=N"),
 )  # fmt: skip
 def export(
     model: str, ks: tuple[int, ...] | Literal["auto"], precision: str, vision_precision: str | None,
@@ -104,7 +106,8 @@ def export(
     gates: Path | None, calibration: str | None, images: Path | None, dialects: tuple[str, ...],
     reductions: tuple[str, ...], retain: float | None, max_memory: int | None, force: bool, as_json: bool,
     activation_aware: bool, allow_changed_answers: bool,
-    sign: Path | None, text_tower: str | None, tower: str | None, allow_pickle: bool, int4_block: str,
+    sign: Path | None, release: str | None, text_tower: str | None,
+    tower: str | None, allow_pickle: bool, int4_block: str,
     arithmetic: str,
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run.
@@ -120,11 +123,19 @@ def export(
     from vtx.exporter.bundling.retain import SAMPLES as RETAIN_SAMPLES
     from vtx.exporter.bundling.retain import Retain
     from vtx.runtime.bundle.seal import SigningKey
+    from vtx.runtime.bundle.spec.manifest import BundleRelease
     from vtx.tools.data.items import SCENES, read_data
 
     if out is not None:
         exporter.check_target(out.expanduser().absolute(), force)
-    key = SigningKey.load(sign) if sign else None
+    key, numbered = SigningKey.load(sign) if sign else None, None
+    if release is not None:
+        named, _, number = release.rpartition("=")
+        if not (named and number.isdecimal() and len(number) < 16 and int(number)):
+            raise click.UsageError(f"--release is {release!r:.60}; it must be a name and a number, e.g. kitchen=7")
+        if key is None:
+            raise click.UsageError("--release has no effect without --sign; add it")
+        numbered = BundleRelease(named, int(number))
     template = exporter.load_template(chat_template) if chat_template else None
     one_k = ks == "auto" and gates is None
     if calibration is not None and not one_k and retain is None and not activation_aware and arithmetic != "measured":
@@ -158,7 +169,7 @@ def export(
     options = exporter.ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
         head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
-        allow_changed_answers, measured,
+        allow_changed_answers, measured, numbered,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")

@@ -69,7 +69,8 @@ def run_export(
                 drawn = Data("the drawn scenes", scene_items(SAMPLES // PER_SCENE, PER_SCENE))
                 measure_arithmetic(folder, kinds, wanted.data or drawn, report)
         if sign is not None:
-            seal_manifest(folder, Bundle.open(folder, check=False).manifest, sign)
+            manifest = replace(Bundle.open(folder, check=False).manifest, release=plan.options.release)
+            seal_manifest(folder, manifest, sign)
         for path in [*folder.rglob("*"), folder]:
             sync_file(path)
         with staging.alone_in(out.parent):
@@ -89,7 +90,8 @@ def key_of(plan: Plan) -> str:
         source = file.entries[0].source.identity
         header = hashlib.sha256(file.header or b"").hexdigest()
         sources.append([file.name, str(file.source), source and source[1:], header])
-    options = replace(plan.options, retain=None, aware=None, arithmetic=None)  # others change only the manifest
+    # Others change only the manifest.
+    options = replace(plan.options, retain=None, aware=None, arithmetic=None, release=None)
     aware = [item.digest() for item in plan.options.aware.items] if plan.options.aware else None
     tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None
     identity = [plan.checkpoint.fingerprint(), tower, str(options), list(plan.ks), plan.template, sources, aware]

@@ -9,6 +9,7 @@ from typing import Literal
 from vtx.exporter.bundling.predict import QUESTION_TOKENS
 from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.runtime.bundle.spec.manifest import BundleRelease
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.bundle.spec.stored import BLOCK, Precisions
 from vtx.runtime.errors import RequestError
@@ -38,7 +39,7 @@ class ExportOptions:
     the questions by whose activations the channels of quantised matrices are scaled. `text_tower` is the CLIP whose
     text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and
     `allow_pickle` allows weights that are pickles. `int4_block`: the most weights that share a scale in int4.
-    `arithmetic`: the questions with which narrower arithmetic is measured.
+    `arithmetic`: the questions with which narrower arithmetic is measured. `release` numbers a signed bundle.
     """
 
     model: str = DEMO
@@ -61,6 +62,7 @@ class ExportOptions:
     int4_block: int = BLOCK
     allow_changed_answers: bool = False
     arithmetic: MeasuredArithmetic | None = None
+    release: BundleRelease | None = None
 
     def __post_init__(self) -> None:
         precisions = self.precisions()

@@ -99,6 +99,7 @@ class LoadedBundle:
         self._text_tower: TextTower | None = None
         self._grammars: Grammars | None = None
         self._lock = threading.Lock()
+        self._release_noted = False
         self.closed = False
 
     def close(self) -> None:
@@ -122,6 +123,9 @@ class LoadedBundle:
         """Close a conversation with the bundle."""
         with self._lock:
             self.check_open()
+            if not self._release_noted:
+                self.bundle.note_release()
+                self._release_noted = True
             self._conversations.add(conversation)
 
     def policy(

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.files import Folder, Identity, digest, open_named, read_all, reason
+from vtx.runtime.bundle.releases import check_release, note_release
 from vtx.runtime.bundle.safetensors import Header, header_of, unpack
 from vtx.runtime.bundle.seal import CHECKSUM, PublicKey, SigningKey, read_sealed, write_sealed
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
@@ -46,7 +47,8 @@ class Bundle:
         With a `key` the manifest's signature is verified before anything else is read or parsed, and every file is
         hashed, large ones too.
 
-        Raises BundleError: no bundle, a damaged or hostile one, one from another version, or not signed by `key`.
+        Raises BundleError: no bundle, a damaged or hostile one, one from another version, not signed by `key`, or of an
+        older release than this device has answered with.
         """
         try:
             path = Path(folder).expanduser().absolute()
@@ -66,10 +68,17 @@ class Bundle:
         except (OSError, RuntimeError, ValueError) as e:
             raise BundleError(f"{folder} cannot be read ({reason(e)}); check its name and permissions") from e
         bundle = cls(path, manifest, key)
+        if key is not None:
+            check_release(manifest.release, key, f"the bundle {path}")
         if check:
             for name in bundle.manifest.files:
                 bundle.check_file(name, whole=key is not None)
         return bundle
+
+    def note_release(self) -> None:
+        """Note that answers are computed with it, if it is signed and has a release number."""
+        if self.key is not None and self.manifest.release is not None:
+            note_release(self.manifest.release, self.key)
 
     @property
     def files(self) -> Folder:

@@ -38,6 +38,11 @@ class PublicKey:
         """Read a PEM file. Raises `RequestError`, or `DeviceError` without the cryptography package."""
         return cls(path.name, _read_key(path, "public"))
 
+    @property
+    def fingerprint(self) -> str:
+        """The first 128 bits of the SHA-256 of the key itself, in hex."""
+        return hashlib.sha256(self.key.public_bytes_raw()).hexdigest()[:32]
+
     def signed(self, content: bytes, signature: bytes) -> bool:
         from cryptography.exceptions import InvalidSignature
 

@@ -65,7 +65,7 @@ class Chooser:
             self._tokens = _recent(self._tokens, tokens)
 
     def prompt_seconds(self, method: Allowed, fresh: int) -> float | None:
-        """Expected seconds to the first token of a prompt with so many new tokens; None if nothing is known yet.
+        """Expected seconds to the first token of a prompt with `fresh` new tokens; None if nothing is known yet.
 
         A method without a measurement is judged by its FLOPs, beside those that have one.
         """

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the answers of one model may take; sizes in bytes.
+    """The room for the answers of one model; sizes in bytes.
 
     `parallel`: answers that are computed at the same time, `batch` of them at most in one pass. `kept`: conversations
     that are kept for later requests. `kv`: of K and V, in use or kept; `image_tokens`: of encoded images kept.
@@ -48,7 +48,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnswerRequest:
     """A request whose images are read and whose prompt `ids` are known, before anything is computed.
 
     `reuse`: it may begin with what the caches of earlier requests hold. `adapts`: K and reductions are chosen when it
@@ -65,7 +65,7 @@ class Asked:
     @classmethod
     def of(
         cls, loaded: LoadedBundle, images: tuple[PreparedImage, ...], messages: Sequence[Message], settings: Settings
-    ) -> Asked:
+    ) -> AnswerRequest:
         """Raises RequestError for messages that cannot be asked about these images."""
         return cls(images, messages, loaded.prompt_ids(messages, images), settings)
 
@@ -77,7 +77,10 @@ class Engine:
     the last one left are for its owner to note.
     """
 
-    def __init__(self, name: str, model: Model, capacity: Capacity, chooser: Chooser | None = None) -> None:
+    def __init__(
+        self, name: str, model: Model, capacity: Capacity, chooser: Chooser | None = None, *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         for method in () if chooser is None else chooser.methods:
             model.loaded.policy(method.k, None, method.reduce)  # refuses what the bundle lacks
         self.name, self.model, self._parallel, self._chooser = name, model, capacity.parallel, chooser
@@ -85,7 +88,7 @@ class Engine:
         together = min(capacity.batch, capacity.parallel)
         self.batching = Batching(model, together, capacity.kept + capacity.parallel)
         self.pool = ConversationPool(model.loaded, capacity.kv, capacity.kept)
-        self.scheduler = Scheduler(name, capacity.parallel, self.batching.decode)
+        self.scheduler = Scheduler(name, capacity.parallel, self.batching.decode, clock=clock)
         if self.batching.obstacle is not None:
             log.info("%s decodes its answers in turn, not together: %s", name, self.batching.obstacle)
         self.users, self.used_at = 0, time.monotonic()
@@ -105,7 +108,7 @@ class Engine:
         return True
 
     def job(
-        self, asked: Asked, emit: Callable[[Event], None], *, ends_at: float = math.inf, urgent: bool = False,
+        self, asked: AnswerRequest, emit: Callable[[Event], None], *, ends_at: float = math.inf, urgent: bool = False,
         advance: float = 0.0, fits: Callable[[], bool] = lambda: True,
         choosing: Callable[[Chosen], None] = lambda _: None,
     ) -> Job:  # fmt: skip
@@ -148,7 +151,9 @@ class Engine:
         return job
 
     def answers(
-        self, requests: Iterable[tuple[T, Sequence[Asked] | Exception]], watch: Callable[[T, Event], None] | None = None
+        self,
+        requests: Iterable[tuple[T, Sequence[AnswerRequest] | Exception]],
+        watch: Callable[[T, Event], None] | None = None,
     ) -> Generator[tuple[T, list[Answer] | Exception]]:
         """The answers to many requests as they end, with the tag of each; a request may ask several times.
 
@@ -203,5 +208,5 @@ class Engine:
                 for job in jobs:
                     job.cancel()
 
-    def _fits(self, asked: Asked) -> bool:
+    def _fits(self, asked: AnswerRequest) -> bool:
         return self.pool.fits(len(asked.ids) + asked.settings.options.max_new_tokens)

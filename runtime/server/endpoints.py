@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.scheduler.choosing import Chosen
-from vtx.runtime.scheduler.engine import Asked, Engine
+from vtx.runtime.scheduler.engine import AnswerRequest, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
@@ -304,7 +304,7 @@ async def _events(
 
     jobs = [
         engine.job(
-            Asked(prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse, chat.adapts),
+            AnswerRequest(prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse, chat.adapts),
             partial(emit, number), ends_at=ends_at, urgent=chat.deadline is not None,
             advance=PRIORITY_SECONDS * chat.priority, choosing=choosing,
         )

@@ -17,7 +17,7 @@ from vtx.runtime.bundle.files import replacing
 from vtx.runtime.checks import check_text
 from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message
-from vtx.runtime.scheduler.engine import Asked, Capacity, Engine
+from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
 from vtx.runtime.server.endpoints import ENDPOINTS
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.openai.request import ChatRequest, read_request
@@ -166,7 +166,7 @@ def _failed(line: Line, error: Exception) -> Result:
 
 def _asked(
     model: Model, lines: Sequence[Line], asking: Asking, chats: dict[int, ChatRequest]
-) -> Iterator[tuple[Line, list[Asked] | Exception]]:
+) -> Iterator[tuple[Line, list[AnswerRequest] | Exception]]:
     """Each line with what it asks, or its error; the request of OpenAI's lines goes into `chats`."""
     limits, loaded = Limits(new_tokens=model.manifest.max_context), model.loaded
     images, pictures = tuple[PreparedImage, ...](), None
@@ -188,7 +188,7 @@ def _asked(
                     loaded.check_system(messages)
                 k, reduce = own.pop("k"), own.pop("reduce")
                 settings = Settings(k, combined(asking.options, own), reduce)
-                yield line, [Asked.of(loaded, images, messages, settings)]
+                yield line, [AnswerRequest.of(loaded, images, messages, settings)]
                 continue
             chat = read_request(line.request, limits, translate=ENDPOINTS[line.url].translate)
             sources = [image for image in chat.images if not isinstance(image, RemoteImage)]
@@ -197,7 +197,10 @@ def _asked(
             k, reduce = (asking.k if chat.k == DEFAULT else chat.k), chat.reduce
             chat = replace(chat, images=(), k=k, reduce=asking.reduce if reduce == DEFAULT else reduce)
             chats[line.number] = chat
-            yield line, [Asked.of(loaded, seen, chat.messages, chat.settings(number)) for number in range(chat.n)]
+            yield (
+                line,
+                [AnswerRequest.of(loaded, seen, chat.messages, chat.settings(number)) for number in range(chat.n)],
+            )
         except BAD as e:
             yield line, e
 

@@ -24,8 +24,7 @@ from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
 from vtx.runtime.prompt.guiding import Guide
 from vtx.runtime.prompt.messages import Message
-from vtx.runtime.scheduler.engine import Asked as Request
-from vtx.runtime.scheduler.engine import Capacity, Engine
+from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
 from vtx.runtime.scheduler.scheduler import Event
 from vtx.runtime.session.encoded_images import PreparedImage, vision_extras
 from vtx.runtime.strict import Strict, json_value
@@ -247,8 +246,8 @@ class SideBySide:
     def _requests(
         self, questions: Sequence[TaskQuestion], wanted: Mapping[int, Collection[Method]],
         images: dict[int, tuple[PreparedImage, ...]],
-    ) -> Iterator[tuple[tuple[int, Method], list[Request] | Exception]]:  # fmt: skip
-        """What is asked: image by image, and of each first the methods that keep it longest, whose caches serve all."""
+    ) -> Iterator[tuple[tuple[int, Method], list[AnswerRequest] | Exception]]:  # fmt: skip
+        """The requests, image by image, and of each first the methods that keep it longest, whose caches serve all."""
         layers, groups = self._model.manifest.model.layers, dict[Any, list[int]]()
         for n in wanted:
             groups.setdefault((questions[n].images, questions[n].videos), []).append(n)
@@ -267,7 +266,7 @@ class SideBySide:
                 messages: list[Message] = [{"role": "user", "content": opening_parts(seen, question.text)}]
                 try:
                     settings = _settings(self._model, question, method, self._options)
-                    yield (n, method), [Request.of(self._model.loaded, seen, messages, settings)]
+                    yield (n, method), [AnswerRequest.of(self._model.loaded, seen, messages, settings)]
                 except BAD as e:
                     yield (n, method), e
 

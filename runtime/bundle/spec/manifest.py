@@ -17,6 +17,7 @@ from vtx.runtime.strict import UPGRADE, optional
 
 FORMAT = 5
 MAX_BYTES = 4 << 20
+MAX_RELEASE_NAME = 100  # characters
 TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "rope.safetensors", "golden.safetensors"
 FINAL_NORM = "final_norm.safetensors"  # for reductions that measure hidden states behind the last norm
 NEWLINE = "image_newline.safetensors"  # for layouts with a learned newline among the tokens
@@ -142,6 +143,18 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class BundleRelease:
+    """The number of a signed bundle among those of one name; devices that have answered with a higher one refuse it."""
+
+    name: str
+    number: int
+
+    def __post_init__(self) -> None:
+        sound = bool(self.name) and len(self.name) <= MAX_RELEASE_NAME and 1 <= self.number < 1 << 53
+        require(sound, f"release {self.number} of {self.name[:40]!r}: a name and a number of at least 1 are needed")
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The facts of a bundle that a runtime needs before it opens another file of it.
 
@@ -151,7 +164,7 @@ class Manifest:
     dialect. `token_inputs` are inputs of stages per token. `text_tower` is CLIP's, `video` declares videos; None if the
     bundle has none. `arithmetic` names the types of arithmetic next to float32 that were measured to keep its answers.
     `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of the bundle but the manifest.
-    `record` says how the bundle was made and is not interpreted.
+    `release` numbers signed bundles. `record` says how the bundle was made and is not interpreted.
     """
 
     format: int
@@ -182,6 +195,7 @@ class Manifest:
     video: VideoSpec | None = optional(None)
     token_inputs: tuple[TokenInput, ...] = optional(())
     arithmetic: tuple[str, ...] = optional(())
+    release: BundleRelease | None = optional(None)
 
     def __post_init__(self) -> None:
         parts = self.precision, self.vision_precision, self.head_precision

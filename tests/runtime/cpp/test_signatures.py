@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from tests.support.keys import write_keys
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
-from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle
+from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle, seal_manifest
 from vtx.runtime.bundle.fingerprint import EngineSet, read_engines
 from vtx.runtime.bundle.seal import SIGNATURE, PublicKey, SigningKey, write_sealed
+from vtx.runtime.bundle.spec.manifest import BundleRelease
 from vtx.runtime.errors import BundleError, VtxError
 
 pytestmark = needs_cpp
@@ -167,3 +169,34 @@ def test_without_libcrypto_it_is_named_with_where_it_was_looked_for(
         assert line.startswith("signatures need OpenSSL's libcrypto, 1.1.1 or newer, which was not found (")
         assert reason in line
         assert "name the library in VTX_LIBCRYPTO" in line
+
+
+def test_releases_are_noted_and_refused_as_in_python(
+    folder: Path, keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either runtime refuses what is older than a release that the other one has answered with."""
+    monkeypatch.setenv("VTX_STATE", str(tmp_path / "state"))
+    made = Bundle.open(folder).manifest
+
+    def release(number: int | None, name: str = "kitchen") -> None:
+        numbered = None if number is None else BundleRelease(name, number)
+        seal_manifest(folder, replace(made, release=numbered), SigningKey.load(keys[0]))
+
+    question = ("--text-only", "Who are you?", "--max-new-tokens", "2", "--require-signature", keys[1])
+    release(5)
+    ask(folder, *question)
+    release(4)
+    check_same_refusal(folder, keys[1], "is release 4 of kitchen, and this device has answered with release 5")
+    release(None)
+    check_same_refusal(folder, keys[1], "has no release number, and this device has answered with bundles of ours")
+    release(6)
+    with vtx.load(folder, device="cpu", threads=1, require_signature=keys[1]) as model:
+        model.open().ask("red?", max_new_tokens=2)
+    release(5)
+    check_same_refusal(folder, keys[1], "is release 5 of kitchen, and this device has answered with release 6")
+    release(1, "hall")
+    ask(folder, *question)
+    (tmp_path / "file").write_text("")
+    release(7)
+    monkeypatch.setenv("VTX_STATE", str(tmp_path / "file"))
+    assert b"set VTX_STATE" in run("run", "--bundle", folder, *question).stderr

@@ -136,9 +136,17 @@ def test_k_rises_and_falls_with_the_queue_so_that_deadlines_are_kept() -> None:
 def test_a_request_is_refused_only_if_the_quickest_method_does_not_make_it() -> None:
     clock, chooser = Clock(), Chooser([NONE, EARLY])
     chooser.measured(NONE, 1000, answered(1000))
-    made = Scheduler("test", 1, clock=clock)
-    made._prompt_seconds = 1.0
+    made, gate, ended = Scheduler("test", 1, clock=clock), threading.Event(), threading.Event()
+    gate.set()
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Done):
+            ended.set()
+
     try:
+        made.submit(Job(lambda: Stream(1.0, clock, gate), lambda _: None, emit))  # type: ignore[arg-type, return-value]
+        assert ended.wait(WAIT)
+        until(lambda: not made.active, "its time is known")
         for left, taken in ((0.5, True), (0.2, False)):
             job = Job(lambda: None, lambda _: None, lambda _: None, ends_at=clock.now + left, urgent=True)  # type: ignore[arg-type, return-value]
             job.quickest = lambda: chooser.quickest(1000)

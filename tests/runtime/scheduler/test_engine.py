@@ -24,7 +24,7 @@ from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.errors import ImageError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.conversations import ConversationPool
-from vtx.runtime.scheduler.engine import Asked, Capacity, Engine
+from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError
 from vtx.runtime.session.sampling import Sampling
 from vtx.runtime.vision.tokens import ImageTokens
@@ -53,15 +53,15 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
         yield model
 
 
-def asked(model: Model, picture: int, words: str, k: Any, reduce: str, temperature: float) -> Asked:
+def asked(model: Model, picture: int, words: str, k: Any, reduce: str, temperature: float) -> AnswerRequest:
     images = (model.loaded.prepare(random_image(picture, (126, 126))),)
     messages: list[Message] = [{"role": "user", "content": opening_parts(images, words)}]
     sampling = Sampling(temperature=temperature, seed=7)
     options = Options(12, ignore_eos=True, logprobs=True, sampling=sampling)
-    return Asked.of(model.loaded, images, messages, Settings(k, options, reduce))
+    return AnswerRequest.of(model.loaded, images, messages, Settings(k, options, reduce))
 
 
-def alone(model: Model, request: Asked) -> Answer:
+def alone(model: Model, request: AnswerRequest) -> Answer:
     return Conversation(model.loaded, request.images).stream_messages(request.messages, request.settings).read()
 
 
@@ -100,7 +100,7 @@ def test_answers_side_by_side_are_those_of_each_alone_and_an_image_is_encoded_on
 def test_what_is_wrong_with_a_question_stops_no_other_one(model: Model) -> None:
     """Known before it is asked, or only then; of a question that is asked several times, once."""
     good = asked(model, 4, "red?", 3, "none", 0.0)
-    wrong = Asked(good.images, good.messages, good.ids, Settings(4, reduce="none"))
+    wrong = AnswerRequest(good.images, good.messages, good.ids, Settings(4, reduce="none"))
     requests = [("a", [good]), ("b", ImageError("broken")), ("c", [good, wrong, good]), ("d", [good, good])]
     with Engine("test", model, Capacity(8, 8)) as engine, closing(engine.answers(requests)) as answers:
         found: dict[str, Any] = dict(answers)
@@ -114,7 +114,7 @@ def test_questions_are_read_as_they_are_needed_and_no_more_are_held(model: Model
     read, given = [0], 0
     good = asked(model, 4, "red?", 3, "none", 0.0)
 
-    def requests() -> Iterator[tuple[int, list[Asked]]]:
+    def requests() -> Iterator[tuple[int, list[AnswerRequest]]]:
         for number in range(40):
             assert number - given <= 3 + 2
             read[0] = number
@@ -128,7 +128,7 @@ def test_questions_are_read_as_they_are_needed_and_no_more_are_held(model: Model
     assert kept <= 2 * 2 * alone_bytes(model, good)
 
 
-def alone_bytes(model: Model, request: Asked) -> int:
+def alone_bytes(model: Model, request: AnswerRequest) -> int:
     conversation = Conversation(model.loaded, request.images)
     conversation.stream_messages(request.messages, request.settings).read()
     return conversation.cache_bytes
@@ -166,16 +166,22 @@ def test_leaving_early_or_a_watcher_that_fails_ends_what_runs(model: Model) -> N
 def test_a_prompt_that_others_decode_beside_answers_as_alone(model: Model) -> None:
     """Between any two chunks of its prompt, whatever they took, the other answers have a token."""
     requests = [asked(model, 4 + n % 3, WORDS[n % 3], *METHODS[n % len(METHODS)]) for n in range(14)]
-    with Engine("test", model, Capacity(6, 6, kept=3)) as engine:
-        engine.scheduler._clock = iter(range(10**9)).__next__  # a second between any two looks: each chunk is long
-        inside, decode = [0], engine.scheduler._decode
+    clock = iter(range(10**9)).__next__  # a second between any two looks: each chunk takes long
+    begun, inside = [0], [0]  # prompts so far, and the tokens of other answers within them
+    first = dict[int, int]()
+    with Engine("test", model, Capacity(6, 6, kept=3), clock=clock) as engine:
+        lease = engine.pool.lease
 
-        def decoding() -> None:
-            inside[0] += bool(engine.scheduler._prompts) and engine.scheduler.active > 1
-            decode()
+        def leasing(*given: Any, **named: Any) -> Conversation:
+            begun[0] += 1
+            return lease(*given, **named)
 
-        with patch.object(engine.scheduler, "_decode", decoding):
-            found = dict(engine.answers((n, [request]) for n, request in enumerate(requests)))
+        def watch(tag: int, _: Any) -> None:
+            first.setdefault(tag, begun[0])
+            inside[0] += begun[0] > len(first)  # one of those that have begun has no event yet
+
+        with patch.object(engine.pool, "lease", leasing):
+            found = dict(engine.answers(((n, [request]) for n, request in enumerate(requests)), watch))
     assert inside[0] > len(requests), "other answers went on within prompts"
     for number, request in enumerate(requests):
         (answer,) = found[number]  # type: ignore[misc]

@@ -18,7 +18,7 @@ import pytest
 from tests.support.serving import WAIT, Served, asking, data_url, serving, until, user
 from tests.support.tiny import random_image
 from vtx.runtime.api.model import Model
-from vtx.runtime.scheduler.engine import Asked, Engine
+from vtx.runtime.scheduler.engine import AnswerRequest, Engine
 from vtx.runtime.server.endpoints import prepare
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.openai.request import read_request
@@ -307,7 +307,7 @@ def test_the_time_that_a_request_waited_counts(tiny_bundle: Path, local: Model) 
         asked = prepare(engine, read_request(json.dumps(GOOD).encode(), limits), limits, lambda: False)
         begun: list[float | None] = []
         for left in (30.0, -5.0):
-            request = Asked(asked.images, asked.chat.messages, asked.ids, asked.chat.settings())
+            request = AnswerRequest(asked.images, asked.chat.messages, asked.ids, asked.chat.settings())
             job = engine.job(request, lambda _: None, ends_at=time.monotonic() + left)
             assert job.begin(lambda: None, time.monotonic())
             stream: Any = job.stream

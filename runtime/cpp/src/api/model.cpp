@@ -6,6 +6,7 @@
 #include "backends/engines.hpp"
 #include "backends/tables.hpp"
 #include "base/checks.hpp"
+#include "bundle/releases.hpp"
 #include "bundle/sha256.hpp"
 
 namespace vtxcore {
@@ -39,6 +40,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
     no_text_ = error.what();  // ids can still be asked about
   }
   if (manifest().text_tower) text_tower_ = std::make_unique<TextTower>(bundle_, *backend_);
+  if (bundle_.key() && manifest().release) note_release(*manifest().release, *bundle_.key());
   std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start_;
   load_ms_ = took.count();
 }

@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include "bundle/releases.hpp"
 #include "bundle/sha256.hpp"
 
 namespace vtxcore {
@@ -35,6 +36,7 @@ Bundle::Bundle(const std::string& path, std::optional<PublicKey> key) : folder_(
   std::string content = read_manifest(folder_, this->key());
   digest_ = sha256_hex(content);
   manifest_ = parse_manifest(content);
+  if (key_) check_release(manifest_.release, *key_, folder());
   for (const auto& [name, record] : manifest_.files) check(name);
 }
 

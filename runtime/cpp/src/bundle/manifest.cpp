@@ -389,6 +389,12 @@ Manifest read_manifest(const Json& root) {
   m.default_k = read_default(fields);
   m.reductions = fields.texts("reductions");
   if (fields.has("arithmetic")) m.arithmetic = fields.texts("arithmetic");
+  if (fields.has("release") && !fields.get("release").is_null()) {
+    Fields release(fields.get("release"), "vtx.json: release");
+    m.release = {release.text("name"), release.whole("number", 1, (int64_t{1} << 53) - 1)};
+    if (m.release->name.empty() || m.release->name.size() > 400) fail(Kind::bundle, "vtx.json: release has no sound name");
+    release.done();
+  }
   for (const Json& item : fields.list("stages")) {
     Fields stage(item, "vtx.json: stages");
     refuse(stage, "caches", "layers without K and V in slots");

@@ -106,6 +106,12 @@ struct TextSettings {
   std::vector<PromptExample> examples;
 };
 
+// The number of a signed bundle among those of one name.
+struct BundleRelease {
+  std::string name;
+  int64_t number = 0;
+};
+
 struct Manifest {
   std::string vtx;
   ModelSpec model;
@@ -116,6 +122,7 @@ struct Manifest {
   std::string default_k;  // "none", "auto" or a number
   std::vector<std::string> reductions;
   std::vector<std::string> arithmetic;  // next to float32, that kept the answers at export
+  std::optional<BundleRelease> release;       // of a signed bundle
   std::vector<StageSpec> stages;
   Ids gates;
   std::map<std::string, Graphs> dialects;

@@ -59,6 +59,7 @@ struct Libcrypto {
   void (*context_free)(void*);
   int (*begin)(void*, void**, const void*, void*, void*);
   int (*verify)(void*, const unsigned char*, size_t, const unsigned char*, size_t);
+  int (*raw)(const void*, unsigned char*, size_t*);
   void (*forget_errors)();
 };
 
@@ -79,7 +80,7 @@ bool fill(void* library, Libcrypto& c) {
          take(library, c.kind_called, {"OBJ_sn2nid"}) && take(library, c.key_free, {"EVP_PKEY_free"}) &&
          take(library, c.context, {"EVP_MD_CTX_new"}) && take(library, c.context_free, {"EVP_MD_CTX_free"}) &&
          take(library, c.begin, {"EVP_DigestVerifyInit"}) && take(library, c.verify, {"EVP_DigestVerify"}) &&
-         take(library, c.forget_errors, {"ERR_clear_error"});
+         take(library, c.raw, {"EVP_PKEY_get_raw_public_key"}) && take(library, c.forget_errors, {"ERR_clear_error"});
 }
 
 Libcrypto find() {
@@ -114,6 +115,16 @@ Ed25519Key::Ed25519Key(const std::string& pem, const std::string& path) {
   c.forget_errors();
   if (!key_) fail(Kind::request, path, " holds no public key in PEM form; make one: ", kMake);
   if (c.kind(key_.get()) != c.kind_called("ED25519")) fail(Kind::request, path, " is not an Ed25519 key; make one: ", kMake);
+}
+
+std::string Ed25519Key::fingerprint() const {
+  const Libcrypto& c = libcrypto();
+  std::string raw(32, '\0');
+  size_t size = raw.size();
+  bool given = c.raw(key_.get(), reinterpret_cast<unsigned char*>(raw.data()), &size) == 1 && size == raw.size();
+  c.forget_errors();
+  if (!given) throw std::bad_alloc();
+  return sha256_hex(raw).substr(0, 32);
 }
 
 bool Ed25519Key::verifies(const std::string& signature, const std::string& content) const {

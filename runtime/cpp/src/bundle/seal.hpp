@@ -17,6 +17,8 @@ class Ed25519Key {
   Ed25519Key(const std::string& pem, const std::string& path);
   // Whether `signature`, of any length, is this key's over `content`.
   bool verifies(const std::string& signature, const std::string& content) const;
+  // The first 128 bits of the SHA-256 of the key itself, in hex.
+  std::string fingerprint() const;
 
  private:
   std::shared_ptr<void> key_;  // EVP_PKEY
@@ -28,6 +30,7 @@ class PublicKey {
   // Reads a PEM file. Throws Error(request), Error(device) without libcrypto.
   explicit PublicKey(const std::string& path);
   const std::string& name() const { return name_; }
+  std::string fingerprint() const { return key_.fingerprint(); }
   bool has_signed(const std::string& content, const std::string& signature) const {
     return key_.verifies(signature, content);
   }

@@ -1,0 +1,111 @@
+"""Answers a second of vtx-batch and vtx-eval, several questions about each picture.
+
+    python -m benchmarks.batches                                         the shape 1b, int8
+    python -m benchmarks.batches --other ../before/.venv/bin/python      beside another installation of vtx
+
+The installations take turns. A batch of one line is measured, too, and its seconds are taken off: they are those of
+loading. vtx-eval runs with --no-times. Run it from the root of the repository on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+from benchmarks.common import parser, report
+from benchmarks.pictures import picture
+from benchmarks.serving import made_bundle, made_checkpoint
+
+from vtx.runtime.host.machine import cores
+
+PROGRAM = "from vtx.cli import {0}; {0}()"
+
+
+def main() -> None:
+    args = parser(__doc__ or "")
+    args.add_argument("--shape", default="1b")
+    args.add_argument("--precision", default="int8")
+    args.add_argument("--device", default="auto")
+    args.add_argument("--compute")
+    args.add_argument("--threads", type=int, default=cores())
+    args.add_argument("--rounds", type=int, default=3)
+    args.add_argument("--pictures", type=int, default=4)
+    args.add_argument("--questions", type=int, default=6, help="about each picture [%(default)s]")
+    args.add_argument("--tokens", type=int, default=16, help="of an answer at most [%(default)s]")
+    args.add_argument("--k", default="none", help="of vtx-eval, separated by commas [%(default)s]")
+    args.add_argument("--other", type=Path, help="the Python of another installation of vtx")
+    args.add_argument("--bundle", type=Path, help="a bundle in place of one of --shape")
+    args.add_argument("--work", type=Path, default=Path("build/serving"), help="models [%(default)s]")
+    given = args.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    bundle = given.bundle
+    if bundle is None:
+        checkpoint = made_checkpoint(given.work / f"checkpoint-{given.shape}", given.shape)
+        bundle = made_bundle(given.work / f"bundle-{given.shape}-{given.precision}", checkpoint, given)
+    folder = given.work / "batches"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    lines = []
+    for n in range(given.pictures):
+        (folder / f"{n}.png").write_bytes(base64.b64decode(picture(n).partition(",")[2]))
+        lines += [
+            {"image": f"{n}.png", "question": f"question {q}: what is there, and how many?", "answer": "yes"}
+            for q in range(given.questions)
+        ]
+    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "one.jsonl").write_text(json.dumps(lines[0]))
+    common = ["--bundle", str(bundle), "--device", given.device, "--threads", str(given.threads)]
+    common += ["--max-new-tokens", str(given.tokens), *(["--compute", given.compute] if given.compute else [])]
+    out = folder / "out"
+    work = {
+        "one": ["batch", str(folder / "one.jsonl"), str(out), "--k", "none", *common],
+        "vtx-batch": ["batch", str(folder / "lines.jsonl"), str(out), "--k", "none", *common],
+        "vtx-eval": ["evaluate", "exact", str(folder / "lines.jsonl"), "--k", given.k, "--no-times", "--out", str(out),
+                     *common],
+    }  # fmt: skip
+    pythons = {"vtx": Path(sys.executable), **({"other": given.other} if given.other else {})}
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for number in range(given.rounds):
+        for name, words in work.items():
+            for installation, python in sorted(pythons.items(), reverse=bool(number % 2)):
+                found.setdefault((installation, name), []).append(took(python, words, out))
+    amounts = {"vtx-batch": len(lines), "vtx-eval": len(lines) * len(given.k.split(","))}
+    rows, table = [], [["", "answers", "answers/s", "processor time an answer, s"]]
+    for (installation, name), values in found.items():
+        if name == "one":
+            continue
+        alone = found[installation, "one"]
+        wall, cpu = (median(v[part] - o[part] for v, o in zip(values, alone, strict=True)) for part in (0, 1))
+        rows.append(
+            {
+                "installation": installation, "command": name, "model": given.shape, "precision": given.precision,
+                "answers": amounts[name], "answers_a_second": amounts[name] / wall,
+                "cpu_s_an_answer": cpu / amounts[name], "rounds": values, "one": alone,
+            }
+        )  # fmt: skip
+        figures = f"{amounts[name] / wall:.2f}", f"{cpu / amounts[name]:.3f}"
+        table.append([f"{installation}: {name}", str(amounts[name]), *figures])
+    report({"rows": rows}, table, given.json)
+
+
+def took(python: Path, words: list[str], out: Path) -> tuple[float, float]:
+    """Seconds, and seconds of processor time, of a command whose output is removed before."""
+    shutil.rmtree(out, ignore_errors=True) if out.is_dir() else out.unlink(missing_ok=True)
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    subprocess.run(
+        [str(python), "-c", PROGRAM.format(words[0]), *words[1:]], check=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic() - started, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+if __name__ == "__main__":
+    main()
