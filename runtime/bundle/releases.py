@@ -13,7 +13,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from vtx.runtime.bundle.seal import PublicKey
+from vtx.runtime.bundle.seal import PublicKey, write_durably
 from vtx.runtime.bundle.spec.manifest import BundleRelease
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.last import home
@@ -50,8 +50,7 @@ def note_release(release: BundleRelease, key: PublicKey) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (before := _newest(folder)) < release.number:
-            with (folder / str(release.number)).open("w") as file:
-                os.fsync(file.fileno())
+            write_durably(folder / str(release.number), b"")
             with suppress(OSError):
                 (folder / str(before)).unlink(missing_ok=True)
     except OSError as e:

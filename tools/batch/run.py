@@ -53,7 +53,7 @@ class Asking:
 
     @property
     def capacity(self) -> Capacity:
-        """What these lines may take; conversations are kept for further questions about the same images."""
+        """The capacity for these lines; conversations are kept for further questions about the same images."""
         return Capacity(self.parallel, self.parallel, kept=self.parallel)
 
 
