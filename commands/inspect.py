@@ -30,14 +30,14 @@ def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
         f"{model['family']}, {model['layers']} layers of {model['hidden']}, {model['heads']} heads on "
         f"{model['kv_heads']} key/value heads of {model['head_dim']}, {facts['layout']['max_tokens']} tokens an image"
     )
-    click.echo(images_seen(facts))
+    say(images_seen(facts))
     if "video" in facts:
         frames = facts["video"]["parameters"]["frames"]
-        click.echo(f"videos: {frames} frames (--frames), {facts['video']['max_tokens']} tokens")
+        say(f"videos: {frames} frames (--frames), {facts['video']['max_tokens']} tokens")
     whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
     if KV_DTYPES[facts["kv_dtype"]].scaled:
-        click.echo(INT8_KV)
-    click.echo(f"context {facts['max_context']}; {whole}, {weights} of it weights")
+        say(INT8_KV)
+    say(f"context {facts['max_context']}; {whole}, {weights} of it weights")
     if facts["activation_aware"]:
         say(f"activation-aware: channels scaled by what {facts['activation_aware']} questions put through them")
     stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]

@@ -11,7 +11,7 @@ import click
 
 from vtx.commands.shared.options import PRECISION, DepthType, given, joined, option, options
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.terminal.console import command, note, say_json, table
+from vtx.runtime.terminal.console import command, note, say, say_json, table
 
 if TYPE_CHECKING:
     from vtx.tools.estimate.plan import CostPlan
@@ -96,7 +96,7 @@ def _show_plan(
     from vtx.tools.estimate.plan import ESTIMATE
 
     work, device = costs.workload, costs.profile
-    click.echo(
+    say(
         f"{costs.model.name}: {costs.model.parameters / 1e9:.3g} billion parameters; a prompt of "
         f"{work.text} text and {work.vision} vision tokens, {work.new_tokens} new ones"
     )
@@ -104,24 +104,24 @@ def _show_plan(
         assert whole.vision is not None
         most = whole.vision.image_tokens
         larger = f"; the largest takes {most:,}" if work.vision < most else ""
-        click.echo(f"an image of {picture[0]}x{picture[1]} pixels (--image-size){larger}")
+        say(f"an image of {picture[0]}x{picture[1]} pixels (--image-size){larger}")
     if costs.reduced is not None:
-        click.echo(f"reduced by {costs.reduced.spec}: vision tokens in {_spans(costs.reduced.vision_tokens)}")
+        say(f"reduced by {costs.reduced.spec}: vision tokens in {_spans(costs.reduced.vision_tokens)}")
         paper = costs.reduced.paper_ratio
         counted = "" if paper is None else f", {paper:.1%} as its paper counts"
-        click.echo(f"the image alone in the decoder: {costs.reduced.image_ratio:.1%} of the arithmetic{counted}")
+        say(f"the image alone in the decoder: {costs.reduced.image_ratio:.1%} of the arithmetic{counted}")
         for line in costs.reduced.assumed:
-            click.echo(f"assumed: {line}")
+            say(f"assumed: {line}")
     for engine in engines:
         if engine.answered:
             only = "" if not engine.refusals else f", {' '.join(engine.answered)} only"
-            click.echo(f"answers with --device {engine.device}: {engine.software}, {engine.dialect} graphs{only}")
+            say(f"answers with --device {engine.device}: {engine.software}, {engine.dialect} graphs{only}")
             if engine.device == "tensorrt" and engine.dialect == "plain":
-                click.echo("  in float32, slower than the times below, which are for trt graphs")
+                say("  in float32, slower than the times below, which are for trt graphs")
         for reason in dict.fromkeys(engine.refusals.values()):
             refused = " ".join(name for name, why in engine.refusals.items() if why == reason)
-            click.echo(f"not {refused if engine.answered else engine.device} with {engine.software}: {reason}")
-    click.echo("weights: " + ", ".join(f"{name} {size(count)}" for name, count in costs.weights_bytes.items()))
+            say(f"not {refused if engine.answered else engine.device} with {engine.software}: {reason}")
+    say("weights: " + ", ".join(f"{name} {size(count)}" for name, count in costs.weights_bytes.items()))
     rows = [
         [str(d.k or "none"), str(d.full_layers), f"{d.calflops / 1e12:.3g} T ({d.calflops_ratio:.1%})",
          f"{d.total_flops / 1e12:.3g} T ({d.total_ratio:.1%})"]
@@ -143,7 +143,7 @@ def _show_plan(
             rows.append(row)
     table(f"memory on {device.name}" if device else "memory", heads, rows)
     if device:
-        click.echo(f"{device.power_mode}, {size(device.usable_bytes)} usable; times are {ESTIMATE}")
+        say(f"{device.power_mode}, {size(device.usable_bytes)} usable; times are {ESTIMATE}")
 
 
 def _spans(counts: Sequence[int]) -> str:

@@ -97,19 +97,21 @@ def _fail(ctx: click.Context, message: str, code: int) -> None:
 def note(message: str) -> None:
     """Print on stderr; lines wrap at words on a terminal."""
     text = printable(message)
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
-    click.echo(text, err=True)
+    click.echo(_wrapped(text) if sys.stderr.isatty() else text, err=True)
 
 
-def _wrapped(line: str, width: int) -> str:
-    return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+def _wrapped(text: str, width: int = 0) -> str:
+    """`text` in lines of `width`, by default the terminal's; longer words, and each line's indent, stay whole."""
+    width = width or shutil.get_terminal_size().columns
+    lines = text.split("\n")
+    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
 
 
 def say(text: str, *, line: bool = True) -> None:
-    """Print text from files or models: without escape sequences on a terminal, unchanged into a pipe or a file."""
-    click.echo(printable(text) if sys.stdout.isatty() else text, nl=line)
+    """Print text: on a terminal without escape sequences, lines wrapped at words; unchanged into a pipe or a file."""
+    if sys.stdout.isatty():
+        text = _wrapped(printable(text)) if line else printable(text)
+    click.echo(text, nl=line)
 
 
 def say_json(value: object) -> None:

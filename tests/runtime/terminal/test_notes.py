@@ -32,6 +32,17 @@ def test_a_note_wraps_at_words_on_a_terminal_only(monkeypatch: pytest.MonkeyPatc
     assert " ".join(" ".join(lines[1:]).split()) == LONG
 
 
+def test_a_line_of_a_report_wraps_on_a_terminal_and_an_answer_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    console.say(LONG, line=False)
+    console.say("")
+    assert terminal.getvalue() == f"{LONG}\n"
+    console.say(LONG)
+    assert max(map(len, terminal.getvalue().splitlines()[1:])) <= 40
+
+
 def test_a_note_in_a_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     console.note(LONG)
     assert capsys.readouterr().err == f"{LONG}\n"
