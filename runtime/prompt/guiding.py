@@ -262,9 +262,10 @@ def _check_work(kind: str, body: Mapping[str, Any]) -> None:
                 f"grammar has {count} times {operator}, the limit is {MAX_OPERATORS}; "
                 f"combine fewer expressions, and write \\x{ord(operator):x} in texts"
             )
-    for after in grammar.split("%json")[1:]:
+    for start in re.finditer("%json", grammar):  # maybe inside of another one's text
         with suppress(ValueError):  # llguidance says what is wrong
-            schemas.append(json.JSONDecoder().raw_decode(after.lstrip())[0])
+            schemas.append(json.JSONDecoder().raw_decode(grammar[start.end() :].lstrip())[0])
+    remainders = 0.0
     for schema in schemas:
         patterns, multiples, combined, nodes = 0, {1.0}, False, [schema]
         while nodes:
@@ -284,10 +285,10 @@ def _check_work(kind: str, body: Mapping[str, Any]) -> None:
                 f"{kind} has {patterns} patterns and formats and combines some by allOf, anyOf or $ref; "
                 f"the limit is then {MAX_COMBINED}; simplify it"
             )
-        product = math.prod(multiples) if combined else max(multiples)
-        if product > MAX_MULTIPLE:
+        remainders += math.prod(multiples) if combined else sum(multiples) - 1
+        if remainders > MAX_MULTIPLE:
             raise RequestError(
-                f"{kind} asks for multiples of {min(product, 1e15):,.0f}, the limit is {MAX_MULTIPLE:,}; "
+                f"{kind} asks for multiples of {min(remainders, 1e15):,.0f}, the limit is {MAX_MULTIPLE:,}; "
                 "leave multipleOf out"
             )
 

@@ -110,6 +110,12 @@ def test_what_is_not_a_list_of_tools_is_refused(tools: Any, said: str) -> None:
         Guide(tools=tools)
 
 
+def test_tools_that_would_be_compiled_for_long_are_refused_together(model: Model) -> None:
+    multiples = [tool(f"f{n}", {"properties": {"a": {"type": "integer", "multipleOf": 9973 - n}}}) for n in range(100)]
+    with pytest.raises(RequestError, match="tools asks for multiples of 19,945, the limit is 10,000"):
+        model.loaded.guided(Guide(tools=multiples))
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -118,6 +124,11 @@ def test_what_is_not_a_list_of_tools_is_refused(tools: Any, said: str) -> None:
         {"type": "object", "uniqueItems": True, "not": {}},
         {"properties": {"a": {"enum": []}}, "required": ["a"]},
         {"properties": {"a": {"type": "integer", "multipleOf": 1_000_003}}},
+        {
+            "properties": {
+                "a": {"allOf": [{"type": "string", "pattern": f"((a|b)*a(a|b){{{n}}}c)*"} for n in range(24)]}
+            }
+        },
         {"properties": {"a": {"type": "string", "pattern": "(" * 200 + "a" + "{1,900}){1,900}" * 200}}},
     ],
 )

@@ -138,6 +138,10 @@ LONG: dict[str, tuple[dict[str, Any], str]] = {
     "references": ({"schema": {"$defs": {**CHAIN, "d24": {"type": "string"}}, "$ref": "#/$defs/d0"}}, "24 patterns"),
     "multiples": ({"schema": {"type": "integer", "multipleOf": 1_000_003}}, "of 1,000,003, the limit is 10,000"),
     "decimals": ({"schema": {"type": "number", "multipleOf": 0.1000003}}, "multiples of 1,000,003,"),
+    "many multiples": ({"schema": {"properties": {
+        f"p{n}": {"type": "integer", "multipleOf": 9973 - n} for n in range(2)}}}, "multiples of 19,945,"),
+    "inside of a text": ({"grammar": 'start: %json {"title": "%json", "type": "integer", "multipleOf": 1000003}'},
+                         "grammar asks for multiples"),
     "several multiples": ({"schema": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}},
                           "multiples of 99,400,891,"),
     "operators": ({"grammar": "start: A\nA: " + " & ".join(f"/((a|b)*a(a|b){{{n + 60}}}c)*/" for n in range(4))},

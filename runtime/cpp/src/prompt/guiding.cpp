@@ -173,6 +173,7 @@ std::vector<Json> embedded(const std::string& grammar) {
 void check_work(const std::string& kind, const std::vector<Json>& schemas) {
   static constexpr const char* kOwn[] = {
       "pattern", "format", "multipleOf", "properties", "patternProperties", "additionalProperties", "items", "prefixItems"};
+  double remainders = 0;
   for (const Json& schema : schemas) {
     int64_t patterns = 0;
     std::set<double> multiples{1};
@@ -201,10 +202,11 @@ void check_work(const std::string& kind, const std::vector<Json>& schemas) {
     if (combined && patterns > names::kMaxCombined)
       fail(Kind::request, kind, " has ", patterns, " patterns and formats and combines some by allOf, anyOf or $ref; the ",
            "limit is then ", names::kMaxCombined, "; simplify it");
-    double product = combined ? 1 : *multiples.rbegin();
-    for (double value : multiples) product *= combined ? value : 1;
-    if (product > static_cast<double>(names::kMaxMultiple))
-      fail(Kind::request, kind, " asks for multiples of ", grouped(static_cast<int64_t>(std::min(product, 1e15))),
+    double product = 1, sum = -1;
+    for (double value : multiples) product *= value, sum += value;
+    remainders += combined ? product : sum;
+    if (remainders > static_cast<double>(names::kMaxMultiple))
+      fail(Kind::request, kind, " asks for multiples of ", grouped(static_cast<int64_t>(std::min(remainders, 1e15))),
            ", the limit is ", grouped(names::kMaxMultiple), "; leave multipleOf out");
   }
 }
