@@ -23,7 +23,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read
 import numpy as np
 from common import parser, report
 
-from vtx.runtime.bundle.spec.names import CLIP_PATCHES
+from vtx.runtime.bundle.spec.names import CLIP_PATCHES, RECEIVED
 from vtx.runtime.policies import PromptText, parse
 from vtx.runtime.vision.tokens import ImageTokens, Patches, TowerTokens
 from vtx.tools.bench.series import shown, spread
@@ -31,7 +31,8 @@ from vtx.tools.bench.series import shown, spread
 PROBE = Path(__file__).parents[1] / "build/cpp/vtx-cpp-probe"
 CLIP, QUESTIONS = 768, 3
 SPECS = ("cdpruner:keep={keep}", "cdpruner:keep={keep},text=tower", "dart:keep={keep},k=0", "divprune:keep={keep}",
-         "random:keep={keep}", "visionzip:dominant={keep},contextual=20")  # fmt: skip
+         "random:keep={keep}", "visionzip:dominant={keep},contextual=20", "hiprune:keep={keep}")  # fmt: skip
+PER_VIEW = ("cdpruner", "hiprune", "visionzip")
 NAMES = {spec.partition(":")[0] for spec in SPECS}
 Found = list[tuple[list[int], float]]  # what is kept and the milliseconds, question after question
 MERGING, HEAD = "visionzip", 64  # of the tower's tokens, by keys of so many numbers
@@ -75,7 +76,7 @@ def libvtx(spec: str, arrays: list[Any]) -> Found:
 
 def python(spec: str, arrays: list[Any]) -> Found:
     rows, patches, *questions = arrays
-    signals = {CLIP_PATCHES: patches}
+    signals = {CLIP_PATCHES: patches, RECEIVED: patches[:, 1:3]}
     where = Patches(np.arange(len(rows)), np.zeros(len(rows), bool), signals, views_of(len(rows)))
     image = ImageTokens(rows, where)
     image = replace(image, key=hashlib.sha256(rows.tobytes()).hexdigest())
@@ -108,7 +109,7 @@ def main() -> None:
     table, figures = [["tokens", "", "runtime", "first question, ms", "later ones, ms"]], []
     for tokens in map(int, given.tokens.split(",")):
         views = 1 if views_of(tokens) is None else 5  # of each view as many, as CDPruner counts
-        kept = {name: round(given.share * tokens / (views if name in ("cdpruner", MERGING) else 1)) for name in NAMES}
+        kept = {name: round(given.share * tokens / (views if name in PER_VIEW else 1)) for name in NAMES}
         for spec in (spec.format(keep=kept[spec.partition(":")[0]]) for spec in SPECS):
             times: dict[str, list[list[float]]] = {name: [] for name in sides}
             for number in range(given.rounds):
@@ -120,7 +121,7 @@ def main() -> None:
                 if chosen[0] != chosen[1]:
                     raise SystemExit(f"{spec}: the runtimes keep other tokens of image {number}")
             for name, rounds in times.items():
-                first, later = spread([ms[0] for ms in rounds]), spread([t for ms in rounds for t in ms[1:] or [0.0]])
+                first, later = spread([ms[0] for ms in rounds]), spread([t for ms in rounds for t in ms[1:] or ms])
                 table.append([f"{tokens:,}", spec, name, shown(first), shown(later)])
                 figures.append({"tokens": tokens, "spec": spec, "runtime": name, "first_ms": first, "later_ms": later})
     report({"hidden": given.hidden, "rounds": given.rounds, "selection": figures}, table, given.json)

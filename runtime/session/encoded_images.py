@@ -21,6 +21,7 @@ from vtx.runtime.session.session import Selection
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
+PROJECTED = "projected by"  # of an image's derived arrays, the merged tokens that its next question takes again
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,13 @@ def enter(
     for entry in entries:
         if (merged := entry.merge(tokens)) is not None:
             assert tokens.tower is not None
-            tokens = ImageTokens(project(merged.states(tokens.tower)), merged.patches, key=tokens.key)
+            name = f"{PROJECTED} {entry!r}"
+            if (hidden := tokens.derived.get(name)) is None:
+                hidden = project(merged.states(tokens.tower))
+                for other in [known for known in list(tokens.derived) if known.startswith(PROJECTED)]:
+                    tokens.derived.pop(other, None)
+                tokens.derived[name] = hidden
+            tokens = ImageTokens(hidden, merged.patches, key=tokens.key)
         selected = entry.select(tokens, question)
         if selected is not None:
             tokens = tokens.take(selected, keep_positions=entry.keeps_positions)

@@ -288,3 +288,17 @@ def test_gaps_count_as_context(case: Case) -> None:
         gaps = image.ask("red?", None, Options(max_new_tokens=1), reduce="dart:keep=20,k=0").stats
     assert gaps.prompt_tokens == full.prompt_tokens - 61
     assert set(gaps.kv_slots) == {gaps.prompt_tokens}
+
+
+def test_merged_tokens_are_projected_once_for_the_questions_of_an_image(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, project = list[int](), type(case.model.backend).project
+    monkeypatch.setattr(
+        type(case.model.backend), "project", lambda self, states: (runs.append(len(states)), project(self, states))[1]
+    )
+    with case.model.open(random_image(11)) as image:
+        few, many = "visionzip:dominant=5,contextual=2", "visionzip:dominant=9,contextual=2"
+        for spec in (few, few, "none", few, many, few):
+            image.ask(QUESTIONS[0], None, Options(max_new_tokens=1), reduce=spec)
+    assert runs == [7, 11, 7]

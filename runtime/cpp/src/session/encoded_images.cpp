@@ -16,7 +16,9 @@ ImagePtr enter(ImagePtr tokens, const Policy& policy, const PromptText* question
   for (const auto& entry : policy.entries()) {
     if (std::optional<MergedTokens> merged = entry->merge(*tokens)) {
       auto made = std::make_shared<ImageTokens>();
-      made->rows = backend.project(merged->states(*tokens->tower));
+      if (tokens->projected.first != entry->key())
+        tokens->projected = {entry->key(), backend.project(merged->states(*tokens->tower))};
+      made->rows = tokens->projected.second;
       made->patches = std::move(merged->patches);
       made->key = tokens->key;
       tokens = std::move(made);

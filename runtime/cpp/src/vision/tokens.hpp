@@ -64,6 +64,7 @@ struct ImageTokens {
   mutable std::map<int64_t, std::shared_ptr<const Likeness>> likeness;  // by the first token; -1: of all tokens
   mutable std::string key;
   std::shared_ptr<const TowerTokens> tower;
+  mutable std::pair<std::string, Rows> projected;  // merged tokens that the next question takes again, by who merged them
 
   int64_t positions() const { return offsets ? span : static_cast<int64_t>(rows.count()); }
   std::shared_ptr<const ImageTokens> take(const Ids& which, bool keep_positions) const;
