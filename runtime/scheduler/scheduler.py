@@ -212,7 +212,9 @@ class Scheduler:
             if self._closing:
                 raise ClosedError
             left, needed = job.ends_at - self._clock(), self._expected(job)
-            if job.urgent and (needed > left or left <= 0):
+            # With nothing else to do it is tried: else times that were once long would refuse all that come, for ever.
+            busy = bool(self._active or self._waiting)
+            if job.urgent and (left <= 0 or (busy and needed > left)):
                 raise TooLateError(needed, left)
             self._waiting.append(job)
             self._changed.notify()

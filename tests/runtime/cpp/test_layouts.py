@@ -107,6 +107,20 @@ def test_the_layout_of_cdpruners_code_is_that_of_python(models: Callable[..., Mo
                 assert conversation.ask("red?", reduce="none", max_new_tokens=1).stats.vision_tokens == 80
 
 
+def test_cdpruner_on_one_tile_with_a_newline_chooses_as_in_python(
+    models: Callable[..., Model], pictures: list[Path]
+) -> None:
+    """Each of several images has one tile, and a token behind it that no view has."""
+    model, spec = models(ONEVISION, (3, 5)), "cdpruner:keep=5"
+    options = ("--image", pictures[2], "--reduce", spec, "--max-new-tokens", "6")
+    found = ask(model.bundle.folder, pictures[1], *QUESTIONS, *options)
+    with model.open(pictures[1:3]) as conversation:
+        for question, answer in zip(QUESTIONS, found, strict=True):
+            want = conversation.ask(question, reduce=spec, max_new_tokens=6)
+            assert expected(answer) == expected(want.to_dict())
+            assert want.stats.vision_tokens == 2 * 5
+
+
 @pytest.mark.parametrize("tiny", [ONEVISION, Tiny()], ids=["onevision", "llava"])
 def test_the_released_layout_is_refused_where_images_are_seen_otherwise(
     models: Callable[..., Model], pictures: list[Path], tiny: Tiny

@@ -73,7 +73,7 @@ class CdPruner : public EntryReduction {
     Doubles relevance(seen.size(), 1.0), lengths;  // view after view
     std::vector<const Likeness*> likeness;
     for (const Ids& own : views) {
-      likeness.push_back(&likeness_of(image, views.size() > 1 ? &own : nullptr));
+      likeness.push_back(&likeness_of(image, own.size() < image.rows.count() ? &own : nullptr));
       lengths.insert(lengths.end(), likeness.back()->lengths.begin(), likeness.back()->lengths.end());
     }
     if (uses_question()) {
