@@ -46,6 +46,7 @@ def header() -> str:
     words = {name: getattr(names, name) for name in TENSORS}
     words |= {f"FILE_{name}": getattr(manifest, name) for name in FILES} | {
         "WEIGHT": tensors.WEIGHT,
+        "TOKEN_INPUT": names.TOKEN_INPUT,
         "NEWLINE_TENSOR": tensors.NEWLINE_TENSOR,
     }
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}

@@ -43,9 +43,14 @@ def meets(
         gates=gates,
     )  # fmt: skip
     bundle = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
-    model = load(bundle.folder, device=device, compute=compute, threads=THREADS)
+    return compared(bundle.folder, folder, device, compute, limit)
+
+
+def compared(bundle: Path, folder: Path, device: str = "cpu", compute: str = "f32", limit: float | None = None) -> int:
+    """The same for a bundle."""
+    model = load(bundle, device=device, compute=compute, threads=THREADS)
     write_traces(model, folder / "python")
-    output("traces", bundle.folder, folder / "python", folder / "cpp", device)
+    output("traces", bundle, folder / "python", folder / "cpp", device)
     assert read_index(folder / "cpp").compute == compute
     checks = list(compare_traces(folder / "python", folder / "cpp", limit or logits_limit(model.manifest, compute)))
     assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []

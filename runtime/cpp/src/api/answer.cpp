@@ -1,9 +1,6 @@
 #include "api/answer.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
 
 #include "api/model.hpp"
 #include "base/checks.hpp"
@@ -13,12 +10,6 @@ namespace vtxcore {
 namespace {
 
 constexpr int64_t kMaxAbout = 10'000;  // characters
-
-double rounded(double value, int digits) {
-  char text[400];
-  std::snprintf(text, sizeof text, "%.*f", digits, value);
-  return std::strtod(text, nullptr);
-}
 
 Json numbers(const Ids& values) { return Json::Array(values.begin(), values.end()); }
 
@@ -38,19 +29,13 @@ Json patches_of(const Images& images, const Mask& mask) {
   return out;
 }
 
-std::string joined(const std::vector<std::string>& words, const char* between) {
-  std::string out;
-  for (const std::string& word : words) out += (out.empty() ? "" : between) + word;
-  return out;
-}
-
 // What had no effect, and why.
 Json notes_of(const std::vector<MethodPtr>& parts, const PrefillResult& done) {
   Json::Array notes;
   std::vector<std::string> names;
   for (const MethodPtr& part : parts) names.push_back(part->name());
   if (done.vision_tokens == 0) {
-    notes.emplace_back("the prompt has no image: " + joined(names, " and ") + " had nothing to leave out");
+    notes.emplace_back("the prompt has no image: " + listed(names, " and ") + " had nothing to leave out");
     return notes;
   }
   if (done.k == 0) return notes;
@@ -79,7 +64,7 @@ void add_report(Json::Object& out, const std::vector<MethodPtr>& parts, const Pr
       for (size_t i = 0; i < keys.size(); ++i) keys[i] |= (*marks)[i];
   }
   auto kept = [&](int64_t layer, const std::vector<std::string>& by, const Mask& mask) {
-    return Json(Json::Object{{"layer", layer}, {"by", joined(by, "+")}, {"patches", patches_of(done.images, mask)}});
+    return Json(Json::Object{{"layer", layer}, {"by", listed(by, "+")}, {"patches", patches_of(done.images, mask)}});
   };
   Json::Array steps{kept(1, before, all)};
   for (const Cut& cut : done.cuts) steps.push_back(kept(cut.layer, cut.by, cut.kept));
@@ -90,16 +75,16 @@ void add_report(Json::Object& out, const std::vector<MethodPtr>& parts, const Pr
   out.emplace_back("merged", patches_of(done.images, merged));
   out.emplace_back("keys", patches_of(done.images, keys));
   out.emplace_back("vision_tokens_mean",
-                   rounded(static_cast<double>(leaving) / static_cast<double>(done.vision_kept.size()), 2));
+                   rounded_to(static_cast<double>(leaving) / static_cast<double>(done.vision_kept.size()), 2));
   out.emplace_back("notes", notes_of(parts, done));
 }
 
 Json timings_of(const Timings& t) {
-  return Json::Object{{"load", rounded(t.load, 3)},
-                      {"vision", rounded(t.vision, 3)},
-                      {"prefill", rounded(t.prefill, 3)},
-                      {"first_token", rounded(t.first_token, 3)},
-                      {"decode_per_token", rounded(t.decode_per_token, 3)}};
+  return Json::Object{{"load", rounded_to(t.load, 3)},
+                      {"vision", rounded_to(t.vision, 3)},
+                      {"prefill", rounded_to(t.prefill, 3)},
+                      {"first_token", rounded_to(t.first_token, 3)},
+                      {"decode_per_token", rounded_to(t.decode_per_token, 3)}};
 }
 
 }  // namespace

@@ -22,24 +22,20 @@ class StageCache {
   explicit StageCache(int64_t slots) : capacity(slots) {}
   virtual ~StageCache() = default;
 
-  // Runs hidden states [n, hidden] at their positions; their K/V fill the next n slots. With `query` the queries of the
-  // stage's last layer are kept for `attention`.
-  Rows append(const Rows& rows, const Ids& positions, bool query) {
-    check_room(rows.count());
-    Rows out = run(rows, positions, query);
-    length += static_cast<int64_t>(rows.count());
-    return out;
-  }
-  // The same, and gives the hidden states of `asked` alone, which rise. Of the others the stage's last layer needs K and V
-  // only, and an engine may leave out the rest of it.
-  Rows append_for(const Ids& asked, const Rows& rows, const Ids& positions) {
-    check_room(rows.count());
-    Rows out = run_for(asked, rows, positions);
-    length += static_cast<int64_t>(rows.count());
+  // Runs tokens [n] at their positions; their K/V fill the next n slots. Gives their hidden states, or those of `outputs`
+  // alone, which rise: of the others the stage's last layer needs K and V only. With `query` the queries of that layer
+  // are kept for `attention`.
+  Rows append(const TokenStates& tokens, const Ids& positions, bool query = false, const Ids* outputs = nullptr) {
+    auto count = static_cast<int64_t>(tokens.count());
+    if (length + count > capacity)
+      fail(Kind::context, length + count, " tokens in a cache of ", capacity, " slots, ", length, " of them before");
+    Rows out = run(tokens, positions, query, selects_outputs() ? outputs : nullptr);
+    length += count;
+    if (outputs && !selects_outputs()) return take(out, *outputs);
     return out;
   }
   // Whether hidden states that are not asked for cost less.
-  virtual bool skips_unasked() const { return false; }
+  virtual bool selects_outputs() const { return false; }
   // What the tokens last appended with `query` give to each slot in the stage's last layer: mean over heads, then sum
   // and maximum over these tokens, or `last_only` their last one; [length] each.
   virtual Scores attention(bool last_only) = 0;
@@ -59,23 +55,15 @@ class StageCache {
   const int64_t capacity;
 
  protected:
-  virtual Rows run(const Rows& rows, const Ids& positions, bool query) = 0;
-  virtual Rows run_for(const Ids& asked, const Rows& rows, const Ids& positions) {
-    return take(run(rows, positions, false), asked);
-  }
-
- private:
-  void check_room(size_t count) const {
-    if (length + static_cast<int64_t>(count) > capacity)
-      fail(Kind::context, length, " + ", count, " tokens in a cache of ", capacity, " slots");
-  }
+  virtual Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) = 0;
 };
 
 // The graphs of one bundle, loaded on one device. Safe to share between threads.
 class Backend {
  public:
   virtual ~Backend() = default;
-  virtual Rows embed(const Ids& ids) = 0;
+  // Of the manifest's token inputs those that the embed graph gives.
+  virtual TokenStates embed(const Ids& ids) = 0;
   // One view [3, height, width] to its tokens.
   virtual std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) = 0;
   // Hidden states [n, hidden] to logits [n, vocab].

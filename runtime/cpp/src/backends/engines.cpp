@@ -23,18 +23,12 @@ bool computes(const Engine& engine, const std::string& compute) {
   return std::find(engine.compute.begin(), engine.compute.end(), compute) != engine.compute.end();
 }
 
-std::string joined(const std::vector<std::string>& words) {
-  std::string out;
-  for (const std::string& word : words) out += (out.empty() ? "" : ", ") + word;
-  return out;
-}
-
 // Devices that compute so; with an empty `compute` all.
 std::string devices(const std::string& compute = "") {
   std::vector<std::string> out;
   for (const Engine& engine : engines())
     if (compute.empty() || computes(engine, compute)) out.emplace_back(engine.device);
-  return joined(out);
+  return listed(out);
 }
 
 std::string arithmetic() {
@@ -42,7 +36,7 @@ std::string arithmetic() {
   for (const Engine& engine : engines())
     for (const std::string& compute : engine.compute)
       if (std::find(out.begin(), out.end(), compute) == out.end()) out.push_back(compute);
-  return joined(out);
+  return listed(out);
 }
 
 // The instruction sets of the first core, as Linux names them; none on other systems.
@@ -72,12 +66,17 @@ std::string default_compute(const Engine& engine, const Manifest& m) {
 // Why this engine cannot answer, and the fix; empty if it can.
 std::string obstacle(const Engine& engine, const Bundle& bundle, const BackendOptions& options) {
   if (!options.compute.empty() && !computes(engine, options.compute))
-    return cat(engine.device, " computes in ", joined(engine.compute), ", not ", options.compute,
+    return cat(engine.device, " computes in ", listed(engine.compute), ", not ", options.compute,
                "; that has: ", devices(options.compute));
   if (bundle.manifest().dialects.count(engine.dialect) == 0)
     return cat(engine.device, " reads graphs of the '", engine.dialect, "' dialect and this bundle holds none; export it ",
                "with --dialect ort,", engine.dialect);
-  return engine.obstacle(bundle, options);
+  try {
+    engine.check(bundle, options);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
 }
 
 const Engine& choose(const Bundle& bundle, const std::string& device, const BackendOptions& options) {

@@ -24,8 +24,8 @@ struct Engine {
   // The largest of those that are possible is "auto": 0 where another engine was measured to be faster, 1 the default,
   // 2 where this one was measured to be faster, 3 where the bundle was prepared for this very machine.
   int (*merit)(const Bundle& bundle);
-  // Why the engine cannot answer this bundle here, and the fix; empty if it can. Runs nothing.
-  std::string (*obstacle)(const Bundle& bundle, const BackendOptions& options);
+  // Throws Error with the fix unless the engine can answer this bundle here. Runs nothing.
+  void (*check)(const Bundle& bundle, const BackendOptions& options);
   // Loads the bundle's graphs. Throws Error(device), Error(bundle).
   std::unique_ptr<Backend> (*open)(const Bundle& bundle, const BackendOptions& options);
 };

@@ -21,32 +21,6 @@
 namespace vtxcore {
 namespace {
 
-// Runs them all in at most `threads` threads, the caller's included. Throws what the first of them, in their order, threw;
-// the others have ended by then.
-void run_all(const std::vector<std::function<void()>>& work, int threads) {
-  std::atomic<size_t> next{0};
-  std::vector<std::exception_ptr> problems(work.size());
-  auto take = [&] {
-    for (size_t i = next++; i < work.size(); i = next++) {
-      try {
-        work[i]();
-      } catch (...) {
-        problems[i] = std::current_exception();
-      }
-    }
-  };
-  std::vector<std::thread> helpers;
-  helpers.reserve(work.size());
-  try {
-    for (size_t i = 1; i < work.size() && static_cast<int>(i) < threads; ++i) helpers.emplace_back(take);
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): neither threads nor memory for more; these do all of it
-  }
-  take();
-  for (std::thread& helper : helpers) helper.join();
-  for (const std::exception_ptr& problem : problems)
-    if (problem) std::rethrow_exception(problem);
-}
-
 // Bytes of memory that a new program could take; none if the system does not say.
 std::optional<int64_t> available_memory() {
   std::ifstream file("/proc/meminfo");
@@ -81,13 +55,32 @@ void Loads::add(int64_t size, std::function<void()> load) {
   work.push_back(std::move(load));
 }
 
+// Throws what the first of them, the largest first, threw; the others have ended by then.
 void Loads::run(int threads) {
   std::vector<size_t> order(work.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return sizes[a] > sizes[b]; });
-  std::vector<std::function<void()>> ordered;
-  for (size_t index : order) ordered.push_back(std::move(work[index]));
-  run_all(ordered, threads);
+  std::atomic<size_t> next{0};
+  std::vector<std::exception_ptr> problems(work.size());
+  auto take = [&] {
+    for (size_t i = next++; i < order.size(); i = next++) {
+      try {
+        work[order[i]]();
+      } catch (...) {
+        problems[i] = std::current_exception();
+      }
+    }
+  };
+  std::vector<std::thread> helpers;
+  helpers.reserve(work.size());
+  try {
+    for (size_t i = 1; i < work.size() && static_cast<int>(i) < threads; ++i) helpers.emplace_back(take);
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): neither threads nor memory for more; these do all of it
+  }
+  take();
+  for (std::thread& helper : helpers) helper.join();
+  for (const std::exception_ptr& problem : problems)
+    if (problem) std::rethrow_exception(problem);
 }
 
 namespace {
@@ -142,6 +135,20 @@ bool Library::open(const std::string& name, const char* symbol) {
 }
 
 void* Library::symbol(const char* name) const { return ::dlsym(handle_, name); }
+
+void plugin_failure(const std::string& plugin, const std::string& reason, const std::string& engine) {
+  fail(Kind::device, "the plug-in ", plugin, " cannot be loaded (", reason, "); build libvtx where CMake finds ", engine,
+       ", or use device cpu");
+}
+
+std::string own_directory() {
+  Dl_info info;
+  static const int here = 0;
+  if (::dladdr(&here, &info) == 0 || info.dli_fname == nullptr) return ".";
+  std::string file = info.dli_fname;
+  size_t slash = file.rfind('/');
+  return slash == std::string::npos ? "." : file.substr(0, slash);
+}
 
 int cores() {
   cpu_set_t set;

@@ -42,6 +42,13 @@ class Library {
   std::string where_, tried_;
 };
 
+// A library of libvtx's own that speaks to an engine cannot be used: Error(device).
+[[noreturn]] void plugin_failure(const std::string& plugin, const std::string& reason, const std::string& engine);
+inline constexpr char kOtherLibvtx[] = "it is of another libvtx";
+
+// The directory that this library, or the program that it is part of, lies in.
+std::string own_directory();
+
 // Cores that this process may use, which in a container are fewer than the machine has.
 int cores();
 

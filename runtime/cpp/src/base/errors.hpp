@@ -57,6 +57,14 @@ template <typename... Parts>
   throw Error(kind, cat(parts...));
 }
 
+// The parts one after the other, with `between` them.
+template <typename List>
+std::string listed(const List& list, const char* between = ", ") {
+  std::string out;
+  for (const auto& one : list) out += (out.empty() ? "" : between) + piece(one);
+  return out;
+}
+
 // 1234567 as "1,234,567".
 inline std::string grouped(long long number) {
   std::string digits = std::to_string(number < 0 ? -number : number);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 namespace vtxcore {
 
@@ -36,6 +37,19 @@ inline float bfloat16_to_float(uint16_t upper) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+// `count` numbers of a type, "float32", "float16" or "bfloat16", as float32.
+inline void widen(const void* from, const std::string& dtype, size_t count, float* to) {
+  if (dtype == "float32") {
+    std::memcpy(to, from, 4 * count);
+    return;
+  }
+  auto bytes = static_cast<const uint8_t*>(from);
+  for (size_t i = 0; i < count; ++i) {
+    auto bits = static_cast<uint16_t>(bytes[2 * i] | bytes[2 * i + 1] << 8);
+    to[i] = dtype == "bfloat16" ? bfloat16_to_float(bits) : half_to_float(bits);
+  }
 }
 
 }  // namespace vtxcore

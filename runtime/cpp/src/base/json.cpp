@@ -29,7 +29,9 @@ class Builder {
   bool null() { return add(nullptr); }
   bool boolean(bool value) { return add(value); }
   bool number_integer(int64_t value) { return add(value); }
-  bool number_unsigned(uint64_t value) { return value > kMostInteger ? add(static_cast<double>(value)) : add(int64_t(value)); }
+  bool number_unsigned(uint64_t value) {
+    return value > kMostInteger ? add(static_cast<double>(value)) : add(int64_t(value));
+  }
   bool number_float(double value, const std::string&) { return add(value); }
   bool string(std::string& value) { return add(std::move(value)); }
   bool binary(std::vector<std::uint8_t>&) { return false; }
@@ -53,7 +55,8 @@ class Builder {
   }
 
   bool parse_error(size_t position, const std::string&, const nlohmann::json::exception& error) {
-    std::string why = error.what();  // [name] parse error at line 1, column 2: syntax error while parsing value - reason; more
+    std::string why =
+        error.what();  // [name] parse error at line 1, column 2: syntax error while parsing value - reason; more
     size_t start = why.find("] ") + 2;
     if (size_t found = why.find(" - ", start); found != std::string::npos) start = found + 3;
     why = why.substr(start, why.find(';', start) - start);
@@ -160,6 +163,16 @@ const Json* Json::find(std::string_view key) const {
   for (const auto& [name, value] : *members)
     if (name == key) return &value;
   return nullptr;
+}
+
+std::string Json::text(std::string_view key) const {
+  const Json* found = find(key);
+  return found && found->string() ? *found->string() : "";
+}
+
+bool Json::flag(std::string_view key, bool otherwise) const {
+  const Json* found = find(key);
+  return found && found->boolean() ? *found->boolean() : otherwise;
 }
 
 bool Json::operator==(const Json& other) const {

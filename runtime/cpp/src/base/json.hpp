@@ -48,6 +48,10 @@ class Json {
   // The value of a key, null where this is no object or has no such key. Linear: for objects of a few keys.
   const Json* find(std::string_view key) const;
 
+  // The member of this key, or what is given where there is none of this type.
+  std::string text(std::string_view key) const;
+  bool flag(std::string_view key, bool otherwise = false) const;
+
   // Equal in type and value; the order of keys does not count.
   bool operator==(const Json& other) const;
   bool operator!=(const Json& other) const { return !(*this == other); }

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -29,6 +31,13 @@ struct Rows {
   float* row(size_t index) { return data.data() + index * width; }
 };
 
+// Hidden states of tokens, and what stages read of each token in addition, by the manifest's names.
+struct TokenStates {
+  Rows hidden;
+  std::map<std::string, Rows> inputs = {};
+  size_t count() const { return hidden.count(); }
+};
+
 inline int64_t count_of(const Mask& mask) {
   int64_t total = 0;
   for (uint8_t bit : mask) total += bit;
@@ -49,6 +58,17 @@ inline Rows take(const Rows& rows, const Ids& which) {
     const float* from = rows.row(static_cast<size_t>(which[i]));
     std::copy(from, from + rows.width, out.row(i));
   }
+  return out;
+}
+
+inline void append(Rows& rows, const Rows& more) {
+  rows.width = more.width;
+  rows.data.insert(rows.data.end(), more.data.begin(), more.data.end());
+}
+
+inline std::map<std::string, Rows> take(const std::map<std::string, Rows>& all, const Ids& which) {
+  std::map<std::string, Rows> out;
+  for (const auto& [name, rows] : all) out[name] = take(rows, which);
   return out;
 }
 

@@ -42,6 +42,11 @@ class Fields {
     return get(key).is_null() ? std::nullopt : std::optional(text(key));
   }
 
+  // None where the key is missing or null.
+  std::optional<int64_t> whole_or_null(const char* key, int64_t least, int64_t most = (int64_t{1} << 31) - 1) {
+    return has(key) && !get(key).is_null() ? std::optional(whole(key, least, most)) : std::nullopt;
+  }
+
   bool flag(const char* key) {
     const bool* found = get(key).boolean();
     return found ? *found : wrong<bool>(key, "bool");

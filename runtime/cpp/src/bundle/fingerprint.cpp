@@ -15,13 +15,7 @@ constexpr int64_t kFormat = 1, kMaxRecord = 4 << 20;
 
 std::string in_target(const std::string& target, const std::string& file) { return cat(kFolder, "/", target, "/", file); }
 
-// The record's content. It is written after the bundle was signed, so its signature is its own, by the same key.
-std::string read_record(const Bundle& bundle, const std::string& target) {
-  Folder folder(bundle.folder());
-  std::string name = in_target(target, kRecord), fix = build_command(bundle, target);
-  if (!folder.exists(name)) fail(Kind::bundle, folder.path(), " holds no engines for ", target, "; ", fix);
-  return read_sealed(folder, name, kMaxRecord, fix + (bundle.key() ? " --sign KEY" : ""), bundle.key());
-}
+std::string dotted(std::pair<int, int> capability) { return cat(capability.first, ".", capability.second); }
 
 const Json::Object& object_of(Fields& fields, const char* key) {
   const Json::Object* found = fields.get(key).object();
@@ -84,10 +78,6 @@ int64_t EngineRecord::longest(const std::string& size) const {
   return most;
 }
 
-std::string EngineSet::made_for() const {
-  return cat(flavour_name(flavour), " ", version, " and compute capability ", dotted(capability));
-}
-
 std::vector<std::string> engine_targets(const Bundle& bundle) {
   std::vector<std::string> out;
   std::string start;  // of the paths found, with what means something in a pattern taken as it is
@@ -107,12 +97,15 @@ std::vector<std::string> engine_targets(const Bundle& bundle) {
 }
 
 EngineSet read_engines(const Bundle& bundle, const std::string& target) {
-  std::string where = in_target(target, kRecord);
-  std::string content = read_record(bundle, target);
+  Folder folder(bundle.folder());
+  std::string where = in_target(target, kRecord), fix = build_command(bundle, target);
+  if (!folder.exists(where)) fail(Kind::bundle, folder.path(), " holds no engines for ", target, "; ", fix);
+  // It is written after the bundle was signed, so its signature is its own, by the same key.
+  std::string content = read_sealed(folder, where, kMaxRecord, fix + (bundle.key() ? " --sign KEY" : ""), bundle.key());
   try {
     return read_set(parse_json(content, where, Kind::bundle), where);
   } catch (const Error& error) {
-    fail(Kind::bundle, where, " is damaged (", error.what(), "); ", build_command(bundle, target));
+    fail(Kind::bundle, where, " is damaged (", error.what(), "); ", fix);
   }
 }
 
@@ -122,7 +115,9 @@ void check_machine(const Bundle& bundle, const EngineSet& engines, const std::st
     fail(Kind::device, "no NVIDIA GPU answers here: its driver is not installed, or this is a container without it; ",
          "install the driver (nvidia-smi shows it), or use --device cpu");
   if ((version.empty() || engines.version == version) && engines.capability == gpu->capability) return;
-  fail(Kind::device, "the engines in ", kFolder, "/", engines.target, " were built for ", engines.made_for(), "; here is ",
+  std::string made_for =
+      cat(flavour_name(engines.flavour), " ", engines.version, " and compute capability ", dotted(engines.capability));
+  fail(Kind::device, "the engines in ", kFolder, "/", engines.target, " were built for ", made_for, "; here is ",
        version.empty() ? "" : flavour_name(engines.flavour) + " " + version + " and ", "compute capability ",
        dotted(gpu->capability), " (", gpu->name, "); ", build_command(bundle, "this"));
 }
@@ -161,7 +156,5 @@ std::string build_command(const Bundle& bundle, const std::string& target) {
 std::string flavour_name(const std::string& flavour) {
   return flavour == kFlavourRtx ? "TensorRT-RTX" : flavour == kFlavourEnterprise ? "TensorRT" : flavour;
 }
-
-std::string dotted(std::pair<int, int> capability) { return cat(capability.first, ".", capability.second); }
 
 }  // namespace vtxcore

@@ -31,8 +31,6 @@ struct EngineSet {
   std::pair<int, int> capability;        // of the GPU
   std::string dialect, precision;
   std::map<std::string, EngineRecord> engines;
-
-  std::string made_for() const;
 };
 
 // The targets that the bundle holds engines for, sorted.
@@ -53,6 +51,5 @@ File open_engine(const Bundle& bundle, const EngineSet& engines, const EngineRec
 
 std::string build_command(const Bundle& bundle, const std::string& target);
 std::string flavour_name(const std::string& flavour);  // as people write it: TensorRT-RTX
-std::string dotted(std::pair<int, int> capability);
 
 }  // namespace vtxcore

@@ -1,5 +1,7 @@
 #include "bundle/graphs.hpp"
 
+#include <algorithm>
+
 #include "bundle/fields.hpp"
 
 namespace vtxcore {
@@ -19,6 +21,12 @@ TensorSpec cache(const Manifest& m, const std::string& dialect, const std::strin
 
 TensorSpec scale(const Manifest& m, const std::string& name) {
   return {name, "float32", {int64_t{1}, m.model.kv_heads, int64_t{1}, m.model.head_dim}};
+}
+
+template <typename Choice>
+void add_token_inputs(const Manifest& m, std::vector<TensorSpec>& to, Choice chosen) {
+  for (const TokenInput& each : m.token_inputs)
+    if (chosen(each)) to.push_back({names::kTokenInput + each.name, "float32", {"tokens", each.width}});
 }
 
 TensorSpec one(const char* name) { return {name, "int32", {int64_t{1}}}; }
@@ -57,12 +65,21 @@ Json dialect_json(const Manifest& m, const std::string& dialect) {
     out.emplace_back("score", io(score_io(m, dialect)));
     out.emplace_back("stage_query", tensors({query(m)}));
   }
+  if (!m.token_inputs.empty()) {
+    std::vector<TensorSpec> all;
+    add_token_inputs(m, all, [](const TokenInput&) { return true; });
+    out.emplace_back("token_inputs", tensors(all));
+  }
   return out;
 }
 
 }  // namespace
 
-GraphIO embed_io(const Manifest& m) { return {{{names::kIds, "int64", {"tokens"}}}, {hidden(m)}}; }
+GraphIO embed_io(const Manifest& m) {
+  GraphIO out{{{names::kIds, "int64", {"tokens"}}}, {hidden(m)}};
+  add_token_inputs(m, out.outputs, [](const TokenInput& each) { return each.of_text; });
+  return out;
+}
 
 GraphIO head_io(const Manifest& m) { return {{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}}; }
 
@@ -96,6 +113,7 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   if (graphs.vision_received) out.outputs.push_back({names::kReceived, "float32", {"tokens", int64_t{2}}});
   int64_t width = m.model.tower.feature_width + m.model.tower.key_width + 1;
   if (graphs.projector) out.outputs.push_back({names::kTowerTokens, "float32", {images, "states", width}});
+  add_token_inputs(m, out.outputs, [](const TokenInput& each) { return each.of_images; });
   return out;
 }
 
@@ -109,6 +127,10 @@ GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query,
                {names::kCos, "float32", {rows, m.model.head_dim / 2}},
                {names::kSin, "float32", {rows, m.model.head_dim / 2}}},
               {hidden(m, names::kHiddenOut)}};
+  auto reads = [&](const TokenInput& each) {
+    return stage && std::count(stage->inputs.begin(), stage->inputs.end(), each.name) > 0;
+  };
+  add_token_inputs(m, out.inputs, reads);
   if (dialect == "ort") out.inputs.push_back(one(names::kLastSlot));
   if (dialect != "plain") out.inputs.push_back(one(names::kTotalSlots));
   std::vector<std::string> layers;

@@ -55,7 +55,7 @@ TowerSpec read_tower(const Json& value) {
   for (const char* later : {"qkv_bias", "layer_scale"})
     if (fields.has(later)) fields.flag(later);
   if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
-  if (fields.has("position_grid") && !fields.get("position_grid").is_null()) fields.whole("position_grid");
+  fields.whole_or_null("position_grid", 1);
   int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;  // patches a side that become one token
   fields.done();
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
@@ -224,13 +224,11 @@ TextSettings read_text_settings(const Json& value) {
   if (t.image_token.empty()) fields.wrong<int>("image_token", "a string that is not empty");
   t.image_token_id = fields.whole("image_token_id", 0, names::kMaxId);
   if (fields.has("video_token")) t.video_token = fields.text_or_null("video_token");
-  if (fields.has("video_token_id") && !fields.get("video_token_id").is_null())
-    t.video_token_id = fields.whole("video_token_id", 0, names::kMaxId);
+  t.video_token_id = fields.whole_or_null("video_token_id", 0, names::kMaxId);
   if (t.video_token.has_value() != t.video_token_id.has_value() ||
       (t.video_token_id == t.image_token_id) != (t.video_token == t.image_token))
     fields.wrong<int>("video_token_id", "the id of video_token, as of image_token if that is it, or null");
-  if (fields.has("seg_token_id") && !fields.get("seg_token_id").is_null())
-    t.seg_token_id = fields.whole("seg_token_id", 0, names::kMaxId);
+  t.seg_token_id = fields.whole_or_null("seg_token_id", 0, names::kMaxId);
   t.bos_token = fields.text_or_null("bos_token"), t.unk_token = fields.text_or_null("unk_token");
   for (const char* key : {"bos_token", "eos_token", "pad_token", "unk_token"})
     if (std::optional<std::string> token = fields.text_or_null(key)) t.variables[key] = *token;
@@ -357,6 +355,30 @@ void check_files(const Manifest& m, const std::string& golden) {
     fail(Kind::bundle, "vtx.json: int8 K and V and a file of their scales go together; export again");
 }
 
+void read_token_inputs(Fields& fields, Manifest& m) {
+  std::vector<std::string> names;
+  for (const Json& item : fields.has("token_inputs") ? fields.list("token_inputs") : Json::Array()) {
+    Fields input(item, "vtx.json: token_inputs");
+    TokenInput each{input.text("name"), input.whole("width", INT32_MIN), input.flag("of_text"), input.flag("of_images")};
+    input.done();
+    if (each.width < 1 || each.width >= 1 << 24 || !(each.of_text || each.of_images))
+      fail(Kind::bundle, "vtx.json: token_inputs: a width of ", each.width,
+           " must be in 1..16777215 and come from the embedding, the tower or both; export again");
+    names.push_back(each.name);
+    m.token_inputs.push_back(std::move(each));
+  }
+  if (std::set<std::string>(names.begin(), names.end()).size() != names.size())
+    fail(Kind::bundle, "vtx.json: token_inputs ", names, " hold a name twice; export again");
+  for (const StageSpec& stage : m.stages) {
+    std::set<std::string> reads(stage.inputs.begin(), stage.inputs.end());
+    bool known = reads.size() == stage.inputs.size();
+    for (const std::string& name : reads) known = known && std::count(names.begin(), names.end(), name) > 0;
+    if (!known)
+      fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last, " reads token inputs ", stage.inputs,
+           ", the bundle declares ", names, "; export again");
+  }
+}
+
 std::string read_default(Fields& fields) {
   const Json& value = fields.get("default_k");
   if (value.is_null()) return "none";
@@ -384,7 +406,6 @@ Manifest read_manifest(const Json& root) {
   if (m.layout.max_tokens >= m.max_context)
     fail(Kind::bundle, "vtx.json: an image of ", m.layout.max_tokens, " tokens does not fit max_context ", m.max_context,
          "; export again");
-  refuse(fields, "token_inputs", "stages that read token inputs");
   m.variants = fields.wholes("variants", 1, names::kMaxLayers);
   m.default_k = read_default(fields);
   m.reductions = fields.texts("reductions");
@@ -398,8 +419,8 @@ Manifest read_manifest(const Json& root) {
   for (const Json& item : fields.list("stages")) {
     Fields stage(item, "vtx.json: stages");
     refuse(stage, "caches", "layers without K and V in slots");
-    refuse(stage, "inputs", "stages that read token inputs");
-    m.stages.push_back({stage.whole("first"), stage.whole("last"), stage.flag("query")});
+    m.stages.push_back({stage.whole("first"), stage.whole("last"), stage.flag("query"), {}});
+    if (stage.has("inputs")) m.stages.back().inputs = stage.texts("inputs");
     stage.done();
   }
   m.gates = fields.wholes("gates", 1, names::kMaxLayers);
@@ -414,6 +435,7 @@ Manifest read_manifest(const Json& root) {
   m.text = read_text_settings(fields.get("text"));
   m.files = read_files(fields.get("files"));
   if (fields.get("record").object() == nullptr) fields.wrong<int>("record", "an object");
+  read_token_inputs(fields, m);
   check_stages(m);
   check_gates(m);
   check_dialects(m);

@@ -44,9 +44,17 @@ struct LayoutSpec {
 };
 
 struct StageSpec {
-  int64_t first, last;  // layers, counted from 1, both included
-  bool query;           // whether it gives the last layer's q
+  int64_t first, last;              // layers, counted from 1, both included
+  bool query;                       // whether it gives the last layer's q
+  std::vector<std::string> inputs;  // names of the token inputs that it reads
   int64_t layers() const { return last - first + 1; }
+};
+
+// An input of stages per token, in addition to the hidden state: `width` numbers, and the graphs that give them.
+struct TokenInput {
+  std::string name;
+  int64_t width;
+  bool of_text, of_images;
 };
 
 // Files of the graphs of one dialect; of the stages and gates in the manifest's order.
@@ -124,6 +132,7 @@ struct Manifest {
   std::vector<std::string> arithmetic;  // next to float32, that kept the answers at export
   std::optional<BundleRelease> release;       // of a signed bundle
   std::vector<StageSpec> stages;
+  std::vector<TokenInput> token_inputs;
   Ids gates;
   std::map<std::string, Graphs> dialects;
   std::string tokenizer, chat_template, rope;

@@ -40,6 +40,7 @@ inline constexpr char kFileFinalNorm[] = "final_norm.safetensors";
 inline constexpr char kFileNewline[] = "image_newline.safetensors";
 inline constexpr char kFileKvScales[] = "kv_scales.safetensors";
 inline constexpr char kWeight[] = "weight";
+inline constexpr char kTokenInput[] = "token_input.";
 inline constexpr char kNewlineTensor[] = "newline";
 inline constexpr char kPagedPast[] = "past_lens";
 inline constexpr char kPagedBegins[] = "subsequence_begins";

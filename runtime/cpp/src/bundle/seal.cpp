@@ -27,9 +27,6 @@ void check_signature(const Folder& folder, const std::string& name, const std::s
 
 }  // namespace
 
-PublicKey::PublicKey(const std::string& path)
-    : name_(last_part(path)), key_(read_named(path, kMaxKey, Kind::request), path) {}
-
 std::string read_sealed(const Folder& folder, const std::string& name, int64_t limit, const std::string& fix,
                         const PublicKey* key) {
   std::string content = folder.read(name, limit, false), seal = name + kChecksum;
@@ -107,7 +104,8 @@ const Libcrypto& libcrypto() {
 
 }  // namespace
 
-Ed25519Key::Ed25519Key(const std::string& pem, const std::string& path) {
+PublicKey::PublicKey(const std::string& path) : name_(last_part(path)) {
+  std::string pem = read_named(path, kMaxKey, Kind::request);
   const Libcrypto& c = libcrypto();
   std::shared_ptr<void> bio(c.bio_over(pem.data(), static_cast<int>(pem.size())), c.bio_free);
   if (!bio) throw std::bad_alloc();
@@ -117,7 +115,7 @@ Ed25519Key::Ed25519Key(const std::string& pem, const std::string& path) {
   if (c.kind(key_.get()) != c.kind_called("ED25519")) fail(Kind::request, path, " is not an Ed25519 key; make one: ", kMake);
 }
 
-std::string Ed25519Key::fingerprint() const {
+std::string PublicKey::fingerprint() const {
   const Libcrypto& c = libcrypto();
   std::string raw(32, '\0');
   size_t size = raw.size();
@@ -127,7 +125,7 @@ std::string Ed25519Key::fingerprint() const {
   return sha256_hex(raw).substr(0, 32);
 }
 
-bool Ed25519Key::verifies(const std::string& signature, const std::string& content) const {
+bool PublicKey::has_signed(const std::string& content, const std::string& signature) const {
   const Libcrypto& c = libcrypto();
   std::shared_ptr<void> context(c.context(), c.context_free);
   if (!context) throw std::bad_alloc();

@@ -11,12 +11,6 @@ namespace {
 
 constexpr char kTextTowerFix[] = " --text-tower CLIP, or use text=embedding, the form without a text tower";
 
-std::string joined(const Ids& values) {
-  std::string out;
-  for (int64_t value : values) out += (out.empty() ? "" : ", ") + std::to_string(value);
-  return out;
-}
-
 // The methods that remove a whole image: never, before a fixed layer (VTW), or where a gate says so (DyVTE). What each
 // gate said is kept in `decisions`.
 class Full : public Method {
@@ -89,8 +83,8 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
   Ids cuts, queries;
   std::set_difference(wanted.begin(), wanted.end(), firsts.begin(), firsts.end(), std::back_inserter(cuts));
   std::set_difference(needs.queries.begin(), needs.queries.end(), asked.begin(), asked.end(), std::back_inserter(queries));
-  if (!cuts.empty()) return "a cut before layer " + joined(cuts);
-  if (!queries.empty()) return "the attention of layer " + joined(queries);
+  if (!cuts.empty()) return "a cut before layer " + listed(cuts);
+  if (!queries.empty()) return "the attention of layer " + listed(queries);
   if (needs.merging && !graphs.vision_merges) return "a vision graph that merges windows";
   if (needs.final_norm && m.files.count(names::kFileFinalNorm) == 0) return "the weight of the decoder's last norm";
   if (needs.text_tower && !m.text_tower) return "CLIP's text tower";
@@ -136,7 +130,7 @@ MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, d
     fail(Kind::request, "K = ", number, " is outside 2..", m.model.layers, ": it is the first layer without vision tokens");
   if (std::find(m.variants.begin(), m.variants.end(), number) == m.variants.end())
     fail(Kind::request, "K = ", number, " was not prebuilt, this bundle has ",
-         m.variants.empty() ? "none at all" : joined(m.variants), "; use one of these, or export with --k ", number);
+         m.variants.empty() ? "none at all" : listed(m.variants), "; use one of these, or export with --k ", number);
   return std::make_shared<Withdraw>(number);
 }
 

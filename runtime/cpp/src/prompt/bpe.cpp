@@ -8,16 +8,6 @@
 namespace vtxcore {
 namespace {
 
-bool flag(const Json& model, const char* key) {
-  const Json* found = model.find(key);
-  return found && found->boolean() && *found->boolean();
-}
-
-bool empty(const Json& model, const char* key) {
-  const Json* found = model.find(key);
-  return !found || found->is_null() || (found->string() && found->string()->empty());
-}
-
 std::string byte_token(unsigned char byte) {
   char text[8];
   std::snprintf(text, sizeof text, "<0x%02X>", byte);
@@ -31,22 +21,19 @@ size_t character_length(unsigned char lead) { return lead < 0x80 ? 1 : lead < 0x
 }  // namespace
 
 Bpe::Bpe(const Json& model) {
-  const Json *type = model.find("type"), *vocab = model.find("vocab"), *merges = model.find("merges");
-  if (!type || !type->string() || *type->string() != "BPE") unknown("a model other than BPE");
-  if (!empty(model, "continuing_subword_prefix")) unknown("BPE with a continuing_subword_prefix");
-  if (!empty(model, "end_of_word_suffix")) suffix_ = *model.find("end_of_word_suffix")->string();
-  if (const Json* dropout = model.find("dropout"); dropout && !dropout->is_null())
-    unknown("BPE with dropout");
-  if (!vocab || !vocab->object() || !merges || !merges->array())
-    damaged("it has no vocabulary or no merges");
+  const Json *vocab = model.find("vocab"), *merges = model.find("merges");
+  if (model.text("type") != "BPE") unknown("a model other than BPE");
+  if (!model.text("continuing_subword_prefix").empty()) unknown("BPE with a continuing_subword_prefix");
+  suffix_ = model.text("end_of_word_suffix");
+  if (const Json* dropout = model.find("dropout"); dropout && !dropout->is_null()) unknown("BPE with dropout");
+  if (!vocab || !vocab->object() || !merges || !merges->array()) damaged("it has no vocabulary or no merges");
   for (const auto& [token, id] : *vocab->object()) {
-    if (!id.integer() || *id.integer() < 0 || *id.integer() > INT32_MAX)
-      damaged("a token has no id");
+    if (!id.integer() || *id.integer() < 0 || *id.integer() > INT32_MAX) damaged("a token has no id");
     ids_.emplace(token, *id.integer());
     tokens_.emplace(*id.integer(), token);
   }
-  fuse_unk_ = flag(model, "fuse_unk"), byte_fallback_ = flag(model, "byte_fallback");
-  ignore_merges_ = flag(model, "ignore_merges");
+  fuse_unk_ = model.flag("fuse_unk"), byte_fallback_ = model.flag("byte_fallback");
+  ignore_merges_ = model.flag("ignore_merges");
   if (const Json* unk = model.find("unk_token"); unk && unk->string()) unk_ = *unk->string(), unk_id_ = id_of(unk_);
   for (int byte = 0; byte < 256; ++byte)
     if (int64_t id = id_of(byte_token(static_cast<unsigned char>(byte))); id >= 0) bytes_.insert(id);
@@ -65,8 +52,7 @@ void Bpe::read_merges(const Json& merges) {
       left = *(*pair)[0].string(), right = *(*pair)[1].string();
     }
     int64_t a = id_of(left), b = id_of(right), made = id_of(left + right);
-    if (a < 0 || b < 0 || made < 0)
-      damaged(cat("merge ", rank, " names a token that is not there"));
+    if (a < 0 || b < 0 || made < 0) damaged(cat("merge ", rank, " names a token that is not there"));
     merges_[pair_key(a, b)] = {rank++, made};
   }
 }

@@ -11,15 +11,10 @@ size_t number_of(const Json& spec, const char* key) {
   return found && found->integer() && *found->integer() >= 0 ? static_cast<size_t>(*found->integer()) : 0;
 }
 
-// The byte that each character of byte level stands for.
 const std::map<char32_t, char>& bytes_of_characters() {
   static const std::map<char32_t, char> kTable = [] {
     std::map<char32_t, char> table;
-    char32_t next = 256;
-    for (char32_t byte = 0; byte < 256; ++byte) {
-      bool shown = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
-      table[shown ? byte : next++] = static_cast<char>(byte);
-    }
+    for (size_t byte = 0; byte < 256; ++byte) table[byte_characters()[byte]] = static_cast<char>(byte);
     return table;
   }();
   return kTable;
@@ -39,14 +34,6 @@ std::string bytes_of(const std::string& token) {
 // What is unsound becomes U+FFFD.
 std::string sound(const std::string& bytes) {
   return first_invalid_utf8(bytes) == std::string::npos ? bytes : encode_utf8(decode_utf8(bytes));
-}
-
-std::string replaced(const std::string& text, const std::string& from, const std::string& to) {
-  std::string out;
-  size_t at = 0;
-  for (size_t found; (found = text.find(from, at)) != std::string::npos; at = found + from.size())
-    out.append(text, at, found - at) += to;
-  return out.append(text, at, std::string::npos);
 }
 
 // Up to `left` and `right` times the character `mark` is taken off.
@@ -98,7 +85,7 @@ Decoder::Decoder(const Json* spec) : none_(!spec || spec->is_null()) {
 }
 
 void Decoder::add(const Json& spec) {
-  std::string type = text_of(spec.find("type"));
+  std::string type = spec.text("type");
   Step step{Step::fuse, "", "", 0, 0, false};
   if (type == "Sequence") {
     const Json* list = spec.find("decoders");
@@ -115,19 +102,17 @@ void Decoder::add(const Json& spec) {
   } else if (type == "Replace") {
     step.type = Step::replace;
     const Json* pattern = spec.find("pattern");
-    step.from = text_of(pattern ? pattern->find("String") : nullptr), step.to = text_of(spec.find("content"));
+    step.from = pattern ? pattern->text("String") : "", step.to = spec.text("content");
     if (step.from.empty()) unknown("a decoder with a Replace by an unknown pattern");
   } else if (type == "Strip") {
     step.type = Step::strip;
-    step.from = text_of(spec.find("content")), step.left = number_of(spec, "start"), step.right = number_of(spec, "stop");
+    step.from = spec.text("content"), step.left = number_of(spec, "start"), step.right = number_of(spec, "stop");
     if (step.from.empty()) unknown("a decoder with a Strip of nothing");
   } else if (type == "Metaspace") {
     step.type = Step::metaspace;
-    step.from = text_of(spec.find("replacement"));
-    std::string scheme = text_of(spec.find("prepend_scheme"));
-    const Json* prefix = spec.find("add_prefix_space");
-    if (scheme.empty()) scheme = prefix && prefix->boolean() && !*prefix->boolean() ? "never" : "always";
-    step.keeps_first = scheme == "never";
+    step.from = spec.text("replacement");
+    std::string scheme = spec.text("prepend_scheme");
+    step.keeps_first = scheme == "never" || (scheme.empty() && !spec.flag("add_prefix_space", true));
     if (step.from.empty()) unknown("a decoder with a Metaspace without a character");
   } else {
     unknown("a decoder with the step " + type.substr(0, 40));
@@ -153,7 +138,7 @@ std::vector<std::string> Decoder::apply(const Step& step, std::vector<std::strin
       return tokens;
     case Step::metaspace:
       for (size_t i = 0; i < tokens.size(); ++i)
-        tokens[i] = replaced(tokens[i], step.from, i == 0 && !step.keeps_first ? "" : " ");
+        tokens[i] = replaced<std::string>(tokens[i], step.from, i == 0 && !step.keeps_first ? "" : " ");
       return tokens;
   }
   return tokens;

@@ -327,7 +327,7 @@ std::shared_ptr<void> Grammars::compile(const Guide& guide) const {
       if (auto count = std::count(guide.value.begin(), guide.value.end(), sign);
           guide.kind == "grammar" && count > names::kMaxOperators)
         fail(Kind::request, "grammar has ", count, " times ", sign, ", the limit is ", names::kMaxOperators,
-             "; combine fewer expressions, and write ", sign == '&' ? "\\x26" : "\\x7e", " in texts");
+             "; combine fewer expressions, and write \\x", sign == '&' ? "26" : "7e", " in texts");
     if (guide.kind == "grammar") check_work(guide.kind, embedded(guide.value));
     body = {{"lark_grammar", guide.kind == "regex" ? lark_of(guide.value) : guide.value}};
   }

@@ -12,14 +12,6 @@ std::string text_of(const Json& spec, const char* key) {
   return *found->string();
 }
 
-Codes replaced(const Codes& text, const Codes& from, const Codes& to) {
-  Codes out;
-  size_t at = 0;
-  for (size_t found; (found = text.find(from, at)) != Codes::npos; at = found + from.size())
-    out.append(text, at, found - at) += to;
-  return out.append(text, at, Codes::npos);
-}
-
 // Each run of at least `least` of one character becomes `to`.
 Codes runs_replaced(const Codes& text, char32_t of, size_t least, const Codes& to) {
   Codes out;
@@ -82,22 +74,19 @@ void Normalizer::add(const Json& spec) {
     step.to = decode_utf8(text_of(spec, "prepend"));
   } else if (type == "Strip") {
     step.type = Normalize::strip;
-    const Json *left = spec.find("strip_left"), *right = spec.find("strip_right");
-    step.left = left && left->boolean() && *left->boolean();
-    step.right = right && right->boolean() && *right->boolean();
+    step.left = spec.flag("strip_left"), step.right = spec.flag("strip_right");
   } else if (type == "Replace") {
     const Json* pattern = spec.find("pattern");
-    const Json* plain = pattern ? pattern->find("String") : nullptr;
-    const Json* regex = pattern ? pattern->find("Regex") : nullptr;
+    std::string plain = pattern ? pattern->text("String") : "", regex = pattern ? pattern->text("Regex") : "";
     step.to = decode_utf8(text_of(spec, "content"));
-    if (plain && plain->string() && !plain->string()->empty()) {
+    if (!plain.empty()) {
       step.type = Normalize::replace;
-      step.from = decode_utf8(*plain->string());
-    } else if (regex && regex->string() && (*regex->string() == " +" || *regex->string() == " {2,}")) {
+      step.from = decode_utf8(plain);
+    } else if (regex == " +" || regex == " {2,}") {
       step.type = Normalize::runs;
       step.from = U" ";
-      step.least = *regex->string() == " +" ? 1 : 2;
-    } else if (regex && regex->string() && *regex->string() == "\\s+") {
+      step.least = regex == " +" ? 1 : 2;
+    } else if (regex == "\\s+") {
       step.type = Normalize::spaces;
     } else {
       unknown("a normalizer with a Replace by an unknown pattern");

@@ -1,6 +1,7 @@
 // The steps of a tokenizer.json around its model: normalizer, pre-tokenizer, and decoder.
 #pragma once
 
+#include <array>
 #include <string>
 #include <vector>
 
@@ -9,15 +10,25 @@
 
 namespace vtxcore {
 
-// A string, and an empty one where there is none.
-inline std::string text_of(const Json* value) { return value && value->string() ? *value->string() : std::string(); }
-
 [[noreturn]] inline void damaged(const std::string& what) {
   fail(Kind::bundle, "tokenizer.json is damaged: ", what, "; export the bundle again");
 }
 
-[[noreturn]] inline void unknown(const std::string& what) {
-  fail(Kind::bundle, "the tokenizer has ", what, ", which libvtx does not know: give token ids instead");
+[[noreturn]] inline void unknown(const std::string& what, const char* fix = "give token ids instead") {
+  fail(Kind::bundle, "the tokenizer has ", what, ", which libvtx does not know: ", fix);
+}
+
+// The character that stands for each byte at byte level, as GPT-2 chose them.
+const std::array<char32_t, 256>& byte_characters();
+
+// A text of bytes or of code points with `to` for each `from`.
+template <typename Text>
+Text replaced(const Text& text, const Text& from, const Text& to) {
+  Text out;
+  size_t at = 0;
+  for (size_t found; (found = text.find(from, at)) != Text::npos; at = found + from.size())
+    out.append(text, at, found - at) += to;
+  return out.append(text, at, Text::npos);
 }
 
 // One step of a normalizer.

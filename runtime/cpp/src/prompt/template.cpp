@@ -64,8 +64,9 @@ size_t check_messages(const std::vector<Message>& messages) {
   std::string question;
   for (const Message& message : messages) {
     std::string text = message.text();
-    if (first_invalid_utf8(text) != std::string::npos || first_invalid_utf8(message.role) != std::string::npos)
-      fail(Kind::request, "the text is not UTF-8; convert it");
+    for (const std::string& read : {text, message.role})
+      if (size_t at = first_invalid_utf8(read); at != std::string::npos)
+        fail(Kind::request, "the text is not UTF-8 text (byte ", at, ")");
     length += length_utf8(text);
     if (message.role == "user") question = text;
     for (const Part& part : message.parts) images += part.image;
@@ -93,7 +94,8 @@ struct ChatTemplate::Compiled {
   }
 };
 
-ChatTemplate::ChatTemplate(std::string source, const TextSettings& settings) : source_(std::move(source)), settings_(settings) {}
+ChatTemplate::ChatTemplate(std::string source, const TextSettings& settings)
+    : source_(std::move(source)), settings_(settings) {}
 ChatTemplate::~ChatTemplate() = default;
 
 // The conversation as parts or strings, whichever a role's messages are read as.
@@ -180,7 +182,8 @@ std::string ChatTemplate::render(const std::vector<Message>& messages) const {
     }
   });
   if (!problem_.empty())
-    fail(Kind::templates, "libvtx cannot render this chat template as the export did (", problem_, "); give token ids instead");
+    fail(Kind::templates, "libvtx cannot render this chat template as the export did (", problem_,
+         "); give token ids instead");
   std::string out;
   try {
     out = shaped(messages, std::time(nullptr));

@@ -87,7 +87,8 @@ class Cutter {
   Words words_;
 };
 
-// The character that stands for each byte at byte level, as GPT-2 chose them.
+}  // namespace
+
 const std::array<char32_t, 256>& byte_characters() {
   static const std::array<char32_t, 256> kTable = [] {
     std::array<char32_t, 256> table{};
@@ -101,15 +102,12 @@ const std::array<char32_t, 256>& byte_characters() {
   return kTable;
 }
 
+namespace {
+
 std::string byte_level(const std::string& word) {
   std::string out;
   for (char byte : word) append_utf8(out, byte_characters()[static_cast<unsigned char>(byte)]);
   return out;
-}
-
-bool flag(const Json& spec, const char* key, bool otherwise) {
-  const Json* found = spec.find(key);
-  return found && found->boolean() ? *found->boolean() : otherwise;
 }
 
 }  // namespace
@@ -119,7 +117,7 @@ PreTokenizer::PreTokenizer(const Json* spec) {
 }
 
 void PreTokenizer::add(const Json& spec) {
-  std::string type = text_of(spec.find("type"));
+  std::string type = spec.text("type");
   if (metaspace_ || byte_level_) unknown("words cut by several steps in an order");
   if (type == "Sequence") {
     const Json* list = spec.find("pretokenizers");
@@ -127,9 +125,9 @@ void PreTokenizer::add(const Json& spec) {
     for (const Json& item : *list->array()) add(item);
   } else if (type == "ByteLevel") {
     byte_level_ = true;
-    space_before_ = flag(spec, "add_prefix_space", true);
+    space_before_ = spec.flag("add_prefix_space", true);
     if (words_ == Words::clip && space_before_) unknown("words cut by a space before each word");
-    if (flag(spec, "use_regex", true) && words_ != Words::clip) {  // of CLIP's words it leaves each as it is
+    if (spec.flag("use_regex", true) && words_ != Words::clip) {  // of CLIP's words it leaves each as it is
       if (words_ != Words::none) unknown("words cut by two regular expressions");
       words_ = Words::gpt2;
     } else if (space_before_ && words_ != Words::none) {
@@ -137,25 +135,23 @@ void PreTokenizer::add(const Json& spec) {
     }
   } else if (type == "Split" && words_ == Words::none) {
     const Json* pattern = spec.find("pattern");
-    std::string regex = text_of(pattern ? pattern->find("Regex") : nullptr);
-    if (text_of(spec.find("behavior")) == "Removed" && flag(spec, "invert", false) &&
-        (regex == kClip || regex == kClipSpecial)) {
+    std::string regex = pattern ? pattern->text("Regex") : "";
+    if (spec.text("behavior") == "Removed" && spec.flag("invert") && (regex == kClip || regex == kClipSpecial)) {
       words_ = Words::clip;
       return;
     }
-    if (text_of(spec.find("behavior")) != "Isolated" || flag(spec, "invert", false))
-      unknown("words cut by a Split that drops or joins");
+    if (spec.text("behavior") != "Isolated" || spec.flag("invert")) unknown("words cut by a Split that drops or joins");
     words_ = regex == kQwen2 ? Words::qwen2 : regex == kLlama3 ? Words::llama3 : regex == kGpt2 ? Words::gpt2 : Words::none;
     if (words_ == Words::none) unknown("words cut by the expression " + regex.substr(0, 200));
   } else if (type == "Metaspace" && words_ == Words::none) {
     metaspace_ = true;
-    Codes mark = decode_utf8(text_of(spec.find("replacement")));
+    Codes mark = decode_utf8(spec.text("replacement"));
     if (mark.size() != 1) unknown("words cut by a Metaspace without a character");
     replacement_ = mark[0];
-    std::string scheme = text_of(spec.find("prepend_scheme"));
-    if (scheme.empty()) scheme = flag(spec, "add_prefix_space", true) ? "always" : "never";
+    std::string scheme = spec.text("prepend_scheme");
+    if (scheme.empty()) scheme = spec.flag("add_prefix_space", true) ? "always" : "never";
     scheme_ = scheme == "first" ? first : scheme == "never" ? never : always;
-    metaspace_split_ = flag(spec, "split", true);
+    metaspace_split_ = spec.flag("split", true);
   } else {
     unknown("words cut by the step " + type.substr(0, 40));
   }

@@ -66,8 +66,9 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
   for (const Floats& view : image.views) views.push_back(backend_.vision(view, extras));
   ImagePtr tokens = image.arrange(views);
   tokens->key = image.key.substr(0, 64);  // of the pixels alone
-  std::vector<const Floats*> given{&tokens->patches.clip.data};
+  std::vector<const Floats*> given;
   for (const auto& [name, signal] : tokens->patches.signals) given.push_back(&signal);
+  for (const auto& [name, rows] : tokens->patches.states) given.push_back(&rows.data);
   if (const TowerTokens* tower = tokens->tower.get())
     given.insert(given.end(), {&tower->states.data, &tower->keys.data, &tower->attention});
   for (const Floats* values : given)
@@ -91,7 +92,7 @@ std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& id
     out->ids.insert(out->ids.end(), after->ids.begin(), after->ids.end());
   else
     out->ids.insert(out->ids.end(), last.base(), ids.end());
-  out->hidden = backend.embed(out->ids);
+  out->hidden = backend.embed(out->ids).hidden;
   out->after = Mask(out->ids.size(), 1);
   std::fill(out->after.begin(), out->after.begin() + before, uint8_t{0});
   if (policy.needs().text_tower) out->embeddings = embeddings();

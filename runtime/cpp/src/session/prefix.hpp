@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -53,6 +54,7 @@ struct Prefix {
   int64_t next_position = 0;
   std::vector<SharedRows> boundaries;
   std::vector<SavedKV> saved_kv;
+  std::map<std::string, Rows> inputs;  // of all its tokens, which stages read in addition to hidden states
 
   size_t depth() const { return boundaries.size() - 1; }
   size_t size() const { return is_vision.size(); }

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <tuple>
 
+#include "backends/contract.hpp"
+
 namespace vtxcore {
 namespace {
 
@@ -12,34 +14,6 @@ size_t common_prefix(const Ids& cached, const Ids& wanted) {
   size_t agreed = 0;
   while (agreed < cached.size() && agreed + 1 < wanted.size() && cached[agreed] == wanted[agreed]) ++agreed;
   return agreed;
-}
-
-// Runs the hidden states of a `prefix` from a cache's first slot on, and those of a suffix behind them, at `following`.
-// Leaves the prefix's after the stage in their place, those `asked` for alone where they are given, and returns the
-// suffix's. An empty prefix does not run, nor does a suffix without one.
-Rows run_both(StageCache& here, SharedRows& prefix, const Ids& positions, int64_t following, const Rows& suffix,
-              std::optional<Ids> asked) {
-  here.keep(0);
-  if (prefix->count() == 0) return {};
-  Rows joined;
-  if (suffix.count() > 0) {
-    joined = Rows(0, prefix->width);
-    joined.data.reserve(prefix->data.size() + suffix.data.size());
-    for (const Rows* part : {prefix.get(), &suffix})
-      joined.data.insert(joined.data.end(), part->data.begin(), part->data.end());
-  }
-  const Rows& rows = suffix.count() > 0 ? joined : *prefix;
-  Ids at = positions;
-  for (int64_t position : count_up(following, suffix.count())) at.push_back(position);
-  size_t own = (asked ? asked->size() : prefix->count()) * rows.width;
-  if (asked)
-    for (int64_t row : count_up(static_cast<int64_t>(prefix->count()), suffix.count())) asked->push_back(row);
-  Rows found = asked ? here.append_for(*asked, rows, at) : here.append(rows, at, false);
-  Rows behind(suffix.count(), rows.width);
-  std::copy(found.data.begin() + static_cast<std::ptrdiff_t>(own), found.data.end(), behind.data.begin());
-  found.data.resize(own);
-  prefix = std::make_shared<Rows>(std::move(found));
-  return behind;
 }
 
 }  // namespace
@@ -119,10 +93,10 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
   layouts_.clear();
   size_t depth = prefix_.depth();
   std::optional<Mask> survivors;
-  Rows hidden = backend_.embed(selection.ids);
+  TokenStates here = embed(selection.ids);
   for (size_t number = 0; number < stages_.size(); ++number) {
     if (number > 0 && sees_image(number - 1)) {
-      if (std::optional<Removal> removal = policy.ask(boundary(number, hidden, policy))) {
+      if (std::optional<Removal> removal = policy.ask(boundary(number, here.hidden, policy))) {
         const PrunedPrefix& pruned = remove(number, *removal);
         if (removal->shrinks) survivors = pruned.present;
       }
@@ -130,7 +104,7 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
     check_();
     layouts_.push_back(layout(number));
     const StageSpec& stage = stages_[number];
-    hidden = run_through(number, hidden, stage.query && needs.queries.count(stage.last) > 0 && sees_image(number));
+    here.hidden = run(number, here, stage.query && needs.queries.count(stage.last) > 0 && sees_image(number));
   }
   if (survivors && needs.shrinks) shrink(*needs.shrinks, *survivors, selection.ids.size());
   if (policy.renumbers())  // as the released code decodes: each layer at its own cache's length
@@ -138,23 +112,27 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
   selection_ = selection;
   suffix_ = selection.ids;
   reused_stages_ = std::min(depth, first_pruned_);
-  return hidden;
+  return std::move(here.hidden);
 }
 
-// Runs more tokens of the suffix in the caches as they stand.
+// Runs more tokens of the suffix in the caches as they are.
 Rows Session::append(const Ids& ids) {
-  Rows hidden = backend_.embed(ids);
-  for (size_t number = 0; number < stages_.size(); ++number) hidden = run_stage(number, hidden);
-  return hidden;
+  TokenStates here = embed(ids);
+  auto done = static_cast<int64_t>(suffix_.size());
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    check_();
+    cache(number).keep(layouts_[number].slots + done);
+    here.hidden = cache(number).append(here, count_up(layouts_[number].position + done, ids.size()));
+  }
+  return std::move(here.hidden);
 }
 
-Rows Session::run_stage(size_t number, const Rows& hidden) {
-  check_();
-  const PrefixSlots& layout = layouts_[number];
-  auto done = static_cast<int64_t>(suffix_.size());
-  StageCache& here = cache(number);
-  here.keep(layout.slots + done);
-  return here.append(hidden, count_up(layout.position + done, hidden.count()), false);
+// Text tokens before the decoder, with zeros for the inputs that the embed graph does not give.
+TokenStates Session::embed(const Ids& ids) {
+  TokenStates out = backend_.embed(ids);
+  for (const TokenInput& each : m_.token_inputs)
+    if (!each.of_text) out.inputs[each.name] = Rows(ids.size(), static_cast<size_t>(each.width));
+  return out;
 }
 
 // Whether the suffix sees an image token in stage `number`.
@@ -221,25 +199,29 @@ void Session::replace_prefix(const Prompt& prompt) {
   size_t length = prompt.prefix_length();
   if (length > 0) {
     auto end = static_cast<std::ptrdiff_t>(length);
-    auto hidden = std::make_shared<Rows>(backend_.embed(Ids(prompt.ids.begin(), prompt.ids.begin() + end)));
+    TokenStates tokens = embed(Ids(prompt.ids.begin(), prompt.ids.begin() + end));
     prefix.is_vision = Mask(prompt.is_vision.begin(), prompt.is_vision.begin() + end);
     for (const Encoder& encoder : prompt.encoders) {
       check_();
       prefix.images.push_back(encoder.encode());
     }
-    auto wrong_images = [&] {
-      fail(Kind::request, "the prompt has ", count_of(prefix.is_vision), " image tokens, its images give another number");
-    };
-    size_t token = 0;
+    size_t token = 0, count = 0;
+    for (const ImagePtr& image : prefix.images) count += image->rows.count();
+    check_rows("the vision graph", count, static_cast<size_t>(count_of(prefix.is_vision)));
     for (const ImagePtr& image : prefix.images)
       for (size_t i = 0; i < image->rows.count(); ++i) {
-        while (token < length && !prefix.is_vision[token]) ++token;
-        if (token == length) wrong_images();
-        std::copy(image->rows.row(i), image->rows.row(i) + image->rows.width, hidden->row(token++));
+        while (!prefix.is_vision[token]) ++token;
+        std::copy_n(image->rows.row(i), image->rows.width, tokens.hidden.row(token));
+        for (const TokenInput& each : m_.token_inputs)
+          if (each.of_images) {
+            const Rows& given = image->patches.states.at(names::kTokenInput + each.name);
+            std::copy_n(given.row(i), given.width, tokens.inputs.at(each.name).row(token));
+          }
+        ++token;
       }
-    if (token != length) wrong_images();
     std::tie(prefix.positions, prefix.next_position) = place(prefix.is_vision, prefix.images);
-    prefix.boundaries = {hidden};
+    prefix.boundaries = {std::make_shared<Rows>(std::move(tokens.hidden))};
+    prefix.inputs = std::move(tokens.inputs);
   }
   suffix_.clear();
   selection_.reset();
@@ -256,7 +238,18 @@ Prefix Session::empty_prefix() const {
 
 // Before a question: full caches whole again, and hidden states held wherever the policy may drop tokens.
 void Session::prepare(const Policy& policy) {
-  restore();
+  if (!prefix_.saved_kv.empty()) {  // put back what full stages have lost
+    Prefix prefix = std::move(prefix_);
+    prefix_ = empty_prefix();
+    auto size = static_cast<int64_t>(prefix.size());
+    for (const SavedKV& saved : prefix.saved_kv) {
+      StageCache& here = *full_.at(saved.stage);
+      here.write(saved.survivors, here.read(count_up(0, saved.survivors.size())), size);
+      here.write(saved.dropped, saved.kv, size);
+    }
+    prefix.saved_kv.clear();
+    prefix_ = std::move(prefix);
+  }
   std::set<int64_t> cuts = policy.token_cuts();
   holding_.clear();
   size_t lacking = stages_.size();
@@ -280,41 +273,57 @@ PrefixSlots Session::layout(size_t number) const {
   return {Mask(prefix_.size(), 1), static_cast<int64_t>(prefix_.size()), prefix_.next_position};
 }
 
-// Runs a suffix through stage `number`, and what continues of the prefix if it has yet to: both in one run, which reads
-// the weights once, but not with a long suffix, nor with one whose `query` is kept. The suffix's hidden states.
-Rows Session::run_through(size_t number, const Rows& suffix, bool query) {
-  bool joins = !query && suffix.count() <= static_cast<size_t>(names::kQuestionRows);
-  const Rows none(0, suffix.width);
-  const Rows& joined = joins ? suffix : none;
-  Rows ran = number < first_pruned_ ? run_whole(number, joined) : run_pruned(number, joined);
-  if (ran.count() > 0) return ran;
+// Runs a suffix through stage `number`, and before it what continues of the prefix if it has yet to run: both in one run,
+// which reads the weights once, but not with a long suffix, nor with one whose `query` is kept. The suffix's hidden states.
+Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
+  bool whole = number < first_pruned_;
+  PrunedPrefix* pruned = whole ? nullptr : &*pruned_prefix_;
+  std::unique_ptr<StageCache>& cached = (whole ? full_ : pruned_)[number];
+  bool due = (whole ? prefix_.depth() : pruned->depth) <= number;
+  if (whole && !cached) cached = backend_.stage(number, capacity());
+  if (!whole && due) {  // no slot for tokens that never enter it
+    int64_t wanted = capacity() - (static_cast<int64_t>(prefix_.size()) - pruned->size());
+    bool withdrawn = pruned->size() == static_cast<int64_t>(prefix_.text_size());
+    if (!cached || cached->capacity < wanted || (withdrawn && cached->capacity > wanted)) {
+      cached.reset();  // freed before the next one is made
+      cached = backend_.stage(number, wanted);
+    }
+  }
+  StageCache& here = *cached;
   PrefixSlots slots = layout(number);
-  StageCache& here = cache(number);
+  if (due) {
+    here.keep(0);
+    SharedRows hidden = whole ? prefix_.boundaries.back() : pruned->hidden;
+    Rows behind;
+    if (hidden->count() > 0) {  // an empty prefix does not run
+      bool joins = !query && suffix.count() <= static_cast<size_t>(names::kQuestionRows);
+      TokenStates both{Rows(0, hidden->width), whole ? prefix_.inputs : take(prefix_.inputs, indices_of(pruned->present))};
+      both.hidden.data.reserve(hidden->data.size() + (joins ? suffix.hidden.data.size() : 0));
+      vtxcore::append(both.hidden, *hidden);
+      Ids positions = whole ? prefix_.positions : pruned->positions;
+      if (joins) {
+        vtxcore::append(both.hidden, suffix.hidden);
+        for (auto& [name, rows] : both.inputs) vtxcore::append(rows, suffix.inputs.at(name));
+        for (int64_t position : count_up(slots.position, suffix.count())) positions.push_back(position);
+      }
+      bool leaves =
+          whole && here.selects_outputs() && drops_unread_ && number + 1 == exit_ && holding_.count(number + 1) == 0;
+      Ids outputs = leaves ? indices_of(prefix_.is_vision, false) : Ids();
+      size_t own = leaves ? outputs.size() : hidden->count();
+      for (size_t row = hidden->count(); row < both.count(); ++row) outputs.push_back(static_cast<int64_t>(row));
+      Rows found = here.append(both, positions, false, leaves ? &outputs : nullptr);
+      behind = take(found, count_up(static_cast<int64_t>(own), found.count() - own));
+      found.data.resize(own * found.width);
+      hidden = std::make_shared<Rows>(std::move(found));
+    }
+    if (whole)
+      prefix_.deepen(hidden, holding_.count(number) > 0);
+    else
+      pruned->hidden = hidden, ++pruned->depth;
+    if (behind.count() > 0) return behind;
+  }
   here.keep(slots.slots);
   return here.append(suffix, count_up(slots.position, suffix.count()), query);
-}
-
-// Unless the prefix has run through stage `number` with all image tokens, runs it, and a suffix behind it. The suffix's
-// hidden states, none if it has not run.
-Rows Session::run_whole(size_t number, const Rows& suffix) {
-  if (full_.count(number) == 0) full_[number] = backend_.stage(number, capacity());
-  if (prefix_.depth() > number) return {};
-  StageCache& here = *full_[number];
-  SharedRows last = prefix_.boundaries.back();
-  bool leaves = here.skips_unasked() && drops_unread_ && number + 1 == exit_ && holding_.count(number + 1) == 0;
-  std::optional<Ids> asked = leaves ? std::optional(indices_of(prefix_.is_vision, false)) : std::nullopt;
-  Rows behind = run_both(here, last, prefix_.positions, prefix_.next_position, suffix, asked);
-  prefix_.deepen(last, holding_.count(number) > 0);
-  return behind;
-}
-
-// The same for what is left of the prefix.
-Rows Session::run_pruned(size_t number, const Rows& suffix) {
-  if (pruned_prefix_->depth > number) return {};
-  PrunedPrefix& pruned = *pruned_prefix_;
-  Rows behind = run_both(pruned_cache(number), pruned.hidden, pruned.positions, pruned.next_position, suffix, std::nullopt);
-  ++pruned.depth;
-  return behind;
 }
 
 // Some image tokens leave before stage `number`. What is left runs anew, unless they left before as well.
@@ -330,18 +339,6 @@ const PrunedPrefix& Session::remove(size_t number, const Removal& removal) {
   if (!again) pruned_prefix_ = std::move(pruned);
   if (first) first_pruned_ = number;
   return *pruned_prefix_;
-}
-
-// The cache of a stage after tokens have left: no slot for those that never enter it.
-StageCache& Session::pruned_cache(size_t number) {
-  int64_t wanted = capacity() - (static_cast<int64_t>(prefix_.size()) - pruned_prefix_->size());
-  bool withdrawn = pruned_prefix_->size() == static_cast<int64_t>(prefix_.text_size());
-  auto found = pruned_.find(number);
-  if (found == pruned_.end() || found->second->capacity < wanted || (withdrawn && found->second->capacity > wanted)) {
-    pruned_.erase(number);  // freed before the next one is made
-    found = pruned_.emplace(number, backend_.stage(number, wanted)).first;
-  }
-  return *found->second;
 }
 
 // ---- caches that shrink after the prompt
@@ -371,21 +368,6 @@ void Session::shrink(int64_t from, const Mask& survivors, size_t suffix) {
     layout.slots = static_cast<int64_t>(kept.size());
   }
   layouts_ = std::move(layouts);
-  prefix_ = std::move(prefix);
-}
-
-// Puts back what full stages have lost.
-void Session::restore() {
-  if (prefix_.saved_kv.empty()) return;
-  Prefix prefix = std::move(prefix_);
-  prefix_ = empty_prefix();
-  auto size = static_cast<int64_t>(prefix.size());
-  for (const SavedKV& saved : prefix.saved_kv) {
-    StageCache& here = *full_.at(saved.stage);
-    here.write(saved.survivors, here.read(count_up(0, saved.survivors.size())), size);
-    here.write(saved.dropped, saved.kv, size);
-  }
-  prefix.saved_kv.clear();
   prefix_ = std::move(prefix);
 }
 

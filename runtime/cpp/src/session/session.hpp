@@ -76,20 +76,16 @@ class Session {
   Rows run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after);
   Rows select(const Selection& selection, const Policy& policy);
   Rows append(const Ids& ids);
-  Rows run_stage(size_t number, const Rows& hidden);
+  TokenStates embed(const Ids& ids);
   bool sees_image(size_t number) const;
   Boundary boundary(size_t number, const Rows& hidden, const Policy& policy);
   void replace_prefix(const Prompt& prompt);
   Prefix empty_prefix() const;
   void prepare(const Policy& policy);
   PrefixSlots layout(size_t number) const;
-  Rows run_through(size_t number, const Rows& suffix, bool query);
-  Rows run_whole(size_t number, const Rows& suffix);
-  Rows run_pruned(size_t number, const Rows& suffix);
+  Rows run(size_t number, const TokenStates& suffix, bool query);
   const PrunedPrefix& remove(size_t number, const Removal& removal);
-  StageCache& pruned_cache(size_t number);
   void shrink(int64_t from, const Mask& survivors, size_t suffix);
-  void restore();
   PrefillResult result(Floats logits, bool reused);
   Ids per_layer(const Ids& values) const;
 

@@ -13,9 +13,8 @@
 namespace vtxcore {
 
 Patches Patches::take(const Ids& which) const {
-  Patches out{vtxcore::take(places, which), vtxcore::take(merged, which), {}, {}, std::nullopt};
+  Patches out{vtxcore::take(places, which), vtxcore::take(merged, which), {}, vtxcore::take(states, which), std::nullopt};
   for (const auto& [name, signal] : signals) out.signals[name] = vtxcore::take(signal, which);
-  if (clip.count() > 0) out.clip = vtxcore::take(clip, which);
   if (views) out.views = vtxcore::take(*views, which);
   return out;
 }
@@ -65,13 +64,6 @@ Rows MergedTokens::states(const TowerTokens& tower) const {
   return out;
 }
 
-Rows* VisionOutputs::rows_of(const std::string& name) {
-  if (name == names::kFeatures) return &features;
-  if (name == names::kClipPatches) return &clip;
-  if (name == names::kReceived) return &received;
-  return name == names::kTowerTokens ? &tower : nullptr;
-}
-
 bool MarkedImage::has_text() const {
   return std::any_of(marks.begin(), marks.end(), [](const std::string& mark) { return !mark.empty(); });
 }
@@ -84,21 +76,25 @@ std::string MarkedImage::text(const std::string& image_token) const {
 
 std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t states) {
   auto out = std::make_shared<ImageTokens>();
-  size_t count = found.features.count();
+  auto taken = [&](const char* name) {
+    auto at = found.states.extract(name);
+    return at ? std::move(at.mapped()) : Rows();
+  };
+  Rows features = taken(names::kFeatures), received = taken(names::kReceived), own = taken(names::kTowerTokens);
+  size_t count = features.count();
   auto check = [&](size_t values) {
     if (values != count)
       fail(Kind::bundle, "the vision graph gives ", values, " outputs for ", count, " tokens; export the bundle again");
   };
   for (const auto& [name, values] : found.whole) check(values.size());
   for (const auto& [name, values] : found.signals) check(values.size());
-  if (found.clip.width > 0) check(found.clip.count());
-  if (found.received.width > 0) check(found.received.count());
-  for (size_t column = 0; column < found.received.width; ++column)
-    for (size_t i = 0; i < count; ++i)
-      found.signals[cat(names::kReceived, ".", column)].push_back(found.received.row(i)[column]);
+  for (const auto& [name, rows] : found.states) check(rows.count());
+  if (received.width > 0) check(received.count());
+  for (size_t column = 0; column < received.width; ++column)
+    for (size_t i = 0; i < count; ++i) found.signals[cat(names::kReceived, ".", column)].push_back(received.row(i)[column]);
   auto side = static_cast<size_t>(std::sqrt(static_cast<double>(count)));
   Patches all{count_up(side * side + 1 == count ? names::kClassToken : 0, count), Mask(count, 0), std::move(found.signals),
-              std::move(found.clip), std::nullopt};
+              std::move(found.states), std::nullopt};
   Ids there = count_up(0, count);
   if (auto places = found.whole.find(names::kPatchIndex); places != found.whole.end()) all.places = places->second;
   if (auto merged = found.whole.find(names::kMerged); merged != found.whole.end()) {
@@ -108,12 +104,12 @@ std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t sta
       if (merged->second[i] != names::kGone) there.push_back(static_cast<int64_t>(i));
     }
   }
-  if (found.tower.width > 0) {
+  if (own.width > 0) {
     auto tower = std::make_shared<TowerTokens>();
-    auto wide = static_cast<size_t>(states), last = found.tower.width - 1;
-    tower->states = Rows(found.tower.count(), wide), tower->keys = Rows(found.tower.count(), last - wide);
-    for (size_t i = 0; i < found.tower.count(); ++i) {
-      const float* row = found.tower.row(i);
+    auto wide = static_cast<size_t>(states), last = own.width - 1;
+    tower->states = Rows(own.count(), wide), tower->keys = Rows(own.count(), last - wide);
+    for (size_t i = 0; i < own.count(); ++i) {
+      const float* row = own.row(i);
       std::copy(row, row + wide, tower->states.row(i));
       std::copy(row + wide, row + last, tower->keys.row(i));
       tower->attention.push_back(row[last]);
@@ -121,7 +117,7 @@ std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t sta
     out->tower = std::move(tower);
   }
   bool whole = there.size() == count;
-  out->rows = whole ? std::move(found.features) : take(found.features, there);
+  out->rows = whole ? std::move(features) : take(features, there);
   out->patches = whole ? std::move(all) : all.take(there);
   return out;
 }
@@ -139,22 +135,22 @@ std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<cons
   Patches& all = out->patches;
   all.views.emplace();
   std::set<std::string> kinds;
-  for (const auto& view : views)
+  std::map<std::string, size_t> widths;
+  for (const auto& view : views) {
     for (const auto& [name, signal] : view->patches.signals) kinds.insert(name);
+    for (const auto& [name, rows] : view->patches.states) widths[name] = rows.width;
+  }
   auto tower = std::make_shared<TowerTokens>();
   tower->views = 0, tower->columns = columns;
   int64_t before = 0, number = 0;
   for (const auto& view : views) {
     const Patches& own = view->patches;
     if (view->tower) {
-      const TowerTokens& of_view = *view->tower;
-      tower->states.width = of_view.states.width, tower->keys.width = of_view.keys.width, ++tower->views;
-      tower->states.data.insert(tower->states.data.end(), of_view.states.data.begin(), of_view.states.data.end());
-      tower->keys.data.insert(tower->keys.data.end(), of_view.keys.data.begin(), of_view.keys.data.end());
-      tower->attention.insert(tower->attention.end(), of_view.attention.begin(), of_view.attention.end());
+      ++tower->views;
+      append(tower->states, view->tower->states), append(tower->keys, view->tower->keys);
+      tower->attention.insert(tower->attention.end(), view->tower->attention.begin(), view->tower->attention.end());
     }
-    out->rows.width = view->rows.width;
-    out->rows.data.insert(out->rows.data.end(), view->rows.data.begin(), view->rows.data.end());
+    append(out->rows, view->rows);
     for (int64_t place : own.places) {
       all.places.push_back(place >= 0 ? place + before : place);
       all.views->push_back(place == names::kNewline ? -1 : number);
@@ -165,9 +161,10 @@ std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<cons
       Floats values = signal == own.signals.end() ? Floats(own.count()) : signal->second;
       all.signals[name].insert(all.signals[name].end(), values.begin(), values.end());
     }
-    Rows clip = own.clip.width > 0 ? own.clip : Rows(own.count(), views.front()->patches.clip.width);
-    all.clip.width = clip.width;
-    all.clip.data.insert(all.clip.data.end(), clip.data.begin(), clip.data.end());
+    for (const auto& [name, width] : widths) {
+      auto found = own.states.find(name);
+      append(all.states[name], found == own.states.end() ? Rows(own.count(), width) : found->second);
+    }
     before += static_cast<int64_t>(own.count());
     ++number;
   }

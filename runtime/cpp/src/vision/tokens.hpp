@@ -17,7 +17,7 @@ struct Patches {
                 // of a newline between rows of tiles -2
   Mask merged;  // whether the token is a merged window
   std::map<std::string, Floats> signals;  // what else the vision graph says of each token; of several numbers "NAME.0", ...
-  Rows clip;                              // the tokens in the space of the text tower's embeddings, where there is one
+  std::map<std::string, Rows> states;     // the same with a vector a token: CLIP's patches, inputs of stages
   std::optional<Ids> views;               // of an image in tiles, which of them each comes from, -1 none
 
   size_t count() const { return places.size(); }
@@ -84,10 +84,9 @@ struct MarkedImage {
 
 // The outputs of a vision graph for one image.
 struct VisionOutputs {
-  Rows features, clip, tower, received;
   std::map<std::string, Ids> whole;
   std::map<std::string, Floats> signals;
-  Rows* rows_of(const std::string& name);  // an output of several numbers a token; null: of one
+  std::map<std::string, Rows> states;
 };
 
 // The tokens of them; those that say they are gone are left out. `states`: numbers of one of the tower's own tokens that go

@@ -141,9 +141,8 @@ void stage(char** values, const std::vector<std::string>& asked) {
   std::unique_ptr<StageCache> cache = model.backend().stage(std::stoul(values[2]), count + 1);
   Ids rows;
   for (const std::string& row : asked) rows.push_back(std::stoll(row));
-  Rows all = rows.empty() ? cache->append(in, count_up(0, in.count()), false)
-                          : cache->append_for(rows, in, count_up(0, in.count()));
-  for (const Rows& out : {all, cache->append(next, {count}, false)})
+  Rows all = cache->append({in}, count_up(0, in.count()), false, rows.empty() ? nullptr : &rows);
+  for (const Rows& out : {all, cache->append({next}, {count})})
     std::cout.write(reinterpret_cast<const char*>(out.data.data()),
                     static_cast<std::streamsize>(out.data.size() * sizeof(float)));
 }
@@ -172,10 +171,10 @@ void select(char** values, bool tiled) {
   image.rows = rows_of(tokens, width);
   image.key = sha256_hex({reinterpret_cast<char*>(image.rows.data.data()), image.rows.data.size() * sizeof(float)});
   image.patches.places = count_up(0, tokens);
-  image.patches.clip = rows_of(tokens, clip);
+  Rows& by_clip = image.patches.states[names::kClipPatches] = rows_of(tokens, clip);
   for (size_t i = 0; i < tokens; ++i)  // what tests/support/selection.py gives as the attention that they get
     for (size_t column : {size_t{0}, size_t{1}})
-      image.patches.signals[cat(names::kReceived, ".", column)].push_back(clip > 2 ? image.patches.clip.row(i)[column + 1] : 0);
+      image.patches.signals[cat(names::kReceived, ".", column)].push_back(clip > 2 ? by_clip.row(i)[column + 1] : 0);
   if (tiled) {
     image.patches.views = Ids(tokens);
     std::cin.read(reinterpret_cast<char*>(image.patches.views->data()),

@@ -40,26 +40,18 @@ class PositionedCache : public StageCache {
     inner_->write(slots, SavedSlots(kv.begin(), behind), filled);
     length = filled;
   }
-  bool skips_unasked() const override { return inner_->skips_unasked(); }
+  bool selects_outputs() const override { return inner_->selects_outputs(); }
   Ids positions() const { return Ids(positions_.begin(), positions_.begin() + static_cast<std::ptrdiff_t>(length)); }
 
  protected:
-  Rows run(const Rows& rows, const Ids& positions, bool query) override {
-    use(positions);
-    return inner_->append(rows, positions, query);
-  }
-  Rows run_for(const Ids& asked, const Rows& rows, const Ids& positions) override {
-    use(positions);
-    return inner_->append_for(asked, rows, positions);
-  }
-
- private:
-  void use(const Ids& positions) {
+  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) override {
     *used_ = this;
     std::copy(positions.begin(), positions.end(), positions_.begin() + static_cast<std::ptrdiff_t>(length));
     inner_->keep(length);
+    return inner_->append(tokens, positions, query, outputs);
   }
 
+ private:
   std::unique_ptr<StageCache> inner_;
   PositionedCache** used_;
   Ids positions_;
@@ -70,7 +62,7 @@ class PositionedBackend : public Backend {
   PositionedBackend(Backend& inner, size_t stages) : inner_(inner), used(stages) {
     device = inner.device, dialect = inner.dialect, compute = inner.compute, kv_slot_bytes = inner.kv_slot_bytes;
   }
-  Rows embed(const Ids& ids) override { return inner_.embed(ids); }
+  TokenStates embed(const Ids& ids) override { return inner_.embed(ids); }
   ImagePtr vision(const Floats& pixels, const Extras& extras) override { return inner_.vision(pixels, extras); }
   Rows head(const Rows& rows) override { return inner_.head(rows); }
   Floats gate(int64_t k, const Rows& rows) override { return inner_.gate(k, rows); }

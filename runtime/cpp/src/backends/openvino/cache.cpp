@@ -15,20 +15,13 @@ size_t blocks_of(int64_t slots) { return static_cast<size_t>((slots + names::kPa
 size_t planes_of(const StageSpec& spec) { return static_cast<size_t>(2 * spec.layers()); }
 
 // A slot's row of one head as numbers.
-void widen(const uint8_t* from, Type type, size_t count, float* to) {
-  if (type == Type::f32) {
-    std::memcpy(to, from, 4 * count);
-  } else if (type == Type::u8) {
-    float scale, zero;
-    std::memcpy(&scale, from, 4);
-    std::memcpy(&zero, from + 4, 4);
-    for (size_t i = 0; i < count; ++i) to[i] = (static_cast<float>(from[names::kRowScaleBytes + i]) - zero) * scale;
-  } else {
-    for (size_t i = 0; i < count; ++i) {
-      auto bits = static_cast<uint16_t>(from[2 * i] | from[2 * i + 1] << 8);
-      to[i] = type == Type::bf16 ? bfloat16_to_float(bits) : half_to_float(bits);
-    }
-  }
+void read_row(const uint8_t* from, Type type, size_t count, float* to) {
+  if (type != Type::u8)
+    return widen(from, type == Type::f32 ? "float32" : type == Type::f16 ? "float16" : "bfloat16", count, to);
+  float scale, zero;
+  std::memcpy(&scale, from, 4);
+  std::memcpy(&zero, from + 4, 4);
+  for (size_t i = 0; i < count; ++i) to[i] = (static_cast<float>(from[names::kRowScaleBytes + i]) - zero) * scale;
 }
 
 }  // namespace
@@ -50,13 +43,14 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
       memory_(static_cast<size_t>(product({static_cast<int64_t>(planes_of(spec) * blocks_), context.manifest.model.kv_heads,
                                            names::kPagedBlock, static_cast<int64_t>(head_bytes())})),
               static_cast<size_t>(slots)),
-      block_numbers_(blocks_), token_(1, static_cast<size_t>(context.manifest.model.hidden)),
-      token_out_(1, static_cast<size_t>(context.manifest.model.hidden)), token_position_(1) {
+      block_numbers_(blocks_), token_{Rows(1, static_cast<size_t>(context.manifest.model.hidden))},
+      token_out_(token_.hidden), token_position_(1) {
   request_ = running(stage.name, [&] { return stage.compiled->request(); });
   if (stage.for_many) for_many_ = running(stage.name, [&] { return stage.for_many->request(); });
   ran_ = request_.get();
   for (size_t i = 0; i < blocks_; ++i) block_numbers_[i] = static_cast<int32_t>(i);
   const Manifest& m = context.manifest;
+  for (const TokenInput& each : m.token_inputs) token_.inputs[each.name] = Rows(1, static_cast<size_t>(each.width));
   Ids shape{static_cast<int64_t>(blocks_), m.model.kv_heads, names::kPagedBlock, static_cast<int64_t>(context.slot_width())};
   running(stage.name, [&] {
     for (int64_t layer = spec.first; layer <= spec.last; ++layer) {
@@ -88,15 +82,18 @@ uint8_t* OpenvinoStageCache::row(size_t plane, int64_t slot, size_t head) {
   return memory_.data() + index * head_bytes();
 }
 
-void OpenvinoStageCache::bind(int64_t count, const float* hidden, const int64_t* positions,
+void OpenvinoStageCache::bind(size_t first, size_t count, const TokenStates& tokens, const Ids& positions,
                               const std::vector<int32_t>& asked, float* out) {
-  int64_t width = context_.manifest.model.hidden;
-  auto found = static_cast<int64_t>(asked.size());
+  auto rows = static_cast<int64_t>(count), found = static_cast<int64_t>(asked.size());
+  auto set_rows = [&](const std::string& name, const Rows& all) {
+    set(name, Type::f32, {rows, static_cast<int64_t>(all.width)}, all.row(first));
+  };
   token_bound_ = false;  // until all are set
-  set(names::kHidden, Type::f32, {count, width}, hidden);
-  set(names::kPositions, Type::i64, {1, count}, positions);
+  set_rows(names::kHidden, tokens.hidden);
+  for (const std::string& name : spec_.inputs) set_rows(names::kTokenInput + name, tokens.inputs.at(name));
+  set(names::kPositions, Type::i64, {1, rows}, positions.data() + first);
   set(names::kPagedRows, Type::i32, {found}, asked.data());
-  set(names::kHiddenOut, Type::f32, {found, width}, out);
+  set(names::kHiddenOut, Type::f32, {found, static_cast<int64_t>(tokens.hidden.width)}, out);
 }
 
 // Tells the attention that `count` tokens go behind the `before` filled slots. Its buffers fit the blocks in use: more
@@ -113,58 +110,46 @@ void OpenvinoStageCache::place(int64_t before, int64_t count) {
   }
 }
 
-void OpenvinoStageCache::run_token(const Rows& rows, int64_t position, Rows& out) {
-  std::copy(rows.data.begin(), rows.data.end(), token_.data.begin());  // the memory that is bound stays
-  token_position_[0] = position;
-  if (!token_bound_) bind(1, token_.row(0), token_position_.data(), token_asked_, token_out_.row(0));
-  token_bound_ = true;
-  place(length, 1);
-  run_request(1);
-  std::copy(token_out_.data.begin(), token_out_.data.end(), out.data.begin());
-}
-
-size_t OpenvinoStageCache::runs_of(size_t rows) const {
-  size_t most = context_.most_rows;
-  return most == 0 || rows == 0 ? 1 : (rows + most - 1) / most;
-}
-
-void OpenvinoStageCache::run_parts(const Ids& asked, const Rows& rows, const Ids& positions, size_t runs, Rows& out) {
-  Rows unread(1, rows.width);  // where nothing of a part is asked for: engines differ in empty products
+void OpenvinoStageCache::run_parts(const TokenStates& tokens, const Ids& positions, const Ids& outputs, size_t runs,
+                                   Rows& out) {
+  Rows unread(1, out.width);  // where nothing of a part is asked for: engines differ in empty products
   size_t first = 0, found = 0;
   for (size_t left = runs; left > 0; --left) {
-    size_t count = (rows.count() - first + left - 1) / left, end = first + count, next = found;
+    size_t count = (tokens.count() - first + left - 1) / left, end = first + count, next = found;
     std::vector<int32_t> mine;
-    for (; next < asked.size() && static_cast<size_t>(asked[next]) < end; ++next)
-      mine.push_back(static_cast<int32_t>(asked[next] - static_cast<int64_t>(first)));
+    for (; next < outputs.size() && static_cast<size_t>(outputs[next]) < end; ++next)
+      mine.push_back(static_cast<int32_t>(outputs[next] - static_cast<int64_t>(first)));
     if (mine.empty()) mine.push_back(0);
-    bind(static_cast<int64_t>(count), rows.row(first), positions.data() + first, mine,
-         next == found ? unread.row(0) : out.row(found));
+    bind(first, count, tokens, positions, mine, next == found ? unread.row(0) : out.row(found));
     place(length + static_cast<int64_t>(first), static_cast<int64_t>(count));
     run_request(count);
     first = end, found = next;
   }
 }
 
-Rows OpenvinoStageCache::run_for(const Ids& asked, const Rows& rows, const Ids& positions) {
-  if (rows.count() == 1) return StageCache::run_for(asked, rows, positions);
-  Rows out(asked.size(), rows.width);
-  running(stage_.name, [&] { run_parts(asked, rows, positions, runs_of(rows.count()), out); });
-  return out;
-}
-
-Rows OpenvinoStageCache::run(const Rows& rows, const Ids& positions, bool query) {
-  Rows out(rows.count(), rows.width);
+Rows OpenvinoStageCache::run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) {
+  size_t count = tokens.count(), most = context_.most_rows;
+  Ids wanted = outputs ? *outputs : count_up(0, count);
+  Rows out(wanted.size(), tokens.hidden.width);
   running(stage_.name, [&] {
-    if (rows.count() == 1)
-      run_token(rows, positions[0], out);
-    else
-      run_parts(count_up(0, rows.count()), rows, positions, query ? 1 : runs_of(rows.count()), out);
+    if (count == 1 && wanted.size() == 1) {
+      token_.hidden.data = tokens.hidden.data;  // equally long: the memory that is bound stays
+      for (const std::string& name : spec_.inputs) token_.inputs[name].data = tokens.inputs.at(name).data;
+      token_position_[0] = positions[0];
+      if (!token_bound_) bind(0, 1, token_, token_position_, token_asked_, token_out_.row(0));
+      token_bound_ = true;
+      place(length, 1);
+      run_request(1);
+      out.data = token_out_.data;
+    } else {
+      run_parts(tokens, positions, wanted, query || most == 0 || count == 0 ? 1 : (count + most - 1) / most, out);
+    }
     if (query) {
       openvino::TensorView view = ran_->get(names::kQuery);
       const ModelSpec& model = context_.manifest.model;
-      query_ = Rows(rows.count(), static_cast<size_t>(model.heads * model.head_dim));
+      query_ = Rows(count, static_cast<size_t>(model.heads * model.head_dim));
       check_width(stage_.name, view.shape, static_cast<int64_t>(query_.width));
-      check_rows(stage_.name, static_cast<size_t>(view.shape.front()), rows.count());
+      check_rows(stage_.name, static_cast<size_t>(view.shape.front()), count);
       std::memcpy(query_.data.data(), view.data, 4 * query_.data.size());
     }
   });
@@ -187,17 +172,14 @@ Scores OpenvinoStageCache::attention(bool last_only) {
   }
   const void* data = context_.half_keys ? static_cast<const void*>(halves.data()) : keys.data();
   auto total = static_cast<int32_t>(length);
-  auto outputs = context_.score->run({{names::kQuery,
-                                       Type::f32,
-                                       {static_cast<int64_t>(count - first), static_cast<int64_t>(query_.width)},
-                                       query_.row(first)},
-                                      {names::kKey,
-                                       context_.half_keys ? Type::f16 : Type::f32,
-                                       {1, static_cast<int64_t>(heads_), length, static_cast<int64_t>(dim)},
-                                       data},
-                                      {names::kTotalSlots, Type::i32, {1}, &total}});
-  for (const auto& output : outputs) check_rows(context_.score->name, output.floats.size(), static_cast<size_t>(length));
-  return {outputs[0].floats, outputs[1].floats};
+  Ids rows{static_cast<int64_t>(count - first), static_cast<int64_t>(query_.width)};
+  Ids all{1, static_cast<int64_t>(heads_), length, static_cast<int64_t>(dim)};
+  GraphOutputs found_scores = context_.score->run({{names::kQuery, "float32", rows, query_.row(first)},
+                                                   {names::kKey, context_.half_keys ? "float16" : "float32", all, data},
+                                                   {names::kTotalSlots, "int32", {1}, &total}});
+  const std::string& file = *context_.manifest.dialects.at("plain").score;
+  for (const auto& [name, output] : found_scores) check_rows(file, output.floats.size(), static_cast<size_t>(length));
+  return {found_scores.at(names::kAttentionSum).floats, found_scores.at(names::kAttentionMax).floats};
 }
 
 Rows OpenvinoStageCache::keys() {
@@ -206,7 +188,7 @@ Rows OpenvinoStageCache::keys() {
   size_t plane = planes_of(spec_) - 2;  // the last layer's keys
   for (int64_t slot = 0; slot < length; ++slot)
     for (size_t head = 0; head < heads_; ++head)
-      widen(row(plane, slot, head), context_.kv, dim, out.row(static_cast<size_t>(slot)) + head * dim);
+      read_row(row(plane, slot, head), context_.kv, dim, out.row(static_cast<size_t>(slot)) + head * dim);
   return out;
 }
 

@@ -16,7 +16,7 @@ struct OpenvinoCacheContext {
   openvino::Type kv;  // of K and V as they are kept
   bool half_keys;     // whether the score graph takes keys in float16
   std::map<std::string, Floats> rope;
-  OpenvinoGraph* score = nullptr;
+  HostGraph* score = nullptr;
   size_t most_rows = 0;  // of one run; 0: any number
 
   size_t element_bytes() const;
@@ -36,23 +36,21 @@ class OpenvinoStageCache : public StageCache {
   Rows keys() override;
   SavedSlots read(const Ids& slots) override;
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
-  bool skips_unasked() const override { return true; }
+  bool selects_outputs() const override { return true; }
 
  protected:
   // Many hidden states in runs of nearly the same size, which gives the same ones.
-  Rows run(const Rows& rows, const Ids& positions, bool query) override;
-  Rows run_for(const Ids& asked, const Rows& rows, const Ids& positions) override;
+  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) override;
 
  private:
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
   // Runs `count` tokens over what is set.
   void run_request(size_t count);
-  void run_token(const Rows& rows, int64_t position, Rows& out);
-  void run_parts(const Ids& asked, const Rows& rows, const Ids& positions, size_t runs, Rows& out);
-  size_t runs_of(size_t rows) const;
-  // Tensors over the caller's memory, which must stay until others are bound: `count` hidden states and their positions,
-  // which of them are `asked` for, and where these go.
-  void bind(int64_t count, const float* hidden, const int64_t* positions, const std::vector<int32_t>& asked, float* out);
+  void run_parts(const TokenStates& tokens, const Ids& positions, const Ids& outputs, size_t runs, Rows& out);
+  // Tensors over the caller's memory, which must stay until others are bound: `count` tokens from the `first` on, which of
+  // them are `asked` for, and where these go.
+  void bind(size_t first, size_t count, const TokenStates& tokens, const Ids& positions, const std::vector<int32_t>& asked,
+            float* out);
   void place(int64_t before, int64_t count);
   size_t head_bytes() const { return context_.slot_width() * context_.element_bytes(); }
   // The bytes of a slot's row of one head; `plane` counts layers and, in each, K and V.
@@ -68,7 +66,8 @@ class OpenvinoStageCache : public StageCache {
   int32_t past_[1] = {}, begins_[2] = {}, block_begins_[2] = {}, filled_ = 0;
   std::vector<int32_t> block_numbers_;
   Rows query_;
-  Rows token_, token_out_;  // the one token of a step
+  TokenStates token_;  // the one token of a step
+  Rows token_out_;
   Ids token_position_;
   const std::vector<int32_t> token_asked_{0};
   bool token_bound_ = false;

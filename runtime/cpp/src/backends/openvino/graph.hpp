@@ -4,9 +4,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "backends/contract.hpp"
+#include "backends/graph_backend.hpp"
 #include "backends/loading.hpp"
 #include "backends/openvino/bridge.hpp"
 #include "base/tensors.hpp"
@@ -22,8 +23,8 @@ class OpenvinoLibrary {
  public:
   // `path`: OpenVINO's library or its directory, as for `Library`.
   explicit OpenvinoLibrary(const std::string& path);
-  // Why there is none here; empty if there is.
-  static std::string obstacle(const std::string& path);
+  // What makes a core, and where OpenVINO is.
+  static std::pair<openvino::BridgeFunction, std::string> find(const std::string& path);
 
   openvino::Core& core() const { return *core_; }
   // Reads the graph in the bundle's file `name` and compares it with `io`. Throws Error(bundle), Error(device).
@@ -59,28 +60,11 @@ auto running(const std::string& graph, Work&& work) {
   }
 }
 
-// An input of a run.
-struct OpenvinoInput {
-  std::string name;
-  openvino::Type type;
-  Ids shape;
-  const void* data;
-};
-
 // A compiled graph with one infer request. Calls from several threads wait for each other.
-class OpenvinoGraph {
+class OpenvinoGraph : public HostGraph {
  public:
   OpenvinoGraph(std::string name, std::unique_ptr<openvino::Compiled> compiled, const GraphIO& io);
-
-  // The outputs in the order of their declaration, floats and whole numbers apart.
-  struct Output {
-    Ids shape;
-    Floats floats;
-    Ids whole;
-  };
-  std::vector<Output> run(const std::vector<OpenvinoInput>& inputs);
-  // The one output [count, width]. Throws Error(bundle) if it has other sizes.
-  Rows rows(const OpenvinoInput& input, int64_t width, size_t count);
+  GraphOutputs run(const std::vector<GraphInput>& inputs) override;
 
   const std::string name;
 

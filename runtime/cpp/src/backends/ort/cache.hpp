@@ -17,7 +17,7 @@ struct OrtCacheContext {
   const Manifest& manifest;
   std::map<std::string, Floats> constants;   // by name
   std::map<std::string, OrtTensor> tensors;  // over `constants`
-  const OrtGraph* score = nullptr;
+  HostGraph* score = nullptr;
 };
 
 // One token, as in decoding, runs through a binding made once; nothing is allocated for it.
@@ -31,10 +31,11 @@ class OrtStageCache : public StageCache {
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
 
  protected:
-  Rows run(const Rows& rows, const Ids& positions, bool query) override;
+  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) override;
 
  private:
-  void bind(OrtBinding& binding, const OrtTensor& rows, const OrtTensor& positions, const OrtTensor& out);
+  // Over tokens, positions and hidden states after the stage, which must stay until the binding has run.
+  void bind(OrtBinding& binding, const TokenStates& tokens, const Ids& positions, const Rows& out);
 
   const OrtCacheContext& context_;
   const OrtGraph& stage_;
@@ -44,9 +45,9 @@ class OrtStageCache : public StageCache {
   int32_t last_ = 0, total_ = 0;    // the slots that a run is told of
   OrtTensor last_tensor_, total_tensor_;
   Rows query_;
-  Rows token_, token_out_;  // the one token of a step
+  TokenStates token_;  // the one token of a step
+  Rows token_out_;
   Ids token_position_;
-  OrtTensor token_tensor_, token_position_tensor_, token_out_tensor_;
   OrtBinding token_binding_;
 };
 

@@ -32,25 +32,16 @@ std::string name_of(ONNXTensorElementDataType type) {
 
 constexpr char kEngine[] = "onnxruntime";
 
+}  // namespace
+
 // onnxruntime reports nothing to its maker, and keeps nothing in the user's home for that, unless the environment says that
 // it may. Its API can turn this off only once the library has begun with it.
-Library find_library(const std::string& path) {
+Library OrtLibrary::find(const std::string& path) {
   ::setenv(names::kOrtSilence, "1", 0);
   return Library(kEngine, path, "VTX_ONNXRUNTIME", {"libonnxruntime.so.1", "libonnxruntime.so"}, "OrtGetApiBase");
 }
 
-}  // namespace
-
-std::string OrtLibrary::obstacle(const std::string& path) {
-  try {
-    find_library(path);
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
-OrtLibrary::OrtLibrary(const std::string& path) : library_(find_library(path)) {
+OrtLibrary::OrtLibrary(const std::string& path) : library_(find(path)) {
   auto base = reinterpret_cast<const OrtApiBase* (*)()>(library_.symbol("OrtGetApiBase"))();
   version = base->GetVersionString();
   api = base->GetApi(kApiVersion);
@@ -128,7 +119,7 @@ OrtTensor tensor_over(const OrtLibrary& ort, const void* data, const Ids& shape,
 }
 
 OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::string& file, const GraphIO& io, int threads)
-    : ort(library), name(file) {
+    : ort(library), name(file), outputs_(io.outputs) {
   const OrtApi* api = ort.api;
   OrtSessionOptions* options = nullptr;
   ort.check(api->CreateSessionOptions(&options), "onnxruntime has no options");
@@ -150,8 +141,6 @@ OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::s
   try {
     bundle.check_still(name);
     check_ports(name, ports(true), ports(false), io);
-    for (const TensorSpec& spec : io.inputs) inputs_.push_back(spec.name);
-    for (const TensorSpec& spec : io.outputs) outputs_.push_back(spec.name);
   } catch (...) {
     api->ReleaseSession(session);
     throw;
@@ -192,19 +181,29 @@ std::vector<Port> OrtGraph::ports(bool inputs) const {
   return out;
 }
 
-std::vector<OrtTensor> OrtGraph::run(const std::vector<const OrtTensor*>& inputs) const {
+GraphOutputs OrtGraph::run(const std::vector<GraphInput>& inputs) {
   std::vector<const char*> in, out;
   std::vector<const OrtValue*> values;
-  for (const std::string& input : inputs_) in.push_back(input.c_str());
-  for (const std::string& output : outputs_) out.push_back(output.c_str());
-  for (const OrtTensor* input : inputs) values.push_back(input->get());
-  std::vector<OrtValue*> found(out.size(), nullptr);
-  std::vector<OrtTensor> outputs;
-  outputs.reserve(found.size());  // before there is anything that would be lost
+  std::vector<OrtTensor> held;
+  held.reserve(inputs.size() + outputs_.size());  // before there is anything that would be lost
+  for (const GraphInput& input : inputs) {
+    in.push_back(input.name.c_str());
+    held.push_back(tensor_over(ort, input.data, input.shape, input.dtype));
+    values.push_back(held.back().get());
+  }
+  for (const TensorSpec& spec : outputs_) out.push_back(spec.name.c_str());
+  std::vector<OrtValue*> made(out.size(), nullptr);
   OrtStatus* status =
-      ort.api->Run(session, nullptr, in.data(), values.data(), in.size(), out.data(), out.size(), found.data());
-  for (OrtValue* value : found) outputs.emplace_back(ort, value);
+      ort.api->Run(session, nullptr, in.data(), values.data(), in.size(), out.data(), out.size(), made.data());
+  for (OrtValue* value : made) held.emplace_back(ort, value);
   ort.check_run(status, name);
+  GraphOutputs outputs;
+  for (size_t i = 0; i < outputs_.size(); ++i) {
+    const OrtTensor& tensor = held[inputs.size() + i];
+    GraphOutput& output = outputs[outputs_[i].name];
+    output.shape = tensor.shape();
+    output.copy(outputs_[i].dtype, tensor.data());
+  }
   return outputs;
 }
 

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "backends/contract.hpp"
+#include "backends/graph_backend.hpp"
 #include "backends/loading.hpp"
 #include "base/tensors.hpp"
 #include "bundle/bundle.hpp"
@@ -19,8 +19,8 @@ namespace vtxcore {
 class OrtLibrary {
  public:
   explicit OrtLibrary(const std::string& path);
-  // Why there is no such library here; empty if there is.
-  static std::string obstacle(const std::string& path);
+  // Throws Error(device) if there is none here.
+  static Library find(const std::string& path);
   ~OrtLibrary();
   OrtLibrary(const OrtLibrary&) = delete;
   OrtLibrary& operator=(const OrtLibrary&) = delete;
@@ -65,16 +65,15 @@ class OrtTensor {
 // A tensor over memory that the caller keeps. `dtype` is numpy's name.
 OrtTensor tensor_over(const OrtLibrary& ort, const void* data, const Ids& shape, const std::string& dtype);
 
-class OrtGraph {
+class OrtGraph : public HostGraph {
  public:
   // Loads the graph in the bundle's file `name` and compares it with `io`. Throws Error(bundle), Error(device).
   OrtGraph(const OrtLibrary& ort, const Bundle& bundle, const std::string& name, const GraphIO& io, int threads);
-  ~OrtGraph();
+  ~OrtGraph() override;
   OrtGraph(const OrtGraph&) = delete;
   OrtGraph& operator=(const OrtGraph&) = delete;
 
-  // Runs the graph over inputs in the order of its declaration; gives the outputs in theirs.
-  std::vector<OrtTensor> run(const std::vector<const OrtTensor*>& inputs) const;
+  GraphOutputs run(const std::vector<GraphInput>& inputs) override;
 
   const OrtLibrary& ort;
   const std::string name;
@@ -82,7 +81,7 @@ class OrtGraph {
 
  private:
   std::vector<Port> ports(bool inputs) const;
-  std::vector<std::string> inputs_, outputs_;
+  std::vector<TensorSpec> outputs_;
 };
 
 // Inputs and outputs bound to memory, for runs that allocate nothing.

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "backends/engines.hpp"
+#include "backends/graph_backend.hpp"
 #include "backends/tables.hpp"
 #include "backends/tensorrt/cache.hpp"
 #include "backends/tensorrt/release.hpp"
@@ -50,12 +51,12 @@ Found find_engines(const Bundle& bundle, const std::string& library) {
   throw *refusal;
 }
 
-class TensorrtBackend : public Backend {
+class TensorrtBackend : public GraphBackend {
  public:
   TensorrtBackend(const Bundle& bundle, Found found)
-      : bundle_(bundle), m_(bundle.manifest()), set_(std::move(found.engines)), release_(std::move(found.release)),
-        runtime_(release_.runtime()), graphs_(m_.dialects.at(set_.dialect)) {
-    device = "tensorrt", dialect = set_.dialect;
+      : GraphBackend(bundle, found.engines.dialect), set_(std::move(found.engines)), release_(std::move(found.release)),
+        runtime_(release_.runtime()) {
+    device = "tensorrt";
     grows_ = dialect == "plain";
     compute = grows_ || m_.kv_type(dialect) == "float32" ? "f32" : "f16";
     library = cat(flavour_name(set_.flavour), " ", release_.version(set_.version), " (", release_.where(), ")");
@@ -67,77 +68,14 @@ class TensorrtBackend : public Backend {
     load_rope();
   }
 
-  Rows embed(const Ids& ids) override {
-    Input in{names::kIds, ids.data(), ids.size() * sizeof(int64_t), {static_cast<int64_t>(ids.size())}};
-    return run(graphs_.embed, in, names::kHidden, ids.size(), m_.model.hidden);
-  }
-
   Rows head(const Rows& rows) override {
     auto most = static_cast<size_t>(engines_->longest(graphs_.head));
     Rows out(0, static_cast<size_t>(m_.model.vocab));
     for (size_t start = 0; start < rows.count(); start += most) {
       size_t count = std::min(most, rows.count() - start);
-      Input in{names::kHidden,
-               rows.row(start),
-               count * rows.width * sizeof(float),
-               {static_cast<int64_t>(count), m_.model.hidden}};
-      Rows part = run(graphs_.head, in, names::kLogits, count, m_.model.vocab);
-      out.data.insert(out.data.end(), part.data.begin(), part.data.end());
+      append(out, run_hidden(graphs_.head, names::kLogits, rows.row(start), count, count, m_.model.vocab));
     }
     return out;
-  }
-
-  Floats gate(int64_t k, const Rows& rows) override {
-    auto at = static_cast<size_t>(std::find(m_.gates.begin(), m_.gates.end(), k) - m_.gates.begin());
-    engines_->check_tokens(graphs_.gates.at(at), rows.count());
-    Input in{names::kHidden,
-             rows.data.data(),
-             rows.data.size() * sizeof(float),
-             {static_cast<int64_t>(rows.count()), m_.model.hidden}};
-    return run(graphs_.gates.at(at), in, names::kOdds, 1, 2).data;
-  }
-
-  Floats text_tower(const Ids& ids) override {
-    engines_->check_tokens(*graphs_.text_tower, ids.size());
-    Input in{names::kIds, ids.data(), ids.size() * sizeof(int64_t), {static_cast<int64_t>(ids.size())}};
-    return run(*graphs_.text_tower, in, names::kTextEmbedding, 1, m_.text_tower->width).data;
-  }
-
-  std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) override {
-    auto [height, width] = m_.image.output();
-    GraphIO io = vision_io(m_, dialect);
-    float tau = names::kTauDefault;
-    if (auto given = extras.find(names::kTau); given != extras.end()) tau = given->second;
-    std::vector<Input> inputs{{names::kPixels, pixels.data(), pixels.size() * sizeof(float), {1, 3, height, width}}};
-    if (io.inputs.size() > 1) inputs.push_back({names::kTau, &tau, sizeof tau, {1}});
-    auto tokens = static_cast<size_t>(m_.model.tower.tokens);
-    VisionOutputs found;
-    std::vector<Output> outputs;
-    for (const TensorSpec& spec : io.outputs) {
-      if (spec.dtype == "int64") {
-        Ids& values = found.whole[spec.name] = Ids(tokens);
-        outputs.push_back({spec.name, values.data(), tokens * sizeof(int64_t)});
-      } else if (Rows* rows = found.rows_of(spec.name)) {
-        auto count = static_cast<size_t>(rows == &found.tower ? m_.model.tower.states : m_.model.tower.tokens);
-        *rows = Rows(count, static_cast<size_t>(width_of(spec)));
-        outputs.push_back({spec.name, rows->data.data(), rows->data.size() * sizeof(float)});
-      } else {
-        Floats& values = found.signals[spec.name] = Floats(tokens);
-        outputs.push_back({spec.name, values.data(), tokens * sizeof(float)});
-      }
-    }
-    Lock held(cuda_);
-    engines_->run(graphs_.vision, inputs, outputs);
-    return image_tokens(std::move(found), m_.model.tower.feature_width);
-  }
-
-  Rows project(const Rows& states) override {
-    engines_->check_tokens(*graphs_.projector, states.count());
-    Input in{names::kTowerStates,
-             states.data.data(),
-             states.data.size() * sizeof(float),
-             {static_cast<int64_t>(states.count()), static_cast<int64_t>(states.width)}};
-    return run(*graphs_.projector, in, names::kHidden, states.count(), m_.model.hidden);
   }
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
@@ -147,13 +85,10 @@ class TensorrtBackend : public Backend {
   }
 
  private:
-  // Runs a graph of one profile on a host array; its one output [count, width], float32.
-  Rows run(const std::string& graph, const Input& input, const char* output, size_t count, int64_t width) {
-    engines_->check_tokens(graph, static_cast<size_t>(input.shape.front()));
-    Rows out(count, static_cast<size_t>(width));
+  GraphOutputs run(const std::string& file, const std::vector<GraphInput>& inputs, size_t tokens) override {
+    if (file != graphs_.vision) engines_->check_tokens(file, tokens);
     Lock held(cuda_);
-    engines_->run(graph, {input}, {{output, out.data.data(), out.data.size() * sizeof(float)}});
-    return out;
+    return engines_->run(file, inputs, static_cast<int64_t>(tokens));
   }
 
   void load_rope() {
@@ -180,12 +115,9 @@ class TensorrtBackend : public Backend {
          "; export with it or with a smaller --precision, or end other programs on the GPU");
   }
 
-  const Bundle& bundle_;
-  const Manifest& m_;
   EngineSet set_;
   Release release_;
   std::unique_ptr<tensorrt::Runtime> runtime_;
-  const Graphs& graphs_;
   bool grows_ = false;
   Cuda cuda_;
   std::vector<Buffer> rope_;
@@ -195,14 +127,7 @@ class TensorrtBackend : public Backend {
 
 int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3; }
 
-std::string obstacle(const Bundle& bundle, const BackendOptions& options) {
-  try {
-    find_engines(bundle, options.library);
-    return "";
-  } catch (const Error& error) {
-    return error.what();
-  }
-}
+void check(const Bundle& bundle, const BackendOptions& options) { find_engines(bundle, options.library); }
 
 std::unique_ptr<Backend> open(const Bundle& bundle, const BackendOptions& options) {
   return std::make_unique<TensorrtBackend>(bundle, find_engines(bundle, options.library));
@@ -210,6 +135,6 @@ std::unique_ptr<Backend> open(const Bundle& bundle, const BackendOptions& option
 
 }  // namespace
 
-Engine tensorrt_engine() { return {"tensorrt", "trt", {"f16", "f32"}, merit, obstacle, open}; }
+Engine tensorrt_engine() { return {"tensorrt", "trt", {"f16", "f32"}, merit, check, open}; }
 
 }  // namespace vtxcore

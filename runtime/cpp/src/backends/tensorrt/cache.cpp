@@ -18,6 +18,9 @@ struct InPlaceMemory : StageMemory {
            cat("the KV cache of layers ", spec.first, " to ", spec.last)),
         queries(context), token(cuda, hidden(context)), token_out(cuda, hidden(context)), position(cuda, 1), total(cuda, 1),
         decode(context.engines.new_context(graph, kDecode)), recordable(decode->capturable()) {
+    for (const TokenInput& each : context.manifest.token_inputs)
+      if (std::count(spec.inputs.begin(), spec.inputs.end(), each.name) > 0)
+        inputs[each.name] = std::make_unique<Pinned<float>>(cuda, static_cast<size_t>(each.width));
     InPlaceMemory::clear();
   }
   ~InPlaceMemory() override {
@@ -27,15 +30,14 @@ struct InPlaceMemory : StageMemory {
     cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
     cuda.wait();
   }
-  static size_t hidden(const TensorrtCacheContext& context) {
-    return static_cast<size_t>(context.manifest.model.hidden);
-  }
+  static size_t hidden(const TensorrtCacheContext& context) { return static_cast<size_t>(context.manifest.model.hidden); }
 
   Cuda& cuda;
   const size_t part_bytes;  // of a layer's K or V
   Buffer kv;
   Queries queries;
   Pinned<float> token, token_out;  // the one token of a step
+  std::map<std::string, std::unique_ptr<Pinned<float>>> inputs;
   Pinned<int64_t> position;
   Pinned<int32_t> total;
   std::unique_ptr<Context> decode;
@@ -48,8 +50,7 @@ class TensorrtStageCache : public StageCache {
   TensorrtStageCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph, int64_t asked)
       : StageCache(asked), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda),
         slots_(static_cast<size_t>(context.manifest.max_context)),
-        heads_(static_cast<size_t>(context.manifest.model.kv_heads)),
-        parts_(static_cast<size_t>(2 * spec.layers())),
+        heads_(static_cast<size_t>(context.manifest.model.kv_heads)), parts_(static_cast<size_t>(2 * spec.layers())),
         memory_(borrow<InPlaceMemory>(context, spec.first, context.manifest.max_context,
                                       [&] { return std::make_unique<InPlaceMemory>(context, spec, graph); })) {}
 
@@ -89,14 +90,13 @@ class TensorrtStageCache : public StageCache {
   }
 
  protected:
-  Rows run(const Rows& rows, const Ids& positions, bool query) override {
+  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids*) override {
     Lock held(cuda_);
-    if (rows.count() == 1 && !query) return one(rows, positions);
+    if (tokens.count() == 1 && !query) return one(tokens, positions);
     auto longest = static_cast<size_t>(context_.engines.longest(graph_));
-    return in_parts(rows.count(), longest, query ? &memory_->queries : nullptr,
-                    [&](size_t start, size_t count, uint8_t* queries) {
-                      return many(rows.row(start), positions.data() + start, start, count, queries);
-                    });
+    return in_parts(
+        tokens.count(), longest, query ? &memory_->queries : nullptr,
+        [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, positions, start, count, queries); });
   }
 
  private:
@@ -135,9 +135,11 @@ class TensorrtStageCache : public StageCache {
 
   // One token: the first run as it comes, the second recorded, from then on launched; all as they come if TensorRT or the
   // driver cannot record them.
-  Rows one(const Rows& rows, const Ids& positions) {
+  Rows one(const TokenStates& tokens, const Ids& positions) {
     InPlaceMemory& m = *memory_;
+    const Rows& rows = tokens.hidden;
     std::copy(rows.data.begin(), rows.data.end(), m.token.data());
+    for (auto& [name, row] : m.inputs) std::copy_n(tokens.inputs.at(name).row(0), row->bytes() / sizeof(float), row->data());
     *m.position.data() = positions[0];
     *m.total.data() = static_cast<int32_t>(length + 1);
     bind(*m.decode, 1, nullptr);
@@ -160,20 +162,21 @@ class TensorrtStageCache : public StageCache {
     InPlaceMemory& m = *memory_;
     const LoadedEngines& engines = context_.engines;
     cuda_.copy_in(engines.address(names::kHidden), m.token.data(), m.token.bytes());
+    for (const auto& [name, row] : m.inputs)
+      cuda_.copy_in(engines.address(names::kTokenInput + name), row->data(), row->bytes());
     cuda_.copy_in(engines.address(names::kPositions), m.position.data(), m.position.bytes());
     cuda_.copy_in(engines.address(names::kTotalSlots), m.total.data(), m.total.bytes());
     m.decode->enqueue();
     cuda_.copy_out(m.token_out.data(), engines.address(names::kHiddenOut), m.token_out.bytes());
   }
 
-  Rows many(const float* hidden, const int64_t* positions, size_t start, size_t count, uint8_t* queries) {
+  Rows many(const TokenStates& tokens, const Ids& positions, size_t start, size_t count, uint8_t* queries) {
     LoadedEngines& engines = context_.engines;
     Context& used = count == 1 ? *memory_->decode : engines.context(graph_, kPrefill);
     Rows out(count, InPlaceMemory::hidden(context_));
     bind(used, count, queries);
     *memory_->total.data() = static_cast<int32_t>(length + static_cast<int64_t>(start + count));
-    cuda_.copy_in(engines.address(names::kHidden), hidden, out.data.size() * sizeof(float));
-    cuda_.copy_in(engines.address(names::kPositions), positions, count * sizeof(int64_t));
+    copy_tokens(context_, spec_, tokens, positions, start, count);
     cuda_.copy_in(engines.address(names::kTotalSlots), memory_->total.data(), memory_->total.bytes());
     used.enqueue();
     cuda_.copy_out(out.data.data(), engines.address(names::kHiddenOut), out.data.size() * sizeof(float));
@@ -227,7 +230,8 @@ void Queries::room(size_t count) {
 }
 
 uint8_t* Queries::address(size_t token) const {
-  return buffer_->address() + 4 * token * static_cast<size_t>(context_.manifest.model.heads * context_.manifest.model.head_dim);
+  return buffer_->address() +
+         4 * token * static_cast<size_t>(context_.manifest.model.heads * context_.manifest.model.head_dim);
 }
 
 Scores Queries::attention(uint8_t* key, int64_t slots, int64_t length, bool last_only) {
@@ -287,8 +291,24 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
   shapes[names::kPositions] = {1, tokens};
   for (const char* name : {names::kHidden, names::kHiddenOut, names::kPositions})
     addresses[name] = context.engines.address(name);
+  for (const TokenInput& each : context.manifest.token_inputs)
+    if (std::string name = names::kTokenInput + each.name;
+        std::count(spec.inputs.begin(), spec.inputs.end(), each.name) > 0) {
+      shapes[name] = {tokens, each.width};
+      addresses[name] = context.engines.address(name);
+    }
   addresses.insert(context.rope.begin(), context.rope.end());
   if (spec.query) addresses[names::kQuery] = query ? query : context.engines.address(names::kQuery);
+}
+
+void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const Ids& positions,
+                 size_t start, size_t count) {
+  auto copy = [&](const std::string& name, const Rows& rows) {
+    context.cuda.copy_in(context.engines.address(name), rows.row(start), count * rows.width * sizeof(float));
+  };
+  copy(names::kHidden, tokens.hidden);
+  for (const std::string& name : spec.inputs) copy(names::kTokenInput + name, tokens.inputs.at(name));
+  context.cuda.copy_in(context.engines.address(names::kPositions), positions.data() + start, count * sizeof(int64_t));
 }
 
 Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t slots, size_t length) {
@@ -297,20 +317,11 @@ Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t s
   std::string raw(heads * slots * context.slot_bytes(), '\0');
   if (!raw.empty()) context.cuda.copy_out(raw.data(), key, raw.size());
   context.cuda.wait();
-  bool half = context.manifest.kv_bytes(context.dialect) == 2;
   Rows out(length, heads * dim);
   for (size_t head = 0; head < heads; ++head)
     for (size_t slot = 0; slot < length; ++slot)
-      for (size_t d = 0; d < dim; ++d) {
-        size_t at = (head * slots + slot) * dim + d;
-        float value = 0;
-        uint16_t bits = 0;
-        if (half)
-          std::memcpy(&bits, raw.data() + 2 * at, 2);
-        else
-          std::memcpy(&value, raw.data() + 4 * at, 4);
-        out.row(slot)[head * dim + d] = half ? half_to_float(bits) : value;
-      }
+      widen(raw.data() + (head * slots + slot) * context.slot_bytes(), context.manifest.kv_type(context.dialect), dim,
+            out.row(slot) + head * dim);
   return out;
 }
 

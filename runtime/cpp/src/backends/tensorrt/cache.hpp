@@ -119,6 +119,10 @@ Rows in_parts(size_t tokens, size_t longest, Queries* queries,
 void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size_t count, uint8_t* query, Shapes& shapes,
                 Addresses& addresses);
 
+// Queues copies of what a stage reads of `count` tokens from `start` on to where it reads it.
+void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const Ids& positions,
+                 size_t start, size_t count);
+
 // Keys [kv_heads, slots, head_dim] as they lie on the device, of which `length` slots are filled, as numbers, all heads
 // side by side.
 Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t slots, size_t length);

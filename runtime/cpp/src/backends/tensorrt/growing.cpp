@@ -83,14 +83,13 @@ class GrowingStageCache : public StageCache {
   }
 
  protected:
-  Rows run(const Rows& rows, const Ids& positions, bool query) override {
+  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids*) override {
     Lock held(cuda_);
     lay_out(length);
     auto longest = static_cast<size_t>(context_.engines.longest(graph_));
-    return in_parts(rows.count(), longest, query ? &memory_->queries : nullptr,
-                    [&](size_t start, size_t count, uint8_t* queries) {
-                      return grow(rows.row(start), positions.data() + start, count, queries);
-                    });
+    return in_parts(
+        tokens.count(), longest, query ? &memory_->queries : nullptr,
+        [&](size_t start, size_t count, uint8_t* queries) { return grow(tokens, positions, start, count, queries); });
   }
 
  private:
@@ -121,7 +120,7 @@ class GrowingStageCache : public StageCache {
   }
 
   // One run of the stage, from one buffer to the other.
-  Rows grow(const float* hidden, const int64_t* positions, size_t count, uint8_t* query) {
+  Rows grow(const TokenStates& tokens, const Ids& positions, size_t start, size_t count, uint8_t* query) {
     LoadedEngines& engines = context_.engines;
     const ModelSpec& model = context_.manifest.model;
     Context& context = engines.context(graph_, count == 1 ? kDecode : kPrefill);
@@ -143,8 +142,7 @@ class GrowingStageCache : public StageCache {
     }
     context.bind(shapes, addresses);
     Rows out(count, static_cast<size_t>(model.hidden));
-    cuda_.copy_in(addresses[names::kHidden], hidden, out.data.size() * sizeof(float));
-    cuda_.copy_in(addresses[names::kPositions], positions, count * sizeof(int64_t));
+    copy_tokens(context_, spec_, tokens, positions, start, count);
     context.enqueue();
     cuda_.copy_out(out.data.data(), addresses[names::kHiddenOut], out.data.size() * sizeof(float));
     cuda_.wait();

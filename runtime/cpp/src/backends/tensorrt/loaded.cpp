@@ -9,11 +9,7 @@
 namespace vtxcore {
 namespace {
 
-std::string shown(const Ids& shape) {
-  std::string out;
-  for (int64_t size : shape) out += (out.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + out + "]";
-}
+int64_t bytes_of(const std::string& dtype) { return dtype == "int64" ? 8 : 4; }
 
 // An engine's file, mapped while it is read, so that no copy of it stays in memory.
 class Mapped {
@@ -58,7 +54,7 @@ void Context::bind(const Shapes& shapes, const Addresses& addresses) {
   for (const auto& [name, shape] : shapes) {
     if (auto known = shapes_.find(name); known != shapes_.end() && known->second == shape) continue;
     if (!execution_->set_shape(name.c_str(), shape.data(), static_cast<int>(shape.size())))
-      fail(Kind::device, "the engine of ", graph_, " takes no ", name, " of shape ", shown(shape), reason_of(runtime_),
+      fail(Kind::device, "the engine of ", graph_, " takes no ", name, " of shape ", shape, reason_of(runtime_),
            "; build the engines again");
     shapes_[name] = shape;
   }
@@ -70,7 +66,8 @@ void Context::bind(const Shapes& shapes, const Addresses& addresses) {
 }
 
 void Context::enqueue() {
-  if (!execution_->enqueue(cuda_.stream())) run_failure("TensorRT", graph_, "it does not start the graph" + reason_of(runtime_));
+  if (!execution_->enqueue(cuda_.stream()))
+    run_failure("TensorRT", graph_, "it does not start the graph" + reason_of(runtime_));
 }
 
 LoadedEngines::LoadedEngines(const Bundle& bundle, const EngineSet& engines, tensorrt::Runtime& runtime, Cuda& cuda)
@@ -96,7 +93,7 @@ void LoadedEngines::load(const std::string& graph, const GraphIO& io) {
   check_engine(record.file, *engine, io);
   int64_t scratch = 0;
   for (int profile = 0; profile < engine->profiles(); ++profile) scratch = std::max(scratch, engine->scratch(profile));
-  engines_.emplace(graph, Loaded{std::move(engine), scratch});
+  engines_.emplace(graph, Loaded{std::move(engine), scratch, io});
 }
 
 std::map<std::string, GraphIO> LoadedEngines::contracts() const {
@@ -114,39 +111,29 @@ std::map<std::string, GraphIO> LoadedEngines::contracts() const {
   return out;
 }
 
-// The largest size of every input and output but the caches, over all graphs.
+// The largest size of every input and output but the caches and the rotary tables, over all graphs.
 std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
   const Manifest& m = bundle_.manifest();
-  const Graphs& graphs = m.dialects.at(set_.dialect);
-  int64_t most = 0, widest = 0, hidden = m.model.hidden;
-  for (const std::string& stage : graphs.stages) most = std::max(most, longest(stage));
-  for (const auto& [graph, engine] : engines_)
-    if (graph != graphs.vision) widest = std::max(widest, longest(graph));
-  int64_t ids = std::max(longest(graphs.embed), graphs.text_tower ? longest(*graphs.text_tower) : 0);
-  std::map<std::string, int64_t> out{{names::kIds, 8 * ids},
-                                     {names::kHidden, 4 * hidden * widest},
-                                     {names::kHiddenOut, 4 * hidden * most},
-                                     {names::kPositions, 8 * most},
-                                     {names::kTotalSlots, 4},
-                                     {names::kLogits, 4 * m.model.vocab * longest(graphs.head)},
-                                     {names::kOdds, 8}};
-  GraphIO vision = vision_io(m, set_.dialect);
-  for (const std::vector<TensorSpec>& side : {vision.inputs, vision.outputs})
-    for (const TensorSpec& spec : side) {
-      int64_t bytes = spec.dtype == "int64" ? 8 : 4;
-      for (const auto& size : spec.shape) {
-        const int64_t* fixed = std::get_if<int64_t>(&size);
-        const std::string& free = fixed ? "" : std::get<std::string>(size);
-        bytes *= fixed ? *fixed : free == "images" ? 1 : free == "states" ? m.model.tower.states : m.model.tower.tokens;
+  const std::string& vision = m.dialects.at(set_.dialect).vision;
+  std::map<std::string, int64_t> out;
+  for (const auto& [graph, loaded] : engines_)
+    for (const std::vector<TensorSpec>& side : {loaded.io.inputs, loaded.io.outputs})
+      for (const TensorSpec& spec : side) {
+        if (spec.shape.size() == 4 && spec.name != names::kPixels) continue;
+        if (spec.name == names::kCos || spec.name == names::kSin) continue;
+        int64_t bytes = bytes_of(spec.dtype);
+        for (const auto& size : spec.shape) {
+          const int64_t* fixed = std::get_if<int64_t>(&size);
+          const std::string free = fixed ? "" : std::get<std::string>(size);
+          bytes *= fixed              ? *fixed
+                   : free == "images" ? 1
+                   : free == "states" ? m.model.tower.states
+                   : free != "tokens" ? m.max_context
+                   : graph == vision  ? m.model.tower.tokens
+                                      : longest(graph);
+        }
+        out[spec.name] = std::max(out[spec.name], bytes);
       }
-      out[spec.name] = bytes;
-    }
-  if (graphs.score) {
-    out[names::kQuery] = 4 * m.model.heads * m.model.head_dim * most;
-    for (const char* name : {names::kAttentionSum, names::kAttentionMax}) out[name] = 4 * m.max_context;
-  }
-  if (graphs.projector) out[names::kTowerStates] = 4 * m.model.tower.feature_width * longest(*graphs.projector);
-  if (m.text_tower) out[names::kTextEmbedding] = 4 * m.text_tower->width;
   return out;
 }
 
@@ -172,20 +159,37 @@ void LoadedEngines::check_tokens(const std::string& graph, size_t tokens) const 
          longest(graph), "; ask for less, or ", build_command(bundle_, "this"));
 }
 
-void LoadedEngines::run(const std::string& graph, const std::vector<Input>& inputs, const std::vector<Output>& outputs) {
+GraphOutputs LoadedEngines::run(const std::string& graph, const std::vector<GraphInput>& inputs, int64_t tokens) {
   Context& used = context(graph, 0);
   Addresses addresses;
   Shapes shapes;
-  for (const Input& input : inputs) {
+  for (const GraphInput& input : inputs) {
+    auto bytes = static_cast<size_t>(bytes_of(input.dtype));
+    for (int64_t size : input.shape) bytes *= static_cast<size_t>(size);
     addresses[input.name] = address(input.name);
     shapes[input.name] = input.shape;
-    cuda_.copy_in(addresses[input.name], input.data, input.bytes);
+    cuda_.copy_in(addresses[input.name], input.data, bytes);
   }
-  for (const Output& output : outputs) addresses[output.name] = address(output.name);
+  const std::vector<TensorSpec>& given = engines_.at(graph).io.outputs;
+  for (const TensorSpec& spec : given) addresses[spec.name] = address(spec.name);
   used.bind(shapes, addresses);
   used.enqueue();
-  for (const Output& output : outputs) cuda_.copy_out(output.data, addresses[output.name], output.bytes);
+  GraphOutputs out;
+  for (const TensorSpec& spec : given) {
+    GraphOutput& output = out[spec.name];
+    for (const auto& size : spec.shape) {
+      const int64_t* fixed = std::get_if<int64_t>(&size);
+      const std::string free = fixed ? "" : std::get<std::string>(size);
+      int64_t states = bundle_.manifest().model.tower.states;
+      output.shape.push_back(fixed ? *fixed : free == "images" ? 1 : free == "states" ? states : tokens);
+    }
+    bool whole = spec.dtype == "int64";
+    whole ? output.whole.resize(output.count()) : output.floats.resize(output.count());
+    void* to = whole ? static_cast<void*>(output.whole.data()) : output.floats.data();
+    cuda_.copy_out(to, addresses[spec.name], output.count() * static_cast<size_t>(bytes_of(spec.dtype)));
+  }
   cuda_.wait();
+  return out;
 }
 
 }  // namespace vtxcore

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "backends/graph_backend.hpp"
 #include "backends/tensorrt/cuda.hpp"
 #include "bundle/fingerprint.hpp"
 #include "bundle/graphs.hpp"
@@ -36,19 +37,6 @@ class Context {
 
 constexpr int kDecode = 0, kPrefill = -1;  // of an engine's profiles, which may be one and the same
 
-// Host arrays that go into a graph, or come out of it.
-struct Input {
-  std::string name;
-  const void* data;
-  size_t bytes;
-  Ids shape;
-};
-struct Output {
-  std::string name;
-  void* data;
-  size_t bytes;
-};
-
 // The engines of every graph. All of them share their working memory and, by name, their inputs and outputs.
 class LoadedEngines {
  public:
@@ -64,13 +52,14 @@ class LoadedEngines {
   uint8_t* address(const std::string& name) const { return buffers_.at(name).address(); }
   // Throws Error(context) if a graph's engine does not take `tokens` tokens at once.
   void check_tokens(const std::string& graph, size_t tokens) const;
-  // Runs a graph of one profile on host arrays.
-  void run(const std::string& graph, const std::vector<Input>& inputs, const std::vector<Output>& outputs);
+  // Runs a graph of one profile on host arrays; sizes of its outputs that are free are `tokens`.
+  GraphOutputs run(const std::string& graph, const std::vector<GraphInput>& inputs, int64_t tokens);
 
  private:
   struct Loaded {
     std::unique_ptr<tensorrt::Deserialized> engine;
     int64_t scratch;
+    GraphIO io;
   };
   void load(const std::string& graph, const GraphIO& io);
   std::map<std::string, GraphIO> contracts() const;

@@ -23,15 +23,6 @@ std::vector<std::string> names_of(const EngineSet& engines) {
   return {name + "." + major_of(engines.version), name};
 }
 
-// The directory that this code was loaded from, where its plug-ins lie next to it.
-std::string own_directory() {
-  Dl_info info;
-  if (::dladdr(reinterpret_cast<const void*>(&own_directory), &info) == 0 || info.dli_fname == nullptr) return ".";
-  std::string path = info.dli_fname;
-  size_t end = path.rfind('/');
-  return end == std::string::npos ? "." : path.substr(0, end);
-}
-
 }  // namespace
 
 Release::Release(const EngineSet& engines, const std::string& path)
@@ -59,8 +50,7 @@ void* Release::plugin() const {
     if (::access(path.c_str(), R_OK) != 0) continue;
     if (void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
     const char* problem = ::dlerror();
-    fail(Kind::device, "the plug-in ", path, " cannot be loaded (", problem ? problem : "",
-         "); build libvtx where CMake finds ", flavour_name(flavour_), ", or use device cpu");
+    plugin_failure(path, problem ? problem : "", flavour_name(flavour_));
   }
   fail(Kind::device, flavour_name(flavour_), " ", version("0.0.0"), " is here (", where(), "), but ", folder,
        " has no plug-in of libvtx for it; build libvtx with its headers: cmake -DVTX_TENSORRT_INCLUDES=DIR");
@@ -72,7 +62,7 @@ std::unique_ptr<tensorrt::Runtime> Release::runtime() const {
   auto make = reinterpret_cast<tensorrt::MakeRuntime>(::dlsym(handle, tensorrt::kMakeRuntimeSymbol));
   void* create = library_.symbol(tensorrt::kCreateSymbol);
   if (interface == nullptr || make == nullptr || interface() != tensorrt::kPluginInterface)
-    fail(Kind::device, "the plug-in ", flavour_name(flavour_), " is of another libvtx; install both together");
+    plugin_failure(flavour_name(flavour_), kOtherLibvtx, flavour_name(flavour_));
   std::unique_ptr<tensorrt::Runtime> runtime(create ? make(create) : nullptr);
   if (!runtime) fail(Kind::device, flavour_name(flavour_), " in ", where(), " does not start: ", kCheckDriver);
   return runtime;

@@ -1,6 +1,7 @@
 // CDPruner: only image tokens that are relevant to the question and unlike each other enter the decoder.
 #include <algorithm>
 
+#include "bundle/names.hpp"
 #include "policies/methods/linear.hpp"
 #include "policies/methods/reductions.hpp"
 
@@ -77,8 +78,9 @@ class CdPruner : public EntryReduction {
       lengths.insert(lengths.end(), likeness.back()->lengths.begin(), likeness.back()->lengths.end());
     }
     if (uses_question()) {
-      relevance = text_ == "tower" ? take(seen_by_clip(image.patches.clip, question->embeddings), seen)
-                                   : relevance_of(image.rows, seen, lengths, *question);
+      relevance = text_ == "tower"
+                      ? take(seen_by_clip(image.patches.states.at(names::kClipPatches), question->embeddings), seen)
+                      : relevance_of(image.rows, seen, lengths, *question);
       scale(relevance);
     }
     auto from = relevance.begin();

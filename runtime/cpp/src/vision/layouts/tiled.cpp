@@ -1,6 +1,6 @@
 #include "vision/layouts/tiled.hpp"
 
-#include "base/errors.hpp"
+#include "base/checks.hpp"
 
 namespace vtxcore {
 
@@ -11,7 +11,7 @@ void TiledLayout::check(const TowerSpec& tower) const {
 }
 
 LayoutPtr TiledLayout::limited(int64_t max_views) const {
-  if (max_views < 1) fail(Kind::request, "max_tiles is ", max_views, "; it must be at least 1, the whole image in one tile");
+  check_whole("max_tiles", max_views, 1, names::kMostWhole);
   return with_at_most(max_views);
 }
 
