@@ -413,7 +413,9 @@ Manifest read_manifest(const Json& root) {
   if (fields.has("release") && !fields.get("release").is_null()) {
     Fields release(fields.get("release"), "vtx.json: release");
     m.release = {release.text("name"), release.whole("number", 1, (int64_t{1} << 53) - 1)};
-    if (m.release->name.empty() || m.release->name.size() > 400) fail(Kind::bundle, "vtx.json: release has no sound name");
+    if (m.release->name.empty() || m.release->name.size() > 400)
+      fail(Kind::bundle, "vtx.json: release ", m.release->number, " of '", m.release->name.substr(0, 40),
+           "': a name and a number of at least 1 are needed; export again");
     release.done();
   }
   for (const Json& item : fields.list("stages")) {
