@@ -57,7 +57,7 @@ class HiPrune(Reduction, Entry):
         return np.flatnonzero(chosen)
 
     def _of_view(self, received: Floats, numbers: Ids, count: int) -> Ids:
-        """Which of a view's tokens enter, by the attention [n, 2] that they get and their patches of `count`."""
+        """Indices of a view's tokens that enter, by the attention [n, 2] that they get and their patches of `count`."""
         most, side = self.number_kept(len(numbers), 1), math.isqrt(count)
         anchors = highest(received[:, 0], round(most * self.alpha / 5))
         near = np.add.outer(numbers[anchors], [-1, 1, -side, side]).clip(0, count - 1)
