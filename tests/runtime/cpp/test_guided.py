@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from benchmarks import schemas
 
-from tests.runtime.prompt.test_guiding import EXPLODING, LONG
 from tests.support.bundles import export
 from tests.support.cabi import Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS, Models
-from tests.support.guided import plain_scores
+from tests.support.guided import EXPLODING, LONG, plain_scores
 from tests.support.serving import serving, user
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.prepare import demo_checkpoint

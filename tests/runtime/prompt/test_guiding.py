@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.guided import EXPLODING, LONG
 from tests.support.text import make_text
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.prompt import guiding
@@ -130,27 +131,6 @@ def test_a_schema_nested_without_end_is_refused() -> None:
         Guide(schema='{"items":' * 20_000 + "{}" + "}" * 20_000)
 
 
-PATTERNS = [f"a.{{{n}}}b" for n in range(24)]
-CHAIN = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}", "pattern": pattern} for n, pattern in enumerate(PATTERNS)}
-LONG: dict[str, tuple[dict[str, Any], str]] = {
-    "all of": ({"schema": {"allOf": [{"type": "string", "pattern": pattern} for pattern in PATTERNS]}},
-               "schema has 24 patterns and formats and combines .*limit is then 8"),
-    "references": ({"schema": {"$defs": {**CHAIN, "d24": {"type": "string"}}, "$ref": "#/$defs/d0"}}, "24 patterns"),
-    "multiples": ({"schema": {"type": "integer", "multipleOf": 1_000_003}}, "of 1,000,003, the limit is 10,000"),
-    "decimals": ({"schema": {"type": "number", "multipleOf": 0.1000003}}, "multiples of 1,000,003,"),
-    "many multiples": ({"schema": {"properties": {
-        f"p{n}": {"type": "integer", "multipleOf": 9973 - n} for n in range(2)}}}, "multiples of 19,945,"),
-    "inside of a text": ({"grammar": 'start: %json {"title": "%json", "type": "integer", "multipleOf": 1000003}'},
-                         "grammar asks for multiples"),
-    "several multiples": ({"schema": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}},
-                          "multiples of 99,400,891,"),
-    "operators": ({"grammar": "start: A\nA: " + " & ".join(f"/((a|b)*a(a|b){{{n + 60}}}c)*/" for n in range(4))},
-                  "grammar has 3 times &, the limit is 1; .*x26"),
-    "opposites": ({"grammar": "start: A\nA: ~(" + " | ".join(f"~/((a|b)*a(a|b){{{n}}}c)*/" for n in range(24)) + ")"},
-                  "grammar has 25 times ~"),
-    "embedded": ({"grammar": 'start: "a" %json {"multipleOf": 1000003, "type": "integer", "title": "}\\\""} "b"'},
-                 "grammar asks for multiples"),
-}  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown type": ({"schema": {"type": "picture"}}, "schema cannot.*picture"),
     "a keyword that is not supported": ({"schema": {"uniqueItems": True}}, "uniqueItems"),
@@ -187,23 +167,6 @@ def test_a_form_that_becomes_too_large_ends_its_answer(grammars: Grammars, text:
 
     with pytest.raises(RequestError, match=r"after token \d: .*max is 2000"):
         write()
-
-
-NODE = {"type": "object", "properties": {"l": {"$ref": "#"}, "r": {"$ref": "#"}}, "required": ["l", "r"]}
-EXPLODING: dict[str, dict[str, Any]] = {
-    "nested repeats": {"regex": "((a{100}){100}){100}"},
-    "sets of states": {"regex": "(a|b)*a(a|b){300}"},
-    "many places": {"regex": "|".join(f"(.*a.{{{n}}}b.*)" for n in range(1, 200))},
-    "words": {"regex": "(\\w+\\s?){500}"},
-    "a tree without leaves": {"schema": NODE},
-    "a list without end": {"schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
-    "a hundred thousand items": {"schema": {"type": "array", "items": {"type": "integer"}, "minItems": 100_000}},
-    "a million characters": {"schema": {"type": "string", "minLength": 1_000_000}},
-    "an ambiguous grammar": {"grammar": 'start: s\ns: s s | "a" | '},
-    "combined patterns": {
-        "schema": {"allOf": [{"type": "string", "pattern": f"^((a|b)*a(a|b){{{n + 60}}}c)*$"} for n in range(8)]}
-    },
-}
 
 
 @pytest.mark.parametrize("name", EXPLODING)
