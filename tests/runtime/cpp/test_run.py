@@ -95,12 +95,13 @@ def test_a_template_that_counts_images_is_rendered(
 @needs_openvino
 def test_answers_on_openvino_are_those_of_python_there(model: Model, pictures: list[Path]) -> None:
     python = load(model.bundle.folder, device="openvino", threads=THREADS)
-    options = ("--device", "openvino", "--k", "5", "--reduce", "fastv:k=4", "--max-new-tokens", "6")
-    found = ask(model.bundle.folder, pictures[1], *QUESTIONS, *options)
-    with python.open(pictures[1]) as conversation:
-        for question, answer in zip(QUESTIONS, found, strict=True):
-            want = conversation.ask(question, 5, reduce="fastv:k=4", max_new_tokens=6)
-            assert expected(answer) == expected(want.to_dict())
+    for reduce in ("fastv:k=4", "visionzip:dominant=5,contextual=3", "hiprune:alpha=0.6,layer=1"):
+        options = ("--device", "openvino", "--k", "5", "--reduce", reduce, "--max-new-tokens", "6")
+        found = ask(model.bundle.folder, pictures[1], *QUESTIONS, *options)
+        with python.open(pictures[1]) as conversation:
+            for question, answer in zip(QUESTIONS, found, strict=True):
+                want = conversation.ask(question, 5, reduce=reduce, max_new_tokens=6)
+                assert expected(answer) == expected(want.to_dict())
 
 
 def test_a_chat_goes_on_as_in_python(model: Model, pictures: list[Path]) -> None:
