@@ -22,6 +22,7 @@ import pytest
 from tests.support.bundles import copy, export, export_with, write_gate
 from tests.support.clip import make_clip
 from tests.support.cpp import BUILD, needs_cpp, run
+from tests.support.engines import rewrite, shorten
 from tests.support.exported import THREADS
 from tests.support.gpu_standin import build_all
 from tests.support.reference import Reference
@@ -219,25 +220,11 @@ def test_parts_are_aligned_and_long_prompts_run_in_parts(
     target, _, dialect = RELEASES[release]
     major, minor = map(int, release.split("."))
     build_all(bundle, target, Release(TENSORRT, (major, minor)), dialect, f"{release}.0")
-    found = fingerprint.read_engines(Bundle.open(bundle), target)
-    engines = dict(found.engines)
-    for graph in Bundle.open(bundle).manifest.dialects[dialect].stages:
-        profiles = tuple(
-            {name: (low, 8, 8) if name == "tokens" and high > 8 else (low, likely, high)
-             for name, (low, likely, high) in profile.items()}
-            for profile in engines[graph].profiles
-        )  # fmt: skip
-        engines[graph] = replace(engines[graph], profiles=profiles)
-    rewrite(bundle, target, engines=engines)
+    shorten(bundle, target, 8)
     write_traces(load(bundle, device="cpu", threads=THREADS), tmp_path / "python")
     report = machine(release)
     assert meets(bundle, tmp_path / "python", tmp_path / "cpp") > 10
     assert everything_given_back(report())
-
-
-def rewrite(bundle: Path, target: str, **changes: Any) -> None:
-    found = fingerprint.read_engines(Bundle.open(bundle), target)
-    write_sealed(bundle / f"engines/{target}/engines.json", replace(found, **changes).to_json().encode())
 
 
 def _another_version(bundle: Path, target: str) -> None:

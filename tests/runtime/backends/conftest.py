@@ -1,0 +1,52 @@
+"""Bundles with engines for the stand-in of a GPU, and that GPU, found wherever the backend looks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import gpu_standin
+from tests.support.bundles import copy, export
+from tests.support.engines import CARD, DUAL, ORIN
+from tests.support.gpu_standin import Gpu, build_all
+from tests.support.tiny import Tiny
+from vtx.runtime.backends.tensorrt import backend as tensorrt
+from vtx.tools.tensorrt.releases import TENSORRT, Release
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
+    export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3))
+    build_all(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reducing(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
+    words = (f"{DUAL},key=0.1", "fastv:k=2", "cls", "lsm", "mustdrop:192,layers=1/2", "dart")
+    export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=words)
+    build_all(folder)
+    return folder
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """The stand-in for the GPU, found wherever the backend looks for one."""
+    found = Gpu()
+    monkeypatch.setattr(tensorrt, "load_cuda", lambda: found)
+    monkeypatch.setattr(tensorrt, "load_flavour", lambda _: gpu_standin.module(found, gpu_standin.VERSION))
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda: CARD)
+    return found
+
+
+@pytest.fixture
+def grown(exported: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle with engines for JetPack 6, whose caches grow, on that machine."""
+    folder = copy(exported, tmp_path / "grown")
+    build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
+    return folder

@@ -1,0 +1,255 @@
+"""The TensorRT backend on machines that do not fit, and the choice of the device, over stand-ins."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.bundles import copy
+from tests.support.engines import CARD, open_model, rewrite
+from tests.support.exported import QUESTIONS, THREADS, greedy, prompt
+from tests.support.gpu_standin import Gpu, build_all
+from tests.support.tiny import prompt_messages, random_image
+from vtx.runtime.api.load import load
+from vtx.runtime.backends.devices import choose
+from vtx.runtime.backends.tensorrt import backend as tensorrt
+from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
+from vtx.runtime.bundle import fingerprint
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.seal import write_sealed
+from vtx.runtime.errors import BundleError, ContextError, DeviceError
+from vtx.runtime.report.compare import compare, first_difference
+from vtx.runtime.units import size
+from vtx.tools.tensorrt.releases import TENSORRT
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bundle(exported: Path, tmp_path: Path) -> Path:
+    folder = copy(exported, tmp_path / "bundle")
+    build_all(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"version": "1.6.0"},
+            r"built for TensorRT-RTX 1\.6\.0 and compute capability 8\.9; here is TensorRT-RTX 1\.7\.1",
+        ),
+        ({"capability": (12, 0)}, r"built for .* compute capability 12\.0; here is .* 8\.9 \(RTX 4090\)"),
+    ],
+    ids=["version", "card"],
+)
+def test_engines_of_another_machine_are_named_with_the_command_that_fixes_it(
+    changes: dict[str, Any], said: str, bundle: Path, device: Gpu
+) -> None:
+    rewrite(bundle, **changes)
+    with pytest.raises(DeviceError, match=said + rf".*vtx-build --bundle {bundle} --target this"):
+        open_model(bundle)
+
+
+def test_engines_of_a_flavour_that_is_not_installed_say_what_to_install(
+    bundle: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, TENSORRT, None)
+    rewrite(bundle, flavour=TENSORRT)
+    with pytest.raises(DeviceError, match=r'TensorRT is not installed; pip install "vtx-edge\[tensorrt\]"'):
+        TensorrtBackend(Bundle.open(bundle), gpu=CARD)
+
+
+def test_a_bundle_without_engines_says_how_to_build_them(exported: Path, tmp_path: Path, device: Gpu) -> None:
+    import shutil
+
+    folder = copy(exported, tmp_path / "bundle")
+    shutil.rmtree(folder / "engines")
+    with pytest.raises(BundleError, match=rf"holds no engines; build them with: vtx-build --bundle {folder} --target"):
+        open_model(folder)
+
+
+def test_a_machine_without_a_gpu_says_so(bundle: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda: None)
+    with pytest.raises(DeviceError, match="no NVIDIA GPU answers here: its driver is not installed"):
+        open_model(bundle)
+
+
+def test_an_engine_cut_short_is_named(bundle: Path, device: Gpu) -> None:
+    path = bundle / "engines/sm89/head.trt.engine"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(BundleError, match=r"head\.trt\.engine holds .* bytes of .*, it is cut short; build them with"):
+        open_model(bundle)
+
+
+def test_an_engine_that_tensorrt_refuses_is_named_with_its_reason(bundle: Path, device: Gpu) -> None:
+    path = bundle / "engines/sm89/head.trt.engine"
+    path.write_bytes(b"not an engine")
+    found = fingerprint.read_engines(Bundle.open(bundle), "sm89")
+    record = replace(found.engines["head.trt.onnx"], bytes=13, sha256=_sha256(path))
+    rewrite(bundle, engines={**found.engines, "head.trt.onnx": record})
+    with pytest.raises(BundleError, match=r"does not take head\.trt\.engine: .*stdArchiveReader failed; build them"):
+        open_model(bundle)
+
+
+def test_ids_outside_the_vocabulary_reach_no_engine(exported: Path, device: Gpu) -> None:
+    bundle = Bundle.open(exported)
+    backend = TensorrtBackend(bundle)
+    for wrong in (-1, bundle.manifest.model.vocab):
+        with pytest.raises(BundleError, match=f"token {wrong} does not exist"):
+            backend.embed(np.array([1, wrong]))
+
+
+def _sha256(path: Path) -> str:
+    from vtx.runtime.bundle.bundle import sha256
+
+    return sha256(path)
+
+
+def test_engines_of_another_bundle_are_named(bundle: Path, device: Gpu) -> None:
+    found = fingerprint.read_engines(Bundle.open(bundle), "sm89")
+    graph = "embed.trt.onnx"
+    record = replace(found.engines[graph], sources={**found.engines[graph].sources, graph: "0" * 64})
+    rewrite(bundle, engines={**found.engines, graph: record})
+    with pytest.raises(BundleError, match=r"was built from another embed\.trt\.onnx than this bundle's"):
+        open_model(bundle)
+
+
+def test_a_prompt_longer_than_the_profile_says_the_longest_that_fits(bundle: Path, device: Gpu) -> None:
+    found = fingerprint.read_engines(Bundle.open(bundle), "sm89")
+    changed = {}
+    for graph, record in found.engines.items():
+        profiles = tuple({k: (1, 1, 7) if k == "tokens" else v for k, v in p.items()} for p in record.profiles)
+        changed[graph] = replace(record, profiles=profiles)
+    rewrite(bundle, engines=changed)
+    model = open_model(bundle)
+    with pytest.raises(ContextError, match=r"takes \d+ tokens at once, the engine of .* was built for at most 7"):
+        greedy(model, prompt(model, prompt_messages(QUESTIONS[2]), [random_image(1)]), None, 1)
+
+
+def test_too_little_device_memory_says_how_much_and_what_would_fit(bundle: Path, device: Gpu) -> None:
+    manifest = Bundle.open(bundle).manifest
+    caches = manifest.model.layers * manifest.max_context * manifest.kv_slot_bytes()
+    device.total = caches // 2
+    with pytest.raises(DeviceError, match=r"a context of \d+ slots .*is free; --max-context \d+ would fit"):
+        open_model(bundle)
+    device.total = 10
+    with pytest.raises(DeviceError, match="even the engines do not fit"):
+        open_model(bundle)
+
+
+def test_memory_that_others_use_on_the_gpu_is_not_free(bundle: Path, device: Gpu) -> None:
+    """A GPU that is large enough, but another program leaves less than the caches need."""
+    manifest = Bundle.open(bundle).manifest
+    caches = manifest.model.layers * manifest.max_context * manifest.kv_slot_bytes()
+    device.total = 4 * caches
+    device.device[1] = bytearray(device.total - caches // 2)
+    with pytest.raises(DeviceError, match=rf"{size(caches // 2)} of {size(device.total)} of the device is free"):
+        open_model(bundle)
+
+
+def test_memory_that_runs_out_later_says_for_what(bundle: Path, device: Gpu) -> None:
+    model = open_model(bundle)
+    device.total = device.used
+    with pytest.raises(DeviceError, match=r"the KV cache of layers 1 to 1 needs .* of device memory, 0 B? ?.*is free"):
+        model.backend.stage(0, 16)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"format": 1}', '{"format": true}', "{" * 100],
+    ids=["empty", "list", "nothing", "half", "bool", "deep"],
+)
+def test_a_damaged_record_is_said_so(content: str, bundle: Path) -> None:
+    write_sealed(bundle / "engines/sm89/engines.json", content.encode())
+    with pytest.raises(BundleError, match=r"engines\.json"):
+        fingerprint.read_engines(Bundle.open(bundle), "sm89")
+
+
+def test_an_engine_outside_of_the_bundle_is_refused(bundle: Path) -> None:
+    found = fingerprint.read_engines(Bundle.open(bundle), "sm89")
+    graph = "embed.trt.onnx"
+    rewrite(bundle, engines={**found.engines, graph: replace(found.engines[graph], file="../../../x")})
+    with pytest.raises(BundleError, match="leaves the bundle"):
+        fingerprint.read_engines(Bundle.open(bundle), "sm89")
+    outside = bundle.parent / "outside"
+    outside.write_bytes(b"x")
+    path = bundle / "engines/sm89" / found.engines[graph].file
+    path.unlink()
+    path.symlink_to(outside)
+    with pytest.raises(BundleError, match="is a link that leaves the bundle"):
+        fingerprint.open_engine(Bundle.open(bundle), found, found.engines[graph])
+
+
+# --- the stand-in itself --------------------------------------------------------------------------
+
+
+def test_the_stand_in_sees_a_second_binding_and_memory_that_is_gone(exported: Path, device: Gpu) -> None:
+    backend = TensorrtBackend(Bundle.open(exported))
+    backend.embed(np.array([1, 2]))
+    engines = backend.engines
+    context = engines.context("embed.trt.onnx", 0).execution
+    with pytest.raises(AssertionError, match="hidden is bound twice"):
+        context.set_tensor_address("hidden", engines.address("hidden"))
+    device.cudaFree(engines.address("hidden"))
+    with pytest.raises(AssertionError, match="are not device memory"):
+        backend.cuda.copy_out(np.zeros(1, np.float32), engines.address("hidden"))
+    engines.buffers["hidden"].free.detach()
+
+
+# --- the choice of the device ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ["tensorrt", "auto"])
+def test_a_bundle_with_engines_for_this_machine_is_answered_there(
+    asked: str, exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
+    model = load(exported, device=asked, threads=THREADS)
+    assert (model.backend.device, model.backend.compute) == ("tensorrt", "f32")
+    with model.open([random_image(1)]) as image:
+        assert image.ask(QUESTIONS[0]).stats.device == "tensorrt"
+
+
+def test_engines_are_compared_with_onnxruntime_graph_by_graph(
+    reducing: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
+    graphs = list(compare(Bundle.open(reducing), "ort", "tensorrt"))
+    assert first_difference(graphs) is None
+    stages = Bundle.open(reducing).manifest.dialects["trt"].stages
+    assert {"vision.trt.onnx", "embed.trt.onnx", *stages, "head.trt.onnx"} < {graph.graph for graph in graphs}
+    assert max(graph.worst.difference for graph in graphs) > 0
+
+
+def test_engines_that_do_not_fit_are_told_of_when_asked_for_and_passed_over_otherwise(
+    exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda: None)
+    with pytest.raises(DeviceError, match="no NVIDIA GPU answers here"):
+        load(exported, device="tensorrt", threads=THREADS)
+    model = load(exported, threads=THREADS)
+    assert model.backend.device == "cpu"
+    assert "no NVIDIA GPU answers here" in model.loaded.why
+
+
+def test_where_nothing_is_installed_the_package_is_named_that_answers_here(
+    exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages for engines help where there is a GPU, and nowhere else."""
+    bundle = Bundle.open(exported)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_spec", lambda _: None)
+    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: None)
+    with pytest.raises(DeviceError, match=r'onnxruntime is not installed; pip install "vtx-edge\[cpu\]"') as refused:
+        choose(bundle)
+    assert "rtx" not in str(refused.value)
+    assert "there is none here" in str(refused.value)
+    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
+    with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[rtx\]"'):
+        choose(bundle)

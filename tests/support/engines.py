@@ -1,0 +1,43 @@
+"""Models on engines of stand-ins, and engines whose records are changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.api.model import Model
+from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
+from vtx.runtime.bundle import fingerprint
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.seal import write_sealed
+from vtx.runtime.host import gpu
+
+ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
+CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
+DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2"
+
+
+def open_model(folder: Path) -> Model:
+    bundle = Bundle.open(folder)
+    return Model(bundle, TensorrtBackend(bundle), 0.0)
+
+
+def rewrite(folder: Path, target: str = "sm89", **changes: Any) -> None:
+    """Change the record of a target's engines."""
+    found = fingerprint.read_engines(Bundle.open(folder), target)
+    write_sealed(folder / f"engines/{target}/engines.json", replace(found, **changes).to_json().encode())
+
+
+def shorten(folder: Path, target: str, tokens: int) -> None:
+    """Have the engines of a target's stages take at most `tokens` tokens at once."""
+    found = fingerprint.read_engines(Bundle.open(folder), target)
+    engines = dict(found.engines)
+    for graph in Bundle.open(folder).manifest.dialects[found.dialect].stages:
+        profiles = tuple(
+            {name: (low, tokens, tokens) if name == "tokens" and high > tokens else (low, likely, high)
+             for name, (low, likely, high) in profile.items()}
+            for profile in engines[graph].profiles
+        )  # fmt: skip
+        engines[graph] = replace(engines[graph], profiles=profiles)
+    rewrite(folder, target, engines=engines)
