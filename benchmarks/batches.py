@@ -21,34 +21,20 @@ from statistics import median
 
 from benchmarks.common import parser, report
 from benchmarks.pictures import picture
-from benchmarks.serving import made_bundle, made_checkpoint
-
-from vtx.runtime.host.machine import cores
+from benchmarks.serving import given_bundle, model_options
 
 PROGRAM = "from vtx.cli import {0}; {0}()"
 
 
 def main() -> None:
     args = parser(__doc__ or "")
-    args.add_argument("--shape", default="1b")
-    args.add_argument("--precision", default="int8")
-    args.add_argument("--device", default="auto")
-    args.add_argument("--compute")
-    args.add_argument("--threads", type=int, default=cores())
-    args.add_argument("--rounds", type=int, default=3)
+    model_options(args)
     args.add_argument("--pictures", type=int, default=4)
     args.add_argument("--questions", type=int, default=6, help="about each picture [%(default)s]")
     args.add_argument("--tokens", type=int, default=16, help="of an answer at most [%(default)s]")
     args.add_argument("--k", default="none", help="of vtx-eval, separated by commas [%(default)s]")
-    args.add_argument("--other", type=Path, help="the Python of another installation of vtx")
-    args.add_argument("--bundle", type=Path, help="a bundle in place of one of --shape")
-    args.add_argument("--work", type=Path, default=Path("build/serving"), help="models [%(default)s]")
     given = args.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    bundle = given.bundle
-    if bundle is None:
-        checkpoint = made_checkpoint(given.work / f"checkpoint-{given.shape}", given.shape)
-        bundle = made_bundle(given.work / f"bundle-{given.shape}-{given.precision}", checkpoint, given)
+    bundle = given_bundle(given)
     folder = given.work / "batches"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

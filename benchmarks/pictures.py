@@ -25,10 +25,8 @@ from typing import Any
 import numpy as np
 import psutil
 from benchmarks.common import parser, report
-from benchmarks.serving import ANSWER_SECONDS, SERVE, made_bundle, made_checkpoint, running
+from benchmarks.serving import ANSWER_SECONDS, SERVE, given_bundle, model_options, running
 from PIL import Image
-
-from vtx.runtime.host.machine import cores
 
 CLIENTS = (1, 4, 8, 16)
 SIDE = 336
@@ -36,21 +34,9 @@ SIDE = 336
 
 def main() -> None:
     args = parser(__doc__ or "")
-    args.add_argument("--shape", default="1b")
-    args.add_argument("--precision", default="int8")
-    args.add_argument("--device", default="auto")
-    args.add_argument("--compute")
-    args.add_argument("--threads", type=int, default=cores())
-    args.add_argument("--rounds", type=int, default=3)
-    args.add_argument("--other", type=Path, help="the Python of another installation of vtx")
-    args.add_argument("--bundle", type=Path, help="a bundle in place of one of --shape")
-    args.add_argument("--work", type=Path, default=Path("build/serving"), help="models [%(default)s]")
+    model_options(args)
     given = args.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
-    bundle = given.bundle
-    if bundle is None:
-        checkpoint = made_checkpoint(given.work / f"checkpoint-{given.shape}", given.shape)
-        bundle = made_bundle(given.work / f"bundle-{given.shape}-{given.precision}", checkpoint, given)
+    bundle = given_bundle(given)
     words = ["-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", "16", "--max-batch", "16"]
     words += ["--threads", str(given.threads), "--device", given.device]
     words += ["--compute", given.compute] if given.compute else []

@@ -86,6 +86,28 @@ def arguments() -> argparse.Namespace:
 # ---- models --------------------------------------------------------------------------------------
 
 
+def model_options(args: argparse.ArgumentParser) -> None:
+    """The options of a benchmark that makes its bundle, and of what runs it."""
+    args.add_argument("--shape", choices=list(SHAPES), default="1b")
+    args.add_argument("--precision", default="int8")
+    args.add_argument("--device", default="auto")
+    args.add_argument("--compute")
+    args.add_argument("--threads", type=int, default=cores())
+    args.add_argument("--rounds", type=int, default=3)
+    args.add_argument("--other", type=Path, help="the Python of another installation of vtx")
+    args.add_argument("--bundle", type=Path, help="a bundle in place of one of --shape")
+    args.add_argument("--work", type=Path, default=Path("build/serving"), help="models [%(default)s]")
+
+
+def given_bundle(given: argparse.Namespace) -> Path:
+    """The bundle that these options name, made where there is none yet."""
+    given.work.mkdir(parents=True, exist_ok=True)
+    if given.bundle is not None:
+        return Path(given.bundle)
+    checkpoint = made_checkpoint(given.work / f"checkpoint-{given.shape}", given.shape)
+    return made_bundle(given.work / f"bundle-{given.shape}-{given.precision}", checkpoint, given)
+
+
 def made_checkpoint(folder: Path, shape: str) -> Path:
     if not (folder / "model.safetensors.index.json").exists():
         folder.mkdir(exist_ok=True)
