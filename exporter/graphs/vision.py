@@ -142,6 +142,9 @@ def build_vision(
         given = _select(b, c, class_attention(b, v, *_last_block(b, c, tower), _seen(tower)))
         b.output(b.reshape(given, -1), names.CLS_ATTENTION_LAST, FLOAT, each)
     if received is not None:
+        if received == 1 and tower.merged:  # windows merge behind block 1: of its tokens those that remain count
+            remain = b.op("Add", tower.merged.patch_index, b.constant(np.array(int(v.class_token))))
+            of_block[0] = b.op("Gather", of_block[0], remain, axis=1)
         both = b.op("Concat", of_block[0], of_block[-1], axis=-1)
         b.output(b.reshape(_select(b, c, both), -1, 2), names.RECEIVED, FLOAT, [*each, 2])
     if text_tower is not None:

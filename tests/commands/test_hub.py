@@ -280,13 +280,11 @@ def test_a_full_disk_is_one_line(hub: Hub, image: Path, tmp_path: Path, monkeypa
 def test_a_disk_that_fills_during_the_export_leaves_nothing(
     hub: Hub, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vtx.exporter.bundling import export
-
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as broken:
-        broken.setattr(export, "fill", full)
+        broken.setattr("vtx.exporter.bundling.build.fill", full)
         assert "No space left on device" in refused(ask(image))
     assert cache.entries() == []
     answered(ask(image))

@@ -203,7 +203,7 @@ def test_an_interrupted_export_needs_the_consent_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(
-            "vtx.exporter.bundling.export.fill", lambda folder, plan, journal, _: fill(folder, plan, journal, interrupt)
+            "vtx.exporter.bundling.build.fill", lambda folder, plan, journal, _: fill(folder, plan, journal, interrupt)
         )
         assert vtx(*words, "--allow-changed-answers").exit_code == 130
     refused = vtx(*words)

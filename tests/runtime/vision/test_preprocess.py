@@ -14,7 +14,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from vtx.exporter.checkpoint.processor import image_settings
 from vtx.runtime.errors import RequestError
-from vtx.runtime.vision import fit as module
+from vtx.runtime.vision import preprocess as module
 from vtx.runtime.vision.preprocess import FITS, discarded, fitted, note_discarded, preprocess, trained_fit
 
 CLIP = CLIPImageProcessorPil(size=56, crop_size=56)
