@@ -17,7 +17,7 @@ from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 
 @pytest.fixture(scope="module")
-def exported(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_engines(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
     export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3))
     build_all(folder)
@@ -44,9 +44,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 @pytest.fixture
-def grown(exported: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> Path:
+def grown(with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle with engines for JetPack 6, whose caches grow, on that machine."""
-    folder = copy(exported, tmp_path / "grown")
+    folder = copy(with_engines, tmp_path / "grown")
     build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
     monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
     return folder

@@ -49,8 +49,8 @@ STEPS = 6
 
 
 @pytest.mark.parametrize("k", [None, 2, 3])
-def test_answers_are_those_of_onnxruntime(k: int | None, exported: Path, device: Gpu) -> None:
-    ours, reference = open_model(exported), load(exported, device="cpu", threads=THREADS)
+def test_answers_are_those_of_onnxruntime(k: int | None, with_engines: Path, device: Gpu) -> None:
+    ours, reference = open_model(with_engines), load(with_engines, device="cpu", threads=THREADS)
     for number, question in enumerate(QUESTIONS):
         images = [random_image(number)]
         want = greedy(reference, prompt(reference, prompt_messages(question), images), k, STEPS)
@@ -76,12 +76,12 @@ def test_reductions_keep_and_answer_as_on_onnxruntime(word: str, reducing: Path,
 
 
 def test_a_profile_for_decoding_and_one_for_prompts_answer_the_same(
-    exported: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+    with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = copy(exported, tmp_path / "bundle")
+    folder = copy(with_engines, tmp_path / "bundle")
     build_all(folder, "jetson-thor", Release(TENSORRT, (10, 16)))
     monkeypatch.setattr(tensorrt, "find_gpu", lambda: gpu.Gpu("Thor", (11, 0), 1 << 37, (13, 0)))
-    ours, reference = open_model(folder), load(exported, device="cpu", threads=THREADS)
+    ours, reference = open_model(folder), load(with_engines, device="cpu", threads=THREADS)
     assert {len(r.profiles) for g, r in ours.backend.engine_set.engines.items() if g.startswith("stage")} == {2}
     images, messages = [random_image(3)], prompt_messages(QUESTIONS[1])
     want, got = (greedy(m, prompt(m, messages, images), 3, STEPS) for m in (reference, ours))
@@ -140,16 +140,16 @@ def test_slots_of_a_growing_cache_come_back_where_they_are_put(slots: list[int],
 
 
 @pytest.mark.slow
-def test_one_conversation_goes_on_with_what_it_has(exported: Path, device: Gpu) -> None:
-    ours, reference = open_model(exported), load(exported, device="cpu", threads=THREADS)
+def test_one_conversation_goes_on_with_what_it_has(with_engines: Path, device: Gpu) -> None:
+    ours, reference = open_model(with_engines), load(with_engines, device="cpu", threads=THREADS)
     with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
         for k in (None, 2, 3, "none", 2):
             for question in QUESTIONS:
                 assert mine.ask(question, k or "none").token_ids == theirs.ask(question, k or "none").token_ids
 
 
-def test_decoding_is_recorded_once_and_launched_from_then_on(exported: Path, device: Gpu) -> None:
-    model = open_model(exported)
+def test_decoding_is_recorded_once_and_launched_from_then_on(with_engines: Path, device: Gpu) -> None:
+    model = open_model(with_engines)
     asked = prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)])
     greedy(model, asked, None, 10)
     stages = len(model.manifest.stages)
@@ -157,8 +157,8 @@ def test_decoding_is_recorded_once_and_launched_from_then_on(exported: Path, dev
     assert device.calls["cudaGraphLaunch"] == stages * (9 - 1)  # all steps but each stage's first
 
 
-def test_no_memory_is_taken_while_decoding(exported: Path, device: Gpu) -> None:
-    model = open_model(exported)
+def test_no_memory_is_taken_while_decoding(with_engines: Path, device: Gpu) -> None:
+    model = open_model(with_engines)
     asked = prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)])
     greedy(model, asked, None, 3)
     calls = ("cudaMalloc", "cudaHostAlloc")
@@ -174,8 +174,8 @@ def test_no_memory_is_taken_while_decoding(exported: Path, device: Gpu) -> None:
     assert [device.calls[call] for call in calls] == after_cache
 
 
-def test_everything_is_given_back(exported: Path, device: Gpu) -> None:
-    model = open_model(exported)
+def test_everything_is_given_back(with_engines: Path, device: Gpu) -> None:
+    model = open_model(with_engines)
     greedy(model, prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)]), 2, 3)
     assert device.device
     del model
@@ -186,8 +186,8 @@ def test_everything_is_given_back(exported: Path, device: Gpu) -> None:
 
 
 @pytest.mark.parametrize("slots", [[], [0], [0, 1, 2], [1, 3, 4, 8], list(range(9))])
-def test_saved_slots_come_back_where_they_are_put(slots: list[int], exported: Path, device: Gpu) -> None:
-    model = open_model(exported)
+def test_saved_slots_come_back_where_they_are_put(slots: list[int], with_engines: Path, device: Gpu) -> None:
+    model = open_model(with_engines)
     random = np.random.default_rng(0)
     first, other = random.standard_normal((2, 9, model.manifest.model.hidden)).astype(np.float32)
     cache = model.backend.stage(1, 16)
@@ -215,9 +215,9 @@ ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture", "cudaGra
 
 @pytest.mark.parametrize("grows", [False, True], ids=["in-place", "growing"])
 def test_the_next_image_allocates_and_records_nothing(
-    grows: bool, exported: Path, request: pytest.FixtureRequest, device: Gpu
+    grows: bool, with_engines: Path, request: pytest.FixtureRequest, device: Gpu
 ) -> None:
-    folder = request.getfixturevalue("grown") if grows else exported
+    folder = request.getfixturevalue("grown") if grows else with_engines
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     counts, used = [], []
     for number in range(4):
@@ -233,8 +233,8 @@ def test_the_next_image_allocates_and_records_nothing(
     assert len(set(used)) == 1
 
 
-def test_a_conversation_starts_on_slots_that_hold_numbers(exported: Path, device: Gpu) -> None:
-    model = open_model(exported)
+def test_a_conversation_starts_on_slots_that_hold_numbers(with_engines: Path, device: Gpu) -> None:
+    model = open_model(with_engines)
     cache: Any = model.backend.stage(1, 16)
     kept = gpu_standin.view(cache.memory.kv.address, (cache.memory.kv.nbytes,), np.uint8)
     kept[...] = 0xFF  # NaN
@@ -263,10 +263,10 @@ REFUSALS = ("cudaStreamBeginCapture", "execute", "cudaStreamEndCapture", "cudaGr
 
 @pytest.mark.parametrize("refused", REFUSALS)
 def test_what_cannot_be_recorded_is_queued_and_said_once(
-    refused: str, exported: Path, device: Gpu, caplog: pytest.LogCaptureFixture
+    refused: str, with_engines: Path, device: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     device.refused = refused
-    ours, reference = open_model(exported), load(exported, device="cpu", threads=THREADS)
+    ours, reference = open_model(with_engines), load(with_engines, device="cpu", threads=THREADS)
     with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
         for question in QUESTIONS:
             got, want = (talk.ask(question, 3, Options(8)) for talk in (mine, theirs))
@@ -277,8 +277,8 @@ def test_what_cannot_be_recorded_is_queued_and_said_once(
     assert "cannot be recorded into a CUDA graph; its tokens are queued one by one" in caplog.text
 
 
-def test_memory_that_is_freed_while_work_is_recorded_goes_right_after_it(exported: Path, device: Gpu) -> None:
-    cuda = TensorrtBackend(Bundle.open(exported)).cuda
+def test_memory_that_is_freed_while_work_is_recorded_goes_right_after_it(with_engines: Path, device: Gpu) -> None:
+    cuda = TensorrtBackend(Bundle.open(with_engines)).cuda
     held = [Buffer(cuda, 64, "a test"), Buffer(cuda, 64, "a test")]
     stays, goes = (each.address for each in held)
 
@@ -293,8 +293,8 @@ def test_memory_that_is_freed_while_work_is_recorded_goes_right_after_it(exporte
     assert goes not in device.device
 
 
-def test_an_application_may_use_another_gpu(exported: Path, device: Gpu) -> None:
-    ours, reference = open_model(exported), load(exported, device="cpu", threads=THREADS)
+def test_an_application_may_use_another_gpu(with_engines: Path, device: Gpu) -> None:
+    ours, reference = open_model(with_engines), load(with_engines, device="cpu", threads=THREADS)
     device.current = 1
     with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
         for question in QUESTIONS[:2]:
@@ -339,8 +339,8 @@ def test_a_prompt_longer_than_the_profile_of_a_stage_runs_in_parts(
         same_answers(ours, reference, word)
 
 
-def test_a_failure_says_what_tensorrt_said(exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = TensorrtBackend(Bundle.open(exported))
+def test_a_failure_says_what_tensorrt_said(with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TensorrtBackend(Bundle.open(with_engines))
 
     def fails(context: Any, stream: int) -> bool:
         threads = [threading.Thread(target=context.engine.logger.log, args=(1, f"reason\n{i}")) for i in range(3)]
@@ -359,9 +359,9 @@ def test_a_failure_says_what_tensorrt_said(exported: Path, device: Gpu, monkeypa
 
 
 def test_every_message_of_tensorrt_is_shown_on_demand(
-    exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VTX_TENSORRT_LOG", "1")
-    backend = TensorrtBackend(Bundle.open(exported))
+    backend = TensorrtBackend(Bundle.open(with_engines))
     backend.engines.runtime.logger.log(4, "Loaded a kernel")
     assert "TensorRT: Loaded a kernel" in capsys.readouterr().err

@@ -31,8 +31,8 @@ from vtx.tools.tensorrt.releases import TENSORRT
 
 
 @pytest.fixture
-def bundle(exported: Path, tmp_path: Path) -> Path:
-    folder = copy(exported, tmp_path / "bundle")
+def bundle(with_engines: Path, tmp_path: Path) -> Path:
+    folder = copy(with_engines, tmp_path / "bundle")
     build_all(folder)
     return folder
 
@@ -66,10 +66,10 @@ def test_engines_of_a_flavour_that_is_not_installed_say_what_to_install(
         TensorrtBackend(Bundle.open(bundle), gpu=CARD)
 
 
-def test_a_bundle_without_engines_says_how_to_build_them(exported: Path, tmp_path: Path, device: Gpu) -> None:
+def test_a_bundle_without_engines_says_how_to_build_them(with_engines: Path, tmp_path: Path, device: Gpu) -> None:
     import shutil
 
-    folder = copy(exported, tmp_path / "bundle")
+    folder = copy(with_engines, tmp_path / "bundle")
     shutil.rmtree(folder / "engines")
     with pytest.raises(BundleError, match=rf"holds no engines; build them with: vtx-build --bundle {folder} --target"):
         open_model(folder)
@@ -98,8 +98,8 @@ def test_an_engine_that_tensorrt_refuses_is_named_with_its_reason(bundle: Path, 
         open_model(bundle)
 
 
-def test_ids_outside_the_vocabulary_reach_no_engine(exported: Path, device: Gpu) -> None:
-    bundle = Bundle.open(exported)
+def test_ids_outside_the_vocabulary_reach_no_engine(with_engines: Path, device: Gpu) -> None:
+    bundle = Bundle.open(with_engines)
     backend = TensorrtBackend(bundle)
     for wrong in (-1, bundle.manifest.model.vocab):
         with pytest.raises(BundleError, match=f"token {wrong} does not exist"):
@@ -190,8 +190,8 @@ def test_an_engine_outside_of_the_bundle_is_refused(bundle: Path) -> None:
 # --- the stand-in itself --------------------------------------------------------------------------
 
 
-def test_the_stand_in_sees_a_second_binding_and_memory_that_is_gone(exported: Path, device: Gpu) -> None:
-    backend = TensorrtBackend(Bundle.open(exported))
+def test_the_stand_in_sees_a_second_binding_and_memory_that_is_gone(with_engines: Path, device: Gpu) -> None:
+    backend = TensorrtBackend(Bundle.open(with_engines))
     backend.embed(np.array([1, 2]))
     engines = backend.engines
     context = engines.context("embed.trt.onnx", 0).execution
@@ -208,10 +208,10 @@ def test_the_stand_in_sees_a_second_binding_and_memory_that_is_gone(exported: Pa
 
 @pytest.mark.parametrize("asked", ["tensorrt", "auto"])
 def test_a_bundle_with_engines_for_this_machine_is_answered_there(
-    asked: str, exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+    asked: str, with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
-    model = load(exported, device=asked, threads=THREADS)
+    model = load(with_engines, device=asked, threads=THREADS)
     assert (model.backend.device, model.backend.compute) == ("tensorrt", "f32")
     with model.open([random_image(1)]) as image:
         assert image.ask(QUESTIONS[0]).stats.device == "tensorrt"
@@ -229,21 +229,21 @@ def test_engines_are_compared_with_onnxruntime_graph_by_graph(
 
 
 def test_engines_that_do_not_fit_are_told_of_when_asked_for_and_passed_over_otherwise(
-    exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+    with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorrt, "find_gpu", lambda: None)
     with pytest.raises(DeviceError, match="no NVIDIA GPU answers here"):
-        load(exported, device="tensorrt", threads=THREADS)
-    model = load(exported, threads=THREADS)
+        load(with_engines, device="tensorrt", threads=THREADS)
+    model = load(with_engines, threads=THREADS)
     assert model.backend.device == "cpu"
     assert "no NVIDIA GPU answers here" in model.loaded.why
 
 
 def test_where_nothing_is_installed_the_package_is_named_that_answers_here(
-    exported: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+    with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packages for engines help where there is a GPU, and nowhere else."""
-    bundle = Bundle.open(exported)
+    bundle = Bundle.open(with_engines)
     monkeypatch.setattr("vtx.runtime.backends.devices.find_spec", lambda _: None)
     monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: None)
     with pytest.raises(DeviceError, match=r'onnxruntime is not installed; pip install "vtx-edge\[cpu\]"') as refused:
