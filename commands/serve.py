@@ -94,26 +94,16 @@ def serve(
         import uvicorn
     except ModuleNotFoundError as e:
         raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
-    from vtx.runtime.bundle.files import read_named
-    from vtx.runtime.prompt.text import utf8
-    from vtx.runtime.scheduler.choosing import Chooser, read_allowed
+    from vtx.runtime.scheduler.choosing import choosers_of
     from vtx.runtime.server.app import is_local, make_app
     from vtx.runtime.server.drain import DrainingServer
     from vtx.runtime.server.endpoints import Traffic
     from vtx.runtime.server.engines import Engines, named
-    from vtx.runtime.server.limits import MAX_KEY, Limits
+    from vtx.runtime.server.limits import Limits
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
     from vtx.runtime.server.watchdog import Watchdog, systemd
 
-    keys = [os.environ[KEY]] if os.environ.get(KEY) else []
-    if api_keys is not None:
-        lines = utf8(read_named(api_keys, 1 << 20, error=RequestError), api_keys.name, RequestError).splitlines()
-        listed = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not listed:
-            raise RequestError(f"{api_keys} holds no key; write one a line")
-        keys += listed
-    if any(len(key) > MAX_KEY or not key.isascii() or key != key.strip() for key in keys):
-        raise RequestError(f"an API key must be at most {MAX_KEY} ASCII characters, without spaces around them")
+    keys = given_keys(api_keys)
     for origin in origins:
         if not re.fullmatch(r"https?://[^/\s]+|\*", origin):
             raise RequestError(f"--allow-origin {origin!r:.80} is not an origin, e.g. http://localhost:3000, or *")
@@ -144,16 +134,9 @@ def serve(
         bundles = (f"{hub_model}={found}" if hub_model else str(found),)
     folders = named(bundles)
     room = None if memory is None else int(memory * 1e9)
-    choosers = dict[str, Chooser]()
-    for report in reports:
-        about, methods = read_allowed(report, max_accuracy_drop)
-        about_these = [name for name, folder in folders.items() if folder.resolve().name == about]
-        if not about_these:
-            raise RequestError(f"{report.name} is about {about}, which is not served; evaluate a bundle of --bundle")
-        choosers |= dict.fromkeys(about_these, Chooser(methods))
     engines = Engines(
-        folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit, choosers=choosers,
-        verify=verified,
+        folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit,
+        choosers=choosers_of(reports, max_accuracy_drop, folders), verify=verified,
     )  # fmt: skip
     with listening(host, port) if unix_socket is None else listening_at(unix_socket) as at:
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
@@ -176,6 +159,24 @@ def serve(
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, lambda *_: Thread(target=reload, args=(engines,), daemon=True).start())
         DrainingServer(config, traffic, engines.close, limits.grace_seconds).run(sockets=[at])
+
+
+def given_keys(file: Path | None) -> list[str]:
+    """The keys of the environment and of a file. Raises RequestError for a file without any, or a malformed key."""
+    from vtx.runtime.bundle.files import read_named
+    from vtx.runtime.prompt.text import utf8
+    from vtx.runtime.server.limits import MAX_KEY
+
+    keys = [os.environ[KEY]] if os.environ.get(KEY) else []
+    if file is not None:
+        lines = utf8(read_named(file, 1 << 20, error=RequestError), file.name, RequestError).splitlines()
+        listed = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not listed:
+            raise RequestError(f"{file} holds no key; write one a line")
+        keys += listed
+    if any(len(key) > MAX_KEY or not key.isascii() or key != key.strip() for key in keys):
+        raise RequestError(f"an API key must be at most {MAX_KEY} ASCII characters, without spaces around them")
+    return keys
 
 
 def verified(model: Model) -> None:

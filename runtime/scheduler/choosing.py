@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from vtx.runtime.api.options import K
 from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.errors import RequestError
+from vtx.runtime.scheduler.scheduler import recent
 
 FORMAT, MAX_REPORT = "vtx-eval-1", 64 << 20
-RECENT = 0.25  # of a mean is its newest value
 FEW = 8  # tokens of a prompt below which its time says nothing of a whole one
 
 
@@ -59,10 +59,10 @@ class Chooser:
         tokens, ms = len(answer.token_ids), answer.stats.timings_ms
         with self._lock:
             if fresh >= FEW and tokens:
-                self._prompt[method] = _recent(self._prompt.get(method), ms["first_token"] / 1000 / fresh)
+                self._prompt[method] = recent(self._prompt.get(method), ms["first_token"] / 1000 / fresh)
             if tokens > 1:
-                self._token = _recent(self._token, ms["decode_per_token"] / 1000)
-            self._tokens = _recent(self._tokens, tokens)
+                self._token = recent(self._token, ms["decode_per_token"] / 1000)
+            self._tokens = recent(self._tokens, tokens)
 
     def prompt_seconds(self, method: Allowed, fresh: int) -> float | None:
         """Expected seconds to the first token of a prompt with `fresh` new tokens; None if nothing is known yet.
@@ -128,12 +128,23 @@ def read_allowed(path: Path, most_drop: float) -> tuple[str, list[Allowed]]:
     return bundle, [method for method in methods if points * (best - method.figure) <= most_drop]
 
 
+def choosers_of(reports: Sequence[Path], most_drop: float, folders: Mapping[str, Path]) -> dict[str, Chooser]:
+    """A chooser for each of the bundles in `folders`, by name, that one of the reports is about.
+
+    Raises RequestError for a report about none of them.
+    """
+    choosers = dict[str, Chooser]()
+    for report in reports:
+        about, methods = read_allowed(report, most_drop)
+        names = [name for name, folder in folders.items() if folder.resolve().name == about]
+        if not names:
+            raise RequestError(f"{report.name} is about {about}, which is not served; evaluate a bundle of --bundle")
+        choosers |= dict.fromkeys(names, Chooser(methods))
+    return choosers
+
+
 def _k(value: Any) -> K:
     return value if value is None or isinstance(value, int) else str(value)
-
-
-def _recent(mean: float | None, value: float) -> float:
-    return value if mean is None else (1 - RECENT) * mean + RECENT * value
 
 
 def _ms(seconds: float) -> str:

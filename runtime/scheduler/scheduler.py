@@ -274,7 +274,7 @@ class Scheduler:
             log.exception("answers could not be computed together")
         ended = [job for job in jobs if not job.step()]
         for job in ended:
-            self._answer_seconds = _recent(self._answer_seconds, self._clock() - job.begun)
+            self._answer_seconds = recent(self._answer_seconds, self._clock() - job.begun)
         self._active = [job for job in self._active if job not in ended]
         self._round_ended = self._clock()
         self._round_seconds = self._round_ended - started
@@ -297,7 +297,7 @@ class Scheduler:
         finally:
             self._prompts.pop()
         if going:
-            self._prompt_seconds = _recent(self._prompt_seconds, self._clock() - job.begun)
+            self._prompt_seconds = recent(self._prompt_seconds, self._clock() - job.begun)
         else:
             self._active = [other for other in self._active if other is not job]
 
@@ -310,6 +310,6 @@ class Scheduler:
             self._begin(job)
 
 
-def _recent(mean: float, seconds: float) -> float:
-    """A mean in which each new value counts a quarter."""
-    return seconds if not mean else 0.75 * mean + 0.25 * seconds
+def recent(mean: float | None, value: float) -> float:
+    """A mean in which each new value counts a quarter; `mean` is None or 0 before the first."""
+    return value if not mean else 0.75 * mean + 0.25 * value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -43,7 +44,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Objects:
+class Objects(ABC):
     """The objects of one reply to `request`, computed by `model`: one whole, or events of a stream."""
 
     request: ChatRequest
@@ -57,25 +58,25 @@ class Objects:
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.prefix}{uuid.uuid4().hex}")
 
+    @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Event:
         """The whole reply."""
-        raise NotImplementedError
 
     def begin(self, index: int) -> Iterator[Event]:
         """The events before the first text of an answer."""
         yield from ()
 
+    @abstractmethod
     def piece(self, index: int, piece: Piece) -> Iterator[Event]:
         """The events of a piece of an answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def done(self, index: int, answer: Answer) -> Iterator[Event]:
         """The events at the end of an answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, answers: Sequence[Answer]) -> Iterator[Event]:
         """The events at the end of a stream."""
-        raise NotImplementedError
 
     def divided(self, text: str = "") -> Parts:
         """A new answer, divided into content and calls."""
