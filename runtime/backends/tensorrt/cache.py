@@ -91,7 +91,7 @@ class DeviceCache(SlotCounter):
                 end = min(start + longest, len(tokens))
                 address = self._queries.address(start) if query else None
                 out.append(self._run_part(tokens.part(start, end), positions[start:end], self.length + end, address))
-        return np.concatenate(out)
+        return out[0] if len(out) == 1 else np.concatenate(out)  # most prompts are one part
 
     def _decode_one(self, tokens: TokenStates, positions: Ids) -> HiddenStates:
         return self._run_part(tokens, positions, self.length + 1, None)
