@@ -85,9 +85,10 @@ def _machine(*, as_json: bool) -> None:
     from vtx.runtime.report.doctor import look_at_machine
     from vtx.runtime.units import size
     from vtx.tools.estimate.fits import SHOWN, fits_here
+    from vtx.tools.tensorrt.support import gpu_cost
 
     report = look_at_machine()
-    fits = [] if report.problems else fits_here(report.device, report.cpu_device)
+    fits = [] if report.problems else fits_here(report.device, report.cpu_device, gpu_cost(report.device))
     if as_json:
         say_json({**report.to_dict(), "fits": [entry.to_dict() for entry in fits]})
     else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.commands.shared.options import PRECISION, DepthType, given, joined, option, options
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.terminal.console import command, note, say, say_json, table
 
@@ -30,6 +31,7 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     epilog="vtx-plan --model llava-1.5-7b\n"
     "vtx-plan --model llava-1.5-7b --sequence 642 --text 66 --k 17 --json\n"
     "vtx-plan --model llava-next-7b --precision int4 --profile orin-nx-16\n"
+    "vtx-plan --model llava-1.5-7b --profile orin-nx-16 --jetpack 6.2\n"
     "vtx-plan --model qwen2.5-vl-3b --image-size 640x480 --reduce fastv:k=2,ratio=0.5\n"
     "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
 )
@@ -48,50 +50,65 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
            show_default="all"),
     "vision_precision", "head_precision", "max_new_tokens",
     option("--profile", str, "A device, for its engines, memory and estimated times.", metavar="NAME"),
+    option("--device engine", click.Choice([*ENGINES]), "The engine whose memory and times are counted; needs "
+           "--profile [default: the first that answers]."),
+    option("--jetpack", str, "Release of JetPack, for --profile of a Jetson [default: the newest in it].",
+           metavar="VERSION"),
+    option("--max-context", int, "Slots of the bundle's KV cache; TensorRT's trt graphs set all aside in every layer "
+           "[default: 4096]."),
     option("--json as_json", bool, "One JSON object on stdout, and nothing else."),
     "plot",
 )  # fmt: skip
 def plan(
     model: str, picture: tuple[int, int], sequence: int | None, text: int, ks: tuple[int | None, ...],
     reduction: str, precisions: tuple[str, ...], vision_precision: str | None, head_precision: str | None,
-    max_new_tokens: int, profile: str | None, as_json: bool, plot: Path | None,
+    max_new_tokens: int, profile: str | None, engine: str | None, jetpack: str | None, max_context: int | None,
+    as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Compute the cost of a model: arithmetic, weights, KV cache and memory per K and precision."""
     from vtx.exporter.checkpoint.spec import find_size
     from vtx.runtime.host.profiles import load_profile
     from vtx.runtime.policies.spec import parse
-    from vtx.tools.estimate.plan import Workload, make_plan
-    from vtx.tools.tensorrt.support import engines_on
+    from vtx.tools.estimate.plan import MAX_CONTEXT, Workload, make_plan
+    from vtx.tools.estimate.weights import precisions_of
+    from vtx.tools.tensorrt.support import choose_engine, engines_on
 
     if sequence is not None and given("picture"):
         raise click.UsageError("--sequence and --image-size are mutually exclusive")
+    if profile is None and (engine or jetpack):
+        raise click.UsageError("--device and --jetpack need --profile")
     device = None if profile is None else load_profile(profile)
     size = find_size(model)
     image, views = size.picture(*picture)
     work = Workload(text, image, max_new_tokens, views)
     if sequence is not None:
         work = Workload(text, sequence - text, max_new_tokens)
+    parts = {p: precisions_of(size, p, vision_precision, head_precision) for p in precisions or PRECISIONS}
+    engines = () if device is None else engines_on(device, size, parts)
+    counted = choose_engine(engines, engine, jetpack) if engines else None
     costs = make_plan(
-        size, work, ks, precisions or tuple(PRECISIONS), device, vision_precision, head_precision,
+        size, work, ks, tuple(parts), device, vision_precision, head_precision,
+        max_context=max_context or MAX_CONTEXT, engine=None if counted is None else counted.cost,
         reductions=parse(reduction),
     )  # fmt: skip
-    engines = () if device is None else engines_on(device, costs.model, costs.parts)
     seen = picture if sequence is None and size.vision is not None and size.layout is not None else None
     if plot is not None:
         from vtx.tools.estimate.plot import plot_plan
 
         plot_plan(costs, plot)
     if as_json:
-        say_json({**costs.to_dict(), "image_size": seen, "engines": [engine.to_dict() for engine in engines]})
+        found = {"image_size": seen, "engines": [engine.to_dict() for engine in engines]}
+        say_json({**costs.to_dict(), **found, "counted_for": counted and counted.software})
         return
-    _show_plan(costs, seen, size, engines)
+    _show_plan(costs, seen, size, engines, counted)
     if plot is not None:
         note(f"drew {plot}")
 
 
 def _show_plan(
-    costs: CostPlan, picture: tuple[int, int] | None, whole: ModelSize, engines: Sequence[EngineSupport]
-) -> None:
+    costs: CostPlan, picture: tuple[int, int] | None, whole: ModelSize, engines: Sequence[EngineSupport],
+    counted: EngineSupport | None,
+) -> None:  # fmt: skip
     from vtx.runtime.units import size
     from vtx.tools.estimate.plan import ESTIMATE
 
@@ -108,16 +125,14 @@ def _show_plan(
     if costs.reduced is not None:
         say(f"reduced by {costs.reduced.spec}: vision tokens in {_spans(costs.reduced.vision_tokens)}")
         paper = costs.reduced.paper_ratio
-        counted = "" if paper is None else f", {paper:.1%} as its paper counts"
-        say(f"the image alone in the decoder: {costs.reduced.image_ratio:.1%} of the arithmetic{counted}")
+        published = "" if paper is None else f", {paper:.1%} as its paper counts"
+        say(f"the image alone in the decoder: {costs.reduced.image_ratio:.1%} of the arithmetic{published}")
         for line in costs.reduced.assumed:
             say(f"assumed: {line}")
     for engine in engines:
         if engine.answered:
             only = "" if not engine.refusals else f", {' '.join(engine.answered)} only"
             say(f"answers with --device {engine.device}: {engine.software}, {engine.dialect} graphs{only}")
-            if engine.device == "tensorrt" and engine.dialect == "plain":
-                say("  in float32, slower than the times below, which are for trt graphs")
         for reason in dict.fromkeys(engine.refusals.values()):
             refused = " ".join(name for name, why in engine.refusals.items() if why == reason)
             say(f"not {refused if engine.answered else engine.device} with {engine.software}: {reason}")
@@ -128,13 +143,20 @@ def _show_plan(
         for d in costs.depths
     ]  # fmt: skip
     table("arithmetic of the prompt", ["K", "full layers", "calflops", "total"], rows)
-    heads = ["K", "precision", "KV cache", "peak memory"]
+    if counted is not None:
+        say(f"counted below for {counted.software}: {counted.cost.note}")
+    heads = ["K", "precision", "KV cache", "peak"]
     heads += ["fits", "vision", "prefill", "per token"] if device else []
-    able = {name for engine in engines for name in engine.answered}
+    able = set() if counted is None else set(counted.answered)
     rows = []
     for depth in costs.depths:
         for name, cost in depth.precisions.items():
-            row = [str(depth.k or "none"), name, size(cost.kv_bytes), size(cost.peak_bytes)]
+            row = [
+                str(depth.k or "none"),
+                name,
+                size(cost.kv_held_bytes if device else cost.kv_bytes),
+                size(cost.peak_bytes),
+            ]
             if cost.phases is not None and name not in able:
                 row += ["no engine", *("-" for _ in cost.phases)]
             elif cost.phases is not None:

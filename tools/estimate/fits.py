@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vtx.runtime.backends.engines import ENGINES, EXPANDED
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.host.profiles import Profile, load_profile
 from vtx.runtime.precision import PRECISIONS
-from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.plan import ENGINE_COSTS, EngineCost, Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
 
 SHOWN = ("fp16", *(row.name for row in PRECISIONS.values() if row.bits))
@@ -48,8 +48,8 @@ class Fits:
         return {"place": self.device, "usable_bytes": self.usable, "models": models}
 
 
-def fits_here(device: Device, cpu_device: str | None) -> list[Fits]:
-    """The models that fit into the memory of this machine's GPU, and of its CPU if it can answer.
+def fits_here(device: Device, cpu_device: str | None, gpu: EngineCost = ENGINE_COSTS["tensorrt", "trt"]) -> list[Fits]:
+    """The models that fit into the memory of this machine's GPU with that engine, and of its CPU if it can answer.
 
     A Jetson's memory is shared, so it counts once, with the engines of its GPU.
     """
@@ -59,23 +59,21 @@ def fits_here(device: Device, cpu_device: str | None) -> list[Fits]:
         memory = int(GPU_SHARE * device.gpus[0].memory) if device.gpus else 0
         name = device.gpus[0].name if device.gpus else "the Jetson"
         usable = profile.usable_bytes if profile else memory
-        fits.append(Fits(profile.name if profile else name, usable, what_fits(profile, usable)))
+        fits.append(Fits(profile.name if profile else name, usable, what_fits(profile, usable, engine=gpu)))
     free = available_memory()
     if not device.jetson and cpu_device and free is not None:
         cpu = load_profile("cpu")
         cpu_name = f"this CPU with --device {cpu_device}"
-        fits.append(Fits(cpu_name, free, what_fits(cpu, free, floats=ENGINES[cpu_device].compute["f32"])))
+        engine = ENGINE_COSTS[cpu_device, ENGINES[cpu_device].dialect]
+        fits.append(Fits(cpu_name, free, what_fits(cpu, free, engine=engine)))
     return [entry for entry in fits if entry.usable]
 
 
 def what_fits(
     profile: Profile | None, usable: int | None = None, precisions: Sequence[str] = SHOWN,
-    models: Sequence[str] = EXPORTED, *, floats: Mapping[str, int] = EXPANDED,
+    models: Sequence[str] = EXPORTED, *, engine: EngineCost | None = None,
 ) -> dict[str, tuple[Fit, ...]]:  # fmt: skip
-    """Some models in some precisions, against `usable` bytes [default: the profile's].
-
-    No profile: a GPU, which holds weights as stored. `floats`: bytes of a float in a CPU's memory.
-    """
+    """Some models in some precisions, against `usable` bytes [default: the profile's]; `engine` as for `make_plan`."""
     free = usable if usable is not None or profile is None else profile.usable_bytes
     assert free is not None
     found = dict[str, tuple[Fit, ...]]()
@@ -84,7 +82,7 @@ def what_fits(
         work = Workload(WORK[0], model.vision.image_tokens if model.vision else 0, WORK[1])
         ks = (None, *range(model.decoder.layers, 1, -1))  # from no withdrawal to the earliest
         for precision in precisions:
-            plan = make_plan(model, work, ks, [precision], profile, floats=floats)
+            plan = make_plan(model, work, ks, [precision], profile, engine=engine)
             fitting = [depth.k for depth in plan.depths if depth.precisions[precision].peak_bytes <= free]
             fits.append(Fit(name, precision, bool(fitting), fitting[0] if fitting else None))
         found[name] = tuple(fits)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from vtx.runtime.backends.engines import EXPANDED
+from vtx.runtime.backends.engines import EXPANDED, KEPT, Floats
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError, UnsupportedModelError
@@ -99,21 +99,48 @@ class Phase:
     bound: str
 
 
-def widens(profile: Profile | None) -> bool:
-    """True if half-precision weights count as float32, as onnxruntime's CPU provider holds them."""
-    return profile is not None and profile.kind == "cpu"
+@dataclass(frozen=True, slots=True)
+class EngineCost:
+    """What an engine makes of a model in memory.
+
+    `floats`: bytes of a float weight there, by its stored type, None: all weights as stored. `wide`: arithmetic and
+    activations are float32. `whole`: K/V have `max_context` slots in every layer, all of which a token reads.
+    `buffers`: of K/V; `passes`: times that a token reads or writes them.
+    """
+
+    floats: Floats | None = None
+    wide: bool = False
+    whole: bool = False
+    buffers: int = 1
+    passes: int = 1
+    note: str = "weights as stored, K/V grow with the tokens"
+
+
+IDEAL = EngineCost()
+_WIDENED = "floats are widened to float32 and computed in it"
+ENGINE_COSTS: Mapping[tuple[str, str], EngineCost] = {  # by device and dialect
+    ("cpu", "ort"): EngineCost(EXPANDED, wide=True, note=f"{_WIDENED}, K/V grow with the tokens"),
+    ("openvino", "plain"): EngineCost(KEPT, wide=True),
+    ("cuda", "ort"): EngineCost(EXPANDED, wide=True, note=f"{_WIDENED}, K/V grow with the tokens"),
+    ("tensorrt", "trt"): EngineCost(whole=True, note="weights as stored, --max-context slots of K/V at every K"),
+    # K/V are read, joined to the new token's in the other buffer, and read there
+    ("tensorrt", "plain"): EngineCost(EXPANDED, wide=True, buffers=2, passes=3, note=f"{_WIDENED}, K/V are held twice"),
+}
+MAX_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
 
 
 def latency(
-    model: ModelSize, views: int, schedule: Sequence[int], precisions: Precisions, profile: Profile
-) -> dict[str, Phase]:
+    model: ModelSize, views: int, schedule: Sequence[int], precisions: Precisions, profile: Profile,
+    engine: EngineCost = IDEAL, read: int | None = None,
+) -> dict[str, Phase]:  # fmt: skip
     """Roofline estimate of each phase: `vision`, `prefill` and `decode_per_token`.
 
     Quantised weights are widened in the kernel, so the arithmetic is fp16's. Decode is one token right after
-    the prompt.
+    the prompt, which reads `read` bytes of K/V [default: those of the schedule].
     """
-    size, wide = model.decoder, widens(profile)
-    exact = PRECISIONS[precisions.decoder].arithmetic == "float32"
+    size = model.decoder
+    wide = engine.floats == EXPANDED
+    exact = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     peak = profile.fp32 if exact or profile.fp16 is None else profile.fp16
     matrices = weights.stored_bytes([*weights.layer_weights(size), *weights.head_weights(size)], precisions, wide=wide)
     cache = sum(flops.kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
@@ -121,7 +148,7 @@ def latency(
     work = {
         "vision": (flops.encode_flops(model.vision, views), weights.stored_bytes(tower, precisions, wide=wide)),
         "prefill": (flops.prefill_flops(size, schedule), matrices + cache),
-        "decode_per_token": (flops.decode_flops(size, schedule), matrices + cache),
+        "decode_per_token": (flops.decode_flops(size, schedule), matrices + (cache if read is None else read)),
     }
     phases = dict[str, Phase]()
     for phase, (operations, read) in work.items():
@@ -155,9 +182,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionCost:
-    """Memory of one precision at one K; on a device also `phases`, and `spare_bytes`, negative if it does not fit."""
+    """Memory of one precision at one K; on a device also `phases`, and `spare_bytes`, negative if it does not fit.
+
+    `kv_bytes_per_layer` are those of the prompt, `kv_held_bytes` all that the engine sets aside for prompt and answer.
+    """
 
     kv_bytes_per_layer: tuple[int, ...]
+    kv_held_bytes: int
     resident_weights_bytes: int
     activation_bytes: int
     peak_bytes: int
@@ -173,7 +204,14 @@ class PrecisionCost:
         return None if self.spare_bytes is None else self.spare_bytes >= 0
 
     def to_dict(self) -> dict[str, Any]:
-        named = ("kv_bytes", "kv_bytes_per_layer", "resident_weights_bytes", "activation_bytes", "peak_bytes")
+        named = (
+            "kv_bytes",
+            "kv_bytes_per_layer",
+            "kv_held_bytes",
+            "resident_weights_bytes",
+            "activation_bytes",
+            "peak_bytes",
+        )
         values: dict[str, Any] = {name: getattr(self, name) for name in named}
         if self.phases is not None:
             values |= {"fits": self.fits, "spare_bytes": self.spare_bytes}
@@ -241,13 +279,16 @@ def spread_ks(layers: int) -> tuple[int | None, ...]:
 def make_plan(
     model: ModelSize, workload: Workload, ks: Sequence[int | None] = (), precisions: Sequence[str] = tuple(PRECISIONS),
     profile: Profile | None = None, vision_precision: str | None = None, head_precision: str | None = None, *,
-    floats: Mapping[str, int] = EXPANDED, reductions: Sequence[Reduction] = (),
+    engine: EngineCost | None = None, max_context: int = MAX_CONTEXT, reductions: Sequence[Reduction] = (),
 ) -> CostPlan:  # fmt: skip
     """The cost of `model`. `ks` empty: no withdrawal and a spread of K.
 
-    `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `floats` are the bytes
-    of a float in a CPU's memory, by type; they differ by engine. Raises RequestError.
+    `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `engine` [default:
+    onnxruntime on a CPU, elsewhere weights as stored and K/V as long as used] sets aside `max_context` slots, if it
+    does so at all. Raises RequestError.
     """
+    if engine is None:
+        engine = ENGINE_COSTS["cpu", "ort"] if profile is not None and profile.kind == "cpu" else IDEAL
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)
@@ -264,7 +305,9 @@ def make_plan(
                 k=k, full_layers=size.layers if k is None else k - 1, calflops=round(flops.calflops(size, slots)),
                 calflops_ratio=flops.calflops(size, slots) / flops.calflops(size, full), total_flops=total,
                 total_ratio=total / whole, kv_slots=slots,
-                precisions={p: _cost(model, workload, views, slots, c, profile, floats) for p, c in parts.items()},
+                precisions={
+                    p: _cost(model, workload, views, slots, c, profile, engine, max_context) for p, c in parts.items()
+                },
             )
         )  # fmt: skip
     return CostPlan(
@@ -277,21 +320,22 @@ def make_plan(
 
 def _cost(
     model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None,
-    floats: Mapping[str, int],
+    engine: EngineCost, max_context: int,
 ) -> PrecisionCost:  # fmt: skip
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
-    answer = sum(flops.kv_bytes(model.decoder, [work.new_tokens] * len(slots), element))
-    on_cpu = widens(profile)
+    reserved = [max(max_context, work.slots) if engine.whole else count + work.new_tokens for count in slots]
+    kv = engine.buffers * sum(flops.kv_bytes(model.decoder, reserved, element))
+    read = kv if engine.whole else engine.passes * sum(cache)
     stored = weights.stored_bytes(weights.all_weights(model), precisions)
-    held = weights.resident(model, precisions, floats) if on_cpu else stored
-    wide = on_cpu or PRECISIONS[precisions.decoder].arithmetic == "float32"
+    held = stored if engine.floats is None else weights.resident(model, precisions, engine.floats)
+    wide = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     activations = activation_bytes(model, slots, views, 4 if wide else 2)
-    peak = held + sum(cache) + answer + activations + RUN_BASE
+    peak = held + kv + activations + RUN_BASE
     if profile is None:
-        return PrecisionCost(cache, held, activations, peak)
-    phases = latency(model, views, slots, precisions, profile)
-    return PrecisionCost(cache, held, activations, peak, profile.usable_bytes - peak, phases)
+        return PrecisionCost(cache, kv, held, activations, peak)
+    phases = latency(model, views, slots, precisions, profile, engine, read)
+    return PrecisionCost(cache, kv, held, activations, peak, profile.usable_bytes - peak, phases)
 
 
 def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int) -> int:

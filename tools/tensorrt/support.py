@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ from vtx.runtime.backends.ort.cuda import kv_obstacle
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
+from vtx.runtime.host.device import Device
 from vtx.runtime.host.profiles import Profile
+from vtx.tools.estimate.plan import ENGINE_COSTS, EngineCost
 from vtx.tools.estimate.sizes import ModelSize, NativeSize
 from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS
@@ -37,6 +39,11 @@ class EngineSupport:
     @property
     def answered(self) -> list[str]:
         return [name for name, obstacle in self.obstacles.items() if obstacle is None]
+
+    @property
+    def cost(self) -> EngineCost:
+        """What the engine makes of a model in memory; of one that answers."""
+        return ENGINE_COSTS[self.device, self.dialect or ""]
 
     @property
     def refusals(self) -> dict[str, str]:
@@ -81,6 +88,32 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
             "the memory alone, or answer on a CPU (--profile cpu)"
         )
     return tuple(found)
+
+
+def gpu_cost(device: Device) -> EngineCost:
+    """What TensorRT makes of a model on this machine: the release of a Jetson, else TensorRT-RTX."""
+    installed = device.jetson and device.jetson.tensorrt
+    release = parse_release(TENSORRT, installed) if installed else None
+    return ENGINE_COSTS["tensorrt", release.dialect if release else ENGINES["tensorrt"].dialect]
+
+
+def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack: str | None) -> EngineSupport:
+    """The one that a plan counts: of `device` and of that release of JetPack, by default the newest that answers.
+
+    Raises RequestError.
+    """
+    ending = f" of JetPack {jetpack}"
+    found = [
+        engine
+        for engine in engines
+        if engine.answered and device in (None, engine.device) and (jetpack is None or engine.software.endswith(ending))
+    ]
+    if not found:
+        asked = " ".join([*(["--device " + device] if device else []), *(["--jetpack " + jetpack] if jetpack else [])])
+        able = "; ".join(f"--device {engine.device}: {engine.software}" for engine in engines if engine.answered)
+        raise RequestError(f"no engine for {asked} answers this model there; those that do: {able}")
+    same = [engine for engine in found if engine.device == found[0].device]
+    return same[-1]  # releases are in ascending order
 
 
 def _tensorrt(

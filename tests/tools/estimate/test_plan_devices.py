@@ -48,7 +48,8 @@ def test_a_jetson_names_the_tensorrt_of_each_jetpack() -> None:
     ]
     assert "TensorRT 8.5 is not supported" in engines[0]["obstacles"]["int4"]
     shown = CliRunner().invoke(cli.plan, ["--model", "llava-1.5-7b", "--profile", "orin-nano-8"]).stdout
-    assert "answers with --device tensorrt: TensorRT 10.3 of JetPack 6.2, plain graphs\n  in float32, slower" in shown
+    assert "answers with --device tensorrt: TensorRT 10.3 of JetPack 6.2, plain graphs\n" in shown
+    assert "counted below for TensorRT 10.16 of JetPack 7.2: " in shown
     assert "not tensorrt with TensorRT 8.5 of JetPack 5.1: " in shown
 
 
@@ -76,6 +77,40 @@ def test_a_precision_without_an_engine_has_no_times() -> None:
     assert " no " in fp32
     assert "ms" not in fp32
     assert "not fp32 with onnxruntime's CUDA provider: onnxruntime attends in float16 on CUDA" in table
+
+
+def test_memory_and_times_are_those_of_the_engine() -> None:
+    """The trt graphs hold and read every slot at every K, the plain ones compute in float32 and hold K and V twice."""
+    words = ["--model", "llava-1.5-7b", "--profile", "agx-orin-64", "--precision", "fp16", "--k", "none,9"]
+
+    def at(*more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        none, nine = (depth["precisions"]["fp16"] for depth in planned(*words, *more)["depths"])
+        return none, nine
+
+    slot = 2 * 32 * 32 * 128 * 2  # K and V of 32 layers and heads, in bytes
+    newest, older = at(), at("--jetpack", "6.2")
+    assert [cost["kv_held_bytes"] for cost in newest] == [4096 * slot] * 2
+    assert newest[0]["latency_ms"]["decode_per_token"] == newest[1]["latency_ms"]["decode_per_token"]
+    assert at("--max-context", "1024")[0]["kv_held_bytes"] == 1024 * slot
+    assert at("--max-context", "16")[0]["kv_held_bytes"] == (64 + 576 + 256) * slot  # what the plan asks at least
+    assert older[0]["kv_held_bytes"] == 2 * (64 + 576 + 256) * slot
+    assert older[1]["kv_held_bytes"] < older[0]["kv_held_bytes"]
+    assert older[0]["resident_weights_bytes"] > 1.9 * newest[0]["resident_weights_bytes"]
+    assert older[0]["latency_ms"]["prefill"] > 4 * newest[0]["latency_ms"]["prefill"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--profile", "orin-nx-16", "--jetpack", "9.9"], "no engine for --jetpack 9.9 answers this model there"),
+        (["--profile", "orin-nx-16", "--device", "cuda"], "--device tensorrt: TensorRT 10.16 of JetPack 7.2"),
+        (["--jetpack", "6.2"], "--device and --jetpack need --profile"),
+    ],
+)
+def test_an_engine_that_does_not_answer_is_refused_with_those_that_do(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(cli.plan, ["--model", "llava-1.5-7b", *words], prog_name="vtx-plan")
+    assert done.exit_code != 0
+    assert message in done.stderr
 
 
 # --- the picture ----------------------------------------------------------------------------------
