@@ -69,7 +69,7 @@ def plan(
     from vtx.exporter.checkpoint.spec import find_size
     from vtx.runtime.host.profiles import load_profile
     from vtx.runtime.policies.spec import parse
-    from vtx.tools.estimate.plan import MAX_CONTEXT, Workload, make_plan
+    from vtx.tools.estimate.plan import DEFAULT_CONTEXT, Workload, make_plan
     from vtx.tools.estimate.weights import precisions_of
     from vtx.tools.tensorrt.support import choose_engine, engines_on
 
@@ -88,7 +88,7 @@ def plan(
     counted = choose_engine(engines, engine, jetpack) if engines else None
     costs = make_plan(
         size, work, ks, tuple(parts), device, vision_precision, head_precision,
-        max_context=max_context or MAX_CONTEXT, engine=None if counted is None else counted.cost,
+        max_context=max_context or DEFAULT_CONTEXT, engine=None if counted is None else counted.cost,
         reductions=parse(reduction),
     )  # fmt: skip
     seen = picture if sequence is None and size.vision is not None and size.layout is not None else None

@@ -40,7 +40,7 @@ from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.vision.layouts import spec_of
-from vtx.tools.estimate.plan import MAX_CONTEXT
+from vtx.tools.estimate.plan import DEFAULT_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def plan_export(options: ExportOptions) -> Plan:
     if options.retain is not None:
         options.retain.check(options.reductions)
     most, must_fit = config.text.max_positions, spec_of(config.layout).must_fit
-    context = min(MAX_CONTEXT, most) if options.max_context is None else options.max_context
+    context = min(DEFAULT_CONTEXT, most) if options.max_context is None else options.max_context
     if context > most:
         raise RequestError(f"--max-context is {context}; the model has {most} positions; lower it")
     if context <= must_fit + 1:

@@ -101,7 +101,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class EngineCost:
-    """What an engine makes of a model in memory.
+    """An engine's use of memory for a model.
 
     `floats`: bytes of a float weight there, by its stored type, None: all weights as stored. `wide`: arithmetic and
     activations are float32. `whole`: K/V have `max_context` slots in every layer, all of which a token reads.
@@ -126,7 +126,7 @@ ENGINE_COSTS: Mapping[tuple[str, str], EngineCost] = {  # by device and dialect
     # K/V are read, joined to the new token's in the other buffer, and read there
     ("tensorrt", "plain"): EngineCost(EXPANDED, wide=True, buffers=2, passes=3, note=f"{_WIDENED}, K/V are held twice"),
 }
-MAX_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
+DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
 
 
 def latency(
@@ -279,7 +279,7 @@ def spread_ks(layers: int) -> tuple[int | None, ...]:
 def make_plan(
     model: ModelSize, workload: Workload, ks: Sequence[int | None] = (), precisions: Sequence[str] = tuple(PRECISIONS),
     profile: Profile | None = None, vision_precision: str | None = None, head_precision: str | None = None, *,
-    engine: EngineCost | None = None, max_context: int = MAX_CONTEXT, reductions: Sequence[Reduction] = (),
+    engine: EngineCost | None = None, max_context: int = DEFAULT_CONTEXT, reductions: Sequence[Reduction] = (),
 ) -> CostPlan:  # fmt: skip
     """The cost of `model`. `ks` empty: no withdrawal and a spread of K.
 

@@ -42,7 +42,7 @@ class EngineSupport:
 
     @property
     def cost(self) -> EngineCost:
-        """What the engine makes of a model in memory; of one that answers."""
+        """Its use of memory; of an engine that answers."""
         return ENGINE_COSTS[self.device, self.dialect or ""]
 
     @property
@@ -91,7 +91,7 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
 
 
 def gpu_cost(device: Device) -> EngineCost:
-    """What TensorRT makes of a model on this machine: the release of a Jetson, else TensorRT-RTX."""
+    """TensorRT's use of memory on this machine: that of the release of a Jetson, else TensorRT-RTX."""
     installed = device.jetson and device.jetson.tensorrt
     release = parse_release(TENSORRT, installed) if installed else None
     return ENGINE_COSTS["tensorrt", release.dialect if release else ENGINES["tensorrt"].dialect]
