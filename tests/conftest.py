@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -12,19 +13,19 @@ from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import bundles
 from tests.support.covering import covering
 from tests.support.old_onnxruntime import skipped_where_it_is_too_old
 from tests.support.shared import Shared
 from tests.support.tiny import Tiny, make
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.support.exported import Models
     from tests.support.reference import Reference
     from vtx.runtime.api.model import Model
@@ -114,9 +115,24 @@ def pytest_runtest_call() -> Generator[None]:
 
 
 def _of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that is this run's, whichever worker asks."""
+    """A folder of this run's that lasts until its end, whichever worker asks."""
     base = tmp_path_factory.getbasetemp()
-    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folders_removed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a file's fixtures wrote goes with them, unless a test failed: a run that keeps it all fills a disk."""
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed:
+        for folder in tmp_path_factory.getbasetemp().iterdir():
+            if folder.name != "shared":
+                shutil.rmtree(
+                    folder, ignore_errors=True
+                ) if folder.is_dir() and not folder.is_symlink() else folder.unlink()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -175,14 +191,16 @@ def crop_noted_already() -> None:
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_checkpoint(tiny=Tiny(), seed=0)`: the folder of that checkpoint; copy it before you change it."""
 
-    shared = _of_all_workers(tmp_path_factory) / "tiny"
-    shared.mkdir(exist_ok=True)
+    shared = _of_all_workers(tmp_path_factory)
+    (shared / "tiny").mkdir(exist_ok=True)
+    (shared / "bundles").mkdir(exist_ok=True)
+    bundles.SHARED = shared / "bundles"
 
     @cache
     def folder(tiny: Tiny = Tiny(), seed: int = 0) -> Path:  # noqa: B008 - frozen
-        target = shared / hashlib.sha256(repr((tiny, seed)).encode()).hexdigest()[:16]
+        target = shared / "tiny" / hashlib.sha256(repr((tiny, seed)).encode()).hexdigest()[:16]
         if not target.exists():
-            made = make(tmp_path_factory.mktemp("tiny"), tiny, seed)
+            made = make(Path(tempfile.mkdtemp(dir=shared)), tiny, seed)
             with suppress(OSError):  # another worker was sooner with the same
                 made.rename(target)
         return target
@@ -203,24 +221,17 @@ def reference(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Reference]:
     return load
 
 
-@pytest.fixture(scope="session")
-def exported() -> dict[Hashable, Path]:
-    """The bundles of the fixture `models`, which the test files share."""
-    return {}
-
-
 @pytest.fixture(scope="module")
 def models(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     tiny_checkpoint: Callable[..., Path],
-    exported: dict[Hashable, Path],
 ) -> Models:
     """`models(tiny, ks, precision, reductions)`: that bundle on the CPU, in the dialects that the file names."""
     from tests.support.exported import Models
 
     marker = request.node.get_closest_marker("dialects")
-    return Models(tmp_path_factory.mktemp("bundles"), tiny_checkpoint, marker.args if marker else ("ort",), exported)
+    return Models(tmp_path_factory.mktemp("bundles"), tiny_checkpoint, marker.args if marker else ("ort",))
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,19 @@
-"""A Ray cluster on this machine, for the tests of all that runs on one."""
+"""Exports made anew, for the tests of exports; a Ray cluster on this machine, for the tests of all that runs on one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+
+from tests.support import bundles
+
+
+@pytest.fixture(autouse=True)
+def exports_made_anew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an export is what is tested, no test gets a copy of one made before."""
+    if request.path.parent.name in ("bundling", "weights"):
+        monkeypatch.setattr(bundles, "SHARED", None)
 
 
 @pytest.fixture

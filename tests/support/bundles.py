@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from vtx.exporter.bundling.options import ExportOptions
 
 ORT = ("ort",)
+SHARED: Path | None = None  # where `shared` keeps the bundles of a run, next to `tiny_checkpoint`'s
 IGNORE: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
 EXPORT_ONLY = ("torch", "transformers", "onnx", "onnx_ir", "safetensors", "huggingface_hub")
 
@@ -37,29 +39,60 @@ def export(
     precision: str = "fp32",
     *,
     max_context: int | None = None,
-    force: bool = False,
     reductions: tuple[str, ...] = (),
     allow_pickle: bool = False,
     dialects: tuple[str, ...] = DIALECTS,
 ) -> Bundle:
-    """Export a checkpoint to `out`, without a command around it.
+    """Export a checkpoint to `out`, without a command around it, or copy what has been exported so.
 
     Graphs take more than half of the time of a tiny export: whoever runs none but onnxruntime's names `ORT`.
     """
-    from vtx.exporter.bundling.export import plan_export, run_export
     from vtx.exporter.bundling.options import ExportOptions
 
-    options = ExportOptions(
-        str(checkpoint), ks, precision, max_context, reductions=reductions, allow_pickle=allow_pickle, dialects=dialects
-    )
-    return run_export(plan_export(options), out, force=force, report=IGNORE)
+    return export_with(
+        ExportOptions(
+            str(checkpoint), ks, precision, max_context,
+            reductions=reductions, allow_pickle=allow_pickle, dialects=dialects,
+        ),
+        out,
+    )  # fmt: skip
 
 
 def export_with(options: ExportOptions, out: Path) -> Bundle:
-    """Export with any options to `out`."""
+    """Export with any options to `out`, or copy what has been exported so."""
+    made = shared(options)
+    return export_anew(options, out) if made is None else Bundle.open(copy(made, out), check=False)
+
+
+def export_anew(options: ExportOptions, out: Path) -> Bundle:
+    """Export with any options to `out`, for the sake of the export."""
     from vtx.exporter.bundling.export import plan_export, run_export
 
     return run_export(plan_export(options), out, force=False, report=IGNORE)
+
+
+def shared(options: ExportOptions) -> Path | None:
+    """The bundle that these options give, made once for all workers, of which nobody changes a file.
+
+    None if the checkpoint is none of those that all tests share, or if options name further files or measurements.
+    """
+    from vtx.exporter.bundling.options import DEMO
+
+    made_by_tests = (
+        getattr(options, name) for name in ("gates", "calibration", "retain", "aware", "arithmetic", "release")
+    )
+    if SHARED is None or any(made_by_tests) or options.text_tower or options.tower:
+        return None
+    if options.model != DEMO and Path(options.model).parent != SHARED.parent / "tiny":
+        return None
+    folder = SHARED / hashlib.sha256(repr(options).encode()).hexdigest()[:16]
+    if not folder.exists():
+        made = Path(tempfile.mkdtemp(dir=SHARED)) / "bundle"
+        export_anew(options, made)
+        with suppress(OSError):  # another worker was sooner with the same
+            made.rename(folder)
+        shutil.rmtree(made.parent)
+    return folder
 
 
 def copy(bundle: Path, target: Path) -> Path:

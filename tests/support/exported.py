@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.bundles import export
+from tests.support.bundles import export_anew, shared
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model, Picture
 from vtx.runtime.policies.base import Policy
@@ -27,20 +29,10 @@ DEVICES = [name for name, module in (("cpu", "onnxruntime"), ("openvino", "openv
 
 
 class Models:
-    """`models(tiny, ks, precision, reductions)`: that bundle, loaded; each is made once, with these dialects.
+    """`models(tiny, ks, precision, reductions)`: that bundle, loaded; each is made once, with these dialects."""
 
-    Those who share `exported` share the bundles, of which nobody changes a file.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        checkpoints: Checkpoints,
-        dialects: tuple[str, ...],
-        exported: dict[Hashable, Path] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, checkpoints: Checkpoints, dialects: tuple[str, ...]) -> None:
         self._folder, self._checkpoints, self._dialects = folder, checkpoints, dialects
-        self._exported: dict[Hashable, Path] = {} if exported is None else exported
         self._get = cache(self._make)
 
     def __call__(
@@ -53,12 +45,12 @@ class Models:
         return self._get(tiny, ks, precision, reductions)
 
     def _make(self, tiny: Tiny, ks: tuple[int, ...], precision: str, reductions: tuple[str, ...]) -> Model:
-        key = tiny, ks, precision, reductions, self._dialects
-        if key not in self._exported:
-            folder = self._folder / f"bundle-{len(self._exported)}"
-            how = {"reductions": reductions, "dialects": self._dialects, "allow_pickle": tiny.pickled}
-            self._exported[key] = export(self._checkpoints(tiny), folder, ks, precision, **how).folder
-        return load(self._exported[key], device="cpu", threads=THREADS)
+        options = ExportOptions(
+            str(self._checkpoints(tiny)), ks, precision,
+            reductions=reductions, dialects=self._dialects, allow_pickle=tiny.pickled,
+        )  # fmt: skip
+        made = shared(options) or export_anew(options, Path(mkdtemp(dir=self._folder)) / "bundle").folder
+        return load(made, device="cpu", threads=THREADS)
 
 
 class Greedy(NamedTuple):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.bundles import IGNORE
+from tests.support.bundles import export_with
 from tests.support.cpp import output
 from tests.support.exported import THREADS
-from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.report.golden import logits_limit
@@ -42,7 +41,7 @@ def meets(
         str(checkpoint), ks, precision, dialects=tuple({"ort", dialect}), reductions=reductions, kv_precision=kv,
         gates=gates,
     )  # fmt: skip
-    bundle = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
+    bundle = export_with(options, folder / "bundle")
     return compared(bundle.folder, folder, device, compute, limit)
 
 

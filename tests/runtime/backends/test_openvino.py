@@ -184,7 +184,7 @@ def reduced(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoin
     checkpoint = str(tiny_checkpoint(Tiny(layers=12, image=126, context=768)))
     options = ExportOptions(checkpoint, (4, 9), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
     folder = tmp_path_factory.mktemp("reduced") / "bundle"
-    run_export(plan_export(options), folder, force=False, report=bundles.IGNORE)
+    bundles.export_with(options, folder)
     return [load(folder, device=device, threads=THREADS) for device in ("openvino", "cpu")]
 
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.bundles import IGNORE, copy, cut_output, export, write_gate
+from tests.support.bundles import copy, cut_output, export, export_with, write_gate
 from tests.support.cpp import ask, expected, needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS, Models
 from tests.support.tiny import Tiny, random_image
-from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -46,7 +45,7 @@ REDUCTIONS = (
 def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
     options = ExportOptions(str(tiny_checkpoint()), (3, 5), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
     out = tmp_path_factory.mktemp("cpp") / "bundle"
-    return load(run_export(plan_export(options), out, force=False, report=IGNORE).folder, device="cpu", threads=THREADS)
+    return load(export_with(options, out).folder, device="cpu", threads=THREADS)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +285,7 @@ def test_a_gate_at_its_threshold_and_just_above_it_decides_as_in_python(
     tiny_checkpoint: Callable[..., Path], pictures: list[Path], tmp_path: Path
 ) -> None:
     options = ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort",), gates=write_gate(tmp_path, 168))
-    folder = run_export(plan_export(options), tmp_path / "bundle", force=False, report=IGNORE).folder
+    folder = export_with(options, tmp_path / "bundle").folder
     with load(folder, device="cpu", threads=THREADS) as gated, gated.open(pictures[0]) as conversation:
         [said] = conversation.ask("red?", "auto", max_new_tokens=1).stats.gate or ()
         for threshold, k in ((said.probability, None), (float(np.nextafter(said.probability, 0)), 3)):

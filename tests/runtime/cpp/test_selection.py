@@ -14,14 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support import clip, selection
-from tests.support.bundles import IGNORE
+from tests.support.bundles import export_with
 from tests.support.cpp import ask, needs_cpp, output
 from tests.support.exported import THREADS
 from tests.support.reference import Reference
 from tests.support.selection import CASES, Drawn, divprune, divprune_count, random_tokens
 from tests.support.statement import cdpruner
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -67,7 +66,7 @@ def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
     options = ExportOptions(
         str(checkpoint), (3,), "fp32", dialects=("ort",), reductions=("none", *SPECS), text_tower=str(tower)
     )
-    bundle = run_export(plan_export(options), folder / "b", force=False, report=IGNORE)
+    bundle = export_with(options, folder / "b")
     return load(bundle.folder, device="cpu", threads=THREADS)
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bundles import IGNORE
+from tests.support.bundles import export_with
 from tests.support.clip import make_clip
 from tests.support.cpp import ask, expected, needs_cpp, output, run
 from tests.support.exported import THREADS
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, random_image
-from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -38,7 +37,7 @@ def model(
     options = ExportOptions(
         str(tiny_checkpoint(tiny)), (3,), "fp32", dialects=("ort",), reductions=("none", SPEC), text_tower=str(clip)
     )
-    bundle = run_export(plan_export(options), folder / "b", force=False, report=IGNORE)
+    bundle = export_with(options, folder / "b")
     return load(bundle.folder, device="cpu", threads=THREADS)
 
 
@@ -80,7 +79,7 @@ def test_tiles_are_selected_by_the_tower_as_in_python(
     options = ExportOptions(
         str(tiny_checkpoint(tiny)), (3,), "fp32", dialects=("ort",), reductions=("none", spec), text_tower=str(clip)
     )
-    folder = run_export(plan_export(options), tmp_path / "b", force=False, report=IGNORE).folder
+    folder = export_with(options, tmp_path / "b").folder
     random_image(3, (150, 60)).save(tmp_path / "a.png")
     found = ask(folder, tmp_path / "a.png", *QUESTIONS, "--reduce", spec, "--max-new-tokens", "5")
     with load(folder, device="cpu", threads=THREADS) as python, python.open(tmp_path / "a.png") as conversation:

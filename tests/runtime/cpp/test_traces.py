@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bundles import IGNORE, write_gate
+from tests.support.bundles import export_with, write_gate
 from tests.support.cabi import Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, write_pictures
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny
 from tests.support.traces import REDUCTIONS, meets
-from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.report.traces.compare import compare_traces
@@ -44,7 +43,7 @@ def test_gates_are_told_where_python_tells_them(
 ) -> None:
     """Not again in a turn that had to run the chat's first question again, after another question."""
     options = ExportOptions(str(tiny_checkpoint()), (3,), "fp32", gates=gates)
-    bundle = run_export(plan_export(options), tmp_path / "bundle", force=False, report=IGNORE).folder
+    bundle = export_with(options, tmp_path / "bundle").folder
     [picture] = write_pictures(tmp_path, [(60, 60)])
     questions, turns = ("red?", "What is it?", "Where is it?", "And now?"), (0, 1, 3)
     library = Loaded(bundle, "cpu")

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.support.bundles import IGNORE, export, write_gate
+from tests.support.bundles import export, export_with, write_gate
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny
 from vtx import cli
-from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -43,7 +42,7 @@ Change = Callable[[dict[str, Any]], None]
 def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
     options = ExportOptions(str(tiny_checkpoint()), (3, 5), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
     out = tmp_path_factory.mktemp("traces") / "bundle"
-    return load(run_export(plan_export(options), out, force=False, report=IGNORE).folder, device="cpu", threads=THREADS)
+    return load(export_with(options, out).folder, device="cpu", threads=THREADS)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +153,7 @@ def test_engines_meet_each_other_for_every_kind_of_policy_at_every_precision(
     options = ExportOptions(
         str(tiny_checkpoint()), (3,), precision, gates=gates, dialects=("ort", "plain"), reductions=EVERY_KIND
     )
-    bundle = run_export(plan_export(options), tmp_path / "bundle", force=False, report=IGNORE).folder
+    bundle = export_with(options, tmp_path / "bundle").folder
     for device in ("cpu", "openvino"):
         model = load(bundle, device=device, threads=THREADS)
         write_traces(model, tmp_path / device)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.support.bundles import IGNORE
+from tests.support.bundles import export_with
 from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS, Checkpoints
 from tests.support.reduced import (
@@ -49,7 +49,6 @@ Cases = Callable[[Tiny], Case]
 def cases(
     tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
 ) -> Cases:
-    from vtx.exporter.bundling.export import plan_export, run_export
     from vtx.exporter.bundling.options import ExportOptions
 
     folder = tmp_path_factory.mktemp("reduce")
@@ -58,7 +57,7 @@ def cases(
     def case(tiny: Tiny) -> Case:
         words = WORDS if tiny.vision == "clip" else ("mustdrop:192,key=0", "lsm")
         options = ExportOptions(str(tiny_checkpoint(tiny)), KS, "fp32", reductions=words)
-        bundle = run_export(plan_export(options), folder / str(hash(tiny)), force=False, report=IGNORE)
+        bundle = export_with(options, folder / str(hash(tiny)))
         judge = reference(tiny)
         return Case(load(bundle.folder, threads=THREADS), judge, Statement(judge))
 

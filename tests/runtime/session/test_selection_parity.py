@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.bundles import export_with
 from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS, Checkpoints
 from tests.support.reduced import PARAMETERS, QUESTIONS, STEPS, Case, Talk, ask_both, assert_equal, inputs, some_merged
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -60,7 +60,7 @@ def make(
     reference: Callable[..., Reference],
 ) -> Case:
     options = ExportOptions(str(tiny_checkpoint(tiny)), KS, "fp32", reductions=SPECS)
-    bundle = run_export(plan_export(options), folders.mktemp("selection") / "b", force=False, report=lambda *_: None)
+    bundle = export_with(options, folders.mktemp("selection") / "b")
     judge = reference(tiny)
     return Case(load(bundle.folder, device="cpu", threads=THREADS), judge, Statement(judge))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.bundles import IGNORE
+from tests.support.bundles import IGNORE, export_with
 from tests.support.clip import SEGMENT, Clip, make_clip
 from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS, Checkpoints
@@ -222,7 +222,7 @@ def test_tiles_have_a_budget_each_and_one_scale_of_relevance(
     folder = make_clip(tmp_path / "clip", judge)
     spec = f"cdpruner:keep={keep},text=tower"
     options = ExportOptions(str(tiny_checkpoint(tiny)), (3,), "fp32", reductions=("none", spec), text_tower=str(folder))
-    bundle = run_export(plan_export(options), tmp_path / "b", force=False, report=IGNORE)
+    bundle = export_with(options, tmp_path / "b")
     images, messages = [random_image(0, (60, 150)), random_image(1, (150, 60))], prompt_messages(QUESTIONS[0], 2)
     wanted = Statement(judge, Clip(folder)).answer(judge.inputs(messages, images), method, STEPS, QUESTIONS[0])
     ort = load(bundle.folder, device="cpu", threads=THREADS)

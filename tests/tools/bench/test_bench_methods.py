@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from tests.support.bundles import EXPORT_ONLY, IGNORE, export
+from tests.support.bundles import EXPORT_ONLY, export, export_with
 from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS
 from tests.support.gates import certain_gate, write_gates
@@ -21,7 +21,6 @@ from tests.support.tiny import Tiny, random_image
 
 from vtx import cli
 from vtx.commands import bench as commands
-from vtx.exporter.bundling.export import plan_export, run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.loaded import LoadedBundle
@@ -53,7 +52,7 @@ NAMES = [
 def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ExportOptions(str(tiny_checkpoint(TINY)), KS, "fp32", dialects=DIALECTS, reductions=WORDS)
     folder = tmp_path_factory.mktemp("methods") / "bundle"
-    return run_export(plan_export(options), folder, force=False, report=IGNORE).folder
+    return export_with(options, folder).folder
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +196,7 @@ def gated(
     folder = tmp_path_factory.mktemp("gated")
     gates = write_gates(folder / "gates.safetensors", {3: certain_gate(request.param)})
     options = ExportOptions(str(tiny_checkpoint()), (3,), "fp32", gates=gates, dialects=("ort",))
-    made = run_export(plan_export(options), folder / "bundle", force=False, report=IGNORE)
+    made = export_with(options, folder / "bundle")
     return request.param, made.folder
 
 
