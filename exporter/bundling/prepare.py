@@ -150,6 +150,7 @@ def plan_export(options: ExportOptions) -> Plan:
     if isinstance(layers, int) and options.ks != "auto":
         _check_ks(options.ks, layers)
     stated = read_config(checkpoint.config)
+    checkpoint = replace(checkpoint, factors=stated.text.factors)
     if family.adjust is not None:
         stated = family.adjust(stated, read_image_processor(checkpoint.folder))
     for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):

@@ -14,14 +14,18 @@ from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
 
 MAX_POSITIONS = (1 << 24) - 1
-TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite")
 THREE_PART = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}  # text models whose positions have three parts
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """A decoder of the llama family; `qk_norm`: an RMS norm over each head of queries and keys, unrotated."""
+    """A decoder of the llama family; `qk_norm`: an RMS norm over each head of queries and keys, unrotated.
+
+    `factors` are pairs of a pattern of weights' canonical names, and what these weights of a checkpoint are multiplied
+    by wherever they are read; a bundle holds the products.
+    """
 
     family: str
     layers: int
@@ -40,6 +44,7 @@ class TextConfig:
     rope: RopeSpec
     max_positions: int
     qk_norm: bool = False
+    factors: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,15 +264,42 @@ def text_config_of(parsed: Any) -> TextConfig:
     window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
         positions = min(positions, window)  # attention is full up to here
+    eps, factors = number(vars(config), "rms_norm_eps"), tuple[tuple[str, float], ...]()
+    if family == "granite":
+        eps, factors = _granite(config, eps, head_dim)
+    biases = family in ("llama", "granite")
     return TextConfig(
         family=family, layers=size(config, "num_hidden_layers", MAX_LAYERS), hidden=hidden,
         ffn=size(config, "intermediate_size"), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        vocab=size(config, "vocab_size", 1 << 22), eps=number(vars(config), "rms_norm_eps"),
+        vocab=size(config, "vocab_size", 1 << 22), eps=eps,
         activation=str(config.hidden_act), qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
-        o_bias=family in ("llama", "qwen3") and bool(getattr(config, "attention_bias", False)),
-        mlp_bias=family == "llama" and bool(getattr(config, "mlp_bias", False)), tied=bool(parsed.tie_word_embeddings),
+        o_bias=(biases or family == "qwen3") and bool(getattr(config, "attention_bias", False)),
+        mlp_bias=biases and bool(getattr(config, "mlp_bias", False)), tied=bool(parsed.tie_word_embeddings),
         rope=read_rope(config, head_dim, three_part=config.model_type in THREE_PART), max_positions=positions,
-        qk_norm=family == "qwen3",
+        qk_norm=family == "qwen3", factors=factors,
+    )  # fmt: skip
+
+
+def _granite(config: Any, eps: float, head_dim: int) -> tuple[float, tuple[tuple[str, float], ...]]:
+    """Granite's four multipliers as a norm's epsilon and factors of weights: what is left is a llama.
+
+    Hidden states are those of Granite divided by the embedding's multiplier, which the norms take out again. Each
+    addition to them is the product of two matrices, and each of the two takes half of its factor.
+    """
+    names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+    embedding, attention, residual, logits = (number(vars(config), name) for name in names)
+    added = residual / embedding
+    least, most = 1e-3, 1e3  # weights times these are still well within half precision
+    scale, out = attention * head_dim**0.5, 1 / logits
+    for name, factor in (("attention_multiplier", scale), ("residual_multiplier", added), ("logits_scaling", out)):
+        if not least <= factor <= most:
+            raise UnsupportedModelError(
+                f"{name} {getattr(config, name):g} with embedding_multiplier {embedding:g} and heads of {head_dim} "
+                f"multiplies weights by {factor:g}, and vtx by {least:g} to {most:g}; correct config.json"
+            )
+    return eps / embedding**2, (
+        (r"^text\..*\.q_proj\.", scale), (r"^text\..*\.((v|up)_proj\.|(o|down)_proj\.weight$)", added**0.5),
+        (r"^text\..*\.(o|down)_proj\.bias$", added), (r"^text\.norm\.", out),
     )  # fmt: skip
 
 
@@ -302,8 +334,9 @@ def feature_layers_of(value: Any, layers: int) -> tuple[int, ...]:
     for layer in chosen:
         if isinstance(layer, bool) or not isinstance(layer, int) or not -states <= layer < states:
             raise CheckpointError(
-                f"config.json: vision_feature_layer {layer!r:.60} is outside the tower's {states} hidden states"
+                f"config.json: vision_feature_layer {layer!r:.60} is outside the tower's {states} hidden states, "
+                f"{-states} to {states - 1}; correct config.json"
             )
     if not chosen:
-        raise CheckpointError("config.json: vision_feature_layer is an empty list")
+        raise CheckpointError("config.json: vision_feature_layer is an empty list; name a layer of the tower")
     return tuple(layer % states for layer in chosen)

@@ -65,7 +65,7 @@ class Checkpoint:
 
     `revision` is the hub's commit if known. Tensors that no graph needs (rotary buffers, position ids, SigLIP's pooling
     head) are kept, and so are names of unknown parts, unchanged. `original` replaces the files of Hugging Face's layout
-    that an original layout lacks; `notes` are for the user.
+    that an original layout lacks; `notes` are for the user. `factors` are the decoder's (`TextConfig`).
     """
 
     folder: Path
@@ -74,6 +74,11 @@ class Checkpoint:
     revision: str | None
     original: OriginalParts | None = None
     notes: tuple[str, ...] = ()
+    factors: tuple[tuple[str, float], ...] = ()
+
+    def factor(self, name: str) -> float:
+        """What the weight of canonical `name` is multiplied by where it is read."""
+        return next((factor for pattern, factor in self.factors if re.search(pattern, name)), 1.0)
 
     def fingerprint(self) -> str:
         """Return a sha256 over the config and every tensor's name, dtype, shape and a few bytes from its middle.

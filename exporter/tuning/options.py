@@ -171,6 +171,11 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
         raise UnsupportedModelError(
             f"{name} is in its authors' layout, and vtx-tune writes Hugging Face's; use a checkpoint in that layout"
         )
+    if config.text.factors:
+        raise UnsupportedModelError(
+            f"{name} has a text model with multipliers ({config.text.family}), which vtx-tune does not know; tune a "
+            "llama, mistral, qwen2 or qwen3"
+        )
     if config.text.rope.sections:
         raise UnsupportedModelError(
             f"{name} has positions of three parts, which vtx-tune does not know; tune a model of LLaVA's kin"

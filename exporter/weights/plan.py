@@ -6,7 +6,7 @@ rewritten tensor by tensor. The plan needs no weights, so graphs can be built fi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +38,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One tensor to copy from `source` to `target` as `dtype` ("I8" and "I4" with a scheme and `scales`)."""
+    """One tensor to copy from `source` to `target` as `dtype` ("I8" and "I4" with a scheme and `scales`).
+
+    Its values are multiplied by `factor`.
+    """
 
     name: str
     source: TensorInfo
@@ -46,6 +49,7 @@ class WeightEntry:
     target: TensorInfo
     scheme: Scheme | None = None
     scales: TensorInfo | None = None
+    factor: float = 1.0
 
     @property
     def end(self) -> int:
@@ -105,12 +109,12 @@ def plan_weights(
             source.suffix == WHOLE
             and all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
             and size <= used * MOST_UNUSED
-            and not any(tensor in scaled or info.spread for tensor, info in tensors)
+            and not any(tensor in scaled or info.spread or checkpoint.factor(tensor) != 1 for tensor, info in tensors)
         ):
             entries = tuple(WeightEntry(tensor, info, info.dtype, info) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, size))
         else:
-            header, entries = _laid_out(name, tensors, forms)
+            header, entries = _laid_out(name, tensors, forms, checkpoint.factor)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
         for entry in entries:
             target, scales = entry.target, entry.scales
@@ -121,8 +125,9 @@ def plan_weights(
 
 
 def _laid_out(
-    file: str, tensors: list[tuple[str, TensorInfo]], forms: list[tuple[str, Scheme | None]]
-) -> tuple[bytes, tuple[WeightEntry, ...]]:
+    file: str, tensors: list[tuple[str, TensorInfo]], forms: list[tuple[str, Scheme | None]],
+    factor: Callable[[str], float],
+) -> tuple[bytes, tuple[WeightEntry, ...]]:  # fmt: skip
     """The header of a rewritten file and its entries; a matrix's scales come right after its integers."""
     specs: list[tuple[str, str, tuple[int, ...]]] = []
     for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True):
@@ -135,7 +140,9 @@ def _laid_out(
     header, targets = layout(Path(file), specs)
     by_name = {target.name: target for target in targets}
     entries = (
-        WeightEntry(name, info, dtype, by_name[name], scheme, by_name.get(f"{name}.scales") if scheme else None)
+        WeightEntry(
+            name, info, dtype, by_name[name], scheme, by_name.get(f"{name}.scales") if scheme else None, factor(name)
+        )
         for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True)
     )
     return header, tuple(entries)

@@ -31,13 +31,14 @@ class WeightSource(Protocol):
 
 class CheckpointWeights:
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._tensors = checkpoint.tensors
+        self._tensors, self._factor = checkpoint.tensors, checkpoint.factor
 
     def rows(self, name: str) -> int:
         return self._tensors[name].shape[0]
 
     def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
-        return _widened(self._tensors[name], rows)
+        weight, factor = _widened(self._tensors[name], rows), self._factor(name)
+        return weight if factor == 1 else weight.mul_(factor)
 
 
 class BundleWeights:

@@ -10,12 +10,14 @@ from PIL import Image
 
 from tests.support.exported import greedy, prompt
 from tests.support.reference import Reference
+from tests.support.tiny import prompt_messages
 from vtx.runtime.api.model import Model, Picture
 from vtx.runtime.api.options import Options
 from vtx.runtime.session.session import Prompt
 
 STEPS = 6
 TOLERANCE = 2e-5
+CLOSE = 2 * TOLERANCE  # two tokens with logits that near to each other
 
 
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
@@ -44,6 +46,22 @@ def assert_answers_as_reference(
     inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
     assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
     assert_parity(model, judge, inputs, asked)
+
+
+def assert_chat_as_reference(model: Model, judge: Reference, pictures: Sequence[Image.Image], k: int | None) -> None:
+    """Three turns of a chat, each given `judge`'s answer to the whole of it, drafts of prompt lookup among them."""
+    options, messages = Options(STEPS, ignore_eos=True, logprobs=True), list[dict[str, Any]]()
+    with model.open(pictures) as conversation:
+        chat = conversation.chat(k)
+        for turn, question in enumerate(QUESTIONS):
+            messages += prompt_messages(question, 0 if turn else len(pictures))
+            wanted = judge.greedy(judge.inputs(messages, list(pictures)), k, STEPS)
+            found = chat.ask(question, options, prompt_lookup=8 * (turn % 2))
+            assert list(found.token_ids) == wanted.ids or wanted.margin < CLOSE
+            if list(found.token_ids) == wanted.ids:
+                chosen = [float(row[id]) for row, id in zip(wanted.logits.log_softmax(-1), wanted.ids, strict=True)]
+                np.testing.assert_allclose(found.logprobs or (), chosen, atol=2 * TOLERANCE, rtol=0)
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": found.text}]})
 
 
 def assert_parity(model: Model, judge: Reference, inputs: Any, asked: Prompt) -> None:

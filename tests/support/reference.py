@@ -50,6 +50,9 @@ class Reference:
         inner = self.model.model
         self.decoder: Any = inner.text_model if hasattr(inner, "text_model") else inner.language_model
         self.layers = len(self.decoder.layers)
+        text = self.decoder.config  # what Granite multiplies with; transformers 5 leaves the last one out in LlavaNext
+        self.scale = getattr(text, "embedding_multiplier", 1.0)
+        self.decoder.norm.weight.data /= getattr(text, "logits_scaling", 1.0)
         self.image_token = self.model.config.image_token_id
         self.video_token = getattr(self.model.config, "video_token_id", None) or -1
         self.eos = self.model.generation_config.eos_token_id
@@ -217,7 +220,7 @@ class Reference:
     def last_logits(
         self, rows: torch.Tensor, vision: torch.Tensor, k: int | None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        decoder = self.decoder
+        decoder, rows = self.decoder, rows * self.scale
         full_layers = self._full_layers(k)
         positions = torch.arange(rows.shape[1])[None] if positions is None else positions
         rows = self.run(decoder.layers[:full_layers], rows, positions)

@@ -417,7 +417,7 @@ class Statement:
         after = max((i for i, row in enumerate(rows) if row.image is not None), default=-1) + 1
         rows[after:] = [Row(row.position, None, True) for row in rows[after:]]
         self.next_position = position
-        return torch.cat(x), rows
+        return torch.cat(x) * self._reference.scale, rows
 
     def _keys(self, images: list[Image], share: float) -> set[int]:
         """Numbers of the rows that no prune may drop: of each image the share its class token looks at most."""
@@ -431,7 +431,7 @@ class Statement:
 
     def step(self, token: int, position: int, caches: list[Cache], method: Method) -> Tensor:
         """Run one new token; with renumbering each layer takes its cache's length for the position, as released."""
-        x = self._decoder.embed_tokens(torch.tensor([token]))
+        x = self._decoder.embed_tokens(torch.tensor([token])) * self._reference.scale
         for number, layer in enumerate(self._decoder.layers):
             renumbered = method.positions == "renumber"
             row = Row(len(caches[number].rows) if renumbered else position, None)
@@ -457,12 +457,13 @@ class Statement:
         if past is not None:
             k, v, rows = torch.cat([past.key, k], 1), torch.cat([past.value, v], 1), [*past.rows, *rows]
         group = len(q) // len(k)
-        scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) / math.sqrt(attend.head_dim)
+        scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * attend.scaling
         seen = torch.arange(k.shape[1])[None] <= torch.arange(len(y))[:, None] + before
         full = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
         mixed = (full @ v.repeat_interleave(group, 0)).transpose(0, 1).flatten(1)
-        x = x + attend.o_proj(mixed)
-        return x + layer.mlp(layer.post_attention_layernorm(x)), full, Cache(k, v, rows)
+        added = getattr(layer, "residual_multiplier", 1.0)
+        x = x + attend.o_proj(mixed) * added
+        return x + layer.mlp(layer.post_attention_layernorm(x)) * added, full, Cache(k, v, rows)
 
     def logits(self, row: Tensor) -> Tensor:
         out: Tensor = self._head(self._decoder.norm(row)).float()

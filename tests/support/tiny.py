@@ -78,6 +78,7 @@ PROCESSORS = {
     "idefics3": "Idefics3Processor",
 }
 MARKED = ("smolvlm", "idefics3")
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 MARKS = ["<fake_token_around_image>", *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))]
 PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
 VIDEOS = {
@@ -102,7 +103,7 @@ class Tiny:
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "lisa", "internvl_chat", "smolvlm",
         "idefics3",
     ] = "llava"  # fmt: skip
-    text: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite"] = "llama"
     layers: int = 8
     hidden: int = 64
     heads: int = 4
@@ -117,6 +118,7 @@ class Tiny:
     rope: Literal["default", "linear", "llama3", "yarn", "dynamic"] = "default"
     theta: float = 10_000.0
     context: int = 256
+    multipliers: tuple[float, float, float, float] = (12.0, 0.11, 0.22, 4.0)  # of granite
     vision: Literal["clip", "siglip", "internvl"] = "clip"
     vision_layers: int = 4
     vision_hidden: int = 32
@@ -288,9 +290,11 @@ def _text_fields(tiny: Tiny) -> dict[str, Any]:
         fields["head_dim"] = tiny.head_dim
     if tiny.text == "qwen3":  # its heads are 128 wide whatever the model is, unless told otherwise
         fields["head_dim"] = tiny.head_dim or tiny.hidden // tiny.heads
-    if tiny.text in ("llama", "qwen3"):
+    if tiny.text in ("llama", "qwen3", "granite"):
         fields |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
-    if tiny.text != "llama":
+    if tiny.text == "granite":
+        fields |= dict(zip(MULTIPLIERS, tiny.multipliers, strict=True))
+    elif tiny.text != "llama":
         fields["sliding_window"] = tiny.sliding_window
     if tiny.text.startswith("qwen"):
         fields |= {"use_sliding_window": tiny.sliding_window is not None, "max_window_layers": 0}
@@ -481,9 +485,12 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
         return settings | half | sizes | {"resample": 1, "image_processor_type": kind}
     if tiny.vision == "siglip":
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-        if tiny.family == "llava_onevision":
+        kinds = {"llava_onevision": "LlavaOnevisionImageProcessor", "llava_next": "LlavaNextImageProcessor"}
+        if tiny.family in kinds:
             settings |= {"image_grid_pinpoints": tiny.pinpoints, "do_pad": True}
-        kind = "LlavaOnevisionImageProcessor" if tiny.family == "llava_onevision" else "SiglipImageProcessor"
+        if tiny.family == "llava_next":  # Granite Vision
+            settings |= {"do_center_crop": True, "crop_size": square}
+        kind = kinds.get(tiny.family, "SiglipImageProcessor")
         return settings | half | {"image_processor_type": kind, "size": square}
     if tiny.family == "internvl":
         half = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}

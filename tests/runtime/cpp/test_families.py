@@ -13,6 +13,7 @@ from tests.support.cpp import TILED, assert_answers_equal, needs_cpp, output, wr
 from tests.support.families.internvl_chat import INTERNLM
 from tests.support.families.internvl_chat_1 import INTERNVL_CHAT_1, with_internvit
 from tests.support.families.lisa import LISA
+from tests.support.families.llava_next import GRANITE
 from tests.support.families.original import ANYRES, PAD
 from tests.support.families.smolvlm import IDEFICS, SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO
@@ -36,6 +37,7 @@ FAMILIES = {
     "internvl-chat 1.0": INTERNVL_CHAT_1,
     "internvl-chat": INTERNLM,
     "llava_next_video": NEXT_VIDEO,
+    "granite vision": GRANITE,
 }
 
 

@@ -13,7 +13,7 @@ from tests.support.bundles import ORT, export
 from tests.support.dialects import DialectBackend
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.internvl import INTERNVL
-from tests.support.families.llava_next import LLAVA_NEXT
+from tests.support.families.llava_next import GRANITE, LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.parity import STEPS, TOLERANCE, assert_answers_as_reference, assert_later_equal_fresh
@@ -36,6 +36,12 @@ VARIANTS = {
     "state-dict names, sharded": Tiny(family="llava_next", context=512, names="new", shards=3),
 }
 VARIANTS |= {
+    "granite vision, grouped": GRANITE,
+    "granite vision, multi-head, biases, names as saved": replace(
+        GRANITE, kv_heads=4, attention_bias=True, mlp_bias=True, tied=False, names="saved", feature_layer=(1, -1)
+    ),
+}
+VARIANTS |= {
     "internvl, grouped": INTERNVL,
     "internvl, multi-head, biases": replace(INTERNVL, kv_heads=4, attention_bias=True, text="llama", shards=2),
 }
@@ -47,6 +53,12 @@ VARIANTS |= {
     "smolvlm, grouped": SMOLVLM,
     "idefics3, multi-head, tied": replace(SMOLVLM, family="idefics3", kv_heads=4, tied=True, names="hub", shards=2),
 }
+
+
+def named(tiny: Tiny) -> str:
+    return "granite vision" if tiny.text == "granite" else tiny.family
+
+
 QUESTION = "What is the colour of the square in the picture?"
 
 
@@ -71,7 +83,7 @@ def test_several_images_of_onevision_answer_as_transformers_at_another_scale_of_
         assert_answers_as_reference(model, Reference(checkpoint), prompt_messages(QUESTION, 2), images)
 
 
-@pytest.mark.parametrize("tiny", [LLAVA_NEXT, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [LLAVA_NEXT, GRANITE, ONEVISION, INTERNVL, SMOLVLM], ids=named)
 @pytest.mark.parametrize("k", [None, 5])
 def test_later_questions_equal_fresh_runs(models: Models, k: int | None, tiny: Tiny) -> None:
     assert_later_equal_fresh(models(tiny, (3, 5)), [random_image(0, WIDE), random_image(1, HIGH)], k)
@@ -93,12 +105,13 @@ METHODS = {
 
 CASES = [(LLAVA_NEXT, name) for name in METHODS]
 CASES += [(ONEVISION, name) for name in ("fastv", "dart")]
+CASES += [(GRANITE, name) for name in ("fastv", "cdpruner", "dart", "dart before layer 1")]
 CASES += [(INTERNVL, name) for name in ("fastv", "cdpruner", "divprune", "dart")]
 CASES += [(INTERNVL, "dart before layer 1")]
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("tiny", "name"), CASES, ids=[f"{tiny.family}, {name}" for tiny, name in CASES])
+@pytest.mark.parametrize(("tiny", "name"), CASES, ids=[f"{named(tiny)}, {name}" for tiny, name in CASES])
 def test_reductions_equal_the_statement(
     models: Models, reference: Callable[..., Reference], tiny: Tiny, name: str
 ) -> None:
@@ -197,14 +210,29 @@ def test_a_fit_is_refused_where_images_come_in_tiles(models: Models) -> None:
         models(LLAVA_NEXT, (3, 5)).open(random_image(0), fit="pad")
 
 
-@pytest.mark.parametrize("tiny", [LLAVA_NEXT, ONEVISION, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [LLAVA_NEXT, GRANITE, ONEVISION, INTERNVL, SMOLVLM], ids=named)
 def test_the_golden_vectors_hold(models: Models, tiny: Tiny) -> None:
     checks = list(check_golden(models(tiny, (3, 5))))
     assert len(checks) == 6
     assert all(check.passed for check in checks), checks
 
 
-@pytest.mark.parametrize("tiny", [LLAVA_NEXT, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "most"), [("fp16", 2e-3), ("bf16", 1e-2), ("int8", 0.06), ("int4", 0.4)])
+def test_granites_multipliers_hold_at_every_precision(
+    models: Models, reference: Callable[..., Reference], precision: str, most: float
+) -> None:
+    """They are in weights, which are rounded once multiplied; logits reach 4.2. Most seen: a third of the limits."""
+    tiny = replace(GRANITE, dtype="bfloat16")
+    model, judge, images = models(tiny, (3,), precision), reference(tiny), [random_image(0, WIDE)]
+    assert all(check.passed for check in check_golden(model))
+    for k in (None, 3):
+        wanted = judge.greedy(judge.inputs(prompt_messages(QUESTION), images), k, STEPS)
+        found = greedy(model, prompt(model, prompt_messages(QUESTION), images), k, STEPS, forced=wanted.ids)
+        np.testing.assert_allclose(found.logits, wanted.logits, atol=most, rtol=0)
+
+
+@pytest.mark.parametrize("tiny", [LLAVA_NEXT, GRANITE, INTERNVL, SMOLVLM], ids=named)
 def test_openvino_gives_the_same_answers(models: Models, tiny: Tiny) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
     model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True)

@@ -111,3 +111,39 @@ def test_the_published_sizes_of_llava_next_are_those_that_plans_know() -> None:
     config = {"model_type": "llava_next", "text_config": text, "vision_config": TOWER, "image_token_index": 32000}
     found, known = config_size(config, "llava-next-7b"), KNOWN["llava-next-7b"]
     assert (found.decoder, found.vision) == (known.decoder, known.vision)
+
+
+GRANITE_TEXT = {"model_type": "granite", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40}
+GRANITE_TEXT |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 49156, "embedding_multiplier": 12.0}
+GRANITE_TEXT |= {"attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+GRANITE = {
+    "model_type": "llava_next", "text_config": GRANITE_TEXT, "image_token_index": 49155, "tie_word_embeddings": True,
+    "vision_config": {
+        "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "image_size": 384, "patch_size": 14,
+    },
+    "vision_feature_layer": [-24, -20, -12, -1], "vision_feature_select_strategy": "full",
+    "image_grid_pinpoints": [[width, height] for height, width in KNOWN["granite-vision-3.3-2b"].layout.resolutions],
+}  # fmt: skip
+
+
+def test_the_published_sizes_of_granite_vision_are_those_that_plans_know() -> None:
+    found, known = config_size(GRANITE, "granite-vision-3.3-2b"), KNOWN["granite-vision-3.3-2b"]
+    assert (found.decoder, found.vision, found.layout) == (known.decoder, known.vision, known.layout)
+    unused = 15_240_656  # the tower's pooling head and its last norm
+    assert known.parameters + unused + 2048 == 2_975_396_928, "of the model card; 2048 are a newline's"
+
+
+@pytest.mark.parametrize("layers", [[-24, 28], [-29], []])
+def test_feature_layers_that_the_tower_does_not_have_are_refused_with_their_number(layers: list[Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"outside the tower's 28 hidden states|is an empty list"):
+        read_config(GRANITE | {"vision_feature_layer": layers})
+
+
+@pytest.mark.parametrize(
+    "name", ["embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"]
+)
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e9, float("nan")])
+def test_multipliers_that_are_none_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=name):
+        read_config(GRANITE | {"text_config": GRANITE_TEXT | {name: value}})

@@ -1,0 +1,84 @@
+"""Random configurations of a family against transformers, and at K against the plain statement.
+
+`VTX_CONFIGURATIONS=30 pytest tests/runtime/session/test_random_models.py` compares 30 of each family.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.bundles import ORT, export
+from tests.support.exported import greedy, prompt
+from tests.support.families.llava_next import GRANITE
+from tests.support.parity import CLOSE, STEPS, assert_chat_as_reference, assert_later_equal_fresh
+from tests.support.reference import Reference
+from tests.support.tiny import Tiny, make, prompt_messages, random_image
+from vtx.runtime.api.load import load
+
+COUNT = int(os.environ.get("VTX_CONFIGURATIONS", "1"))
+QUESTION = "What is the colour of the square in the picture?"
+TOLERANCE = 1e-4
+
+
+def _text(draw: random.Random, tiny: Tiny) -> Tiny:
+    """The family's checkpoint with another decoder."""
+    heads = draw.choice([2, 4])
+    return replace(
+        tiny, layers=draw.randint(5, 8), hidden=draw.choice([48, 64, 96]), heads=heads, ffn=draw.choice([64, 96, 160]),
+        kv_heads=draw.choice([n for n in (1, 2, 4) if n <= heads]), head_dim=draw.choice([8, 16, 24]),
+        tied=draw.random() < 0.5, rope=draw.choice(["default", "linear", "llama3"]), shards=draw.randint(1, 3),
+        theta=draw.choice([1e4, 1e6]), names=draw.choice(["hub", "saved", "new"]),
+        projector_bias=draw.random() < 0.7,
+    )  # fmt: skip
+
+
+def granite(draw: random.Random) -> Tiny:
+    layers = draw.randint(3, 5)
+    return replace(
+        _text(draw, GRANITE), attention_bias=draw.random() < 0.5, mlp_bias=draw.random() < 0.5, vision_layers=layers,
+        feature_layer=tuple(draw.randint(-layers - 1, layers) for _ in range(draw.randint(1, 4))),
+        vision_hidden=draw.choice([32, 48]), image=draw.choice([42, 56]),
+        multipliers=(draw.uniform(2, 16), draw.uniform(0.02, 0.3), draw.uniform(0.1, 1), draw.uniform(1, 12)),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.parametrize("family", [granite])
+def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statement(
+    tmp_path: Path, family: Callable[[random.Random], Tiny], seed: int
+) -> None:
+    draw = random.Random(f"{family.__name__} {seed}")
+    tiny = family(draw)
+    checkpoint, ks = make(tmp_path / "checkpoint", tiny, seed), sorted(draw.sample(range(2, tiny.layers + 1), 3))
+    judge = Reference(checkpoint)
+    sizes = [(draw.randint(20, 200), draw.randint(20, 200)) for _ in range(2)]
+    images = [random_image(seed + number, size) for number, size in enumerate(sizes)]
+    folder, worst, sure = export(checkpoint, tmp_path / "bundle", ks, dialects=ORT).folder, 0.0, 0
+    with load(folder, device="cpu", threads=1) as model:
+        for pictures in (images[:1], images):
+            messages = prompt_messages(QUESTION, len(pictures))
+            inputs, asked = judge.inputs(messages, pictures), prompt(model, messages, pictures)
+            assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
+            for k in (None, *ks):
+                wanted = judge.greedy(inputs, k, STEPS)
+                found = greedy(model, asked, k, STEPS, forced=wanted.ids)
+                if wanted.margin > CLOSE:
+                    sure += 1
+                    assert found.ids == wanted.ids
+                worst = max(worst, float(np.abs(found.logits - wanted.logits.numpy()).max()))
+                if k is None:
+                    ids, logits = judge.generate_hf(inputs, STEPS)
+                    assert ids == wanted.ids or wanted.margin < CLOSE
+                    worst = max(worst, float(np.abs(found.logits - logits.numpy()).max()))
+        assert_later_equal_fresh(model, images[:1], draw.choice([None, *ks]))
+        assert_chat_as_reference(model, judge, images, draw.choice([None, *ks]))
+    print(f"{family.__name__} {seed}: largest difference {worst:.1e}, {sure} of {2 * len(ks) + 2} answers sure")
+    assert worst < TOLERANCE
