@@ -77,7 +77,7 @@ class Checkpoint:
     factors: tuple[tuple[str, float], ...] = ()
 
     def factor(self, name: str) -> float:
-        """What the weight of canonical `name` is multiplied by where it is read."""
+        """The factor of the weight of canonical `name`, by which it is multiplied where it is read."""
         return next((factor for pattern, factor in self.factors if re.search(pattern, name)), 1.0)
 
     def fingerprint(self) -> str:
