@@ -222,6 +222,16 @@ def reference(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Reference]:
 
 
 @pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A private key and its public key, as files."""
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+
+    from tests.support.keys import write_keys
+
+    return write_keys(tmp_path_factory.mktemp("keys"), "ours", ed25519.Ed25519PrivateKey.generate())
+
+
+@pytest.fixture(scope="module")
 def models(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

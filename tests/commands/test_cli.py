@@ -9,22 +9,24 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import vtx
 from tests.support import bundles
+from tests.support.commands import fails, invoke, process
 from tests.support.gated import WAIT
-from tests.support.tiny import Tiny, random_image
-from vtx import cli
+from tests.support.tiny import Tiny
 from vtx.runtime.backends.engines import COMPUTE, DEVICES
 from vtx.runtime.errors import VtxError
 from vtx.runtime.terminal import console
+
+pytestmark = pytest.mark.usefixtures("home")
 
 Make = Callable[..., Path]
 FIELDS = {
@@ -35,58 +37,6 @@ FIELDS = {
 TIMINGS = {"load", "vision", "prefill", "first_token", "decode_per_token"}
 COMMANDS = ("export", "run", "inspect", "doctor")
 QUESTION = "what is it?"
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("cli") / "bundle").folder
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("image") / "image.png"
-    random_image(0, (60, 60)).save(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty home, no bundle in the environment, and signals as they were."""
-    home = tmp_path / "home"
-    home.mkdir()
-    for name in ("VTX_BUNDLE", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("COLUMNS", "160")
-    before = signal.getsignal(signal.SIGTERM)
-    yield home
-    signal.signal(signal.SIGTERM, before)
-
-
-def invoke(command: str, *words: object, data: bytes | None = None) -> Result:
-    """Run a command in this process; anything that is not an exit comes out as it is."""
-    runner = CliRunner()
-    return runner.invoke(getattr(cli, command), [str(w) for w in words], input=data, catch_exceptions=False)
-
-
-def fails(command: str, *words: object, code: int = 1) -> str:
-    """The one line on stderr of a command that fails with `code`."""
-    result = invoke(command, *words)
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    if code == 1:
-        assert result.stderr.count("\n") == 1, result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr
-
-
-def process(*words: object, **options: Any) -> subprocess.Popen[bytes]:
-    """A command in a process and a process group of its own; `words` as after `vtx`."""
-    code = "import sys; from vtx.cli import main; sys.argv[0] = 'vtx'; main()"
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, words)], **{**streams, "start_new_session": True, **options}
-    )
 
 
 # ---- help ------------------------------------------------------------------------------------------------------------
@@ -128,19 +78,6 @@ def test_a_precision_may_be_written_in_capitals() -> None:
 def test_a_wrong_argument_is_told_before_a_bundle_is_looked_for(words: list[str], home: Path) -> None:
     """Without a bundle the demo would be exported first, which takes seconds."""
     fails("run", *words)
-    assert not list(home.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("command", "words", "fix"),
-    [("run", ["--text-only", "q", "--k", 8], "--k 8"), ("bench", ["--k", "none,auto"], "--k auto --gates FILE")],
-)
-def test_no_demo_is_exported_for_a_k_that_it_will_not_have(
-    command: str, words: list[str], fix: str, home: Path
-) -> None:
-    message = " ".join(fails(command, *words, code=2).split())
-    assert "has only K = none and 16, not" in message
-    assert f"vtx-export {fix}" in message
     assert not list(home.iterdir())
 
 
@@ -402,167 +339,12 @@ def test_where_the_last_bundle_cannot_be_noted_the_export_says_so(
 # ---- vtx-export ------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = invoke("export", "--model", tiny_checkpoint(), "--k", "3", "--precision", "fp16")
-    assert result.exit_code == 0
-    assert result.stdout == ""
-    for word in ("predicted:", "measured:", "disk", "memory", "vtx-run", "weights", "reference"):
-        assert word in result.stderr
-    assert re.search(r"weights ━+ 100% [\d.]+ MB of [\d.]+ MB\s+0:00:\d\d 0:00:00", result.stderr)
-    compared = re.search(r"measured:.*\n?.*\n?", result.stderr)
-    assert compared
-    assert len(re.findall(r"\(predicted [\d.]+ \w+, [+-]\d+%\)", compared[0])) == 2
-    assert re.search(r"memory,\s[\d.]+ s\n", compared[0])
-    (made,) = tmp_path.glob("vtx-*")
-    assert made.name == f"vtx-{tiny_checkpoint().name}-k3-fp16"
-
-
-def test_an_export_gives_as_json_what_inspect_gives(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    out = tmp_path / "b"
-    result = invoke("export", "--model", tiny_checkpoint(), "--k", "3", "--precision", "fp32", "--out", out, "--json")
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout) == json.loads(invoke("inspect", out, "--json").stdout)
-
-
-def test_a_check_of_graphs_gives_its_findings_as_json(bundle: Path) -> None:
-    words = ["build", "--bundle", bundle, "--check", "--json", "--target", "jetson-orin"]
-    assert json.loads(invoke(*words).stdout)["findings"] == {"jetson-orin": []}
-    wrong = invoke(*words, "--dialect", "trt")  # which the Jetson's TensorRT 10.3 does not read
-    assert wrong.exit_code == 1
-    findings = json.loads(wrong.stdout)["findings"]["jetson-orin"]
-    assert {"graph", "node", "rule", "problem"} <= set(findings[0])
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--k", "1"], r"outside 2\.\.8"),
-        (["--k", "3,99"], r"outside 2\.\.8"),
-        (["--k", "3,3"], "twice"),
-        (["--k", "auto"], "gates"),
-        (["--max-context", "10000"], "256"),
-        (["--max-context", "1"], "at least 2"),
-        (["--chat-template", "missing.jinja"], r"missing\.jinja"),
-        (["--model", "no such/dir ectory"], "no such"),
-        (["--out", "taken"], "exists and is not a bundle, so nothing replaces it"),
-        (["--out", "taken", "--force"], "exists and is not a bundle, so nothing replaces it"),
-    ],
-)
-def test_an_export_that_cannot_be_done_is_one_line(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken/thesis.txt").write_text("years of work")
-    result = invoke("export", "--model", tiny_checkpoint(), *words)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert re.search(named, result.stderr)
-    errors = [line for line in result.stderr.splitlines() if line.startswith("export: ")]
-    assert len(errors) == 1
-    assert errors == result.stderr.splitlines()[-1:]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "taken"]
-
-
-@pytest.mark.slow
-def test_what_transformers_has_to_say_about_a_model_stays_out_of_the_one_line(
-    tiny_checkpoint: Make, tmp_path: Path
-) -> None:
-    folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["rope_scaling"] = {"rope_type": "linear", "factor": -1}
-    (folder / "config.json").write_text(json.dumps(config))
-    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
-    done = process("export", "--model", folder, "--out", tmp_path / "b", env=environment)
-    _, stderr = done.communicate(timeout=WAIT)
-    assert done.returncode == 1
-    assert stderr.count(b"\n") == 1, stderr.decode()
-    assert b"factor is -1" in stderr
-
-
-# ---- vtx-inspect -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("target", "message"), [(".", "it is a directory"), ("absent/tokens.png", "is not a directory")]
-)
-def test_a_picture_of_tokens_that_cannot_be_written_is_told_before_a_bundle_is_looked_for(
-    tmp_path: Path, target: str, message: str
-) -> None:
-    random_image(1).save(tmp_path / "one.png")
-    words = [str(tmp_path / "one.png"), "red?", "--reduce", "fastv", "--show-tokens", str(tmp_path / target)]
-    done = CliRunner().invoke(cli.run, [*words, "--bundle", "no-such-bundle"])
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert message in done.stderr
-    assert "no-such-bundle" not in done.stderr
-
-
-def test_inspect_shows_stages_variants_and_kv_bytes(bundle: Path) -> None:
-    shown = invoke("inspect", bundle).stdout
-    for word in ("1..2", "3..4", "5..8", "stage-05-08.ort.onnx", "3 (default)", "none", "fp32", "256"):
-        assert word in shown
-
-
-def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vtx.runtime.backends.ort.library.onnxruntime_release", lambda: "1.26.0")
-    model, out = tiny_checkpoint(), tmp_path / "b"
-    said = invoke("export", "--model", model, "--kv-precision", "int8", "--out", out).stderr
-    for words in ("float16 with TensorRT", "K and V in int8 need onnxruntime 1.27 or newer, this is 1.26.0"):
-        assert 0 < said.index(words) < said.index("measured:"), "before it happens"
-    assert "float16 with TensorRT" in invoke("inspect", out).stdout
-
-
-@pytest.mark.parametrize(
-    ("family", "seen"),
-    [
-        ("llava", "images: 56x56 pixels; other shapes: crop (--fit)"),
-        ("llava_next", "images: up to 5 tiles of 56x56 pixels, the whole image in one of them (--max-tiles)"),
-        ("qwen2_vl", "images: at their own resolution, 3,136 to 31,360 pixels (--max-pixels)"),
-    ],
-)
-def test_inspect_says_what_is_seen_of_an_image(tiny_checkpoint: Make, tmp_path: Path, family: Any, seen: str) -> None:
-    tiny = Tiny(family=family, text="qwen2" if family == "qwen2_vl" else "llama", layers=2)
-    made = bundles.export(tiny_checkpoint(tiny), tmp_path / "bundle", ())
-    assert seen in invoke("inspect", made.folder).stdout.splitlines()
-
-
-def test_a_list_of_k_may_be_given_in_parts(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    made = ("--model", tiny_checkpoint(), "--out", tmp_path / "bundle", "--precision", "fp32", "--dialect", "ort")
-    facts = json.loads(invoke("export", *made, "--k", "3", "--k", "5,2", "--json").stdout)
-    assert (facts["default_k"], [v["k"] for v in facts["variants"]]) == (3, [None, 2, 3, 5])
-
-
 def test_arithmetic_that_one_engine_has_is_refused_for_what_keeps_that_engine(
     tiny_checkpoint: Make, tmp_path: Path, image: Path
 ) -> None:
     made = bundles.export(tiny_checkpoint(), tmp_path / "bundle", (), dialects=("ort",))
     told = fails("run", image, QUESTION, "--bundle", made.folder, "--compute", "bf16")
     assert "openvino reads graphs of the 'plain' dialect" in told
-
-
-def test_formats_may_stand_apart(bundle: Path, image: Path) -> None:
-    told = invoke("run", image, QUESTION, "--bundle", bundle, "--image-formats", "ppm, png", "--max-new-tokens", "1")
-    assert told.exit_code == 0, told.stderr
-
-
-def test_inspect_gives_the_same_as_json(bundle: Path) -> None:
-    result = invoke("inspect", bundle, "--json")
-    facts = json.loads(result.stdout)
-    assert result.stdout.count("\n") == 1
-    assert [(s["first"], s["last"]) for s in facts["stages"]] == [(1, 2), (3, 4), (5, 8)]
-    slot = 2 * 2 * 16 * 4
-    by_k = {v["k"]: v["kv_bytes_one_image"] for v in facts["variants"]}
-    assert by_k == {
-        None: slot * 8 * 80,
-        3: slot * (2 * 80 + 6 * 64),
-        5: slot * (4 * 80 + 4 * 64),
-    }
-    files = [path for path in bundle.rglob("*") if path.is_file() and not path.name.startswith("vtx.json")]
-    assert facts["bytes"]["all"] == sum(path.stat().st_size for path in files)
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.support.checkpoints import COMMIT, CONFIG, Q_PROJ, SHARDS, WEIGHTS, make, make_cache, make_sharded, put_index
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.loader import (
     INDEX,
@@ -22,45 +22,7 @@ from vtx.exporter.checkpoint.loader import (
 )
 from vtx.exporter.checkpoint.original.pickled import PICKLE
 from vtx.runtime.bundle.safetensors import read_bits, read_header
-from vtx.runtime.errors import BundleError, CheckpointError, DeviceError, UnsupportedModelError
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-CONFIG: dict[str, Any] = {
-    "model_type": "llava",
-    "architectures": ["LlavaForConditionalGeneration"],
-    "text_config": {"model_type": "llama", "num_hidden_layers": 2},
-    "vision_config": {"model_type": "clip_vision_model", "num_hidden_layers": 1},
-}
-Q_PROJ = "language_model.model.layers.0.self_attn.q_proj.weight"
-WEIGHTS: dict[str, np.ndarray[Any, Any]] = {
-    Q_PROJ: np.ones((4, 4), np.float16),
-    "language_model.lm_head.weight": np.ones((8, 4), np.float16),
-    "vision_tower.vision_model.embeddings.position_ids": np.arange(3),
-    "multi_modal_projector.linear_1.weight": np.ones((4, 2), np.float32),
-}
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
-def make(folder: Path, config: object = CONFIG, weights: dict[str, np.ndarray[Any, Any]] | None = None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    safetensors.numpy.save_file(WEIGHTS if weights is None else weights, folder / SINGLE)
-    return folder
-
-
-def make_sharded(folder: Path, weight_map: dict[str, Any] | None = None) -> Path:
-    make(folder).joinpath(SINGLE).unlink()
-    halves = [dict(list(WEIGHTS.items())[:2]), dict(list(WEIGHTS.items())[2:])]
-    for shard, half in zip(SHARDS, halves, strict=True):
-        safetensors.numpy.save_file(half, folder / shard)
-    real = {name: shard for shard, half in zip(SHARDS, halves, strict=True) for name in half}
-    put_index(folder, {"weight_map": real | (weight_map or {})})
-    return folder
-
-
-def put_index(folder: Path, index: object) -> None:
-    (folder / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
-
+from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 
 # Names
 
@@ -358,22 +320,6 @@ def test_links_inside_the_folder_and_links_to_the_folder_are_fine(tmp_path: Path
     assert open_checkpoint(str(tmp_path / "link")).tensors
 
 
-def make_cache(cache: Path, shared: bool = False) -> Path:
-    """A hub cache as huggingface_hub lays it out: snapshots link to blobs, blobs maybe to the cache's common store."""
-    source = make_sharded(cache / "source")
-    repo = cache / "models--org--name"
-    snapshot = repo / "snapshots" / COMMIT
-    for folder in (snapshot, repo / "blobs", cache / "blobs" / "ab"):
-        folder.mkdir(parents=True)
-    for number, path in enumerate(sorted(source.iterdir())):
-        blob = repo / "blobs" / f"{number:040x}"
-        if shared:
-            blob.symlink_to(f"../../blobs/ab/{number:064x}")
-        shutil.move(path, (cache / "blobs" / "ab" / f"{number:064x}") if shared else blob)
-        (snapshot / path.name).symlink_to(f"../../blobs/{number:040x}")
-    return snapshot
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_hub_cache_s_own_links_are_fine_and_tell_the_commit(tmp_path: Path, shared: bool) -> None:
     snapshot = make_cache(tmp_path, shared)
@@ -497,127 +443,10 @@ def test_a_mapped_tensor_at_an_odd_offset_is_checked(tmp_path: Path) -> None:
 # The hub
 
 
-@pytest.mark.parametrize(
-    "model", ["", ".", "..", "./here", "../here", "a/b/c", "/no/where", "a b", "a\0b", "~/x", "é/b"]
-)
-def test_what_is_neither_directory_nor_hub_id_is_refused(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no such directory, and not a hub id|holds no config\.json"):
-        open_checkpoint(model)
-
-
 def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
     folder = make(tmp_path)
     with pytest.raises(CheckpointError, match="is a file; name the directory"):
         open_checkpoint(str(folder / SINGLE))
-
-
-@pytest.fixture
-def hub() -> Any:
-    return pytest.importorskip("huggingface_hub")
-
-
-def test_a_hub_model_is_fetched_settings_first_and_weights_at_the_same_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
-) -> None:
-    snapshot = make_cache(tmp_path)
-    calls: list[tuple[str, str | None, list[str]]] = []
-
-    def download(
-        repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str] | None
-    ) -> str:
-        calls.append((repo, revision, allow_patterns))
-        return str(snapshot)
-
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    lines: list[str] = []
-    assert open_checkpoint("org/name", progress=lines.append).revision == COMMIT
-    assert [call[:2] for call in calls] == [("org/name", None), ("org/name", COMMIT)]
-    assert not any("safetensors" in pattern for pattern in calls[0][2])
-    patterns = [pattern for call in calls for pattern in call[2]]
-    assert not any(pattern.endswith(("bin", "py", "pt", "*")) for pattern in patterns)
-    assert len(lines) == 2
-
-
-def test_pickles_are_fetched_from_the_hub_for_want_of_safetensors_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
-) -> None:
-    snapshot = make_cache(tmp_path)
-    wanted: list[str] = []
-
-    def download(_: str, *, allow_patterns: list[str], **__: object) -> str:
-        wanted.extend(allow_patterns)
-        return str(snapshot)
-
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    open_checkpoint("org/name", allow_pickle=True)
-    assert "pytorch_model*.bin" not in wanted
-    for weights in snapshot.glob("model*"):
-        weights.unlink()
-    with pytest.raises(CheckpointError, match="--allow-pickle"):
-        open_checkpoint("org/name")
-    assert "pytorch_model*.bin" not in wanted
-    with pytest.raises(CheckpointError, match=r"holds neither model.safetensors nor"):
-        open_checkpoint("org/name", allow_pickle=True)
-    assert "pytorch_model*.bin" in wanted
-
-
-def test_a_hub_model_that_cannot_be_exported_is_refused_before_its_weights_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
-) -> None:
-    folder = make(tmp_path, CONFIG | {"model_type": "qwen2_vl"})
-    calls: list[object] = []
-
-    def download(*arguments: object, **_: object) -> str:
-        calls.append(arguments)
-        return str(folder)
-
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    with pytest.raises(UnsupportedModelError, match="qwen2_vl"):
-        open_checkpoint("org/name")
-    assert len(calls) == 1
-
-
-def test_without_a_network_the_hub_is_a_one_line_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Any
-) -> None:
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="not in the local cache and the hub is unreachable; go online"):
-        open_checkpoint("org/name")
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("GatedRepoError", "is gated; ask for access"),
-        ("RepositoryNotFoundError", "neither a directory here nor a model on the hub"),
-        ("LocalEntryNotFoundError", "go online, or name a local directory"),
-        ("HFValidationError", "could not be fetched from the hub: HFValidationError: first line$"),
-        ("OSError", "could not be fetched from the hub: OSError: first line$"),
-    ],
-)
-def test_every_hub_error_is_one_line(monkeypatch: pytest.MonkeyPatch, hub: Any, kind: str, message: str) -> None:
-    cause = OSError if kind == "OSError" else getattr(hub.errors, kind)
-    raised = cause.__new__(cause)  # their constructors want a live HTTP response
-    raised.args = ("first line\nsecond line",)
-
-    def download(*_: object, **__: object) -> None:
-        raise raised
-
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        open_checkpoint("org/name")
-    assert caught.value.__cause__ is raised
-    assert "\n" not in str(caught.value)
-
-
-def test_without_huggingface_hub_a_hub_id_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[export\]"'):
-        open_checkpoint("org/name")
 
 
 def test_opening_reads_no_weights(tmp_path: Path) -> None:

@@ -12,19 +12,13 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 import vtx
 from tests.support import bundles
-from tests.support.keys import write_keys
+from tests.support.keys import export_signed, write_keys
 from vtx import cli
-from vtx.exporter.bundling.export import ExportOptions, run_export
-from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.bundling.export import ExportOptions
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.bundle.spec.manifest import BundleRelease
 from vtx.runtime.errors import BundleError, DeviceError
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_keys(tmp_path_factory.mktemp("keys"), "ours", ed25519.Ed25519PrivateKey.generate())
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +29,7 @@ def exported(
         str(tiny_checkpoint()), (3,), "fp32", dialects=("ort",), release=BundleRelease("kitchen", 7)
     )
     out = tmp_path_factory.mktemp("bundle") / "released"
-    return run_export(
-        plan_export(options), out, force=False, report=bundles.IGNORE, sign=SigningKey.load(keys[0])
-    ).folder
+    return export_signed(options, out, keys[0])
 
 
 @pytest.fixture(autouse=True)

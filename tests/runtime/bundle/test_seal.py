@@ -17,11 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
 import vtx
 from tests.support import bundles
-from tests.support.keys import PEM, PKCS8, write_keys
+from tests.support.keys import PEM, PKCS8, export_signed, write_keys
 from tests.support.tiny import random_image
 from vtx import cli
-from vtx.exporter.bundling.export import ExportOptions, run_export
-from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.bundling.export import ExportOptions
 from vtx.runtime.bundle import bundle as bundle_module
 from vtx.runtime.bundle import seal
 from vtx.runtime.bundle.bundle import Bundle
@@ -31,17 +30,14 @@ from vtx.runtime.errors import BundleError, DeviceError, RequestError
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_keys(tmp_path_factory.mktemp("keys"), "ours", ed25519.Ed25519PrivateKey.generate())
-
-
-@pytest.fixture(scope="module")
 def whole(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]
 ) -> Path:
-    plan = plan_export(ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort",)))
-    out = tmp_path_factory.mktemp("bundle") / "signed"
-    return run_export(plan, out, force=False, report=bundles.IGNORE, sign=SigningKey.load(keys[0])).folder
+    return export_signed(
+        ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort",)),
+        tmp_path_factory.mktemp("bundle") / "signed",
+        keys[0],
+    )
 
 
 @pytest.fixture

@@ -16,10 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 import vtx
 from tests.support import bundles
 from tests.support.cpp import BUILD, ask, needs_cpp, run
-from tests.support.keys import write_keys
-from vtx.exporter.bundling.export import run_export
+from tests.support.keys import export_signed, write_keys
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle, seal_manifest
 from vtx.runtime.bundle.fingerprint import EngineSet, read_engines
 from vtx.runtime.bundle.seal import SIGNATURE, PublicKey, SigningKey, write_sealed
@@ -30,17 +28,14 @@ pytestmark = needs_cpp
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_keys(tmp_path_factory.mktemp("keys"), "ours", ed25519.Ed25519PrivateKey.generate())
-
-
-@pytest.fixture(scope="module")
 def signed(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]
 ) -> Path:
-    plan = plan_export(ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort", "trt")))
-    out = tmp_path_factory.mktemp("bundle") / "signed"
-    return run_export(plan, out, force=False, report=bundles.IGNORE, sign=SigningKey.load(keys[0])).folder
+    return export_signed(
+        ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort", "trt")),
+        tmp_path_factory.mktemp("bundle") / "signed",
+        keys[0],
+    )
 
 
 @pytest.fixture
