@@ -43,7 +43,7 @@ demo: $(READY) $(DEMO)/vtx.json ## export the built-in demo model, ask it about 
 	$(BIN)/python scripts/show_demo.py $(DEMO)
 
 $(DEMO)/vtx.json: | $(READY)
-	$(BIN)/vtx-export --k 16 --precision fp16 --out $(DEMO)
+	$(BIN)/vtx-export --k 6 --precision fp16 --out $(DEMO)
 
 test: checks pytest ## every check but the slow tests
 

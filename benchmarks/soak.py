@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from common import parser, report
 
-ENGINES = ("cpu", "openvino")
+ENGINES = {"cpu": "onnxruntime", "openvino": "OpenVINO"}
 STEPS = 40  # points of the curve
 MIB = 1 << 20
 
@@ -73,7 +73,7 @@ def main() -> None:
     rows += [_row(device, curve) for device, curve in curves.items()]
     report({"questions": given.questions, "rss_mib": curves}, rows, given.json)
     if given.plot:
-        _plot(curves, given.plot)
+        _plot(curves, Path(given.bundle).resolve().name, given.plot)
 
 
 def _row(device: str, curve: Sequence[Sequence[float]]) -> list[str]:
@@ -83,17 +83,17 @@ def _row(device: str, curve: Sequence[Sequence[float]]) -> list[str]:
     return [device, f"{curve[-1][0]:.0f}", *(f"{size:.0f}" for size in shown)]
 
 
-def _plot(curves: dict[str, Any], path: Path) -> None:
+def _plot(curves: dict[str, Any], bundle: str, path: Path) -> None:
     from vtx.tools.bench.machine import describe
     from vtx.tools.common.plots import draw, headline
 
     def fill(figure: Any) -> None:
         axes = figure.subplots()
         for device, curve in curves.items():
-            axes.plot([number for number, _ in curve], [size for _, size in curve], markersize=3, label=device)
+            axes.plot([number for number, _ in curve], [size for _, size in curve], markersize=3, label=ENGINES[device])
         axes.set(xlabel="questions answered", ylabel="resident memory, MiB", ylim=(0, None))
         axes.legend()
-        headline(figure, "Memory of a process that answers", describe().cpu)
+        headline(figure, f"Memory of a process that answers questions: {bundle}", describe().cpu)
 
     draw(path, fill)
 

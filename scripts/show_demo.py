@@ -41,7 +41,9 @@ def main() -> None:
         console.print(f"[bold]vtx[/] {vtx.__version__}: {PICTURE} on {model.backend.device}")
         if console.is_terminal or given.record:  # without colours the blocks show nothing
             console.print(drawn(PICTURE))
-        console.print(answers(model, k))
+        table, saved = answers(model, k)
+        console.print(table)
+        console.print(f"[bold]{saved}[/]")
         layers, tokens = model.manifest.model.layers, model.manifest.layout.max_tokens
         console.print(
             f"K = {k}: the image's {tokens} tokens leave after layer {k - 1} of {layers}; deeper layers hold no "
@@ -68,23 +70,32 @@ def drawn(path: Path) -> Text:
     return text
 
 
-def answers(model: vtx.Model, k: int) -> Table:
-    """Every question without withdrawal and at `k`, each depth in a new conversation."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"first token: median of {ROUNDS} rounds")
-    for head in ("question", "K", "answer", "first token", "KV cache"):
-        table.add_column(head, justify="right" if head in ("first token", "KV cache") else "left")
+def answers(model: vtx.Model, k: int) -> tuple[Table, str]:
+    """Every question without withdrawal and at `k`, each depth in a new conversation, and what `k` saves."""
     rounds: dict[int | None, list[list[vtx.Answer]]] = {None: [], k: []}
     for number in range(ROUNDS + 1):
         for depth, repeats in rounds.items():
             with model.open(PICTURE) as image:
                 asked = [image.ask(question, depth) for question in QUESTIONS]
             repeats += [asked] if number else []  # the first round of a process costs more
-    for depth, repeats in rounds.items():
-        for question, *alike in zip(QUESTIONS, *repeats, strict=True):
-            first = median(answer.stats.timings_ms["first_token"] for answer in alike)
-            cost = f"{first:.1f} ms", f"{alike[0].stats.kv_bytes / 1000:.0f} kB"
-            table.add_row(question, str(depth or "none"), alike[0].text, *cost)
-    return table
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"first token: median of {ROUNDS} rounds")
+    for head in ("question", "all layers", "first token", f"K = {k}", "first token"):
+        table.add_column(head, justify="right" if head == "first token" else "left")
+    texts, times = [], []
+    for repeats in rounds.values():
+        texts.append([answer.text for answer in repeats[0]])
+        times.append(
+            [median(answer.stats.timings_ms["first_token"] for answer in alike) for alike in zip(*repeats, strict=True)]
+        )
+    for question, full, full_ms, cut, cut_ms in zip(QUESTIONS, texts[0], times[0], texts[1], times[1], strict=True):
+        table.add_row(question, full, f"{full_ms:.1f} ms", cut, f"{cut_ms:.1f} ms")
+    full_kv, cut_kv = (repeats[0][0].stats.kv_bytes for repeats in rounds.values())
+    saved = (
+        f"{'The same' if texts[0] == texts[1] else 'Other'} answers. The first token comes "
+        f"{times[0][0] / times[1][0]:.1f} times as fast, and the KV cache takes {cut_kv / 1000:.0f} kB instead of "
+        f"{full_kv / 1000:.0f} kB."
+    )
+    return table, saved
 
 
 if __name__ == "__main__":

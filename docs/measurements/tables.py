@@ -1,4 +1,4 @@
-"""Writes the tables and the chart of the measurements from `results/`: `python docs/measurements/tables.py`.
+"""Writes the tables and the charts of the measurements from `results/`: `python docs/measurements/tables.py`.
 
 A page marks a table by `<!-- results: NAME -->`; its rows are `results/PAGE.jsonl`, unless the table names another
 `page`. The first line of a table there has its columns and how it was measured, each further line one row: a text, or
@@ -17,9 +17,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TABLE = re.compile(r"<!-- results: (?P<name>[\w-]+) -->\n(?:\|[^\n]*\n)*(?:\n\*[^\n]*\*\n)?")
 
+CHARTS = {  # of a table: the picture, and the function that draws it
+    "as-installed": ("installed.svg", "bars"), "the-demo-with-random-tokens-0": ("methods-demo.svg", "scatter"),
+}  # fmt: skip
+
 
 def pages() -> dict[Path, str]:
-    """The text of each page and of the chart, as the results are."""
+    """The text of each page and chart, as the results are."""
     tables: dict[Path, dict[str, str]] = {}
     made = {}
     for results in sorted((HERE / "results").glob("*.jsonl")):
@@ -31,9 +35,10 @@ def pages() -> dict[Path, str]:
             page = ROOT / head["page"] if "page" in head else HERE / f"{results.stem}.md"
             caption = f"\n*{head['caption']}*\n" if "caption" in head else ""
             tables.setdefault(page, {})[head["table"]] = text + caption
-            if head["table"] == "as-installed":
-                draw = runpy.run_path(str(HERE / "chart.py"))["draw"]
-                made[ROOT / "docs/images/installed.svg"] = draw(head["columns"], rows)
+            if head["table"] in CHARTS:
+                picture, kind = CHARTS[head["table"]]
+                draw = runpy.run_path(str(HERE / "chart.py"))[kind]
+                made[ROOT / "docs/images" / picture] = draw(head["columns"], rows)
     for page, named in tables.items():
 
         def table(match: re.Match[str], named: dict[str, str] = named) -> str:

@@ -1,4 +1,4 @@
-"""A picture of the patches that survive: each image next to one panel per cut, with a legend, drawn with pillow."""
+"""A picture of the patches that survive: the image in one panel per cut, with a legend, drawn with pillow."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from vtx.runtime.session.reduction_report import Kept, ReductionReport
 
 PANEL = 336  # pixels a side, at least
 MARGIN = 12
-HEADER = 26  # the question, above its panels
-CAPTION = 24  # the caption, above each panel
-LEGEND = 24
-TEXT, SMALL = 17, 15  # heights of letters
+HEADER = 32  # the question, above its panels
+CAPTION = 30  # the caption, above each panel
+LEGEND = 30
+TEXT, SMALL = 22, 20  # heights of letters, to be read at two thirds of their size
 DIMMED = 0.2  # brightness of a patch whose token is gone
 WINDOW = 3  # patches a side of a merged window
 MERGED = (255, 200, 0)
@@ -50,7 +50,7 @@ def check_shown(policy: Policy, pictures: Sequence[PreparedImage], settings: Ima
 def draw_tokens(
     questions: Sequence[str], answers: Sequence[Stats], pictures: Sequence[PreparedImage], manifest: Manifest
 ) -> Image.Image:
-    """One row for each question and image: the image as the tower sees it, then its tokens left after each cut."""
+    """One row for each question and image: the image as the tower sees it, lit where a token is left after each cut."""
     side, rows = manifest.model.tower.grid, list[tuple[str, list[Panel]]]()
     shown = [(q, stats.reduced) for q, stats in zip(questions, answers, strict=True) if stats.reduced is not None]
     for question, report in shown:
@@ -58,9 +58,10 @@ def draw_tokens(
             values = picture.pixels.transpose(1, 2, 0) * np.array(manifest.image.std) + np.array(manifest.image.mean)
             pixels: NDArray[np.float64] = (values / manifest.image.rescale).clip(0, 255)  # as the tower sees them
             entered, merged = len(report.kept[0].patches[number]), len(report.merged[number])
-            panels = [("the image", _enlarged(pixels))]
+            whole = set(range(side**2)) <= set(report.kept[0].patches[number])  # its first panel is the image itself
+            panels: list[Panel] = [] if whole else [("the image", _enlarged(pixels))]
             for kept in report.kept:
-                caption = f"{len(kept.patches[number])} of {entered} enter layer {kept.layer} ({kept.by})"
+                caption = f"layer {kept.layer}: {len(kept.patches[number])} of {entered} ({kept.by})"
                 if kept.layer == 1:
                     caption = f"{entered} tokens enter" + (f", {merged} merged" if merged else "")
                 panels.append((caption, _panel(pixels, side, report, kept, number)))
@@ -124,7 +125,7 @@ def _sheet(rows: Sequence[tuple[str, Sequence[Panel]]], legend: Image.Image) -> 
 
 def _legend(merged: bool, keys: bool) -> Image.Image:
     entries = {"lit: goes on": True, "dark: left out": True, "merged window": merged, "key token": keys}
-    shown, step, square = [label for label, there in entries.items() if there], 150, LEGEND - 6
+    shown, step, square = [label for label, there in entries.items() if there], 190, LEGEND - 8
     image = Image.new("RGB", (step * len(shown), LEGEND), "white")
     draw = ImageDraw.Draw(image)
     for number, label in enumerate(shown):

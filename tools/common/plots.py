@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from vtx.runtime.bundle.files import replacing
@@ -51,9 +52,10 @@ def figures() -> Any:
 
 
 def headline(figure: Any, title: str, source: str) -> None:
-    """A title above a figure, and its model, device and data below."""
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    figure.supxlabel(source, x=0.01, ha="left", fontsize=9, color=GREY)
+    """A title above a figure, and its model, device and data below, in as many lines as its width asks for."""
+    wide, narrow = (int(letters * figure.get_figwidth()) for letters in (7.5, 13))  # letters of an inch
+    figure.suptitle(fill(title, wide), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.supxlabel(fill(source, narrow), x=0.01, ha="left", fontsize=9, color=GREY)
 
 
 def integer_axis(axes: Any, label: str) -> None:
