@@ -87,7 +87,7 @@ def scratch(where: Path | None) -> Iterator[Path]:
 
 def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn: int, vocab: int | None) -> Path:
     """The demo checkpoint with a larger text model of random float32 weights, written a block at a time."""
-    from vtx.exporter.bundling.export import demo_checkpoint
+    from vtx.exporter.bundling.prepare import demo_checkpoint
     from vtx.exporter.checkpoint.families.registry import read_config
     from vtx.exporter.graphs.decoder import decoder_tensors
     from vtx.exporter.graphs.vision import vision_tensors
@@ -124,8 +124,9 @@ def _hub_name(name: str) -> str:
 
 
 def export(checkpoint: Path, out: Path, ks: Sequence[int], precision: str = "fp32") -> Path:
-    from vtx.exporter.bundling.export import plan_export, run_export
+    from vtx.exporter.bundling.export import run_export
     from vtx.exporter.bundling.options import ExportOptions
+    from vtx.exporter.bundling.prepare import plan_export
 
     plan = plan_export(ExportOptions(str(checkpoint), tuple(ks), precision, None))
     run_export(plan, out, force=False, report=lambda *_: None)

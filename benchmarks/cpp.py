@@ -119,7 +119,7 @@ def main() -> None:
         bundle, picture = given.bundle, folder / "picture.png"
         Image.effect_noise((336, 336), 60).convert("RGB").save(picture)
         if bundle is None:
-            from vtx.exporter.bundling.export import demo_checkpoint
+            from vtx.exporter.bundling.prepare import demo_checkpoint
 
             bundle = export(demo_checkpoint(), folder / "demo", (16,), "fp16")
         both, variables, weights = commands(given, bundle, picture), environment(), weights_of(bundle)

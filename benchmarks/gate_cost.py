@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from common import decoder_parser, random_checkpoint, report, scratch
 
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.graphs.gates import gate_tensors
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model

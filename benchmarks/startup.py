@@ -69,7 +69,7 @@ def main() -> None:
         if given.bundle:
             bundle = given.bundle
         else:
-            from vtx.exporter.bundling.export import demo_checkpoint
+            from vtx.exporter.bundling.prepare import demo_checkpoint
 
             bundle = export(demo_checkpoint(), folder / "demo", (16,), "fp16")
         commands, environment = kinds(bundle, draw_image(folder / "image.png")), compiling(folder / "bytecode")

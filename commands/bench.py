@@ -208,7 +208,9 @@ def methods_bundle(named: str | None) -> Path:
     if held != tuple(to_spec(parse(spec)) for spec in DEMO_REDUCTIONS):
         note("exporting the built-in demo model with every method; --bundle uses one of your own")
         need_exporter()
-        from vtx.exporter.bundling.export import ExportOptions, plan_export, run_export
+        from vtx.exporter.bundling.export import run_export
+        from vtx.exporter.bundling.options import ExportOptions
+        from vtx.exporter.bundling.prepare import plan_export
 
         plan = plan_export(ExportOptions(ks=DEMO_KS, reductions=DEMO_REDUCTIONS, dialects=("ort",)))
         with bar() as report:

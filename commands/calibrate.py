@@ -60,7 +60,7 @@ def calibrate(
     """
     end_on_sigterm()
     need_exporter()
-    from vtx.exporter.bundling.export import load_template
+    from vtx.exporter.bundling.prepare import load_template
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.choosing import Choosing
     from vtx.exporter.calibration.plots import draw_report

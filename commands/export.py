@@ -31,7 +31,7 @@ DEMO_K = 16  # of the bundle that a first question makes
 DEMO = f"demo-k{DEMO_K}-fp16"
 
 if TYPE_CHECKING:
-    from vtx.exporter.bundling.export import Plan
+    from vtx.exporter.bundling.prepare import Plan
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.tools.data.items import Data
 
@@ -116,18 +116,20 @@ def export(
     """
     end_on_sigterm()
     need_exporter()
-    from vtx.exporter.bundling import export as exporter
     from vtx.exporter.bundling.activation_aware import SAMPLES as AWARE_SAMPLES
     from vtx.exporter.bundling.arithmetic import SAMPLES as ARITHMETIC_SAMPLES
-    from vtx.exporter.bundling.options import MeasuredArithmetic
+    from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
+    from vtx.exporter.bundling.predict import check_memory
+    from vtx.exporter.bundling.prepare import load_template, plan_export
     from vtx.exporter.bundling.retain import SAMPLES as RETAIN_SAMPLES
     from vtx.exporter.bundling.retain import Retain
+    from vtx.exporter.bundling.staging import check_target
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.runtime.bundle.spec.manifest import BundleRelease
     from vtx.tools.data.items import SCENES, read_data
 
     if out is not None:
-        exporter.check_target(out.expanduser().absolute(), force)
+        check_target(out.expanduser().absolute(), force)
     key, numbered = SigningKey.load(sign) if sign else None, None
     if release is not None:
         named, _, number = release.rpartition("=")
@@ -136,7 +138,7 @@ def export(
         if key is None:
             raise click.UsageError("--release has no effect without --sign; add it")
         numbered = BundleRelease(named, int(number))
-    template = exporter.load_template(chat_template) if chat_template else None
+    template = load_template(chat_template) if chat_template else None
     one_k = ks == "auto" and gates is None
     if calibration is not None and not one_k and retain is None and not activation_aware and arithmetic != "measured":
         raise click.UsageError(
@@ -147,7 +149,7 @@ def export(
         raise click.UsageError("--images has no effect without --calibration; leave it out")
     if allow_changed_answers and (calibration is None or not one_k):
         raise click.UsageError("--allow-changed-answers is about the K of --k auto --calibration DATA; leave it out")
-    demo = model == exporter.DEMO
+    demo = model == DEMO
 
     def questions(purpose: str, samples: int) -> Data:
         if calibration is None and not demo:
@@ -166,15 +168,15 @@ def export(
 
         chosen = calibrated(calibration, images, model, template, tower, allow_pickle=allow_pickle)
     ks = (chosen.k,) if chosen else ks
-    options = exporter.ExportOptions(
+    options = ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
         head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
         allow_changed_answers, measured, numbered,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")
-    plan = exporter.plan_export(options)
-    exporter.check_memory(plan.prediction, max_memory)
+    plan = plan_export(options)
+    check_memory(plan.prediction, max_memory)
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
     made = export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), key, force=force)
     if chosen and chosen.warning:
@@ -303,8 +305,8 @@ def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["
     out = cache.folder() / name
     if (held := cache.hold(out)) is None:
         need_exporter()
-        from vtx.exporter.bundling.export import ExportOptions, plan_export
-        from vtx.exporter.bundling.options import MeasuredArithmetic
+        from vtx.exporter.bundling.options import ExportOptions, MeasuredArithmetic
+        from vtx.exporter.bundling.prepare import plan_export
 
         note(why)
         measured = None if name == DEMO else MeasuredArithmetic()

@@ -30,8 +30,8 @@ from tests.support.bundles import export_with  # noqa: E402 - from the path abov
 from tests.support.cabi import Loaded  # noqa: E402
 from tests.support.tiny import Tiny, make, random_image  # noqa: E402
 
-from vtx.exporter.bundling.export import demo_checkpoint  # noqa: E402
 from vtx.exporter.bundling.options import ExportOptions  # noqa: E402
+from vtx.exporter.bundling.prepare import demo_checkpoint  # noqa: E402
 from vtx.runtime.api.load import load  # noqa: E402
 from vtx.runtime.api.model import Model  # noqa: E402
 from vtx.runtime.bundle.safetensors import write_safetensors  # noqa: E402

@@ -28,8 +28,8 @@ def make(checkpoint: Path, folder: Path, tokens: int) -> Workload:
         ValueError: `tokens` leaves no room for a question beside the image.
 
     """
-    from vtx.exporter.bundling.export import plan_export
     from vtx.exporter.bundling.options import ExportOptions
+    from vtx.exporter.bundling.prepare import plan_export
 
     plan = plan_export(ExportOptions(str(checkpoint), (), "fp32"))
     height, side = plan.image.size

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from vtx.exporter.bundling import staging
 from vtx.exporter.bundling.arithmetic import PER_SCENE, SAMPLES, candidates, measure_arithmetic
-from vtx.exporter.bundling.options import DEMO, ExportOptions
-from vtx.exporter.bundling.predict import check_disk, check_memory
-from vtx.exporter.bundling.prepare import Plan, demo_checkpoint, load_template, plan_export
+from vtx.exporter.bundling.predict import check_disk
+from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.bundling.retain import fit_thresholds
 from vtx.exporter.bundling.staging import check_target
 from vtx.exporter.weights.journal import ExportJournal, begin
@@ -96,9 +95,3 @@ def key_of(plan: Plan) -> str:
     tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None
     identity = [plan.checkpoint.fingerprint(), tower, str(options), list(plan.ks), plan.template, sources, aware]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-
-
-__all__ = [
-    "DEMO", "ExportOptions", "Plan", "check_memory", "check_target", "demo_checkpoint", "load_template", "plan_export",
-    "run_export",
-]  # fmt: skip

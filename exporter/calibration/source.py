@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from vtx.exporter.bundling.export import Plan, plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name
 from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.graphs.decoder import decoder_tensors

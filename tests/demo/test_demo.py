@@ -18,8 +18,8 @@ from tests.support.exported import THREADS
 from tests.support.reference import Reference
 from tests.support.tiny import prompt_messages
 from vtx import cli
-from vtx.exporter.bundling.export import demo_checkpoint
 from vtx.exporter.bundling.options import DEMO
+from vtx.exporter.bundling.prepare import demo_checkpoint
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options

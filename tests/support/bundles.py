@@ -66,7 +66,8 @@ def export_with(options: ExportOptions, out: Path) -> Bundle:
 
 def export_anew(options: ExportOptions, out: Path) -> Bundle:
     """Export with any options to `out`, for the sake of the export."""
-    from vtx.exporter.bundling.export import plan_export, run_export
+    from vtx.exporter.bundling.export import run_export
+    from vtx.exporter.bundling.prepare import plan_export
 
     return run_export(plan_export(options), out, force=False, report=IGNORE)
 

@@ -11,8 +11,9 @@ import pytest
 
 import vtx
 from tests.support import bundles
-from vtx.exporter.bundling.export import Plan, plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import BundleError
 from vtx.runtime.report.golden import check_golden

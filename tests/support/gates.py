@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.bundling.export import Plan, plan_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.runtime.bundle.safetensors import write_safetensors
 
 HIDDEN, LAYERS, WIDTH = 64, 8, 24

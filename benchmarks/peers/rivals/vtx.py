@@ -20,8 +20,9 @@ BUNDLE = "bundle"
 
 
 def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
-    from vtx.exporter.bundling.export import plan_export, run_export
+    from vtx.exporter.bundling.export import run_export
     from vtx.exporter.bundling.options import ExportOptions
+    from vtx.exporter.bundling.prepare import plan_export
 
     place, _, ks = precision.partition("/")
     stored = Precision.parse(place).stored

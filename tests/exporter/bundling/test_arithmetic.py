@@ -16,8 +16,9 @@ from tests.support.bundles import IGNORE, export
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import arithmetic
 from vtx.exporter.bundling.arithmetic import candidates, measure_arithmetic
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.backends import devices
 from vtx.runtime.backends.devices import choose, default_compute

@@ -24,8 +24,9 @@ from vtx import cli
 from vtx.exporter.bundling import activation_aware as measuring
 from vtx.exporter.bundling import build
 from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
-from vtx.exporter.bundling.export import Plan, plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.reference.model import Encoded, Reference

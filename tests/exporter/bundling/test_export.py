@@ -13,8 +13,10 @@ from tests.support import bundles
 from tests.support.exporting import Make, interrupted, is_whole, names, plan, run
 from tests.support.tiny import random_image
 from vtx.exporter.bundling import build, predict
-from vtx.exporter.bundling.export import check_memory, plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.predict import check_memory
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import GOLDEN

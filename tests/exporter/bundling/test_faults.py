@@ -12,8 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.support import bundles
 from tests.support.faults import Disk, failing
-from vtx.exporter.bundling.export import Plan, plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError, VtxError

@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import predict
-from vtx.exporter.bundling.export import Plan, plan_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.calibration import calibrate
 from vtx.exporter.calibration.calibrate import CalibrationOptions
 from vtx.exporter.checkpoint.families.registry import read_config

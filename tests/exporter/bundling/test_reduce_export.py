@@ -15,8 +15,9 @@ from tests.support.families.internvl import INTERNVL
 from tests.support.families.qwen import QWEN2
 from tests.support.tiny import Tiny
 from vtx.cli import export as export_command
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError, UnsupportedModelError, VtxError

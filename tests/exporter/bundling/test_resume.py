@@ -16,8 +16,9 @@ from tests.support.exporting import Make, interrupted, is_whole, names, opens, p
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import export as export_module
 from vtx.exporter.bundling import staging as place_module
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.weights import writing
 from vtx.runtime.bundle import seal
 from vtx.runtime.bundle.bundle import Bundle

@@ -13,8 +13,9 @@ from tests.support.bundles import IGNORE
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny, random_image
 from vtx.cli import export as export_command
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.bundling.retain import Retain
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options

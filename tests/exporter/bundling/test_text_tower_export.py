@@ -20,8 +20,9 @@ from tests.support.clip import WIDTH, make_clip
 from tests.support.exported import THREADS
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, random_image
-from vtx.exporter.bundling.export import key_of, plan_export
+from vtx.exporter.bundling.export import key_of
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import read_tensor

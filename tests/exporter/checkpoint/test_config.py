@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny import Tiny
-from vtx.exporter.bundling.export import Plan, plan_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError, VtxError
 

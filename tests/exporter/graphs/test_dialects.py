@@ -16,8 +16,9 @@ from tests.support.dialects import DialectBackend
 from tests.support.exported import KS, Checkpoints, Models, greedy, policy, prompt
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime import precision
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.safetensors import write_safetensors

@@ -20,8 +20,9 @@ from tests.support.gates import HIDDEN, KS, LAYERS, WIDTH, Pair, certain_gate, p
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.graphs.gates import FEATURES, MAX_METADATA, Gates, read_gates

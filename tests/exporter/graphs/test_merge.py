@@ -18,8 +18,8 @@ from tests.support.reduced import window_cosines
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.vision import build_vision
 from vtx.runtime.bundle.spec.names import DIALECTS

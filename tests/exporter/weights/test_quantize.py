@@ -12,8 +12,8 @@ import pytest
 import vtx
 from tests.support import bundles
 from tests.support.tiny import Tiny
-from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.graphs.dialects import ort
 from vtx.exporter.weights import quantize
 from vtx.exporter.weights.quantize import LEAST, dequantise, pack, quantise, unpack

@@ -20,8 +20,9 @@ from tests.support import bundles
 from tests.support.checkpoints import alter
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling import predict
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.loader import canonical_name
 from vtx.exporter.weights import writing
 from vtx.exporter.weights.journal import ExportJournal

@@ -21,8 +21,8 @@ from tests.support.exported import KS, THREADS, Checkpoints, greedy, policy, pro
 from tests.support.graphs import TEXT, session
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.reference.golden import MARGIN
 from vtx.runtime.api.load import load

@@ -20,8 +20,9 @@ from tests.support.fuse import check_interrupts
 from tests.support.gates import plan_with_gates, random_gate, write_gates
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options

@@ -14,7 +14,7 @@ import vtx
 from tests.support import bundles
 from tests.support.keys import export_signed, write_keys
 from vtx import cli
-from vtx.exporter.bundling.export import ExportOptions
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.bundle.spec.manifest import BundleRelease

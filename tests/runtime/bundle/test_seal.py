@@ -20,7 +20,7 @@ from tests.support import bundles
 from tests.support.keys import PEM, PKCS8, export_signed, write_keys
 from tests.support.tiny import random_image
 from vtx import cli
-from vtx.exporter.bundling.export import ExportOptions
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.bundle import bundle as bundle_module
 from vtx.runtime.bundle import seal
 from vtx.runtime.bundle.bundle import Bundle

@@ -16,7 +16,7 @@ from onnx import numpy_helper
 from tests.support import bundles
 from tests.support.tiny import Tiny
 from vtx.cli import doctor
-from vtx.exporter.bundling.export import ExportOptions
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import BundleError, DeviceError, RequestError

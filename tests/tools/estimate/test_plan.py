@@ -18,8 +18,8 @@ from tests.support.families.vila import VILA
 from tests.support.tiny import Tiny
 
 from vtx import cli
-from vtx.exporter.bundling.export import plan_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.spec import find_size, model_size
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
