@@ -26,6 +26,7 @@ _MODULES = {  # module of `commands/` by the function of each command
     "serve": "serve",
     "train_gate": "calibrate",
     "tune": "tune",
+    "watch": "watch",
 }
 _NAMES = {"evaluate": "eval", "train_gate": "train-gate"}  # of commands not named like their function
 

@@ -11,7 +11,7 @@ from vtx import cli
 
 SHARED = 3  # commands that an option must belong to, word for word, to be described once
 HERE = Path(__file__).parent
-ANSWERING = ("batch", "cache", "chat", "doctor", "inspect", "run", "serve")
+ANSWERING = ("batch", "cache", "chat", "doctor", "inspect", "run", "serve", "watch")
 OTHERS = "# Commands that make and measure\n\n[Commands](commands.md) has what is common to all, and those that answer."
 
 

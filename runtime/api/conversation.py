@@ -47,7 +47,7 @@ class Conversation:
         *,
         shares_images: bool = True,
     ) -> None:
-        """`shares_images`: use the bundle's `image_cache`, if it has one."""
+        """`shares_images`: use the bundle's `image_cache` and `tile_cache`, if it has them."""
         if system is not None:
             check_text("system", system)
         self.loaded, self.images, self.system = loaded, images, system
@@ -190,9 +190,10 @@ class Conversation:
 
     def _forget(self) -> None:
         """Begin with empty caches."""
-        backend = self.loaded.backend
-        self._session = Session(backend, self.loaded.manifest)
-        self._encoded = EncodedImages(backend, self.images, self.loaded.image_cache if self._shares_images else None)
+        loaded = self.loaded
+        self._session = Session(loaded.backend, loaded.manifest)
+        shared = (loaded.image_cache, loaded.tile_cache) if self._shares_images else (None, None)
+        self._encoded = EncodedImages(loaded.backend, self.images, *shared)
 
 
 class Chat:

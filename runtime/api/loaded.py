@@ -95,6 +95,7 @@ class LoadedBundle:
         )
         self._final_norm = read_final_norm(bundle) if manifest.text.seg_token_id is not None else None
         self.image_cache: ImageCache | None = None  # set: conversations share encoded images
+        self.tile_cache: ImageCache | None = None  # set: and the encoded tiles that images have in common
         self._conversations: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._text_tower: TextTower | None = None
         self._grammars: Grammars | None = None

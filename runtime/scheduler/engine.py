@@ -37,7 +37,8 @@ class Capacity:
     """The room for the answers of one model; sizes in bytes.
 
     `parallel`: answers that are computed at the same time, `batch` of them at most in one pass. `kept`: conversations
-    that are kept for later requests. `kv`: of K and V, in use or kept; `image_tokens`: of encoded images kept.
+    that are kept for later requests. `kv`: of K and V, in use or kept; `image_tokens`: of encoded images kept;
+    `tiles`: of encoded tiles kept in addition, for images that differ in some of their tiles.
     """
 
     parallel: int = 4
@@ -45,6 +46,7 @@ class Capacity:
     kept: int = 32
     kv: int = 2 << 30
     image_tokens: int = 256 << 20
+    tiles: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Engine:
             model.loaded.policy(method.k, None, method.reduce)  # refuses what the bundle lacks
         self.name, self.model, self._parallel, self._chooser = name, model, capacity.parallel, chooser
         self.images = model.loaded.image_cache = ImageCache(capacity.image_tokens)
+        self.tiles = model.loaded.tile_cache = ImageCache(capacity.tiles) if capacity.tiles else None
         together = min(capacity.batch, capacity.parallel)
         self.batching = Batching(model, together, capacity.kept + capacity.parallel)
         self.pool = ConversationPool(model.loaded, capacity.kv, capacity.kept)
@@ -104,7 +107,7 @@ class Engine:
         if not self.scheduler.close():
             return False
         self.pool.close()
-        self.model.loaded.image_cache = None
+        self.model.loaded.image_cache = self.model.loaded.tile_cache = None
         return True
 
     def job(
@@ -187,7 +190,7 @@ class Engine:
                         yield tag, asked
                         continue
                     jobs = [
-                        self.job(each, partial(emit, tag, number, turn), fits=partial(self._fits, each))
+                        self.job(each, partial(emit, tag, number, turn), fits=partial(self.fits, each))
                         for turn, each in enumerate(asked)
                     ]
                     running[number] = tag, jobs, [None] * len(jobs)
@@ -208,5 +211,6 @@ class Engine:
                 for job in jobs:
                     job.cancel()
 
-    def _fits(self, asked: AnswerRequest) -> bool:
+    def fits(self, asked: AnswerRequest) -> bool:
+        """True if K and V of a request's conversation are within the limit, next to those in use."""
         return self.pool.fits(len(asked.ids) + asked.settings.options.max_new_tokens)

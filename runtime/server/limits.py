@@ -44,4 +44,4 @@ class Limits(Capacity):
             elif "seconds" in field.name:
                 check_number(name, value, "a number of seconds above 0", least=1e-3, most=1e6)
             else:
-                check_whole(name, value, 0 if field.name in ("queue", "kept", "kv", "image_tokens") else 1)
+                check_whole(name, value, 0 if field.name in ("queue", "kept", "kv", "image_tokens", "tiles") else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -50,14 +51,31 @@ class PreparedImage:
         first: NDArray[np.float32] = self.views[0]
         return first
 
-    def encode(self, backend: Backend, extras: Extras = NO_EXTRAS, check: Check = no_check) -> ImageTokens:
-        """The image's tokens, from one pass of the tower a view; `check` is called before each and may raise."""
+    def encode(
+        self, backend: Backend, extras: Extras = NO_EXTRAS, check: Check = no_check, tiles: ImageCache | None = None
+    ) -> ImageTokens:
+        """The image's tokens, from one pass of the tower a view; `check` is called before each and may raise.
+
+        Of several views those in `tiles`, by their pixels, are not run again.
+        """
         assert not extras or self.kind == "image", "policies that need extra inputs are refused for videos"
         views = list[ImageTokens]()
+        kept = tiles if len(self.views) > 1 else None
         for view in self.views:
             check()
-            views.append(backend.video(view[None]) if self.kind == "video" else backend.vision(view[None], extras))
+            key = () if kept is None else (self.kind, hashlib.sha256(view.tobytes()).digest(), *_values(extras))
+            tokens = None if kept is None else kept.get(key)
+            if tokens is None:
+                tokens = backend.video(view[None]) if self.kind == "video" else backend.vision(view[None], extras)
+                if kept is not None:
+                    kept.put(key, tokens)
+            views.append(tokens)
         return replace(self.arrange(views), key=self.key[:64])  # of the pixels alone
+
+
+def _values(extras: Extras) -> tuple[tuple[str, bytes], ...]:
+    """Extra inputs as a part of a key."""
+    return tuple((name, value.tobytes()) for name, value in sorted(extras.items()))
 
 
 def vision_extras(entries: Sequence[Entry]) -> Extras:
@@ -144,11 +162,15 @@ def nbytes(tokens: ImageTokens) -> int:
 
 @dataclass(slots=True)
 class EncodedImages:
-    """The tokens of `images` by their key and the vision graph's extra inputs. Its owner locks it."""
+    """The tokens of `images` by their key and the vision graph's extra inputs. Its owner locks it.
+
+    `shared` holds images that several owners encode, `tiles` views that images have in common.
+    """
 
     backend: Backend
     images: tuple[PreparedImage, ...]
     shared: ImageCache | None = None
+    tiles: ImageCache | None = None
     seconds: float = 0.0  # spent on encoding and selecting so far
     _encoded: dict[Hashable, ImageTokens] = field(default_factory=dict)  # the newest last
 
@@ -193,12 +215,12 @@ class EncodedImages:
     ) -> ImageTokens:
         """The tokens of an image that enter the decoder."""
         start, extras = perf_counter(), vision_extras(entries)
-        key = image.key, *((name, value.tobytes()) for name, value in sorted(extras.items()))
+        key = image.key, *_values(extras)
         tokens = self._encoded.get(key)
         if tokens is None:
             tokens = None if self.shared is None else self.shared.get(key)
             if tokens is None:
-                tokens = image.encode(self.backend, extras, check)
+                tokens = image.encode(self.backend, extras, check, self.tiles)
                 signals, tower = tokens.patches.signals.values(), tokens.tower
                 given = [*signals, *([] if tower is None else [tower.states, tower.keys, tower.attention])]
                 if not all(np.isfinite(signal).all() for signal in given):

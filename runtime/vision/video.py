@@ -35,6 +35,7 @@ T = TypeVar("T")
 HEAD_BYTES = 32
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg")
 CHILD, LIBRARIES = "vtx.runtime.vision.video_child:frames_of", ("av",)
+EVERY = "vtx.runtime.vision.video_child:all_frames"
 PICTURES = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1")  # brands of images in MP4's container
 READABLE = "MP4, MOV, MKV, WebM and AVI"
 SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".3gp", ".ogv")
@@ -108,8 +109,7 @@ def load_frames(
     Raises ImageError if it is not a video, damaged, or beyond a limit (`limits.py`); DeviceError if PyAV, which reads
     files, is missing; RequestError if it was stopped.
     """
-    from vtx.runtime.host.confined import ChildLimits, confine
-    from vtx.runtime.vision.video_child import MAX_THREADS, pixels_refused, sampled
+    from vtx.runtime.vision.video_child import pixels_refused, sampled
 
     if isinstance(given.source, np.ndarray):
         frames = given.source
@@ -124,44 +124,84 @@ def load_frames(
         black = np.zeros_like(frames[0])
         chosen = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*numbers})}
         return [chosen[n] for n in numbers]
-    with _opened(given.source) as (name, file):
+    prepared = dict[int, T]()
+
+    def receive(number: int, image: Image.Image, _: float) -> bool:
+        if padded and -1 not in prepared:
+            prepared[-1] = prepare(Image.new("RGB", image.size))
+        prepared[number] = prepare(image)
+        return len(prepared) <= 2 * wanted + 1
+
+    name, result = _decoded(CHILD, given.source, receive, stopped, wanted=wanted, padded=padded)
+    order = result.get("frames") if isinstance(result, dict) else None
+    if not isinstance(order, list) or len(order) != wanted or not all(type(number) is int for number in order):
+        raise _broken(name)
+    if not prepared.keys() >= {*order}:
+        raise _broken(name)
+    return [prepared[number] for number in order]
+
+
+def play(
+    source: VideoFile, show: Callable[[Image.Image, float], None], stopped: Callable[[], bool], *, slowest: float = 1.0
+) -> None:
+    """`show` each frame of a video file and its time in seconds, until `stopped` returns True.
+
+    `show` may wait, to show a video at its own speed; the decoder waits with it, at most for the longest video shown
+    at `slowest` times its speed. Raises as `load_frames`.
+    """
+
+    def receive(_: int, image: Image.Image, seconds: float) -> bool:
+        show(image, seconds)
+        return True
+
+    _decoded(EVERY, source, receive, stopped, wait=MAX_VIDEO_SECONDS / slowest)
+
+
+def _decoded(
+    target: str, source: VideoFile, receive: Callable[[int, Image.Image, float], bool],
+    stopped: Callable[[], bool] | None, *, wait: float = 0.0, **wanted: Any,
+) -> tuple[str, Any]:  # fmt: skip
+    """The video's name and the result of `target`, whose frames `receive` gets: number, upright image and seconds.
+
+    `receive` returns False for one too many. `wait`: seconds that it may take in total.
+    """
+    from vtx.runtime.host.confined import ChildLimits, confine
+    from vtx.runtime.vision.video_child import MAX_THREADS
+
+    with _opened(source) as (name, file):
         kind = container(file.read(HEAD_BYTES))
         if kind is None:
             raise ImageError(f"{name} is not a video of a known format; vtx reads {READABLE}, whatever the name says")
-        broken = ImageError(f"{name} makes its decoder return invalid frames; get it from a trusted source")
-        prepared = dict[int, T]()
 
-        def receive(frame: dict[str, Any], pixels: bytearray) -> None:
+        def checked(frame: dict[str, Any], pixels: bytearray) -> None:
             values: tuple[Any, ...] = tuple(frame.get(key) for key in ("number", "width", "height", "turns"))
             number, width, height, turns = values
-            whole = all(type(value) is int for value in values)
-            if not whole or min(width, height) < 1 or 3 * width * height != len(pixels) or len(prepared) > 2 * wanted:
-                raise broken
+            whole, seconds = all(type(value) is int for value in values), frame.get("seconds")
+            if not whole or min(width, height) < 1 or 3 * width * height != len(pixels):
+                raise _broken(name)
             image = np.rot90(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), turns)
-            if padded and -1 not in prepared:
-                prepared[-1] = prepare(Image.new("RGB", (image.shape[1], image.shape[0])))
-            prepared[number] = prepare(Image.fromarray(np.ascontiguousarray(image)))
+            at = float(seconds) if isinstance(seconds, float | int) and 0 <= seconds <= MAX_VIDEO_SECONDS else 0.0
+            if not receive(number, Image.fromarray(np.ascontiguousarray(image)), at):
+                raise _broken(name)
 
         request = {
-            "name": name, "container": kind, "wanted": wanted, "padded": padded, "codecs": CODECS,
-            "seconds": MAX_VIDEO_SECONDS, "frames": MAX_VIDEO_FRAMES, "pixels": MAX_FRAME_PIXELS,
+            "name": name, "container": kind, "codecs": CODECS, "seconds": MAX_VIDEO_SECONDS,
+            "frames": MAX_VIDEO_FRAMES, "pixels": MAX_FRAME_PIXELS, **wanted,
         }  # fmt: skip
         limits = ChildLimits(
             memory=MAX_VIDEO_MEMORY,
             cpu_seconds=int(MAX_VIDEO_DECODE_SECONDS * MAX_THREADS),
-            wall_seconds=MAX_VIDEO_DECODE_SECONDS,
+            wall_seconds=MAX_VIDEO_DECODE_SECONDS + wait,
             file=3 * MAX_FRAME_PIXELS,
         )
-        result = confine(
-            CHILD, request, subject=name, limits=limits, libraries=LIBRARIES, data=file, receive=receive,
+        return name, confine(
+            target, request, subject=name, limits=limits, libraries=LIBRARIES, data=file, receive=checked,
             stopped=stopped, error=ImageError, cure="save it again, shorter or smaller",
         )  # fmt: skip
-    order = result.get("frames") if isinstance(result, dict) else None
-    if not isinstance(order, list) or len(order) != wanted or not all(type(number) is int for number in order):
-        raise broken
-    if not prepared.keys() >= {*order}:
-        raise broken
-    return [prepared[number] for number in order]
+
+
+def _broken(name: str) -> ImageError:
+    return ImageError(f"{name} makes its decoder return invalid frames; get it from a trusted source")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -50,6 +50,13 @@ def frames_of(request: dict[str, Any]) -> Frames:
         wanted = sampled(decoded, request["wanted"], padded=request["padded"])
         yield from file.decode(wanted)
     return {"frames": wanted}
+
+
+def all_frames(request: dict[str, Any]) -> Frames:
+    """Every frame of the video on stdin, with its time in `seconds`; else as `frames_of`."""
+    file = _File(request)
+    yield from file.decode(range(file.count()))
+    return {"frames": []}
 
 
 class _File:
@@ -97,7 +104,7 @@ class _File:
             raise ImageError(f"{self._name} has no frames; save it again")
         return count
 
-    def decode(self, wanted: list[int]) -> Generator[tuple[dict[str, Any], list[Any]], None, int]:
+    def decode(self, wanted: Sequence[int]) -> Generator[tuple[dict[str, Any], list[Any]], None, int]:
         """Yield the frames with these numbers; returns the number of frames decoded up to the last of them."""
         number = 0
         with self._container() as (container, stream):
@@ -119,7 +126,8 @@ class _File:
                     pixels = memoryview(plane)
                     lines = [pixels[y * plane.line_size :][:line] for y in range(size[1])]  # without their padding
                     lines = [pixels[: line * size[1]]] if plane.line_size == line else lines
-                    yield {"number": number, "width": size[0], "height": size[1], "turns": turns}, lines
+                    header = {"number": number, "width": size[0], "height": size[1], "turns": turns}
+                    yield header | {"seconds": frame.time}, lines
                 number += 1
                 if number > wanted[-1]:
                     break

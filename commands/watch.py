@@ -1,0 +1,70 @@
+"""vtx-watch: standing questions about the frames of cameras, streams and folders. It parses, calls and prints."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+
+import click
+
+from vtx.commands.shared.options import FILE, PATH, option, options
+from vtx.runtime.errors import RequestError, VtxError
+from vtx.runtime.terminal.console import command, end_on_sigterm, note, table
+from vtx.tools.common.loading import Loading, about_model
+
+
+@command(
+    epilog="vtx-watch vtx-demo-k16-fp16 watch.toml --check\nvtx-watch vtx-demo-k16-fp16 watch.toml > events.jsonl\n"
+    "vtx-watch /srv/llava-7b /etc/vtx/watch.toml --device cuda"
+)
+@click.argument("bundle", type=PATH)
+@click.argument("config", type=FILE)
+@options(
+    option("--check", bool, "Judge the configuration, open each source and show its first frame's size; ask nothing."),
+    option("--parallel", 4, "Answers that are computed at the same time.", type=click.IntRange(1, 64)),
+    option("--tile-cache", 256, "Encoded tiles that are kept for frames in which they did not change; 0: none.",
+           type=click.IntRange(0, 1_000_000), metavar="MB"),
+    "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "force", "require_signature",
+)  # fmt: skip
+def watch(bundle: Path, config: Path, check: bool, parallel: int, tile_cache: int, loading: Loading) -> None:
+    """Ask the standing questions of CONFIG about the newest frames of its sources; events are lines of JSON.
+
+    It ends with its sources: a video's end, or Ctrl-C. SIGHUP takes over a changed CONFIG; a wrong one changes nothing.
+    """
+    from vtx.runtime.scheduler.engine import Engine
+    from vtx.runtime.server.watchdog import systemd
+    from vtx.tools.watch.config import read_config
+    from vtx.tools.watch.sources import first_frames
+    from vtx.tools.watch.watch import Watcher, capacity, check_questions
+
+    end_on_sigterm()
+    given = read_config(config)
+    notify, _ = systemd()
+    with loading.load(bundle) as model:
+        check_questions(model.loaded, given)
+        if check:
+            seen = first_frames(given, model.loaded.image_formats)
+            shown = [str(size) if isinstance(size, VtxError) else f"{size[0]}x{size[1]}" for _, size in seen]
+            table("", ("source", "first frame"), [[name, text] for (name, _), text in zip(seen, shown, strict=True)])
+            if failed := sum(isinstance(size, VtxError) for _, size in seen):
+                raise RequestError(
+                    f"{failed} of {len(seen)} sources give no frame, as the table says; fix them or {config}"
+                )
+            return
+        for line in about_model(model.manifest.model.name):
+            note(line)
+        logging.getLogger("vtx").setLevel(logging.INFO)
+        with Engine("watch", model, capacity(parallel, tile_cache << 20)) as engine:
+            watcher = Watcher(engine, given, parallel=parallel)
+            reread = partial(watcher.reload, partial(read_config, config))
+            if hasattr(signal, "SIGHUP"):  # a handler must not wait for locks that this thread may hold
+                signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=reread, daemon=True).start())
+            notify("READY=1")
+            try:
+                watcher.run()
+            finally:
+                notify("STOPPING=1")
+                watcher.close()

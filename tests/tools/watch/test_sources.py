@@ -1,0 +1,203 @@
+"""Sources of frames: the newest is kept, those that vanish are opened again, whatever they write."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.support.clock import Clock
+from tests.support.video_files import write_video
+
+from vtx.runtime.errors import ImageError
+from vtx.runtime.vision.image import load_image
+from vtx.tools.watch.config import SourceConfig, StandingQuestion, WatchConfig
+from vtx.tools.watch.sources import FrameSource, Newest, first_frames
+
+WAIT = 60.0  # seconds for what should happen at once, on a busy machine
+QUESTION = (StandingQuestion("q", "What?"),)
+
+
+class Reading:
+    """A running source, with its states, and its frames as they come."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self.states = queue.Queue[tuple[str, dict[str, Any]]]()
+        self.came = threading.Event()
+        self.newest = Newest(config.rate, self.came.set, time.monotonic)
+        self.pauses = list[float]()
+        self.source = FrameSource(config, self.newest, lambda *said: self.states.put(said), pause=self._pause)
+
+    def _pause(self, closed: threading.Event, seconds: float) -> bool:
+        self.pauses.append(seconds)
+        return closed.wait(0.01)
+
+    def state(self) -> tuple[str, dict[str, Any]]:
+        return self.states.get(timeout=WAIT)
+
+    def frame(self) -> Image.Image:
+        """The next frame that is not broken."""
+        while True:
+            assert self.came.wait(WAIT)
+            self.came.clear()
+            if frame := self.newest.take():
+                try:
+                    return load_image(frame.read())
+                except ImageError:
+                    self.source.corrupt += 1
+
+
+@contextmanager
+def reading(**config: Any) -> Iterator[Reading]:
+    made = Reading(SourceConfig("s", QUESTION, **config))
+    made.source.start()
+    try:
+        yield made
+    finally:
+        made.source.close()
+        made.source.thread.join(WAIT)
+        assert not made.source.thread.is_alive()
+
+
+def picture(path: Path, level: int, size: tuple[int, int] = (40, 30)) -> None:
+    """Write a picture as others should, in one step."""
+    hidden = path.with_name(f".{path.name}")
+    Image.new("RGB", size, (level, level, level)).save(hidden, "png")
+    hidden.rename(path)
+
+
+def test_the_newest_frame_wins_and_the_others_are_counted() -> None:
+    clock, changes = Clock(), list[None]()
+    newest = Newest(2, lambda: changes.append(None), clock)
+    for number in range(5):
+        newest.put(lambda number=number: number)  # type: ignore[misc]
+    frame = newest.take()
+    assert frame is not None
+    assert (frame.number, frame.read(), frame.at) == (5, 4, clock.now)
+    assert (newest.frames, newest.dropped, len(changes)) == (5, 4, 5)
+    assert newest.take() is None
+    assert newest.due_from == clock.now + 0.5
+
+
+def test_a_folder_gives_pictures_as_they_come_whatever_their_times_say(tmp_path: Path) -> None:
+    picture(tmp_path / "old.png", 10)
+    picture(tmp_path / "newer.png", 20)
+    os.utime(tmp_path / "old.png", (1, 1))
+    with reading(folder=str(tmp_path)) as source:
+        assert source.frame().getpixel((0, 0)) == (20, 20, 20)
+        picture(tmp_path / "a.png", 30, (50, 60))
+        os.utime(tmp_path / "a.png", (5, 5))  # the clock was set back
+        assert source.frame().size == (50, 60)
+        whole = (tmp_path / "a.png").read_bytes()
+        (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])  # written on the spot
+        assert source.came.wait(WAIT)
+        (tmp_path / "half.png").write_bytes(whole)
+        assert source.frame().size == (50, 60)
+        picture(tmp_path / "half.png", 90)  # replaced
+        while (last := source.frame()).size != (40, 30):
+            pass
+        assert last.getpixel((0, 0)) == (90, 90, 90)
+
+
+def test_a_folder_that_vanishes_is_opened_again(tmp_path: Path) -> None:
+    folder = tmp_path / "frames"
+    with reading(folder=str(folder)) as source:
+        state, more = source.state()
+        assert (state, more["error"]) == ("lost", "No such file or directory")
+        for _ in range(3):
+            source.state()
+        folder.mkdir()
+        picture(folder / "a.png", 40)
+        assert source.frame().getpixel((0, 0)) == (40, 40, 40)
+        (folder / "a.png").unlink()
+        folder.rmdir()
+        states = [source.state() for _ in range(len(source.pauses) + 2 - 4)]
+        assert "open" in dict(states)
+    assert source.pauses[:4] == [1, 2, 4, 8]
+
+
+def test_a_pause_grows_to_its_limit_and_starts_anew_once_frames_came(tmp_path: Path) -> None:
+    with reading(folder=str(tmp_path / "none")) as source:
+        for _ in range(9):
+            source.state()
+    assert source.pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_a_video_is_shown_at_its_own_times_or_faster(tmp_path: Path) -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    path = write_video(tmp_path / "clip.mp4")  # 90 frames, three seconds
+    levels = list[float]()
+    with reading(video=str(path), speed=1000) as source:
+        put = source.newest.put
+
+        def keep(read: Any) -> None:
+            levels.append(float(np.asarray(read()).mean()))
+            put(read)
+
+        source.newest.put = keep  # type: ignore[method-assign]
+        assert source.state() == ("open", {})
+        assert source.state() == ("ended", {})
+    assert levels == pytest.approx([2 * number for number in range(90)], abs=4)
+
+
+def test_a_video_that_is_none_ends_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"no video at all" * 10)
+    with reading(video=str(tmp_path / "clip.mp4")) as source:
+        state, more = source.state()
+    assert state == "ended"
+    assert "is not a video of a known format" in more["error"]
+
+
+def test_a_stream_that_breaks_off_is_opened_again_and_may_change_its_size(tmp_path: Path) -> None:
+    av: Any = pytest.importorskip("av", reason="needs vtx-edge[video]")
+    path = tmp_path / "clip.ts"
+    write_video(path, codec="mpeg2video", frames=30)
+    assert av
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            for content in (path.read_bytes(), b"\0" * 100_000, path.read_bytes()):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.sendall(content)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with reading(stream=f"tcp://127.0.0.1:{listening.getsockname()[1]}") as source:
+            assert source.state() == ("open", {})
+            assert source.frame().size == (64, 48)
+            said = [source.state() for _ in range(3)]
+        thread.join(WAIT)
+    assert [state for state, _ in said] == ["lost", "lost", "open"]
+    assert said[0][1]["error"] == "the stream ended"
+    assert said[1][1]["error"]
+    assert source.pauses[:2] == [1, 2]
+
+
+def test_the_user_and_password_of_a_stream_are_not_told() -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    with reading(stream="rtsp://user:secret@127.0.0.1:1/live") as source:
+        state, more = source.state()
+    assert (state, "secret" in str(more)) == ("lost", False)
+
+
+def test_a_check_tells_the_size_of_each_first_frame_or_what_is_wrong(tmp_path: Path) -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    picture(tmp_path / "a.png", 10)
+    config = WatchConfig((
+        SourceConfig("folder", QUESTION, folder=str(tmp_path)),
+        SourceConfig("none", QUESTION, folder=str(tmp_path / "none")),
+        SourceConfig("camera", QUESTION, camera="/dev/no-camera"),
+    ))  # fmt: skip
+    seen = dict(first_frames(config, ("PNG",)))
+    assert seen["folder"] == (40, 30)
+    assert [str(seen[name]) for name in ("none", "camera")] == ["No such file or directory"] * 2

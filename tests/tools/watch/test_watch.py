@@ -1,0 +1,329 @@
+"""The loop of vtx-watch on a tiny model: which frame is asked what, when an answer stands, and what cannot stop it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.support.clock import Clock
+from tests.support.exported import Models
+from tests.support.tiny import Tiny, random_image
+
+from vtx.runtime.api.model import Model
+from vtx.runtime.errors import ImageError, RequestError
+from vtx.runtime.scheduler.engine import Engine
+from vtx.tools.watch.config import SourceConfig, StandingQuestion, WatchConfig, When
+from vtx.tools.watch.outputs import Output
+from vtx.tools.watch.sources import FrameSource
+from vtx.tools.watch.watch import Watcher, capacity
+
+WAIT = 60.0
+FIRST = StandingQuestion("first", "How many shapes are there?", max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def model(models: Models) -> Model:
+    return models(Tiny(context=512), (3,))
+
+
+@pytest.fixture
+def engine(model: Model) -> Iterator[Engine]:
+    with Engine("watch", model, capacity(4)) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources read nothing by themselves; tests put their frames."""
+    monkeypatch.setattr(FrameSource, "start", lambda source: setattr(source, "state", "open"))
+
+
+class Told(Output):
+    """An output that keeps events."""
+
+    def __init__(self) -> None:
+        self.events = list[dict[str, Any]]()
+        super().__init__("told", lambda _: None)
+
+    def put(self, line: bytes) -> None:
+        self.events.append(json.loads(line))
+
+
+class Run:
+    """A watcher by hand, with a clock that only tests move."""
+
+    def __init__(self, engine: Engine, *sources: SourceConfig, parallel: int = 4) -> None:
+        self.told, self.clock = Told(), Clock()
+        self.config = WatchConfig(tuple(sources), status=1e6)
+        self.watcher = Watcher(engine, self.config, parallel=parallel, clock=self.clock, outputs=lambda _: [self.told])
+
+    def put(self, image: Any, name: str = "s") -> None:
+        self.watcher.watched[name].newest.put(lambda: image)
+
+    def settle(self) -> list[dict[str, Any]]:
+        """Step until nothing is computed; the events since the last time."""
+        while True:
+            self.watcher.wake.clear()
+            self.watcher.step()
+            if not any(watched.look for watched in self.watcher.watched.values()):
+                break
+            assert self.watcher.wake.wait(WAIT)
+        self.told.events, events = [], self.told.events
+        return events
+
+    def show(self, image: Any, name: str = "s", seconds: float = 1.0) -> list[dict[str, Any]]:
+        self.clock.now += seconds
+        self.put(image, name)
+        return self.settle()
+
+
+def source(*questions: StandingQuestion, name: str = "s", **more: Any) -> SourceConfig:
+    return SourceConfig(name, questions or (FIRST,), folder="/nowhere", **more)
+
+
+def picture(seed: int) -> Image.Image:
+    return random_image(seed, (60, 60))
+
+
+def count(function: Any) -> tuple[list[None], Callable[..., Any]]:
+    calls = list[None]()
+
+    def counted(*given: Any, **named: Any) -> Any:
+        calls.append(None)
+        return function(*given, **named)
+
+    return calls, counted
+
+
+def test_each_answer_is_that_of_a_fresh_question_and_a_frame_is_encoded_once(engine: Engine, model: Model) -> None:
+    second = StandingQuestion("second", "red?", max_new_tokens=6, k=3)
+    run = Run(engine, source(FIRST, second))
+    calls, counted = count(type(model.backend).vision)
+    with patch.object(type(model.backend), "vision", counted):
+        events = [event for seed in range(3) for event in run.show(picture(seed))]
+    assert len(calls) == 3
+    for number, event in enumerate(events):
+        question = (FIRST, second)[event["question"] == "second"]
+        with model.open(picture(number // 2)) as image:
+            wanted = image.ask(question.ask, question.settings.k, question.settings.options)
+        assert (event["event"], event["answer"], event["reused"]) == ("answer", wanted.text, False)
+        assert event["frame"] == number // 2 + 1
+    assert {event["question"] for event in events[:2]} == {"first", "second"}
+
+
+def test_of_frames_that_come_while_one_is_asked_about_only_the_newest_is_asked(engine: Engine) -> None:
+    run = Run(engine, source())
+    run.put(picture(0))
+    run.watcher.step()
+    for seed in range(1, 101):
+        run.put(picture(seed))
+        run.watcher.step()
+    events = run.settle() + run.settle()
+    frames = [event["frame"] for event in events]
+    assert frames[0] == 1
+    assert frames[-1] == 101
+    newest = run.watcher.watched["s"].newest
+    assert newest.frames == newest.dropped + len(frames)
+
+
+def test_schedules_by_time_by_change_and_by_another_answer(engine: Engine) -> None:
+    every = StandingQuestion("every", "red?", every=10.0, max_new_tokens=2)
+    change = StandingQuestion("change", "blue?", changed=0.3, max_new_tokens=2)
+    after = StandingQuestion("after", "where?", when=When("change", contains=""), max_new_tokens=2)
+    never = StandingQuestion("never", "where?", when=When("change", equals="no such answer"), max_new_tokens=2)
+    run = Run(engine, source(every, change, after, never))
+    white, grey = Image.new("RGB", (64, 64), "white"), Image.new("RGB", (64, 64), (200, 200, 200))
+    spot = white.copy()
+    spot.paste((0, 0, 0), (30, 30, 32, 32))  # 2x2 of 64x64 pixels
+
+    def asked(image: Image.Image, seconds: float) -> set[str]:
+        return {event["question"] for event in run.show(image, seconds=seconds)}
+
+    assert asked(white, 0) == {"every", "change", "after"}
+    assert asked(white, 5) == set()
+    assert asked(grey, 1) == set()  # by 0.22
+    assert asked(spot, 1) == {"change", "after"}
+    assert asked(spot, 2) == set()
+    assert asked(white, 1) == {"every", "change", "after"}
+    assert asked(white.resize((32, 32)), 1) == {"change", "after"}, "a camera that changes its size"
+
+
+def test_a_rate_bounds_the_frames_that_are_looked_at(engine: Engine) -> None:
+    run = Run(engine, source(rate=2))
+    asked = sum(len(run.show(picture(seed), seconds=0.125)) for seed in range(16))
+    assert asked == 4
+
+
+def test_an_equal_frame_is_not_run_and_its_answers_stand(engine: Engine, model: Model) -> None:
+    run = Run(engine, source(FIRST, StandingQuestion("second", "red?", max_new_tokens=3)))
+    first = {event["question"]: event for event in run.show(picture(1))}
+    almost = np.array(picture(1))
+    almost[0, 0, 0] ^= 1
+    with (
+        patch.object(type(model.backend), "vision", side_effect=AssertionError),
+        patch.object(Engine, "job", side_effect=AssertionError),
+    ):
+        again = {event["question"]: event for event in run.show(picture(1).copy())}
+    assert run.watcher.reused == 2
+    for name, event in again.items():
+        assert (event["reused"], event["answer"], event["frame"]) == (True, first[name]["answer"], 2)
+        assert "change" not in event
+    assert [event["reused"] for event in run.show(Image.fromarray(almost))] == [False, False]
+    assert [event["reused"] for event in run.show(picture(1))] == [False, False], "only the last answer stands"
+
+
+def test_reuse_can_be_switched_off(engine: Engine) -> None:
+    run = Run(engine, source(reuse="none"))
+    assert [run.show(picture(1))[0]["reused"] for _ in range(2)] == [False, False]
+
+
+def test_near_frames_are_reused_by_choice_and_slow_drift_is_not(engine: Engine) -> None:
+    run = Run(engine, source(reuse="near", near=0.05))
+    shades = [Image.new("RGB", (64, 64), (level,) * 3) for level in range(100, 160, 5)]  # 0.0196 each
+    events = [event for shade in shades for event in run.show(shade)]
+    assert [event["reused"] for event in events] == [False, True, True] * 4
+    assert events[2]["change"] == pytest.approx(10 / 255, abs=1e-3)
+    assert events[1]["answer"] == events[0]["answer"]
+
+
+def test_only_changes_are_told_where_that_is_asked_for(engine: Engine, model: Model) -> None:
+    run = Run(engine, source(replace(FIRST, report="changes"), reuse="none"))
+    texts = list[str]()
+    for seed in (1, 1, 2, 2, 1):
+        with model.open(picture(seed)) as image:
+            texts.append(image.ask(FIRST.ask, options=FIRST.settings.options).text)
+    changes = [text for before, text in zip([None, *texts], texts, strict=False) if text != before]
+    assert [event["answer"] for seed in (1, 1, 2, 2, 1) for event in run.show(picture(seed))] == changes
+
+
+def test_forms_of_answers_reach_the_event(engine: Engine) -> None:
+    pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
+    choice = StandingQuestion("choice", "red?", choices=("yes", "no"))
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = StandingQuestion("form", "how many?", schema=schema)
+    after = StandingQuestion("after", "where?", when=When("choice", contains=""), max_new_tokens=2)
+    events = {event["question"]: event for event in Run(engine, source(choice, form, after)).show(picture(3))}
+    assert events["choice"]["answer"] in ("yes", "no")
+    assert 0.5 <= events["choice"]["probability"] <= 1
+    assert events["form"]["json"]["n"] in (1, 2)
+    assert set(events) == {"choice", "form", "after"}
+
+
+def test_a_broken_frame_is_counted_and_the_next_is_asked(engine: Engine) -> None:
+    def broken() -> Any:
+        raise ImageError("cut off")
+
+    run = Run(engine, source())
+    run.watcher.watched["s"].newest.put(broken)
+    assert run.settle() == []
+    assert run.show(b"not a picture") == []
+    assert run.watcher.watched["s"].source.corrupt == 2
+    assert len(run.show(picture(1))) == 1
+
+
+def test_a_question_that_fails_says_so_and_stops_nothing(engine: Engine) -> None:
+    long = StandingQuestion("long", "red " * 600)
+    with pytest.raises(RequestError, match="source s, question long: "):
+        Run(engine, source(long, FIRST))
+    run = Run(engine, source(StandingQuestion("late", "red?", timeout=1e-6), FIRST))
+    for _ in range(2):
+        events = {event["question"]: event for event in run.show(picture(1))}
+        assert events["late"]["stopped"] == "timeout"
+        assert not events["late"]["reused"], "what was cut off stands for nothing"
+        assert events["first"]["stopped"] in ("end", "length")
+    with patch.object(Engine, "job", side_effect=RequestError("no room")):
+        assert [event["event"] for event in run.show(picture(2))] == ["error", "error"]
+    assert len(run.show(picture(3))) == 2
+
+
+def test_fifty_sources_take_turns_on_one_model(engine: Engine) -> None:
+    short = replace(FIRST, max_new_tokens=1)
+    run = Run(engine, *(source(short, name=f"s{number}") for number in range(50)), parallel=4)
+    asked = list[str]()
+    for round_ in range(3):
+        for number in range(50):
+            run.put(picture(round_), f"s{number}")  # each is a hundred times as fast as the model
+        run.watcher.step()
+    while len(asked) < 100:
+        for number in range(50):
+            run.put(picture(len(asked)), f"s{number}")
+        asked += [event["source"] for event in run.told.events if event["event"] == "answer"]
+        run.told.events = []
+        run.watcher.step()
+        run.watcher.wake.wait(0.01)
+    assert len(set(asked[:50])) == 50
+    assert max(asked.count(name) for name in set(asked)) <= 3
+    looks = sum(watched.look is not None for watched in run.watcher.watched.values())
+    assert looks <= 5, "frames are prepared when the model has time for them"
+    run.watcher.close()
+
+
+def test_a_new_configuration_is_taken_over_while_sources_go_on_and_a_wrong_one_changes_nothing(engine: Engine) -> None:
+    run = Run(engine, source(name="a"), source(name="b"))
+    run.show(picture(1), "a")
+    reader = run.watcher.watched["a"].source
+
+    def wrong() -> WatchConfig:
+        raise RequestError("watch.toml is not TOML")
+
+    run.watcher.reload(wrong)
+    assert [(e["event"], e["state"], e["error"]) for e in run.settle()] == [
+        ("config", "refused", "watch.toml is not TOML")
+    ]
+    more = StandingQuestion("more", "red?", max_new_tokens=2)
+    changed = WatchConfig((source(FIRST, more, name="a"), source(name="c")), status=1e6)
+    run.watcher.reload(lambda: changed)
+    assert [event["state"] for event in run.settle()] == ["reloaded"]
+    assert run.watcher.watched.keys() == {"a", "c"}
+    assert run.watcher.watched["a"].source is reader
+    events = {event["question"]: event["reused"] for event in run.show(picture(1), "a")}
+    assert events == {"first": True, "more": False}
+
+
+def test_a_camera_that_gives_no_frames_is_told_once(engine: Engine) -> None:
+    run = Run(engine, SourceConfig("s", (FIRST,), stream="rtsp://camera/", silent_after=5))
+    run.show(picture(1))
+    run.clock.now += 6
+    told = [(event["state"], event["silent_s"]) for _ in range(3) for event in run.settle()]
+    assert told == [("silent", 6.0)]
+    assert [event.get("state") for event in run.show(picture(2), seconds=0.5)] == ["open", None]
+
+
+def test_the_status_counts_frames_and_outputs(engine: Engine) -> None:
+    run = Run(engine, source())
+    run.show(picture(1))
+    run.clock.now += 2e6
+    (status,) = run.settle()
+    assert status["sources"]["s"] == {"state": "open", "frames": 1, "dropped": 0, "corrupt": 0}
+    assert (status["answers"], status["reused"], status["errors"]) == (1, 0, 0)
+    assert [output["output"] for output in status["outputs"]] == ["told"]
+
+
+def test_it_ends_with_its_sources(engine: Engine) -> None:
+    run = Run(engine, source())
+    run.put(picture(1))
+    run.watcher.watched["s"].source.state = "ended"
+    run.watcher.run()
+    assert [event["event"] for event in run.told.events] == ["answer"]
+
+
+def test_it_ends_when_nobody_reads_stdout(engine: Engine) -> None:
+    run = Run(engine, source())
+    run.told.gone = True
+    run.watcher.run()
+
+
+def test_a_wall_clock_that_jumps_changes_only_the_time_that_is_told(engine: Engine) -> None:
+    run = Run(engine, source(replace(FIRST, every=10.0)))
+    with patch("time.time", lambda: 10.0):
+        assert run.show(picture(1))[0]["time"].startswith("1970-01-01T00:00:10")
+    with patch("time.time", lambda: 4e9):
+        assert run.show(picture(2), seconds=1) == []
+    with patch("time.time", lambda: 1.0):
+        assert run.show(picture(2), seconds=9.5)[0]["time"].startswith("1970-01-01T00:00:01")

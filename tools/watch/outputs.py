@@ -1,0 +1,193 @@
+"""Events as lines of JSON to stdout, a rotated file, webhooks and MQTT. None of them ever holds up who sends."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import queue
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from vtx.runtime.errors import DeviceError, RequestError
+from vtx.tools.watch.config import FileOutput, Mqtt, WatchConfig, Webhook
+
+log = logging.getLogger(__name__)
+QUEUE = 1000  # events that wait for stdout or a file
+CLOSE_SECONDS = 5.0  # for events that wait to be delivered at the end
+
+
+class Output:
+    """Events on their way to one place, in a thread of its own. If `most` wait, further ones are dropped.
+
+    `deliver` gets one line of JSON at a time and raises if it fails, which is counted in `failed`; nothing is sent
+    twice. `gone`: nobody reads stdout any more.
+    """
+
+    def __init__(
+        self, name: str, deliver: Callable[[bytes], None], most: int = QUEUE, end: Callable[[], None] = lambda: None
+    ) -> None:
+        """`end` is called after the last event."""
+        self.name, self._deliver, self._end = name, deliver, end
+        self.sent = self.dropped = self.failed = 0
+        self.gone = False
+        self._waiting = queue.Queue[bytes | None](most)
+        self._failing = self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"vtx-watch {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, line: bytes) -> None:
+        """Send an event; never waits."""
+        try:
+            self._waiting.put_nowait(line)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Deliver what waits, for this long at most; the rest counts as dropped."""
+        ends = time.monotonic() + seconds
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=seconds)
+            self._thread.join(max(0.0, ends - time.monotonic()))
+        self._closed = True
+        with suppress(queue.Empty):
+            while True:
+                self.dropped += self._waiting.get_nowait() is not None
+
+    def _run(self) -> None:
+        while not self._closed and (line := self._waiting.get()) is not None:
+            try:
+                self._deliver(line)
+            except BrokenPipeError:
+                self.gone = True
+                self.failed += 1
+            except Exception as e:  # whatever a server answers, or a disk
+                self.failed += 1
+                if not self._failing:
+                    log.warning("an event did not reach %s (%s)", self.name, getattr(e, "strerror", None) or e)
+                self._failing = True
+            else:
+                self.sent += 1
+                self._failing = False
+        self._end()
+
+
+def open_outputs(config: WatchConfig) -> list[Output]:
+    """The outputs of a configuration, stdout if it names none. Raises DeviceError without the library of one."""
+    outputs = list[Output]()
+    mqtt = None if config.mqtt is None else MqttClient(config.mqtt)  # the only one that may be refused
+    if config.file is not None:
+        outputs.append(Output(Path(config.file.path).name, RotatedFile(config.file).write))
+    outputs += [Output(urlsplit(hook.url).netloc, Poster(hook).post, hook.queue) for hook in config.webhook]
+    if config.mqtt is not None and mqtt is not None:
+        outputs.append(Output(config.mqtt.host, mqtt.publish, config.mqtt.queue, mqtt.close))
+    return outputs or [Output("stdout", _print)]
+
+
+def _print(line: bytes) -> None:
+    sys.stdout.write(line.decode() + "\n")
+    sys.stdout.flush()
+
+
+class RotatedFile:
+    """A file of whole lines. What a full disk cuts off is removed again, and the next line is tried."""
+
+    def __init__(self, config: FileOutput) -> None:
+        self._path, self._most, self._keep = Path(config.path), int(config.max_mb * 1e6), config.keep
+
+    def write(self, line: bytes) -> None:
+        """Append a line; a file that would exceed its limit is renamed first. Raises OSError."""
+        line += b"\n"
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(file).st_size
+            if size and size + len(line) > self._most:
+                os.close(file)
+                self._rotate()
+                file, size = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), 0
+            try:
+                written = os.write(file, line)
+            except OSError:
+                os.ftruncate(file, size)
+                raise
+            if written < len(line):
+                os.ftruncate(file, size)
+                raise OSError(28, "no space left for a whole line")
+        finally:
+            os.close(file)
+
+    def _rotate(self) -> None:
+        def numbered(number: int) -> Path:
+            return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
+
+        if not self._keep:
+            self._path.unlink()
+        for number in range(self._keep, 0, -1):
+            if numbered(number - 1).exists():
+                numbered(number - 1).replace(numbered(number))
+
+
+class Poster:
+    """Sends events to a URL by POST, each over a connection of its own."""
+
+    def __init__(self, config: Webhook) -> None:
+        self._config, self._url = config, urlsplit(config.url)
+        self._headers = {"Content-Type": "application/json", **(config.headers or {})}
+        self._context = ssl.create_default_context() if self._url.scheme == "https" else None
+
+    def post(self, line: bytes) -> None:
+        """Send one. Raises RequestError for a status other than 2xx; OSError or HTTPException without an answer."""
+        host, port, seconds = str(self._url.hostname), self._url.port, self._config.timeout
+        connection: http.client.HTTPConnection = (
+            http.client.HTTPConnection(host, port, timeout=seconds)
+            if self._context is None
+            else http.client.HTTPSConnection(host, port, timeout=seconds, context=self._context)
+        )
+        try:
+            target = (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
+            connection.request("POST", target, line, self._headers)
+            status = connection.getresponse().status
+        finally:
+            connection.close()
+        if not 200 <= status < 300:
+            raise RequestError(f"it answered with status {status}")
+
+
+class MqttClient:
+    """Publishes events at a topic, by paho, which connects again by itself."""
+
+    def __init__(self, config: Mqtt) -> None:
+        try:
+            from paho.mqtt import client, enums
+        except ImportError as e:
+            raise DeviceError('sending events by MQTT needs paho; pip install "vtx-edge[mqtt]"') from e
+        self._topic = config.topic
+        self._last: client.MQTTMessageInfo | None = None
+        self._client = client.Client(enums.CallbackAPIVersion.VERSION2)
+        self._client.max_queued_messages_set(config.queue)
+        if config.user is not None:
+            self._client.username_pw_set(config.user, config.password)
+        if config.tls:
+            self._client.tls_set()
+        self._client.connect_async(config.host, config.port)
+        self._client.loop_start()
+
+    def publish(self, line: bytes) -> None:
+        """Send one at least once, when there is a connection. Raises RequestError if too many wait for one."""
+        self._last = sent = self._client.publish(self._topic, line, qos=1)
+        if sent.rc not in (0, 4):  # 4: not connected, so it waits
+            raise RequestError(f"the broker's queue is full or closed (code {sent.rc})")
+
+    def close(self) -> None:
+        """Wait a moment for the last event to arrive, and disconnect."""
+        if self._last is not None:
+            with suppress(ValueError, RuntimeError):  # it was not sent
+                self._last.wait_for_publish(CLOSE_SECONDS / 2)
+        self._client.disconnect()
+        self._client.loop_stop()

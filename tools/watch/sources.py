@@ -1,0 +1,256 @@
+"""Frames of cameras, streams, videos and folders: each source has a thread, and of its frames the newest is kept."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from PIL import Image
+
+from vtx.runtime.errors import DeviceError, ImageError, VtxError
+from vtx.runtime.vision.image import ImageSource, load_image
+from vtx.runtime.vision.limits import MAX_FRAME_PIXELS
+from vtx.runtime.vision.video import play
+from vtx.tools.watch.config import SourceConfig, WatchConfig
+
+POLL_SECONDS = 0.1  # between two looks into a folder
+FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0  # seconds before a lost source is opened again; doubled each time
+OPEN_SECONDS, READ_SECONDS = 10.0, 10.0  # that opening a stream, and waiting for its next packet, may take
+BAD_PACKETS = 100  # in a row, after which a stream is opened again
+STREAM = {"rtsp_transport": "tcp", "fflags": "nobuffer",
+          "protocol_whitelist": "rtsp,rtsps,rtp,srtp,rtmp,http,https,tcp,udp,srt,tls,crypto,httpproxy"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame; `number` counts those of its source, `at` is the monotonic clock's and `time` the wall clock's.
+
+    `read` gives its pixels, and may raise.
+    """
+
+    number: int
+    at: float
+    time: float
+    read: Callable[[], ImageSource]
+
+
+class Newest:
+    """Holds the newest frame of a source, which is taken `rate` times a second at most.
+
+    `changed` is called after each `put`, which never waits. `frames` came, and `dropped` of them were replaced by a
+    newer one before they were taken.
+    """
+
+    def __init__(self, rate: float | None, changed: Callable[[], None], clock: Callable[[], float]) -> None:
+        self._pause, self._changed, self._clock = 0.0 if rate is None else 1 / rate, changed, clock
+        self._lock = threading.Lock()
+        self._frame: Frame | None = None
+        self.frames = self.dropped = 0
+        self.last_at = clock()
+        self.due_from = -math.inf  # of the monotonic clock: the next frame may be taken
+
+    def put(self, read: Callable[[], ImageSource]) -> None:
+        with self._lock:
+            self.frames += 1
+            self.dropped += self._frame is not None
+            self.last_at = self._clock()
+            self._frame = Frame(self.frames, self.last_at, time.time(), read)
+        self._changed()
+
+    def missed(self, count: int) -> None:
+        """Count frames that came and were replaced before they could be put."""
+        with self._lock:
+            self.frames += count
+            self.dropped += count
+
+    def take(self) -> Frame | None:
+        """The newest frame, once."""
+        with self._lock:
+            frame, self._frame = self._frame, None
+        if frame is not None:
+            self.due_from = self._clock() + self._pause
+        return frame
+
+    @property
+    def waiting(self) -> bool:
+        """True if there is a frame that was not taken."""
+        return self._frame is not None
+
+
+class FrameSource:
+    """A source that is read in a thread of its own until `close`, or the end of a video.
+
+    One that is lost is opened again, after a pause that doubles. `say` gets each new state ("open", "lost" or "ended")
+    with what else is known of it. `corrupt` counts frames that could not be decoded, the last because of `error`.
+    """
+
+    def __init__(
+        self, config: SourceConfig, newest: Newest, say: Callable[[str, dict[str, Any]], None], *,
+        pause: Callable[[threading.Event, float], bool] = threading.Event.wait,
+    ) -> None:  # fmt: skip
+        self.config, self.newest, self.state = config, newest, "opening"
+        self.corrupt, self.error = 0, ""
+        self._say, self._pause, self._closed = say, pause, threading.Event()
+        self.thread = threading.Thread(target=self._run, name=f"vtx-watch {config.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self.thread.start()
+
+    def close(self) -> None:
+        """End it soon; a driver that does not return is left behind."""
+        self._closed.set()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def _run(self) -> None:
+        pause, read = FIRST_PAUSE, {"folder": self._folder, "video": self._video}.get(self.config.kind, self._stream)
+        while not self.closed:
+            try:
+                read()
+                return self._now("ended")
+            except Exception as e:  # decoders and drivers fail in every way
+                reason = str(e) if isinstance(e, VtxError) else getattr(e, "strerror", None) or type(e).__name__
+                if self.config.kind == "video":
+                    return self._now("ended", error=reason)
+                pause = FIRST_PAUSE if self.state == "open" else pause
+                self._now("lost", error=reason, retry_s=pause)
+            if self._pause(self._closed, pause):
+                return None
+            pause = min(2 * pause, MOST_PAUSE)
+        return None
+
+    def _now(self, state: str, **more: Any) -> None:
+        self.state = state
+        if not self.closed:
+            self._say(state, more)
+
+    def _put(self, read: Callable[[], ImageSource]) -> None:
+        if self.state != "open":
+            self._now("open")
+        self.newest.put(read)
+
+    def _folder(self) -> None:
+        """Pictures as they are written; one that is written on, or replaced, comes again.
+
+        A picture is new if it was not there before, whatever its time says.
+        """
+        folder = str(self.config.folder)
+        known, scanned, latest, written = set[str](), -1, "", (0, 0)
+        while not self.closed:
+            changed = os.stat(folder).st_mtime_ns
+            if changed != scanned:
+                with os.scandir(folder) as entries:
+                    there = {entry.name for entry in entries if not entry.name.startswith(".")}
+                new = sorted((times, name) for name in there - known if (times := _written(folder, name)) is not None)
+                if new:
+                    if latest:
+                        self.newest.missed(len(new) - 1)
+                    written, latest = new[-1]
+                    self._put(partial(os.path.join, folder, latest))
+                # A change right after this scan may leave the folder's time as it is, so fresh ones are scanned again.
+                known, scanned = there, changed if time.time_ns() - changed > 50_000_000 else -1
+            now = _written(folder, latest) if latest else None
+            if now is not None and now != written:
+                written = now
+                self._put(partial(os.path.join, folder, latest))
+            self._closed.wait(POLL_SECONDS)
+
+    def _video(self) -> None:
+        """The frames of a file at their times."""
+        speed, begun = self.config.speed, math.nan
+
+        def show(image: Image.Image, seconds: float) -> None:
+            nonlocal begun
+            begun = time.monotonic() - seconds / speed if math.isnan(begun) else begun
+            self._closed.wait(max(0.0, begun + seconds / speed - time.monotonic()))
+            self._put(lambda: image)
+
+        play(str(self.config.video), show, lambda: self.closed, slowest=speed)
+
+    def _stream(self) -> None:
+        """The frames of a camera or a stream, decoded in this thread as they come."""
+        try:
+            import av
+        except ImportError as e:
+            raise DeviceError('reading cameras and streams needs PyAV; pip install "vtx-edge[video]"') from e
+        config, bad = self.config, 0
+        if config.camera is not None:
+            size = {} if config.size is None else {"video_size": config.size}
+            opened = av.open(config.camera, format="v4l2", options=size, timeout=(OPEN_SECONDS, READ_SECONDS))
+        else:
+            opened = av.open(str(config.stream), options=STREAM, timeout=(OPEN_SECONDS, READ_SECONDS))
+        with opened as container:
+            if not container.streams.video:
+                raise ImageError("it has no video, only sound or data; give another address")
+            stream = container.streams.video[0]
+            stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
+            for packet in container.demux(stream):
+                if self.closed:
+                    return
+                try:
+                    frames = packet.decode()
+                    bad = 0
+                except av.FFmpegError as e:
+                    self.corrupt, self.error, bad = self.corrupt + 1, str(e.strerror), bad + 1
+                    if bad == BAD_PACKETS:
+                        raise ImageError(f"{BAD_PACKETS} packets in a row cannot be decoded ({e.strerror})") from e
+                    continue
+                for frame in frames:
+                    self._put(partial(_converted, frame))
+        raise ImageError("the stream ended")
+
+
+def _converted(frame: Any) -> ImageSource:
+    """The picture of a decoded frame. Raises ImageError."""
+    try:
+        picture: Image.Image = frame.to_image()
+        return picture
+    except Exception as e:  # of the decoder, in whatever form
+        raise ImageError(f"a frame cannot be converted ({getattr(e, 'strerror', None) or type(e).__name__})") from e
+
+
+def _written(folder: str, name: str) -> tuple[int, int] | None:
+    """Time and size of a regular file; None if it is none."""
+    try:
+        status = os.stat(os.path.join(folder, name))
+    except OSError:
+        return None
+    return (status.st_mtime_ns, status.st_size) if stat.S_ISREG(status.st_mode) else None
+
+
+def first_frames(config: WatchConfig, formats: Sequence[str]) -> list[tuple[str, tuple[int, int] | VtxError]]:
+    """The size (width, height) of each source's first frame, or why there is none. All are opened at once."""
+    opened = list[tuple[FrameSource, threading.Event, list[VtxError]]]()
+    for source in config.source:
+        came, errors = threading.Event(), list[VtxError]()
+
+        def say(_: str, more: dict[str, Any], came: threading.Event = came, errors: list[VtxError] = errors) -> None:
+            if "error" in more:
+                errors.append(ImageError(more["error"]))
+                came.set()
+
+        newest = Newest(None, came.set, time.monotonic)
+        opened.append((FrameSource(source, newest, say), came, errors))
+        opened[-1][0].start()
+    ends, seen = time.monotonic() + OPEN_SECONDS + READ_SECONDS, list[tuple[str, tuple[int, int] | VtxError]]()
+    for reader, came, errors in opened:
+        came.wait(max(0.0, ends - time.monotonic()))
+        frame = reader.newest.take()
+        try:
+            if frame is None:
+                raise errors[0] if errors else ImageError(f"no frame came in {OPEN_SECONDS + READ_SECONDS:g} s")
+            seen.append((reader.config.name, load_image(frame.read(), formats).size))
+        except VtxError as e:
+            seen.append((reader.config.name, e))
+        reader.close()
+    return seen

@@ -1,0 +1,361 @@
+"""The loop that asks standing questions about the newest frames of sources, on one model."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+from vtx.runtime.api.answer import Answer
+from vtx.runtime.api.loaded import LoadedBundle, opening_parts
+from vtx.runtime.errors import ContextError, RequestError, VtxError
+from vtx.runtime.prompt.messages import Message
+from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
+from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job
+from vtx.runtime.session.encoded_images import PreparedImage
+from vtx.runtime.vision.image import load_image
+from vtx.tools.watch.config import KINDS, SourceConfig, WatchConfig
+from vtx.tools.watch.outputs import Output, open_outputs
+from vtx.tools.watch.sources import Frame, FrameSource, Newest
+from vtx.tools.watch.standing import Cells, Last, Standing
+
+IDLE_SECONDS = 1.0  # between two looks for silent sources, at most
+
+
+def capacity(parallel: int, tiles: int = 0) -> Capacity:
+    """The room for answers: frames come only once, so few conversations are kept. `tiles`: bytes of encoded ones."""
+    return Capacity(parallel, parallel, kept=2 * parallel, image_tokens=128 << 20, tiles=tiles)
+
+
+@dataclass(eq=False)
+class Look:
+    """A frame that is asked about, and the questions that run."""
+
+    frame: Frame
+    images: tuple[PreparedImage, ...]
+    cells: Cells | None
+    running: dict[Standing, Job] = field(default_factory=dict)
+
+
+class Watched:
+    """A source, its newest frame and its standing questions; `look` is the frame that is asked about now."""
+
+    def __init__(self, config: SourceConfig, source: FrameSource, newest: Newest) -> None:
+        self.source, self.newest = source, newest
+        self.look: Look | None = None
+        self.looks = 0  # the number of the last one, of those of all sources
+        self.silent = False
+        self.config, self.standing = config, dict[str, Standing]()
+        self.configure(config)
+
+    def configure(self, config: SourceConfig) -> None:
+        """Take over questions; those that are as before keep what they know."""
+        before = self.standing if config.system == self.config.system else {}
+        self.config = config
+        self.standing = {
+            each.name: known if (known := before.get(each.name)) and known.question == each else Standing(each)
+            for each in config.question
+        }
+        self.compares = config.near is not None or any(each.changed is not None for each in config.question)
+
+    @property
+    def due_from(self) -> float:
+        """The time from which on its newest frame is looked at."""
+        return max(self.newest.due_from, min(standing.due_from for standing in self.standing.values()))
+
+
+class Watcher:
+    """Asks the standing questions of `config` on the model of `engine`, and sends events to outputs.
+
+    A frame is prepared when the model is about to have time for it, so that it is the newest; the questions about it
+    share its encoded image and its part of the caches. One frame of a source is asked about at a time, and the source
+    that was looked at longest ago is next. `watched` are the sources by name; `wake` is set when there may be work.
+    """
+
+    def __init__(
+        self, engine: Engine, config: WatchConfig, *, parallel: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+        outputs: Callable[[WatchConfig], list[Output]] = open_outputs,
+    ) -> None:  # fmt: skip
+        check_questions(engine.model.loaded, config)
+        self._engine, self._loaded, self._clock, self._open = engine, engine.model.loaded, clock, outputs
+        self._most = parallel + 1  # frames in work: one more is prepared meanwhile
+        self._outputs = outputs(config)
+        self._config = config
+        self.watched: dict[str, Watched] = {}
+        self._ended = queue.SimpleQueue[tuple[Watched, Look, Standing, Answer | Exception]]()
+        self.wake = threading.Event()
+        self._reload: Callable[[], WatchConfig] | None = None
+        self._status_at = clock() + config.status
+        self.answers = self.reused = self.errors = self._looks = 0
+        self._configure(config)
+
+    def reload(self, read: Callable[[], WatchConfig]) -> None:
+        """Have another configuration taken over, from any thread but a signal's handler; a wrong one changes nothing.
+
+        Sources that are as before go on.
+        """
+        self._reload = read
+        self.wake.set()
+
+    def run(self) -> None:
+        """Ask until all sources have ended, or nobody reads stdout any more."""
+        while not self.ended and not any(output.gone for output in self._outputs):
+            self.wake.wait(self.step())
+            self.wake.clear()
+
+    def close(self) -> None:
+        """End sources and running answers, and deliver what waits."""
+        for watched in self.watched.values():
+            self._drop(watched)
+        self._status()
+        for output in self._outputs:
+            output.close()
+
+    @property
+    def ended(self) -> bool:
+        """True once no source gives another frame and no answer is computed."""
+        now = self._clock()
+        return all(
+            watched.source.state == "ended"
+            and watched.look is None
+            and not (watched.newest.waiting and now >= watched.due_from)
+            for watched in self.watched.values()
+        )
+
+    def step(self) -> float:
+        """Report answers that ended and ask about frames that came; returns the seconds until there may be more."""
+        if (read := self._reload) is not None:
+            self._reload = None
+            self._take_over(read)
+        while True:
+            try:
+                self._answered(*self._ended.get_nowait())
+            except queue.Empty:
+                break
+        now = self._clock()
+        for watched in sorted(self.watched.values(), key=lambda watched: watched.looks):
+            if sum(other.look is not None for other in self.watched.values()) >= self._most:
+                break
+            if watched.look is None and now >= watched.due_from and (frame := watched.newest.take()):
+                self._look(watched, frame)
+        self._report_silence(now)
+        if now >= self._status_at:
+            self._status()
+        idle = [w for w in self.watched.values() if w.look is None and w.newest.waiting]
+        return max(0.0, min(IDLE_SECONDS, min((w.due_from - now for w in idle), default=IDLE_SECONDS)))
+
+    def _look(self, watched: Watched, frame: Frame) -> None:
+        """Prepare a frame and ask what is due about it."""
+        now = self._clock()
+        self._looks = watched.looks = self._looks + 1
+        try:
+            image = load_image(frame.read(), self._loaded.image_formats)
+            cells = Cells.of(image) if watched.compares else None
+            due = [standing for standing in watched.standing.values() if standing.due(now, cells)]
+            if not due:
+                return
+            look = Look(frame, self._loaded.prepare_all([image]), cells)
+        except (VtxError, OSError) as e:  # also of a picture that is still being written
+            watched.source.corrupt += 1
+            watched.source.error = str(e)
+            return
+        watched.look = look
+        for standing in due:
+            self._ask(watched, look, standing)
+        self._end(watched, look)
+
+    def _ask(self, watched: Watched, look: Look, standing: Standing) -> None:
+        """Ask about a frame, unless the last answer stands for it."""
+        config, last = watched.config, standing.last
+        standing.asked(self._clock(), look.cells)
+        if config.reuse != "none" and last is not None:
+            change = None if config.near is None else standing.near(look.cells, config.near)
+            if last.key == _key(look) or change is not None:
+                self.reused += 1
+                near = {} if last.key == _key(look) else {"change": round(change or 0.0, 4)}
+                return self._report(watched, look, standing, last.answer, {"reused": True, **near})
+        question = standing.question
+        try:
+            messages = opening_messages(config.system, look.images, question.ask)
+            request = AnswerRequest.of(self._loaded, look.images, messages, standing.settings)
+            fits = partial(self._engine.fits, request)
+            job = self._engine.job(request, partial(self._emit, watched, look, standing), fits=fits)
+            look.running[standing] = job
+            self._engine.scheduler.submit(job)
+        except ClosedError:
+            raise
+        except VtxError as e:
+            look.running.pop(standing, None)
+            self._failed(watched, look, standing, e)
+        return None
+
+    def _emit(self, watched: Watched, look: Look, standing: Standing, event: Event) -> None:
+        """Hand on the end of an answer, in the thread that computes."""
+        if isinstance(event, Done):
+            self._ended.put((watched, look, standing, event.answer))
+        elif isinstance(event, Exception):
+            self._ended.put((watched, look, standing, event))
+        else:
+            return
+        self.wake.set()
+
+    def _answered(self, watched: Watched, look: Look, standing: Standing, ended: Answer | Exception) -> None:
+        look.running.pop(standing, None)
+        current = watched.standing.get(standing.question.name) is standing and not watched.source.closed
+        if current and isinstance(ended, Answer):
+            self.answers += 1
+            answer = answer_fields(ended, standing)
+            whole = ended.stopped not in ("timeout", "cancelled")
+            standing.last = Last(_key(look), look.cells, answer) if whole else None
+            self._report(watched, look, standing, answer, {"reused": False})
+        elif current and isinstance(ended, Exception):
+            self._failed(watched, look, standing, ended)
+            if isinstance(ended, ClosedError):
+                raise ended
+        self._end(watched, look)
+
+    def _end(self, watched: Watched, look: Look) -> None:
+        """Make room for the next frame if no question runs any more."""
+        if not look.running:
+            watched.look = None
+
+    def _failed(self, watched: Watched, look: Look, standing: Standing, error: Exception) -> None:
+        self.errors += 1
+        standing.last = None
+        about = {"source": watched.config.name, "question": standing.question.name, "frame": look.frame.number}
+        self._send("error", look.frame.time, **about, error=str(error) or type(error).__name__)
+
+    def _report(self, watched: Watched, look: Look, standing: Standing, answer: Any, how: dict[str, Any]) -> None:
+        """Send an answer, and ask the questions that wait for it."""
+        question, text = standing.question, answer["answer"]
+        if question.report == "all" or text != standing.reported:
+            standing.reported = text
+            latency = round(1000 * (self._clock() - look.frame.at), 1)
+            about = {"source": watched.config.name, "question": question.name, "frame": look.frame.number}
+            self._send("answer", look.frame.time, **about, **answer, **how, latency_ms=latency)
+        for other in watched.standing.values():
+            when = other.question.when
+            if when is not None and when.question == question.name and when.matches(text):
+                self._ask(watched, look, other)
+
+    def _configure(self, config: WatchConfig) -> None:
+        wanted = {source.name: source for source in config.source}
+        for name, watched in list(self.watched.items()):
+            if (new := wanted.get(name)) and _device(new) == _device(watched.config):
+                watched.configure(new)
+            else:
+                self._drop(self.watched.pop(name))
+        for name, source in wanted.items():
+            if name not in self.watched:
+                newest = Newest(source.rate, self.wake.set, self._clock)
+                reader = FrameSource(source, newest, partial(self._source_event, name))
+                self.watched[name] = Watched(source, reader, newest)
+                reader.start()
+        self._config = config
+
+    def _take_over(self, read: Callable[[], WatchConfig]) -> None:
+        try:
+            config = read()
+            check_questions(self._loaded, config)
+            if config.outputs != self._config.outputs:
+                outputs = self._open(config)
+                for output in self._outputs:
+                    output.close()
+                self._outputs = outputs
+        except VtxError as e:
+            self._send("config", time.time(), state="refused", error=str(e))
+            return
+        self._configure(config)
+        self._send("config", time.time(), state="reloaded")
+
+    def _drop(self, watched: Watched) -> None:
+        watched.source.close()
+        for job in list(watched.look.running.values()) if watched.look else ():
+            job.cancel()
+
+    def _source_event(self, name: str, state: str, more: dict[str, Any]) -> None:
+        self._send("source", time.time(), source=name, state=state, **more)
+        self.wake.set()
+
+    def _report_silence(self, now: float) -> None:
+        for name, watched in self.watched.items():
+            if watched.config.kind in ("camera", "stream") and watched.source.state == "open":
+                silence = now - watched.newest.last_at
+                if (silent := silence >= watched.config.silent_after) != watched.silent:
+                    watched.silent = silent
+                    state = "silent" if silent else "open"
+                    self._send("source", time.time(), source=name, state=state, silent_s=round(silence, 1))
+
+    def _status(self) -> None:
+        self._status_at = self._clock() + self._config.status
+        sources = {
+            name: {
+                "state": watched.source.state, "frames": watched.newest.frames, "dropped": watched.newest.dropped,
+                "corrupt": watched.source.corrupt,
+                **({"error": watched.source.error} if watched.source.error else {}),
+            }
+            for name, watched in self.watched.items()
+        }  # fmt: skip
+        outputs = [
+            {"output": output.name, "sent": output.sent, "dropped": output.dropped, "failed": output.failed}
+            for output in self._outputs
+        ]
+        counts = {"answers": self.answers, "reused": self.reused, "errors": self.errors}
+        self._send("status", time.time(), **counts, sources=sources, outputs=outputs)
+
+    def _send(self, event: str, at: float, **fields: Any) -> None:
+        told = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
+        line = json.dumps({"event": event, "time": told, **fields}, ensure_ascii=False).encode()
+        for output in self._outputs:
+            output.put(line)
+
+
+def _key(look: Look) -> tuple[str, ...]:
+    return tuple(image.key for image in look.images)
+
+
+def _device(config: SourceConfig) -> list[Any]:
+    """The settings that a source's thread depends on."""
+    return [getattr(config, name) for name in (*KINDS, "size", "rate", "speed")]
+
+
+def opening_messages(system: str | None, images: Sequence[PreparedImage], question: str) -> list[Message]:
+    """The messages of a question about a frame."""
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": opening_parts(images, question)}]
+
+
+def answer_fields(answer: Answer, standing: Standing) -> dict[str, Any]:
+    """The part of an event about an answer: text, JSON if it has a schema, and the probability of its choice."""
+    fields: dict[str, Any] = {"answer": answer.text, "stopped": answer.stopped}
+    if standing.question.schema is not None:
+        with suppress(ValueError):  # cut off by its limit
+            fields["json"] = json.loads(answer.text)
+    if answer.choices is not None:
+        fields["probability"] = round(answer.choices.get(answer.text, 0.0), 4)
+    return fields
+
+
+def check_questions(loaded: LoadedBundle, config: WatchConfig) -> None:
+    """Raise VtxError, naming the question, for one that this bundle cannot be asked."""
+    for source in config.source:
+        for question in source.question:
+            settings = Standing(question).settings
+            try:
+                loaded.policy(settings.k, settings.options, settings.reduce)
+                if settings.options.guide is not None:
+                    loaded.guided(settings.options.guide)
+                messages = opening_messages(source.system, (), question.ask)
+                loaded.check_system(messages)
+                if len(loaded.prompt_ids(messages)) >= (room := loaded.manifest.max_context):
+                    raise ContextError(f"its text alone fills the context of {room} tokens; shorten it")
+            except RequestError as e:
+                raise RequestError(f"source {source.name}, question {question.name}: {e}") from e
