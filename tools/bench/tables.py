@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from vtx.runtime.terminal.console import WideTable
 from vtx.runtime.units import counted, size
@@ -11,37 +11,19 @@ from vtx.tools.bench.report import BenchReport, Depth
 from vtx.tools.bench.series import Series, shown
 from vtx.tools.data.intervals import MeanInterval, ShareInterval
 
-MEMORY = (
-    "KV cache", "memory held", "peak", "vision, % of peak GEMM", "prefill, % of peak GEMM", "a token, % of bandwidth",
-)  # fmt: skip
-FIRST = ("vision", "prefill", "first_token", "second_question", "second_at_another_k", "decode_per_token")
-
 
 def report_tables(report: BenchReport) -> list[str | WideTable]:
-    """The report as paragraphs and tables: machine, model and workload, times, stages, memory."""
+    """The report as paragraphs and a table: machine, model and workload, times and cache, what each K gains."""
     model, work, depths = report.model, report.workload, report.depths
-    heads = ["K", "full layers"]
     cut_short = " INTERRUPTED: fewer repeats than requested." if report.interrupted else ""
     held = "" if report.loaded_bytes is None else f", which takes {size(report.loaded_bytes)} of memory"
+    peaks = [depth.peak_bytes for depth in depths if depth.peak_bytes is not None]
 
-    def rows(cells: Callable[[Depth], list[str]]) -> list[list[str]]:
-        return [[str(depth.k or "none"), str(depth.full_layers), *cells(depth)] for depth in depths]
+    def row(depth: Depth) -> list[str]:
+        first, *others = (depth.ms[name] for name in SHOWN)
+        spread = "-" if first is None else shown(first, _digits(first.median))
+        return [str(depth.k or "none"), spread, *map(_median, others), size(depth.kv_bytes)]
 
-    def memory(depth: Depth) -> list[str]:
-        counts = (depth.kv_bytes, depth.steady_bytes, depth.peak_bytes)
-        reached = (depth.shares.vision, depth.shares.prefill, depth.shares.decode) if depth.shares else (None,) * 3
-        sizes = ["-" if count is None else size(count) for count in counts]
-        return [*sizes, *(f"{share:.0%}" if share else "-" for share in reached)]
-
-    limits = "No ceilings were measured, so no share of them is given."
-    if ceilings := report.ceilings:
-        products = [("", ceilings.gemm), ("for the tower ", ceilings.vision_gemm)]
-        rates = [f"{use}{r.what}: {r.flops_per_s.max / 1e9:.1f} GFLOP/s" for use, r in products if r]
-        rates.append(f"{ceilings.read.what}: {ceilings.read.bytes_per_s.max / 1e9:.1f} GB/s")
-        limits = (
-            f"Ceilings, the best of the rounds, in turn with the above: {'; '.join(rates)}. "
-            f"A token is counted as reading {model['weights_read_as']} weights."
-        )
     return [
         report.machine.in_words(),
         f"{model['name']} ({model['bundle']}), {model['layers']} layers of {model['hidden']}, "
@@ -49,19 +31,56 @@ def report_tables(report: BenchReport) -> list[str | WideTable]:
         f"{counted(work['threads'], 'thread')}; a prompt of {work['prompt_tokens']} tokens, "
         f"{work['vision_tokens']} of them of the image, {work['new_tokens']} new ones, "
         f"{counted(work['repeats'], 'repeat')}.{cut_short} Loaded once in {report.load_ms:.0f} ms{held}.",
-        WideTable(
-            "milliseconds, medians with quartiles (extremes for fewer than four)",
-            [*heads, *(name.replace("_", " ") for name in FIRST)],
-            rows(lambda depth: [_shown(depth.ms[name]) for name in FIRST]),
-        ),
-        WideTable(
-            "prefill by stage, milliseconds",
-            [*heads, *(f"layers {stage['first']} to {stage['last']}" for stage in depths[0].prefill_stages)],
-            rows(lambda depth: [shown(stage["ms"]) for stage in depth.prefill_stages]),
-        ),
-        WideTable("memory, and shares of the ceilings", [*heads, *MEMORY], rows(memory)),
-        limits,
+        WideTable("milliseconds: medians (quartiles, or extremes of fewer than four)", HEADS, [*map(row, depths)]),
+        "\n".join([*_gains(depths), *([f"Memory: at most {size(max(peaks))}."] if peaks else [])]),
+        *_reached(report),
     ]
+
+
+SHOWN = ("first_token", "vision", "prefill", "second_question", "decode_per_token")
+HEADS = ("K", "first token", "vision", "prefill", "second", "a token", "KV cache")
+
+
+def _gains(depths: Sequence[Depth]) -> list[str]:
+    """One sentence for each K but none: how its times and its cache compare with those of none."""
+    full, lines = next((depth for depth in depths if depth.k is None), None), list[str]()
+    for depth in depths if full else ():
+        if full is None or depth.k is None:
+            continue
+        times = []
+        for name, words in (("first_token", "first token"), ("second_question", "second question")):
+            before, after = full.ms[name], depth.ms[name]
+            times += [f"{words} {before.median / after.median:.2f} times as fast"] if before and after else []
+        cache = f"KV cache {full.kv_bytes / depth.kv_bytes:.1f} times smaller"
+        lines.append(f"K = {depth.k} against none: {', '.join([*times, cache])}.")
+    return lines
+
+
+def _reached(report: BenchReport) -> list[str]:
+    """What was reached of the ceilings at each K, and the ceilings."""
+    if report.ceilings is None:
+        return ["No ceilings were measured, so no share of them is given."]
+    lines = []
+    for depth in report.depths:
+        shares = {name: getattr(depth.shares, name, None) for name in ("vision", "prefill", "decode")}
+        reached = [f"{share:.0%} in {name}" for name, share in shares.items() if share]
+        lines.append(f"K = {depth.k or 'none'} reaches of the ceilings: {', '.join(reached) or '-'}.")
+    products = [("", report.ceilings.gemm), ("for the tower ", report.ceilings.vision_gemm)]
+    rates = [f"{use}{r.what}: {r.flops_per_s.max / 1e9:.1f} GFLOP/s" for use, r in products if r]
+    rates.append(f"{report.ceilings.read.what}: {report.ceilings.read.bytes_per_s.max / 1e9:.1f} GB/s")
+    ceilings = (
+        f"Ceilings, the best of the rounds, in turn with the above: {'; '.join(rates)}. "
+        f"A token is counted as reading {report.model['weights_read_as']} weights."
+    )
+    return ["\n".join(lines), ceilings]
+
+
+def _digits(median: float) -> int:
+    return 0 if median >= 100 else 1 if median >= 10 else 2
+
+
+def _median(series: Series | None) -> str:
+    return "-" if series is None else f"{series.median:.{_digits(series.median)}f}"
 
 
 def _shown(series: Series | None) -> str:

@@ -185,15 +185,17 @@ def test_a_phase_faster_than_the_ceiling_s_own_runs_reaches_all_of_it() -> None:
     assert (found.vision, found.prefill, found.decode) == (None, 1.0, 0.5)
 
 
-def test_the_tables_say_machine_model_workload_and_ceilings(bundle: Path) -> None:
+def test_the_table_says_machine_model_workload_gains_and_ceilings(bundle: Path) -> None:
     done = vtx_bench(bundle, "--k", "none,3", "--repeats", "1", "--warmup", "0")
     assert done.exit_code == 0, done.stderr
     assert "predicted: about" in done.stderr
     for words in ("cores", "onnxruntime 1", "8 layers of", f"{NEW} new", "fp32 weights", "GFLOP/s"):
         assert words in " ".join(done.stdout.split()), words
     rows = rows_of(done.stdout)
-    assert len(rows) >= 6
-    assert rows == ["none", "3"] * (len(rows) // 2)
+    assert rows == ["none", "3"], "one table"
+    assert re.search(r"^K = 3 against none: first token [\d.]+ times as fast, second ", done.stdout, re.MULTILINE)
+    assert len(re.findall(r"^K = (none|3) reaches of the ceilings: \d+% in vision", done.stdout, re.MULTILINE)) == 2
+    assert "Memory: at most " in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
