@@ -20,6 +20,7 @@ _MODULES = {  # module of `commands/` by the function of each command
     "doctor": "doctor",
     "evaluate": "evaluate",
     "export": "export",
+    "fit": "fit",
     "inspect": "inspect",
     "plan": "plan",
     "run": "run",

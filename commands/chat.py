@@ -59,6 +59,8 @@ def chat(
     talk = _Talk(model, image, k, reduce, options)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")
+    if model.loaded.card:
+        note(model.loaded.card.in_words)
     for line in about_model(model.manifest.model.name):
         note(line)
     with _history():

@@ -10,7 +10,7 @@ import click
 
 from vtx.commands.shared.options import option, options
 from vtx.runtime.errors import BundleError, DeviceError
-from vtx.runtime.terminal.console import bar, command, note, say_json, table
+from vtx.runtime.terminal.console import bar, command, note, say_json, say_report, table
 from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
@@ -64,14 +64,23 @@ def doctor(
     elif check_traces:
         _check_traces(bundle, check_traces, loading, as_json=as_json)
     else:
+        from vtx.runtime.bundle.card import CARD, read_card
         from vtx.runtime.report.doctor import check_bundle
+        from vtx.runtime.strict import json_value
+        from vtx.tools.bench.machine import describe
+        from vtx.tools.fit.report import card_tables
 
-        _check_files(bundle, loading, as_json=as_json)
+        opened = _check_files(bundle, loading, as_json=as_json)
+        card = read_card(opened)
         report = check_bundle(bundle, loading.device, loading.compute, loading.require_signature)
         if as_json:
-            say_json({**report.to_dict(), "altered": []})
+            say_json({**report.to_dict(), "altered": [], **({} if card is None else {"card": json_value(card)})})
         else:
             click.echo(f"checksums: all {report.files} files are as exported")
+            if card is not None:
+                say_report(card_tables(card))
+                if card.cpu != describe().cpu:
+                    note(f"the times of {CARD} were measured on another processor; run vtx-fit here for this one's")
             table("against the plain PyTorch reference", ["quantity", "difference", "limit", "", ""], _rows(report))
         if report.failed:
             raise BundleError(

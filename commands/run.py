@@ -90,7 +90,10 @@ def run(
     source = {"image": [*images, *more, *videos], "bundle": str(folder)}
     device = f"{model.backend.device} (auto)" if loading.device == "auto" else model.backend.device
     facts = f"weights: {model.manifest.precision}; arithmetic: {model.backend.compute}"
-    introduction = "\n".join([f"bundle: {folder}; device: {device}; {facts}", *about_model(model.manifest.model.name)])
+    card = [model.loaded.card.in_words] if model.loaded.card else []
+    introduction = "\n".join(
+        [f"bundle: {folder}; device: {device}; {facts}", *card, *about_model(model.manifest.model.name)]
+    )
     introduction = introduction if as_json or first_today(introduction) else ""
     with model.open(pictures) as conversation:
         if show_tokens:

@@ -141,6 +141,9 @@ def serve(
     with listening(host, port) if unix_socket is None else listening_at(unix_socket) as at:
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
             pass
+        for card in (engine.model.loaded.card for engine in engines.loaded):
+            if card:
+                note(card.in_words)
         note(f"serving {', '.join(engines.names)} at {unix_socket or page_url(host, at)}; Ctrl-C ends")
         if unix_socket is None and not is_local(host) and not keys:
             note(f"warning: no authentication on {host}; set {KEY}")

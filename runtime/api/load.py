@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.devices import DeviceChoice, choose, float_bytes, open_backend
+from vtx.runtime.backends.devices import DeviceChoice, choose_by_card, float_bytes, open_backend
 from vtx.runtime.backends.engines import AUTO, ENGINES, EXPANDED
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
@@ -40,6 +40,9 @@ def load(
     image_formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> Model:
     """Load a bundle that `vtx-export` made.
+
+    The settings of its card, if `vtx-fit` gave it one, are the defaults: device and arithmetic here, K and reductions
+    of its questions. A card whose engine is not possible here, or not the one asked for, is ignored with a warning.
 
     Args:
         bundle: its directory.
@@ -88,8 +91,13 @@ def load(
     backend = open_backend(opened, chosen, threads)
     load_ms = 1000 * (time.perf_counter() - start)
     model = Model(
-        opened, backend, load_ms, chosen.why, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, image_formats=formats
-    )
+        opened, backend, load_ms, chosen.why, card=chosen.card, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels,
+        image_formats=formats,
+    )  # fmt: skip
+    if chosen.ignored:
+        log.warning("card.json of %s is ignored: %s", opened.folder, chosen.ignored)
+    if chosen.card:
+        log.info("%s", chosen.card.in_words)
     log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, chosen.device, chosen.why, load_ms)
     return model
 
@@ -102,4 +110,4 @@ def choose_for(
     layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
     settings_for(layout, bundle.manifest.image, fit)
     limited_layout(layout, max_tiles, max_pixels)
-    return choose(bundle, device, compute)
+    return choose_by_card(bundle, device, compute)

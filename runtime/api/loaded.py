@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.card import Card
 from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
@@ -67,7 +68,8 @@ def opening_parts(images: Sequence[PreparedImage], question: str) -> list[Part]:
 class LoadedBundle:
     """A bundle on an engine: it prepares images, prompts and policies. Safe for many threads.
 
-    `why` is the reason for this device.
+    `why` is the reason for this device, `card` the one whose settings are the defaults. `default_k` and
+    `default_reduce` are those of questions that name none.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class LoadedBundle:
         load_ms: float,
         why: str = "asked for",
         *,
+        card: Card | None = None,
         fit: str | None = None,
         max_tiles: int | None = None,
         max_pixels: int | None = None,
@@ -85,6 +88,10 @@ class LoadedBundle:
         self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
         self.fit, self.image_formats = fit, image_formats
         self.manifest = manifest = bundle.manifest
+        self.card = card
+        self.default_k, self.default_reduce = manifest.default_k, next(iter(manifest.reductions), None)
+        if card is not None:
+            self.default_k, self.default_reduce = card.chosen.configuration.k, card.chosen.configuration.reduce
         self.text = Text(
             *text_files(bundle.read), manifest.text, max_context=manifest.max_context,
             or_more_context=manifest.or_more_context, vocab=manifest.model.vocab,
@@ -144,11 +151,11 @@ class LoadedBundle:
             raise RequestError(f"reduce is {reduce!r:.40}; it must be a spec such as 'fastv:k=3', or 'none'")
         manifest = self.manifest
         policy = make_policy(
-            manifest.default_k if isinstance(k, str) and k == DEFAULT else k,
+            self.default_k if isinstance(k, str) and k == DEFAULT else k,
             manifest,
             self.backend.gate,
             (options or Options()).gate_threshold,
-            reduce=next(iter(manifest.reductions), None) if reduce == DEFAULT else reduce,
+            reduce=self.default_reduce if reduce == DEFAULT else reduce,
             dialect=self.backend.dialect,
             final_norm=lambda: read_final_norm(self.bundle),
         )

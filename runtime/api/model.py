@@ -25,6 +25,7 @@ from vtx.runtime.api.options import DEFAULT, K, Options, QuestionKeywords, Setti
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.card import Card
 from vtx.runtime.checks import MOST_THREADS, check_whole
 from vtx.runtime.errors import RequestError
 
@@ -42,9 +43,10 @@ class Model:
     """
 
     def __init__(
-        self, bundle: Bundle, backend: Backend, load_ms: float, why: str = "asked for", **images: Unpack[ImageKeywords]
-    ) -> None:
-        self.loaded = LoadedBundle(bundle, backend, load_ms, why, **images)
+        self, bundle: Bundle, backend: Backend, load_ms: float, why: str = "asked for", *, card: Card | None = None,
+        **images: Unpack[ImageKeywords],
+    ) -> None:  # fmt: skip
+        self.loaded = LoadedBundle(bundle, backend, load_ms, why, card=card, **images)
         self.bundle, self.backend, self.manifest = bundle, backend, bundle.manifest
 
     def __enter__(self) -> Model:

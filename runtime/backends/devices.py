@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES, FASTER, Floats
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.card import Card, read_card
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import cpu_flags
@@ -16,9 +17,13 @@ from vtx.runtime.precision import PRECISIONS
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
+    """`card`: the bundle's, if its engine is this one; `ignored`: why a bundle's card does not hold here."""
+
     device: str
     compute: str
     why: str
+    card: Card | None = None
+    ignored: str | None = None
 
 
 def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> DeviceChoice:
@@ -62,6 +67,21 @@ def default_compute(manifest: Manifest, device: str) -> str:
         if kind in manifest.arithmetic and not wider and FASTER[kind] & cpu_flags():
             return kind
     return kinds[0]
+
+
+def choose_by_card(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> DeviceChoice:
+    """As `choose`, but where nothing else was asked for the engine of the bundle's card. Raises DeviceError."""
+    card = read_card(bundle)
+    if card is None:
+        return choose(bundle, device, compute)
+    fitted = card.chosen.configuration
+    if device not in (AUTO, fitted.device) or compute not in (None, fitted.compute):
+        return replace(choose(bundle, device, compute), ignored="another device or arithmetic was asked for")
+    obstacle = _obstacle(bundle, fitted.device, fitted.compute) if fitted.device in ENGINES else "it is unknown"
+    if obstacle:
+        ignored = f"{fitted.compute} on {fitted.device} is not possible here: {obstacle}"
+        return replace(choose(bundle, device, compute), ignored=ignored)
+    return DeviceChoice(fitted.device, fitted.compute, "by card.json", card)
 
 
 def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:

@@ -69,12 +69,12 @@ class SigningKey:
 
 
 def write_sealed(path: Path, content: bytes, key: SigningKey | None = None) -> None:
-    """Write `content` with its checksum, and with a key its signature; an older signature is removed first."""
+    """Write `content` behind its checksum, and with a key its signature; an older signature is removed first."""
     unseal(path)
     write_durably(path.with_name(path.name + CHECKSUM), _checksum(content, path.name))
-    write_durably(path, content)
     if key is not None:
         write_durably(path.with_name(path.name + SIGNATURE), key.key.sign(content))
+    write_durably(path, content)
 
 
 def unseal(path: Path) -> None:

@@ -15,6 +15,7 @@ from PIL import Image
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.card import read_card
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import DeviceError, RequestError, VtxError
 from vtx.runtime.scheduler.choosing import Chooser
@@ -129,7 +130,9 @@ class Engines:
                     if self.closed:
                         raise shutting_down()
                     bundle = Bundle.open(old.folder, key=self._key)
-                    if bundle.manifest == old.manifest:
+                    served = self._loaded.get(name)
+                    refitted = served is not None and served.model.loaded.card != read_card(bundle)
+                    if bundle.manifest == old.manifest and not refitted:
                         told.append(f"{name} is unchanged")
                         continue
                     needed, engine, replaced = self._needs(name, bundle), None, self._loaded.get(name)
@@ -214,6 +217,7 @@ class Engines:
     def describe(self) -> list[dict[str, Any]]:
         """The objects of /v1/models."""
         batching, objects = {engine.name: engine.batching for engine in self.loaded}, list[dict[str, Any]]()
+        depths = {engine.name: engine.model.loaded.default_k for engine in self.loaded}  # a card's, where there is one
         for name, bundle in self._bundles.items():
             m, loaded, batch = bundle.manifest, batching.get(name), None
             if loaded is not None:  # the number of answers decoded in one pass, and the reason if it is 1
@@ -221,8 +225,9 @@ class Engines:
                 batch = {"most": loaded.most} if loaded.obstacle is None else one
             height, width = m.image.sides
             facts = {
-                "layers": m.model.layers, "ks": m.variants, "default_k": m.default_k, "gates": m.gates,
-                "reductions": m.reductions, "precision": m.precision, "max_context": m.max_context, "batch": batch,
+                "layers": m.model.layers, "ks": m.variants, "default_k": depths.get(name, m.default_k),
+                "gates": m.gates, "reductions": m.reductions, "precision": m.precision,
+                "max_context": m.max_context, "batch": batch,
                 "image": {
                     "width": width, "height": height, "fit": self._fit or trained_fit(m.image),
                     "layout": m.layout.name, "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,

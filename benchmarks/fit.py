@@ -1,0 +1,203 @@
+"""What does vtx-fit choose on bundles, is its guarantee kept on questions that it never saw, and what does it cost?
+
+    python benchmarks/fit.py demo-fp16 demo-int8 --out build/fit-demo --name demo
+
+Every configuration answers every question once; the answers are kept in --out, so an interrupted run resumes. Then
+vtx-fit's own code searches and tests, answer by answer from what was kept, on --splits random draws of --fitted images;
+its choice is judged on the images that are left. Beside it the exhaustive search: the same test on the fastest
+configurations that keep the answers by all questions that the search may see. Times are those of --timed questions,
+asked alone, and the times of a reply are drawn from them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from common import markdown, parser
+
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
+from vtx.runtime.backends.devices import DeviceChoice, open_backend
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.policies import parse
+from vtx.runtime.strict import json_value
+from vtx.tools.bench.machine import describe
+from vtx.tools.common.files import write_json
+from vtx.tools.data.items import Item, plain, scene_items
+from vtx.tools.data.journal import ResultJournal
+from vtx.tools.fit.asking import KeptAnswers, Questions, TimedAnswer
+from vtx.tools.fit.fit import fit, times
+from vtx.tools.fit.search import Budget
+from vtx.tools.fit.settings import Setting, find_settings
+
+TOKENS = 32
+FITTED_SETS = 3  # budgets
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Every answer [settings][questions], plain, and some times of each setting."""
+
+    settings: tuple[Setting, ...]
+    reference: Setting
+    texts: dict[Setting, list[str]]
+    replies: dict[Setting, list[TimedAnswer]]
+
+
+class Replay:
+    """Answers of some questions of the pool, by their numbers there, as `KeptAnswers` gives them."""
+
+    def __init__(self, kept: Kept, numbers: Sequence[int]) -> None:
+        names = tuple(f"image {n}" for n in numbers)
+        self.questions: Any = SimpleNamespace(images=names, digests=names, data=SimpleNamespace(source="the scenes"))
+        self._kept, self._numbers, self._asked = kept, numbers, set[tuple[Setting, int]]()
+        self.skipped: dict[int, str] = {}
+
+    @property
+    def asked(self) -> int:
+        return len(self._asked)
+
+    def ask(self, settings: Sequence[Setting], numbers: Sequence[int], phase: str, turn: int = 0) -> None:
+        if not turn:
+            self._asked |= {(setting, n) for setting in settings for n in numbers}
+
+    def usable(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
+
+    def reply(self, setting: Setting, number: int, turn: int = 0) -> TimedAnswer:
+        held = self._kept.replies[setting]
+        return held[(self._numbers[number] + 7 * turn) % len(held)]
+
+    def changed(self, setting: Setting, reference: Setting, number: int) -> float:
+        n = self._numbers[number]
+        return float(self._kept.texts[setting][n] != self._kept.texts[reference][n])
+
+
+def collect(bundles: Sequence[Path], items: Sequence[Item], timed: int, out: Path, threads: int) -> Kept:
+    """Every answer, those of an image one after the other, so that its tower runs once."""
+    reference, settings = find_settings([Bundle.open(path) for path in bundles], "cpu", None, None)
+    settings = [s for s in settings if s.reduce == "none" or len(parse(s.reduce)) == 1]
+    texts: dict[Setting, list[str]] = {s: [] for s in settings}
+    identity = {"model": reference.on.digest, "questions": len(items), "settings": [s.name for s in settings]}
+    with ResultJournal(out / "texts.jsonl", identity) as journal:
+        for on in dict.fromkeys(s.on for s in settings):
+            own, start = [s for s in settings if s.on == on], time.monotonic()
+            backend = open_backend(on.bundle, DeviceChoice(on.device, on.compute, "a candidate"), threads)
+            with Model(on.bundle, backend, 0.0) as model:
+                for n, item in enumerate(items):
+                    if f"{on.name} {n}" not in journal.results:
+                        with model.open(list(item.images)) as image:
+                            found = [image.ask(item.question, s.k, Options(TOKENS), reduce=s.reduce).text for s in own]
+                        journal.add({f"{on.name} {n}": {"texts": found}})
+                    for setting, text in zip(own, journal.results[f"{on.name} {n}"]["texts"], strict=True):
+                        texts[setting].append(plain(text))
+                    if n % 100 == 99:
+                        print(f"{on.name}: {n + 1} of {len(items)}, {time.monotonic() - start:.0f} s", flush=True)
+    questions = Questions.of(SimpleNamespace(items=tuple(items[:timed]), source="scenes", skipped=()))  # type: ignore[arg-type]
+    with (
+        ResultJournal(out / "times.jsonl", identity) as journal,
+        KeptAnswers(questions, journal, TOKENS, threads, lambda *_: None) as kept_answers,
+    ):
+        kept_answers.ask(settings, range(timed), "timing")
+        replies = {s: [kept_answers.reply(s, n) for n in range(timed)] for s in settings}
+    return Kept(tuple(settings), reference, texts, replies)
+
+
+def share(kept: Kept, setting: Setting, numbers: Sequence[int]) -> float:
+    """The share of changed answers."""
+    mine, full = kept.texts[setting], kept.texts[kept.reference]
+    return float(np.mean([mine[n] != full[n] for n in numbers]))
+
+
+def ms(kept: Kept, setting: Setting) -> float:
+    return float(np.median([reply.answer_ms for reply in kept.replies[setting]]))
+
+
+def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, fitted: int) -> dict[str, Any]:
+    """Choices on random splits, and how each does on the images that are left."""
+    count, rows = len(kept.texts[kept.reference]), list[dict[str, Any]]()
+    for seed in range(splits):
+        numbers = random.Random(seed).sample(range(count), fitted)
+        left = sorted({*range(count)} - {*numbers})
+        replay: Any = Replay(kept, numbers)
+        found = fit(allowed, kept.reference, replay, budget, seed)
+        chosen = found.chosen
+        fitting = [
+            s for s in allowed
+            if share(kept, s, numbers) <= budget.limit
+            and not budget.over(*(t.p99 if t else None for t in clocks(kept, s)))  # type: ignore[arg-type]
+        ]  # fmt: skip
+        best = min(fitting, key=lambda s: ms(kept, s), default=kept.reference)
+        rows.append({
+            "chosen": None if chosen is None else chosen.name, "ms": None if chosen is None else ms(kept, chosen),
+            "unseen": 0.0 if chosen is None else share(kept, chosen, left), "asked": replay.asked,
+            "exhaustive": best.name, "exhaustive_ms": ms(kept, best), "exhaustive_unseen": share(kept, best, left),
+        })  # fmt: skip
+    return {
+        "budget": json_value(budget), "settings": len(allowed), "exhaustive_asked": len(allowed) * fitted,
+        "kept_bound": float(np.mean([row["unseen"] <= budget.limit for row in rows])),
+        "exhaustive_kept_bound": float(np.mean([row["exhaustive_unseen"] <= budget.limit for row in rows])),
+        "splits": rows,
+    }  # fmt: skip
+
+
+def clocks(kept: Kept, setting: Setting) -> tuple[Any, Any]:
+    """Times of the first token and of a further one."""
+    replies = kept.replies[setting]
+    decoded = [r.per_token_ms for r in replies if r.per_token_ms is not None]
+    return times([r.first_token_ms for r in replies]), times(decoded) if decoded else None
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("bundles", type=Path, nargs="+")
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--name", required=True)
+    options.add_argument("--images", type=int, default=2400, help="with one question each")
+    options.add_argument("--fitted", type=int, default=400, help="of them, that a search sees or tests with")
+    options.add_argument("--splits", type=int, default=100)
+    options.add_argument("--timed", type=int, default=100)
+    options.add_argument("--threads", type=int, default=1)
+    args = options.parse_args()
+    kept = collect(args.bundles, scene_items(args.images), args.timed, args.out, args.threads)
+    medians = sorted(clocks(kept, s)[0].p99 for s in kept.settings)
+    smallest = min(s.on.memory for s in kept.settings)
+    light = [s for s in kept.settings if s.on.memory == smallest]
+    runs = {
+        "98% kept": judge(kept, Budget(0.98), kept.settings, args.splits, args.fitted),
+        "95% kept, the first token as quick as the quicker third": judge(
+            kept, Budget(0.95, medians[len(medians) // 3]), kept.settings, args.splits, args.fitted
+        ),
+        "90% kept, the smallest bundle": judge(kept, Budget(0.9), light, args.splits, args.fitted),
+    }
+    table, choices = [["budget", "chosen, of 100 splits", "changed, unseen", "bound kept", "ms", "answers asked",
+                       "exhaustive", "its bound kept", "its ms", "its answers"]], dict[str, Any]()  # fmt: skip
+    for name, run in runs.items():
+        rows = run["splits"]
+        names = [row["chosen"] or "nothing" for row in rows]
+        often = max(set(names), key=names.count)
+        best = [row["exhaustive"] for row in rows]
+        table.append([
+            name, f"{often} ({names.count(often)})", f"{100 * np.mean([r['unseen'] for r in rows]):.2f}%",
+            f"{run['kept_bound']:.0%}", f"{np.mean([r['ms'] for r in rows if r['ms']]):.1f}",
+            f"{np.mean([r['asked'] for r in rows]):.0f}", max(set(best), key=best.count),
+            f"{run['exhaustive_kept_bound']:.0%}", f"{np.mean([r['exhaustive_ms'] for r in rows]):.1f}",
+            str(run["exhaustive_asked"]),
+        ])  # fmt: skip
+        choices[name] = {"first_token": json_value(clocks(kept, next(s for s in kept.settings if s.name == often))[0])
+                         if often != "nothing" else None}  # fmt: skip
+    print(f"{describe().in_words()}\n\n{markdown(table)}\n\n{json.dumps(choices, indent=1)}")
+    write_json(args.out / "fit.json", {"machine": json_value(describe()), "name": args.name, "runs": runs,
+                                       "table": table, "times": choices})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""vtx-fit: the configuration that keeps a budget. It parses, calls and prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from vtx.commands.shared.options import PATH, option, options
+from vtx.runtime.errors import BundleError, DeviceError, ExportError, RequestError
+from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, say_report
+from vtx.tools.common.loading import Loading
+
+
+def _share(_: click.Context, __: click.Parameter, value: str) -> float:
+    """98% or 0.98 as a share."""
+    try:
+        return float(value.removesuffix("%")) / 100 if value.endswith("%") else float(value)
+    except ValueError as e:
+        raise click.BadParameter(f"{value!r:.40} is not a share of the answers, e.g. 98%") from e
+
+
+@command(
+    epilog="vtx-fit llava-7b --questions questions.jsonl --images photos --keep 98%\n"
+    "vtx-fit llava-fp16 llava-int8 llava-int4 --questions questions.jsonl --keep 95% --first-token 800 --memory 8\n"
+    "vtx-fit llava-7b --questions questions.jsonl --images photos --check"
+)
+@click.argument("bundles", type=PATH, nargs=-1, required=True, metavar="BUNDLE [BUNDLE ...]")
+@options(
+    option("--questions", str, "Your questions, as for vtx-calibrate; answers are not needed.", required=True,
+           metavar="FILE"),
+    "images",
+    option("--samples", int, "Questions to use at most, drawn from the file [default: all]."),
+    option("--keep", "98%", "Share of answers that stay those of the full model.", callback=_share, metavar="SHARE"),
+    option("--first-token", float, "Limit of 99 of 100 first tokens.", metavar="MS"),
+    option("--per-token", float, "Limit of 99 of 100 answers' mean time per further token.", metavar="MS"),
+    option("--memory", float, "Memory that a bundle may take.", metavar="GB"),
+    option("--max-new-tokens", 32, "Tokens of an answer, at most."),
+    option("--seed", 0, "Of the split into questions to search with and to hold out."),
+    "device", "compute", "threads",
+    option("--sign", Path, "Sign the card with this private key (Ed25519, PEM), which a signed bundle needs.",
+           metavar="KEY"),
+    option("--no-card", bool, "Leave the bundles as they are."),
+    option("--check", bool, "Only compare the bundle's card with these questions."),
+    option("--out", Path, "Output directory for answers, report and plot [default: vtx-fit-BUNDLE]."),
+    "report",
+)  # fmt: skip
+def fit(
+    bundles: tuple[Path, ...], questions: str, images: Path | None, samples: int | None, keep: float,
+    first_token: float | None, per_token: float | None, memory: float | None, max_new_tokens: int, seed: int,
+    loading: Loading, sign: Path | None, no_card: bool, check: bool, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Choose the fastest configuration of bundles of one model that keeps a budget, and write it into a card.
+
+    Precision (the bundles), arithmetic, K and reductions are searched with half of the images. The other half tests
+    what was found. The card makes it the default of vtx-run, vtx-chat, vtx-serve and the APIs. An interrupted run
+    resumes where it stopped.
+    """
+    end_on_sigterm()
+    from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.card import CARD, read_card, write_card
+    from vtx.runtime.bundle.seal import SIGNATURE, SigningKey
+    from vtx.runtime.host.machine import cores
+    from vtx.runtime.units import counted, duration
+    from vtx.tools.bench.machine import describe
+    from vtx.tools.common.files import write_json
+    from vtx.tools.data.items import read_data
+    from vtx.tools.data.journal import ResultJournal
+    from vtx.tools.fit.asking import KeptAnswers, Questions, split
+    from vtx.tools.fit.fit import check_enough
+    from vtx.tools.fit.fit import fit as search
+    from vtx.tools.fit.report import data_of, draw_front, in_tables, make_card, to_dict
+    from vtx.tools.fit.search import Budget
+    from vtx.tools.fit.settings import find_settings
+
+    budget = Budget(keep, first_token, per_token)
+    key = None if sign is None else SigningKey.load(sign)
+    opened = [Bundle.open(folder) for folder in bundles]
+    asked = Questions.of(read_data(questions, images, 1 << 30 if samples is None else samples, seed))
+    if check:
+        for bundle in opened:
+            card = read_card(bundle)
+            if card is None:
+                raise BundleError(f"{bundle.folder} has no {CARD}; run vtx-fit without --check")
+            if card.data.sha256 != asked.sha256:
+                raise RequestError(
+                    f"the questions or images changed since {CARD} of {bundle.folder} was made of "
+                    f"{counted(card.data.questions, 'question')}, now {len(asked.digests)}; run vtx-fit again"
+                )
+            note(f"{bundle.folder}: {card.in_words}; made of these questions")
+        return
+    signed = [bundle for bundle in opened if bundle.files.exists("vtx.json" + SIGNATURE)]
+    if signed and key is None and not no_card:
+        raise RequestError(
+            f"{signed[0].folder} is signed, and devices that ask for its signature refuse a card without one; give the "
+            "key with --sign KEY, or leave the bundle as it is with --no-card"
+        )
+    for line in asked.data.skipped:
+        note(f"skipped {line}")
+    check_enough(asked, split(asked, seed)[1], budget)
+    threads = cores() if loading.threads is None else loading.threads
+    reference, settings = find_settings(
+        opened, loading.device, loading.compute, None if memory is None else int(memory * 1e9)
+    )
+    target, machine = out or Path(f"vtx-fit-{opened[0].folder.name}"), describe()
+    identity = {
+        "model": reference.on.digest, "--max-new-tokens": max_new_tokens, "--threads": threads, "machine": machine.cpu,
+        "set of packages": dict(machine.versions),
+    }  # fmt: skip
+    note(
+        f"{counted(len(settings), 'configuration')} of {counted(len(opened), 'bundle')}, "
+        f"{counted(len(asked.digests), 'question')}; compared with {reference.name}"
+    )
+    with (
+        ResultJournal(target / "answers.jsonl", identity) as journal,
+        bar() as report,
+        KeptAnswers(asked, journal, max_new_tokens, threads, report) as answers,
+    ):
+        fitted = search(
+            settings, reference, answers, budget, seed, lambda seconds: note(f"predicted: at most {duration(seconds)}")
+        )
+    for line in fitted.skipped:
+        note(f"skipped {line}")
+    found = to_dict(fitted, asked, machine)
+    write_json(target / "report.json", found)
+    try:
+        data = data_of(fitted, asked)
+        draw_front(
+            fitted, f"{data.held_out_questions} questions of {data.source} held out; bars: upper ends; {machine.cpu}",
+            target / "front.png",
+        )  # fmt: skip
+    except DeviceError as e:
+        note(f"plot skipped: {e}; rerun to draw it, answers are kept")
+    say_json(found) if as_json else say_report(in_tables(fitted, asked, machine))
+    if fitted.chosen is None:
+        raise RequestError(f"{fitted.verdict[0]}; {fitted.verdict[1]}")
+    if not no_card:
+        folder = fitted.chosen.on.bundle.folder
+        try:
+            write_card(folder, make_card(fitted, fitted.chosen, asked, machine, max_new_tokens, threads), key)
+        except OSError as e:
+            raise ExportError(f"cannot write {folder / CARD} ({e.strerror}); check the disk and run again") from e
+        note(f"{folder / CARD} makes it the default of this bundle; remove the file to undo it")
+    note(f"answers, report and plot are in {target}")

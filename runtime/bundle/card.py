@@ -1,0 +1,155 @@
+"""`card.json`: the configuration that `vtx-fit` chose for a bundle, and the evidence for it.
+
+    card.json          this record, written last
+    card.json.sha256   its checksum, and card.json.sig its signature, as those of vtx.json
+
+It is made after the export, so it has a seal of its own, as the engines of vtx-build do. It names the manifest that it
+was made for by its SHA-256, so it cannot be taken to another bundle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vtx.runtime.bundle.bundle import MANIFEST, Bundle
+from vtx.runtime.bundle.safetensors import parse_json
+from vtx.runtime.bundle.seal import SigningKey, read_sealed, write_sealed
+from vtx.runtime.bundle.spec.manifest import MAX_BYTES as MAX_MANIFEST
+from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import UPGRADE, Strict, write_json
+
+CARD, FORMAT = "card.json", "vtx-card-1"
+MAX_BYTES = 1 << 20
+CURE = "run vtx-fit again, or remove card.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds: the median and the 99th percentile of `count` measurements."""
+
+    p50: float
+    p99: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The settings of answers: the engine and its arithmetic, K, and a spec of reductions or "none"."""
+
+    device: str
+    compute: str
+    k: int | str | None
+    reduce: str
+
+    @property
+    def name(self) -> str:
+        depth = "K by the gates" if self.k == "auto" else f"K = {self.k or 'none'}"
+        return f"{depth}, {'no reduction' if self.reduce == 'none' else self.reduce}, {self.compute} on {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The answers and times of a configuration of the bundle named `bundle`, on the questions held out.
+
+    `changed`: the share of answers that differ from the full model's, each image counting the same; `upper`: the upper
+    end of its interval, taken by itself. `memory`: predicted bytes. `per_token_ms`: None if no answer had two tokens.
+    """
+
+    bundle: str
+    configuration: Configuration
+    changed: float
+    upper: float
+    first_token_ms: Times
+    per_token_ms: Times | None
+    answer_ms: Times
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class FittedData:
+    """The questions: the file's name, the SHA-256 of their texts and images, and how many were held out."""
+
+    source: str
+    sha256: str
+    questions: int
+    images: int
+    held_out_questions: int
+    held_out_images: int
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """At most `limit` of the answers change, with a confidence of `confidence`, found by `method`.
+
+    It accounts for the search: `tested` configurations were tested in turn, on questions that chose none of them.
+    """
+
+    limit: float
+    confidence: float
+    method: str
+    tested: int
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The choice of `vtx-fit` for the bundle whose `vtx.json` has the SHA-256 `manifest`, its data and its machine.
+
+    `reference` is the full model whose answers count as unchanged. `front`: the configurations that none beats in
+    both time and changed answers. `quiet`: times were repeated until they agreed.
+    """
+
+    format: str
+    manifest: str
+    chosen: Evidence
+    guarantee: Guarantee
+    data: FittedData
+    reference: str
+    max_new_tokens: int
+    threads: int
+    cpu: str
+    system: str
+    versions: Mapping[str, str]
+    quiet: bool
+    front: tuple[Evidence, ...]
+
+    @property
+    def in_words(self) -> str:
+        """One line for people who use the bundle."""
+        return (
+            f"card.json of vtx-fit: {self.chosen.configuration.name}; at most {100 * self.guarantee.limit:.3g}% of the "
+            f"answers change ({self.guarantee.confidence:.0%} confidence)"
+        )
+
+
+def manifest_digest(bundle: Bundle) -> str:
+    return hashlib.sha256(bundle.files.read(MANIFEST, MAX_MANIFEST, links=False)).hexdigest()
+
+
+def read_card(bundle: Bundle) -> Card | None:
+    """The card of a bundle, None without one.
+
+    Raises BundleError: it is damaged, was made for another manifest, or is not signed although the bundle must be.
+    """
+    if not bundle.files.exists(CARD):
+        return None
+    sealed = dataclasses.replace(bundle.files, cure=CURE + (" (--sign KEY)" if bundle.key else ""))
+    try:
+        data = parse_json(read_sealed(sealed, CARD, MAX_BYTES, bundle.key), CARD, error=BundleError)
+    except ValueError as e:
+        raise BundleError(f"{CARD} is damaged ({e}); {CURE}") from e
+    if isinstance(data, dict) and data.get("format") != FORMAT:
+        raise BundleError(f"{CARD} has format {str(data.get('format'))[:40]!r}, this vtx reads {FORMAT}; {UPGRADE}")
+    card = Strict(cure=CURE).read(Card, data, CARD)
+    if card.manifest != manifest_digest(bundle):
+        raise BundleError(f"{CARD} was made for another {MANIFEST} than the one in {bundle.folder}; {CURE}")
+    return card
+
+
+def write_card(folder: Path, card: Card, key: SigningKey | None = None) -> None:
+    """Put a card into a bundle; an older one goes first, so that there is never half of one. Raises `OSError`."""
+    (folder / CARD).unlink(missing_ok=True)
+    write_sealed(folder / CARD, write_json(card).encode(), key)

@@ -1,0 +1,171 @@
+"""vtx-fit on a small bundle: the card, resuming, and what is refused before any work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+from tests.support import bundles
+from tests.support.exported import Models
+
+from vtx.cli import fit
+from vtx.runtime.api.load import load
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.card import CARD, read_card
+from vtx.tools.data.items import plain
+from vtx.tools.fit import asking
+from vtx.tools.fit.fit import TURNS
+
+TOKENS = "2"
+IMAGES = 60  # of which 30 are held out; 29 show that 90% of the answers stay the same
+
+
+@pytest.fixture
+def bundle(models: Models, tmp_path: Path) -> Bundle:
+    return Bundle.open(bundles.copy(models(ks=(3, 8)).bundle.folder, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    return write(tmp_path, [f"{n}.png" for n in range(IMAGES)])
+
+
+def write(folder: Path, images: Sequence[str]) -> Path:
+    """A question, without an answer, about each of these images, which are plain colours of their own."""
+    for number, name in enumerate(dict.fromkeys(images)):
+        Image.new("RGB", (8, 8), (4 * number % 256, 255 - number % 256, number * 9 % 256)).save(folder / name)
+    file = folder / "questions.jsonl"
+    file.write_text(
+        "".join(json.dumps({"image": name, "question": f"red {n}?"}) + "\n" for n, name in enumerate(images))
+    )
+    return file
+
+
+def run(bundle: Bundle, questions: Path, *words: str, keep: str = "90%") -> Result:
+    return CliRunner().invoke(
+        fit,
+        [str(bundle.folder), "--questions", str(questions), "--keep", keep, "--device", "cpu", "--threads", "1",
+         "--max-new-tokens", TOKENS, "--out", str(questions.parent / "out"), *words],
+    )  # fmt: skip
+
+
+def test_the_card_holds_what_was_measured_and_the_bundle_answers_by_it(bundle: Bundle, questions: Path) -> None:
+    done = run(bundle, questions, "--json")
+    assert done.exit_code == 0, done.output
+    report, card = json.loads(done.stdout), read_card(bundle)
+    assert card is not None
+    assert report["chosen"]["configuration"]["k"] == card.chosen.configuration.k
+    assert (card.data.questions, card.data.images, card.data.held_out_images) == (IMAGES, IMAGES, 30)
+    assert (card.guarantee.method, card.guarantee.confidence) == ("Clopper-Pearson", 0.95)
+    assert card.guarantee.limit == pytest.approx(0.1)
+    assert (questions.parent / "out" / "front.png").stat().st_size > 1000
+    with load(bundle.folder, threads=1) as model:
+        assert model.loaded.card == card
+    # the share of changed answers, counted anew on the questions held out
+    held_out = asking.split(asking.Questions.of(asking_data(questions)), 0)[1]
+    with load(bundle.folder, device="cpu", threads=1) as model:
+        for evidence in report["evidence"]:
+            how = evidence["configuration"]
+            changed = 0
+            for n in held_out:
+                with model.open(questions.parent / f"{n}.png") as image:
+                    texts = [
+                        plain(image.ask(f"red {n}?", k, reduce=reduce, max_new_tokens=int(TOKENS)).text)
+                        for k, reduce in ((None, "none"), (how["k"], how["reduce"]))
+                    ]
+                changed += texts[0] != texts[1]
+            assert evidence["changed"] == pytest.approx(changed / len(held_out))
+
+
+def asking_data(questions: Path) -> Any:
+    from vtx.tools.data.items import read_data
+
+    return read_data(str(questions), None, IMAGES)
+
+
+def test_an_interrupted_search_resumes_and_gives_the_same_card(
+    bundle: Bundle, questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, left = asking.Conversation, 150
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return opened(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asking, "Conversation", interrupted)
+        assert run(bundle, questions).exit_code == 130
+    assert not (bundle.folder / CARD).exists()
+    lines = (questions.parent / "out" / "answers.jsonl").read_text().count("\n")
+    first = run(bundle, questions, "--json")
+    assert first.exit_code == 0, first.output
+    card = read_card(bundle)
+    again = run(bundle, questions, "--json")
+    assert lines > 100
+    assert json.loads(again.stdout)["asked"] == 0
+    assert read_card(bundle) == card
+
+
+def test_questions_or_a_bundle_that_changed_are_told_apart(bundle: Bundle, questions: Path) -> None:
+    assert run(bundle, questions, "--check").exit_code == 1
+    assert run(bundle, questions).exit_code == 0
+    assert "made of these questions" in run(bundle, questions, "--check").stderr
+    Image.new("RGB", (8, 8), (1, 2, 3)).save(questions.parent / "7.png")
+    changed = run(bundle, questions, "--check")
+    assert changed.exit_code == 1
+    assert "the questions or images changed since card.json" in changed.stderr
+
+
+@pytest.mark.parametrize(
+    ("images", "keep", "words"),
+    [
+        ([f"{n}.png" for n in range(20)], "99%", "takes at least 299 images held out, 598 in all"),
+        (["0.png"] * 60, "90%", "60 questions about 1 image,"),
+        ([f"{n % 30}.png" for n in range(60)], "90%", "questions about one image count as one"),
+    ],
+)
+def test_too_few_images_are_refused_with_the_number_that_would_do(
+    bundle: Bundle, tmp_path: Path, images: list[str], keep: str, words: str
+) -> None:
+    done = run(bundle, write(tmp_path, images), keep=keep)
+    assert done.exit_code == 1
+    assert words in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_picture_under_many_names_is_one_image(bundle: Bundle, questions: Path) -> None:
+    for path in questions.parent.glob("*.png"):
+        path.write_bytes((questions.parent / "0.png").read_bytes())
+    assert "60 questions about 1 image," in run(bundle, questions).stderr
+
+
+def test_a_budget_that_excludes_everything_says_what_would_do(bundle: Bundle, questions: Path) -> None:
+    done = run(bundle, questions, "--first-token", "0.001")
+    assert done.exit_code == 1
+    assert "nothing fits the budget" in done.stderr
+    assert "it fits with --first-token" in done.stderr
+    assert not (bundle.folder / CARD).exists()
+    done = run(bundle, questions, "--memory", "0.001")
+    assert "nothing fits: --memory is 1 MB" in done.stderr
+    assert "is predicted to take" in done.stderr
+
+
+def test_times_that_do_not_agree_are_said_to_be_of_a_busy_machine(
+    bundle: Bundle, questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(asking.time, "perf_counter", lambda: 1e-6 * next(ticks) ** 2)  # slower and slower
+    done = run(bundle, questions)
+    assert "the machine is not quiet" in " ".join(done.stdout.split())
+    card = read_card(bundle)
+    assert card is not None
+    assert not card.quiet
+    assert f"turn={TURNS - 1}" in (questions.parent / "out" / "answers.jsonl").read_text()

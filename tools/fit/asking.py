@@ -1,0 +1,173 @@
+"""Questions put to configurations on the deployed graphs; each answer and its times are kept as they come.
+
+One bundle is loaded at a time. An answer is computed alone, in a new conversation, so that its times are those of one
+user; the configurations of an engine take turns question by question.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
+from vtx.runtime.backends.devices import DeviceChoice, open_backend
+from vtx.runtime.bundle.bundle import sha256
+from vtx.runtime.errors import ContextError, ImageError, RequestError
+from vtx.runtime.strict import Strict, json_value
+from vtx.runtime.units import Progress
+from vtx.tools.data.items import Data, Item, check_skipped, image_key, plain
+from vtx.tools.data.journal import ResultJournal
+from vtx.tools.fit.settings import LoadedOn, Setting
+
+BAD = (ImageError, RequestError, ContextError)  # a question's own fault; anything else ends the search
+STRICT = Strict(RequestError, "answers.jsonl is damaged, remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """An answer and its milliseconds; `per_token_ms` is None for an answer of one token."""
+
+    text: str
+    first_token_ms: float
+    per_token_ms: float | None
+    answer_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Questions with keys of their content: `digests` of text and images, `images` of the images alone."""
+
+    data: Data
+    digests: tuple[str, ...]
+    images: tuple[str, ...]
+
+    @classmethod
+    def of(cls, data: Data) -> Questions:
+        seen: dict[object, str] = {}
+
+        def content(item: Item) -> str:
+            for image in item.images:
+                if image_key(image) in seen:
+                    continue
+                if isinstance(image, Image.Image):
+                    seen[image_key(image)] = hashlib.sha256(image.tobytes()).hexdigest()
+                else:
+                    assert isinstance(image, Path), "read_data gives pictures and paths"
+                    seen[image] = sha256(image)
+            return " ".join(seen[image_key(image)] for image in item.images)
+
+        images = tuple(map(content, data.items))
+        digests = tuple(
+            hashlib.sha256(f"{item.question}\0{of_item}".encode("utf-8", "surrogatepass")).hexdigest()
+            for item, of_item in zip(data.items, images, strict=True)
+        )
+        return cls(data, digests, images)
+
+    @property
+    def sha256(self) -> str:
+        """Changes with any question or image, and with their order."""
+        return hashlib.sha256("\n".join(self.digests).encode()).hexdigest()
+
+
+class KeptAnswers:
+    """The replies of configurations, asked where `journal` does not hold them. Use it in a `with` block."""
+
+    def __init__(
+        self, questions: Questions, journal: ResultJournal, max_new_tokens: int, threads: int, report: Progress
+    ) -> None:
+        self.questions, self._journal, self._threads, self._report = questions, journal, threads, report
+        self._options = Options(max_new_tokens=max_new_tokens)
+        self._model: Model | None = None
+        self._on: LoadedOn | None = None
+        self.skipped: dict[int, str] = {}
+        self.asked = 0
+
+    def __enter__(self) -> KeptAnswers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._model is not None:
+            self._model.close()
+
+    def usable(self, numbers: Iterable[int]) -> list[int]:
+        """The questions that could be asked."""
+        return [n for n in numbers if n not in self.skipped]
+
+    def reply(self, setting: Setting, number: int, turn: int = 0) -> TimedAnswer:
+        return STRICT.read(TimedAnswer, self._journal.results[self._key(setting, number, turn)], "an answer")
+
+    def changed(self, setting: Setting, reference: Setting, number: int) -> float:
+        """1 if the answer is not the reference's, capitals, spaces and the final full stop apart; else 0."""
+        return float(plain(self.reply(setting, number).text) != plain(self.reply(reference, number).text))
+
+    def ask(self, settings: Sequence[Setting], numbers: Sequence[int], phase: str, turn: int = 0) -> None:
+        """Ask what is missing; `turn` above 0 asks again, for the times. A bad question is left out for all."""
+        by_engine: dict[LoadedOn, list[Setting]] = {}
+        for setting in dict.fromkeys(settings):
+            by_engine.setdefault(setting.on, []).append(setting)
+        done, total = 0, len(numbers) * len(by_engine)
+        for on in sorted(by_engine, key=lambda on: on != self._on):  # the one that is loaded first
+            for number in numbers:
+                self._report(phase, done, total)
+                done += 1
+                missing = [s for s in by_engine[on] if self._key(s, number, turn) not in self._journal.results]
+                if missing and number not in self.skipped:
+                    try:
+                        self._journal.add(self._answers(on, missing, number, turn))
+                    except BAD as e:
+                        self._skip(number, e)
+        self._report(phase, total, total)
+
+    def _answers(self, on: LoadedOn, settings: Sequence[Setting], number: int, turn: int) -> dict[str, dict[str, Any]]:
+        model, item = self._load(on), self.questions.data.items[number]
+        images, replies = model.loaded.prepare_all(item.images), dict[str, dict[str, Any]]()
+        first = number % len(settings)  # so that none always runs with cold caches
+        for setting in (*settings[first:], *settings[:first]):
+            start = time.perf_counter()
+            with Conversation(model.loaded, images) as conversation:
+                answer = conversation.ask(item.question, setting.k, self._options, reduce=setting.reduce)
+            answer_ms, times = 1000 * (time.perf_counter() - start), answer.stats.timings_ms
+            per_token = times["decode_per_token"] if len(answer.token_ids) > 1 else None
+            reply = TimedAnswer(answer.text, times["first_token"], per_token, answer_ms)
+            replies[self._key(setting, number, turn)] = json_value(reply)
+            self.asked += 1
+        return replies
+
+    def _load(self, on: LoadedOn) -> Model:
+        if self._model is None or self._on != on:
+            if self._model is not None:
+                self._model.close()
+            backend = open_backend(on.bundle, DeviceChoice(on.device, on.compute, "a candidate"), self._threads)
+            self._model, self._on = Model(on.bundle, backend, 0.0), on
+        return self._model
+
+    def _skip(self, number: int, error: Exception) -> None:
+        items, source = self.questions.data.items, self.questions.data.source
+        self.skipped[number] = f"{items[number].question[:40]!r}: {error}"
+        told = [*self.questions.data.skipped, *self.skipped.values()]
+        check_skipped(source, len(items) - len(self.skipped), told, "questions")
+
+    def _key(self, setting: Setting, number: int, turn: int) -> str:
+        return f"{self.questions.digests[number]} {setting.key}{f' turn={turn}' if turn else ''}"
+
+
+def split(questions: Questions, seed: int) -> tuple[list[int], list[int]]:
+    """Half of the images to search with and half to hold out, as the numbers of their questions, in random order."""
+    by_image: dict[str, list[int]] = {}
+    for number, image in enumerate(questions.images):
+        by_image.setdefault(image, []).append(number)
+    images = list(by_image)
+    random.Random(seed).shuffle(images)
+    half = len(images) // 2
+    parts = images[:half], images[half:]
+    search, held_out = ([n for image in part for n in by_image[image]] for part in parts)
+    return search, held_out

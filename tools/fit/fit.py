@@ -1,0 +1,201 @@
+"""From configurations and questions to the one to ship: search, test on the questions held out, times, verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor
+from statistics import median
+
+import numpy as np
+
+from vtx.runtime.bundle.card import Evidence, Times
+from vtx.runtime.errors import RequestError
+from vtx.runtime.units import counted
+from vtx.tools.data.bounds import RISK, ImageLosses, least_images, passing
+from vtx.tools.fit.asking import KeptAnswers, Questions, TimedAnswer, split
+from vtx.tools.fit.search import FINALISTS, Answers, Budget, Rung, planned, search
+from vtx.tools.fit.settings import Setting
+
+TIMED = 200  # questions whose times are measured again until they agree
+TURNS = 4  # times that they are measured at most
+QUIET = 0.1  # the share by which the medians of two turns may differ
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The outcome. `chosen` is None if nothing fits; `verdict` says so, and what comes nearest.
+
+    `front`: those tested, which of them `passed` the test of the answers, and their `evidence`. `reference` is tested
+    by its times alone. `settings` were searched in `rungs`; `asked` answers were computed.
+    """
+
+    budget: Budget
+    reference: Setting
+    chosen: Setting | None
+    verdict: tuple[str, ...]
+    evidence: Mapping[Setting, Evidence]
+    tested: tuple[Setting, ...]
+    passed: tuple[Setting, ...]
+    method: str
+    settings: int
+    rungs: tuple[Rung, ...]
+    held_out: tuple[int, ...]
+    quiet: bool
+    asked: int
+    skipped: tuple[str, ...]
+
+    @property
+    def front(self) -> tuple[Setting, ...]:
+        """Of the reference and those tested, the ones that no other beats in both time and changed answers."""
+        kept, least = list[Setting](), float("inf")
+        for setting in sorted(self.evidence, key=lambda s: (self.evidence[s].answer_ms.p50, self.evidence[s].changed)):
+            if self.evidence[setting].changed < least:
+                kept.append(setting)
+                least = self.evidence[setting].changed
+        return tuple(kept)
+
+
+def check_enough(questions: Questions, held_out: Sequence[int], budget: Budget) -> None:
+    """Raise RequestError if so few images are held out that no result could show what `keep` asks for."""
+    have, asked = len(set(questions.images)), len(questions.images)
+    held, least = len({questions.images[n] for n in held_out}), least_images(budget.limit, single=have == asked)
+    if held < least:
+        alike = "; questions about one image count as one" if have < asked else ""
+        raise RequestError(
+            f"{questions.data.source} has {counted(asked, 'question')} about {counted(have, 'image')}, half of which "
+            f"are held out, and to show that {100 * budget.keep:g}% of the answers stay the same takes at least "
+            f"{counted(least, 'image')} held out, {2 * least} in all, if no answer changes{alike}; give more, or a "
+            "lower --keep"
+        )
+
+
+def fit(
+    settings: Sequence[Setting], reference: Setting, answers: KeptAnswers, budget: Budget, seed: int,
+    predict: Callable[[float], None] = lambda _: None,
+) -> Fitted:  # fmt: skip
+    """Search with half of the images, test on the other half, and choose the fastest that passes and is in time.
+
+    `predict` gets the total seconds, at most, estimated from the first question.
+    """
+    questions = answers.questions
+    searched, held_out = split(questions, seed)
+    check_enough(questions, held_out, budget)
+    start = time.monotonic()
+    answers.ask([reference, *settings], searched[:1], "searching")
+    if answers.asked:
+        tested = (FINALISTS + 1) * (len(held_out) + (TURNS - 1) * min(TIMED, len(held_out)))
+        each = (time.monotonic() - start) / answers.asked
+        predict(each * (planned(len(settings), len(searched)) + tested))
+    finalists, rungs = search(settings, reference, searched, questions.images, answers, budget)
+    answers.ask([reference, *finalists], held_out, "testing")
+    used = answers.usable(held_out)
+    timed = used[:TIMED]
+    turns, quiet = agreeing_turns([reference, *finalists], timed, answers)
+
+    losses = {setting: losses_of(setting, reference, used, questions.images, answers) for setting in finalists}
+    passed = finalists[: passing(list(losses.values()), budget.limit)]
+    evidence = {
+        setting: evidence_of(setting, losses.get(setting), [answers.reply(setting, n, t) for t in turns for n in timed])
+        for setting in (reference, *finalists)
+    }
+    in_time = [s for s in (*passed, reference) if not excess(evidence[s], budget)]
+    chosen = min(in_time, key=lambda s: evidence[s].answer_ms.p50, default=None)
+    method = next(iter(losses.values())).method if losses else "none is needed"
+    return Fitted(
+        budget, reference, chosen, verdict(chosen, evidence, passed, finalists, reference, budget), evidence,
+        tuple(finalists), tuple(passed), method, len(settings), tuple(rungs), tuple(used), quiet, answers.asked,
+        tuple(answers.skipped.values()),
+    )  # fmt: skip
+
+
+def losses_of(
+    setting: Setting, reference: Setting, numbers: Sequence[int], images: Sequence[str], answers: Answers
+) -> ImageLosses:
+    return ImageLosses.of([answers.changed(setting, reference, n) for n in numbers], [images[n] for n in numbers])
+
+
+def agreeing_turns(settings: Sequence[Setting], numbers: Sequence[int], answers: Answers) -> tuple[list[int], bool]:
+    """Ask again until the median times of two turns agree for all; these two turns, or the last two and False."""
+
+    def medians(turn: int) -> list[float]:
+        return [median(answers.reply(setting, n, turn).answer_ms for n in numbers) for setting in settings]
+
+    before = medians(0)
+    for turn in range(1, TURNS):
+        answers.ask(settings, numbers, "timing", turn)
+        now = medians(turn)
+        if all(abs(a - b) <= QUIET * min(a, b) for a, b in zip(before, now, strict=True)):
+            return [turn - 1, turn], True
+        before = now
+    return [TURNS - 2, TURNS - 1], False
+
+
+def evidence_of(setting: Setting, losses: ImageLosses | None, replies: Sequence[TimedAnswer]) -> Evidence:
+    """`losses` of None are those of the reference, which changes nothing by definition."""
+    decoded = [reply.per_token_ms for reply in replies if reply.per_token_ms is not None]
+    return Evidence(
+        bundle=setting.on.name, configuration=setting.configuration,
+        changed=0.0 if losses is None else losses.mean, upper=0.0 if losses is None else losses.upper(),
+        first_token_ms=times([reply.first_token_ms for reply in replies]),
+        per_token_ms=times(decoded) if decoded else None, answer_ms=times([reply.answer_ms for reply in replies]),
+        memory=setting.on.memory,
+    )  # fmt: skip
+
+
+def times(values: Sequence[float]) -> Times:
+    p50, p99 = (round(float(ms), 3) for ms in np.quantile(values, [0.5, 0.99]))
+    return Times(p50, p99, len(values))
+
+
+def excess(evidence: Evidence, budget: Budget) -> float:
+    """By which share the times of 99 answers of 100 exceed the budget."""
+    return budget.over(evidence.first_token_ms.p99, evidence.per_token_ms.p99 if evidence.per_token_ms else None)
+
+
+def verdict(
+    chosen: Setting | None, evidence: Mapping[Setting, Evidence], passed: Sequence[Setting],
+    tested: Sequence[Setting], reference: Setting, budget: Budget,
+) -> tuple[str, ...]:  # fmt: skip
+    """Sentences: the choice, or what comes nearest and which budget would do."""
+    if chosen is not None:
+        found = evidence[chosen]
+        kept = (
+            "the full model itself"
+            if chosen == reference
+            else f"{found.changed:.2%} of the answers held out change, at most {100 * budget.limit:.3g}% of all with "
+            f"{1 - RISK:.0%} confidence"
+        )
+        return (f"chosen: {chosen.name}; {kept}; {spoken(found)}",)
+    nearest = min((*passed, reference), key=lambda s: excess(evidence[s], budget))
+    sentences = [
+        f"nothing fits the budget. Nearest that keeps the answers: {nearest.name}; {spoken(evidence[nearest])}"
+    ]
+    first, token = evidence[nearest].first_token_ms.p99, evidence[nearest].per_token_ms
+    wanted = [f"--first-token {round_up(first):g}"] if budget.first_token_ms is not None else []
+    wanted += [f"--per-token {round_up(token.p99):g}"] if budget.per_token_ms is not None and token else []
+    sentences.append(f"it fits with {' '.join(wanted)}")
+    if quick := [s for s in tested if not excess(evidence[s], budget)]:
+        least = min(quick, key=lambda s: evidence[s].upper)
+        keep = floor(1000 * (1 - evidence[least].upper)) / 10
+        sentences.append(
+            f"in time but changing too much: {least.name}, {evidence[least].changed:.2%} of the answers held out; with "
+            f"--keep {keep:g}% it may pass, which other questions would have to show"
+        )
+    return tuple(sentences)
+
+
+def spoken(evidence: Evidence) -> str:
+    token = f", a token {_spoken(evidence.per_token_ms)}" if evidence.per_token_ms else ""
+    return f"first token {_spoken(evidence.first_token_ms)}{token}"
+
+
+def _spoken(times: Times) -> str:
+    return f"{times.p50:.1f} ms (p99 {times.p99:.1f})"
+
+
+def round_up(ms: float) -> float:
+    """A little above, with two or three figures, so that a budget has some room."""
+    step = 10 ** (int(np.floor(np.log10(ms))) - 1)
+    return float(np.ceil(1.05 * ms / step) * step)

@@ -1,0 +1,127 @@
+"""A search as a card for the bundle, as JSON, as text and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vtx.runtime.bundle.card import FORMAT, Card, Evidence, FittedData, Guarantee, Times
+from vtx.runtime.strict import json_value
+from vtx.runtime.terminal.console import WideTable
+from vtx.runtime.units import counted, size
+from vtx.tools.bench.machine import Machine
+from vtx.tools.common.plots import COLORS, GREY, draw, headline
+from vtx.tools.data.bounds import RISK
+from vtx.tools.fit.asking import Questions
+from vtx.tools.fit.fit import Fitted
+from vtx.tools.fit.settings import Setting
+
+
+def data_of(fitted: Fitted, questions: Questions) -> FittedData:
+    held_out = {questions.images[n] for n in fitted.held_out}
+    return FittedData(
+        questions.data.source, questions.sha256, len(questions.digests), len(set(questions.images)),
+        len(fitted.held_out), len(held_out),
+    )  # fmt: skip
+
+
+def make_card(
+    fitted: Fitted, chosen: Setting, questions: Questions, machine: Machine, max_new_tokens: int, threads: int
+) -> Card:
+    return Card(
+        format=FORMAT, manifest=chosen.on.digest, chosen=fitted.evidence[chosen],
+        guarantee=Guarantee(fitted.budget.limit, 1 - RISK, fitted.method, len(fitted.tested)),
+        data=data_of(fitted, questions), reference=fitted.reference.name, max_new_tokens=max_new_tokens,
+        threads=threads, cpu=machine.cpu, system=machine.system, versions=machine.versions, quiet=fitted.quiet,
+        front=tuple(fitted.evidence[setting] for setting in fitted.front),
+    )  # fmt: skip
+
+
+def to_dict(fitted: Fitted, questions: Questions, machine: Machine) -> dict[str, Any]:
+    rungs = [
+        {"questions": rung.questions, "settings": {s.name: json_value(at) for s, at in rung.standings.items()}}
+        for rung in fitted.rungs
+    ]
+    chosen = None if fitted.chosen is None else fitted.evidence[fitted.chosen]
+    return {
+        "format": "vtx-fit-1", "machine": json_value(machine), "budget": json_value(fitted.budget),
+        "reference": fitted.reference.name, "chosen": json_value(chosen), "verdict": list(fitted.verdict),
+        "passed": [setting.name for setting in fitted.passed],
+        "evidence": [json_value(evidence) for evidence in fitted.evidence.values()],
+        "data": json_value(data_of(fitted, questions)), "method": fitted.method, "quiet": fitted.quiet,
+        "settings": fitted.settings, "asked": fitted.asked, "skipped": list(fitted.skipped), "search": rungs,
+    }  # fmt: skip
+
+
+def in_tables(fitted: Fitted, questions: Questions, machine: Machine) -> list[str | WideTable]:
+    data, heads = data_of(fitted, questions), ["", "changed", "upper end alone", "first token, ms (p99)",
+                                               "token, ms (p99)", "answer, ms", "memory", "answers kept"]  # fmt: skip
+
+    def shown(times: Times | None) -> str:
+        return "-" if times is None else f"{times.p50:.1f} ({times.p99:.1f})"
+
+    rows = [
+        [
+            setting.name, f"{found.changed:.2%}", f"{found.upper:.2%}", shown(found.first_token_ms),
+            shown(found.per_token_ms), f"{found.answer_ms.p50:.1f}", size(found.memory),
+            "by definition" if setting == fitted.reference else "yes" if setting in fitted.passed else "not shown",
+        ]
+        for setting, found in fitted.evidence.items()
+    ]  # fmt: skip
+    loud = "" if fitted.quiet else " THE TIMES DID NOT AGREE when they were measured again: the machine is not quiet."
+    return [
+        machine.in_words(),
+        f"{counted(data.questions, 'question')} about {counted(data.images, 'image')} of {data.source}; tested on "
+        f"{data.held_out_questions} about {data.held_out_images}, none of which the search saw ({fitted.method}). "
+        f"{counted(fitted.settings, 'configuration')}, {counted(fitted.asked, 'answer')} computed now.{loud}",
+        WideTable("the full model, and those tested in this order until one failed", heads, rows),
+        *fitted.verdict,
+    ]
+
+
+def card_tables(card: Card) -> list[str | WideTable]:
+    """A card as vtx-doctor prints it."""
+    data = card.data
+    rows = [
+        ["chosen", card.chosen.configuration.name],
+        ["guarantee", f"at most {100 * card.guarantee.limit:.3g}% of the answers differ from those of "
+                      f"{card.reference}, with {card.guarantee.confidence:.0%} confidence ({card.guarantee.method})"],
+        ["held out", f"{card.chosen.changed:.2%} changed of {data.held_out_questions} questions about "
+                     f"{data.held_out_images} images of {data.source} ({data.sha256[:12]})"],
+        ["times", f"{_times(card.chosen)}, {counted(card.threads, 'thread')}{'' if card.quiet else '; not quiet'}"],
+        ["machine", card.cpu],
+        *(["alternative", f"{other.bundle}: {other.configuration.name}; {other.changed:.2%} changed; {_times(other)}"]
+          for other in card.front if other != card.chosen),
+    ]  # fmt: skip
+    return [WideTable("card.json of vtx-fit", ["", ""], rows)]
+
+
+def _times(evidence: Evidence) -> str:
+    parts = {"first token": evidence.first_token_ms, "token": evidence.per_token_ms}
+    return ", ".join(f"{name} {t.p50:.1f} ms (p99 {t.p99:.1f})" for name, t in parts.items() if t)
+
+
+def draw_front(fitted: Fitted, source: str, path: Path) -> None:
+    """Draw changed answers over the time of an answer, and the front. Raises as `draw` does."""
+
+    def fill(figure: Any) -> None:
+        axes = figure.subplots()
+        searched = {s: at for rung in fitted.rungs for s, at in rung.standings.items() if s not in fitted.evidence}
+        axes.plot([at.answer_ms for at in searched.values()], [100 * at.changed for at in searched.values()], "o",
+                  color=GREY, alpha=0.4, markersize=4, label="left out by the search")  # fmt: skip
+        front = [fitted.evidence[setting] for setting in fitted.front]
+        axes.step([e.answer_ms.p50 for e in front], [100 * e.changed for e in front], where="post", color=GREY,
+                  marker="", linewidth=1, label="Pareto front")  # fmt: skip
+        for number, (setting, found) in enumerate(fitted.evidence.items()):
+            mark = "*" if setting == fitted.chosen else "s" if setting in fitted.passed else "o"
+            value, upper = 100 * found.changed, 100 * found.upper
+            axes.errorbar(found.answer_ms.p50, value, yerr=[[0], [upper - value]], fmt=mark, capsize=3,
+                          markersize=12 if mark == "*" else 6, color=COLORS[number % len(COLORS)],
+                          label=setting.name)  # fmt: skip
+        axes.axhline(100 * fitted.budget.limit, color=GREY, linestyle="--", linewidth=1)
+        axes.set(xlabel="an answer, ms, median", ylabel="changed answers, %", yscale="symlog")
+        axes.set_ylim(0, 100)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
+        headline(figure, "Changed answers over their time", source)
+
+    draw(path, fill, width=9, height=7)

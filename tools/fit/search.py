@@ -1,0 +1,128 @@
+"""Successive halving: all configurations on few questions, the better half of them on twice as many, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Protocol
+
+from vtx.runtime.errors import RequestError
+from vtx.tools.data.bounds import ImageLosses
+from vtx.tools.fit.asking import TimedAnswer
+from vtx.tools.fit.settings import Setting
+
+FIRST = 8  # questions that every configuration is asked
+FINALISTS = 6  # configurations that are tested on the questions held out
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """`keep`: the share of answers that must stay the same; milliseconds that 99% of the answers must keep."""
+
+    keep: float
+    first_token_ms: float | None = None
+    per_token_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.keep <= 0.999:
+            raise RequestError(f"--keep is {100 * self.keep:g}%; it must be from 50% to 99.9%")
+        for name in ("first_token_ms", "per_token_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                option = name.removesuffix("_ms").replace("_", "-")
+                raise RequestError(f"--{option} is {value:g} ms; it must be above 0")
+
+    @property
+    def limit(self) -> float:
+        return 1 - self.keep
+
+    def over(self, first_token_ms: float, per_token_ms: float | None) -> float:
+        """By which share times exceed the budget, 0 if they keep it."""
+        pairs = (first_token_ms, self.first_token_ms), (per_token_ms or 0.0, self.per_token_ms)
+        return sum(max(0.0, ms / most - 1) for ms, most in pairs if most is not None)
+
+
+class Answers(Protocol):
+    """Answers to numbered questions, asked on demand."""
+
+    def ask(self, settings: Sequence[Setting], numbers: Sequence[int], phase: str, turn: int = 0) -> None: ...
+    def usable(self, numbers: Sequence[int]) -> list[int]: ...
+    def reply(self, setting: Setting, number: int, turn: int = 0) -> TimedAnswer: ...
+    def changed(self, setting: Setting, reference: Setting, number: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A configuration after some questions. `excess`: how far it is beyond the budget, 0 if it may keep it."""
+
+    changed: float
+    answer_ms: float
+    excess: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return self.excess, self.answer_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """The configurations that were asked the first `questions`, as they stood then."""
+
+    questions: int
+    standings: Mapping[Setting, Standing]
+
+
+def search(
+    settings: Sequence[Setting], reference: Setting, numbers: Sequence[int], images: Sequence[str], answers: Answers,
+    budget: Budget,
+) -> tuple[list[Setting], list[Rung]]:  # fmt: skip
+    """The configurations worth testing, those that change the fewest answers first, and the steps that led there.
+
+    `numbers` are the questions to search with, in random order, and `images` their keys by number.
+    """
+    alive, asked, rungs = [s for s in dict.fromkeys(settings) if s != reference], min(FIRST, len(numbers)), list[Rung]()
+    while True:
+        answers.ask([reference, *alive], numbers[:asked], "searching")
+        used = answers.usable(numbers[:asked])
+        standings = {setting: stand(setting, reference, used, images, answers, budget) for setting in alive}
+        rungs.append(Rung(len(used), standings))
+        ended = asked >= len(numbers)
+        alive = best(standings, FINALISTS if ended else max(FINALISTS, -(-len(alive) // 2)), budget.limit)
+        if ended:
+            return sorted(alive, key=lambda s: (standings[s].changed, -standings[s].answer_ms)), rungs
+        asked = min(2 * asked, len(numbers))
+
+
+def planned(settings: int, numbers: int) -> int:
+    """The answers that a search computes at most, from the numbers of configurations and questions."""
+    alive, before, asked, total = settings, 0, min(FIRST, numbers), 0
+    while before < numbers:
+        total += (alive + 1) * (asked - before)
+        alive, before, asked = min(alive, max(FINALISTS, -(-alive // 2))), asked, min(2 * asked, numbers)
+    return total
+
+
+def stand(
+    setting: Setting, reference: Setting, numbers: Sequence[int], images: Sequence[str], answers: Answers,
+    budget: Budget,
+) -> Standing:  # fmt: skip
+    """Medians decide over times, since of few answers no 99th percentile is known, and it is never below them."""
+    replies = [answers.reply(setting, n) for n in numbers]
+    losses = ImageLosses.of([answers.changed(setting, reference, n) for n in numbers], [images[n] for n in numbers])
+    decoded = [reply.per_token_ms for reply in replies if reply.per_token_ms is not None]
+    late = budget.over(median(r.first_token_ms for r in replies), median(decoded) if decoded else None)
+    wrong = max(0.0, losses.lower() / budget.limit - 1)
+    return Standing(losses.mean, fmean(reply.answer_ms for reply in replies), late + wrong)
+
+
+def best(standings: Mapping[Setting, Standing], count: int, limit: float) -> list[Setting]:
+    """At most `count`: first the fastest for each share of changed answers, then by rank."""
+    ranked = sorted(standings, key=lambda setting: standings[setting].rank)
+    front, least = list[Setting](), float("inf")
+    for setting in ranked:
+        if standings[setting].excess == 0 and standings[setting].changed < least:
+            front.append(setting)
+            least = standings[setting].changed
+    front.sort(key=lambda setting: (standings[setting].changed > limit, standings[setting].answer_ms))
+    return list(dict.fromkeys([*front, *ranked]))[:count]
