@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.clip import Clip
-from tests.support.reference import Inputs, Reference
+from tests.support.reference import Inputs, Reference, computed_once
 from tests.support.selection import divprune, hiprune, visionzip
 from tests.support.tiny import MARKED
 
@@ -140,11 +140,13 @@ class Outcome:
 class Statement:
     def __init__(self, reference: Reference, clip: Clip | None = None) -> None:
         self._reference, self._clip = reference, clip
+        self.answers: dict[Any, Any] = reference.answers if clip is None else {}
         model = reference.model
         self._tower = getattr(model.model, "vision_tower", None) or getattr(model.model, "image_tower", None)
         self._projector = getattr(model.model, "multi_modal_projector", None)
         self._decoder, self._head, self._config = reference.decoder, model.lm_head, model.config
 
+    @computed_once
     @torch.inference_mode()
     def answer(self, inputs: Inputs, method: Method, n: int, asked: str = "") -> Outcome:
         """The greedy answer of `n` ids under `method`; `asked` is the question as a text tower is given it."""

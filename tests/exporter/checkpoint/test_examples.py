@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError as JinjaError
 
+from tests.support.fuzzing import EXAMPLES
 from tests.support.templates import (
     BEYOND,
     FAMILIES,
@@ -94,8 +95,8 @@ def test_prompts_of_any_template_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
-@given(templates(), st.lists(LONG_CHATS, min_size=30, max_size=30), st.booleans())
+@settings(max_examples=int(EXAMPLES or 120), deadline=None)
+@given(templates(), st.lists(LONG_CHATS, min_size=10, max_size=10), st.booleans())
 def test_prompts_of_many_templates_are_those_of_transformers(
     template: str, chats: list[list[Message]], reply: bool
 ) -> None:

@@ -73,7 +73,18 @@ def test_a_planted_method_answers_alike_in_both_runtimes(tiny_checkpoint: Callab
         "src/policies/methods/every.cpp",
         "src/policies/methods.inc",  # written by the script
     }
-    output("cmake", "-S", tree / "runtime/cpp", "-B", build, "-G", "Ninja", "-DVTX_UNITY=ON", "-DVTX_WERROR=ON")
+    output(
+        "cmake",
+        "-S",
+        tree / "runtime/cpp",
+        "-B",
+        build,
+        "-G",
+        "Ninja",
+        "-DVTX_UNITY=ON",
+        "-DVTX_WERROR=ON",
+        "-DCMAKE_BUILD_TYPE=Debug",
+    )
     output("ninja", "-C", build, "vtx-cpp-run")
 
     random_image(4, (61, 47)).save(picture)
