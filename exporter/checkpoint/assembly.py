@@ -13,11 +13,11 @@ from pathlib import Path, PurePosixPath
 from vtx.exporter.checkpoint.config import VISION_FAMILIES
 from vtx.exporter.checkpoint.families.registry import find_family
 from vtx.exporter.checkpoint.family import Config, OriginalLayout, OriginalParts
+from vtx.exporter.checkpoint.hub import checkpoint_files
 from vtx.exporter.checkpoint.loader import (
     Checkpoint,
     canonical_name,
     check_model,
-    checkpoint_files,
     is_plain_path,
     open_model,
     read_settings,

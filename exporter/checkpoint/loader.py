@@ -7,7 +7,6 @@ the name inside that part.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -23,10 +22,11 @@ from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
 from vtx.exporter.checkpoint.family import OriginalParts
+from vtx.exporter.checkpoint.hub import check_blob, checkpoint_files, revision_of, snapshot
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
-from vtx.runtime.bundle.files import Folder, digest, read_named, reason
+from vtx.runtime.bundle.files import Folder, read_named, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, parse_json, shown
-from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError, VtxError
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
 from vtx.runtime.units import counted
 
 MAX_CONFIG = 2**20
@@ -43,7 +43,6 @@ _WEIGHT_FILES = "model*.safetensors"
 _PICKLED_FILES = "pytorch_model*.bin"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*(?:@\w[\w./-]*)?", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # The first pattern that matches decides: names of single families, then the shared ones. Transformers 4.3x put the
 # language model's head inside it, 4.5x moved all but the head under `model.`, 5 removed `vision_model.`.
@@ -159,24 +158,24 @@ def open_model(
         report = progress or (lambda line: None)
         report(f"fetching the settings of {model} from the hub")
         model, _, revision = model.partition("@")
-        folder = _snapshot(model, revision or None, _SETTINGS_FILES)
+        folder = snapshot(model, revision or None, _SETTINGS_FILES)
         config = _config(folder, check)
         folders = [f"{part}/" for part in parts(config)] or [""]
         nested = folders != [""]
         if nested:
             patterns = [part + pattern for part in folders for pattern in _SETTINGS_FILES]
-            folder = _snapshot(model, folder.name, patterns, nested=True)
+            folder = snapshot(model, folder.name, patterns, nested=True)
         if weights:
             report(f"fetching the weights of {model}, commit {folder.name[:12]}")
-            folder = _snapshot(model, folder.name, [part + _WEIGHT_FILES for part in folders], nested=nested)
+            folder = snapshot(model, folder.name, [part + _WEIGHT_FILES for part in folders], nested=nested)
             pickled = [part + _PICKLED_FILES for part in folders if not any((folder / part).glob(_WEIGHT_FILES))]
             if pickled and allow_pickle:  # only if there are no others
-                folder = _snapshot(model, folder.name, pickled, nested=nested)
+                folder = snapshot(model, folder.name, pickled, nested=nested)
             for pattern in (part + files for part in folders for files in (_WEIGHT_FILES, _PICKLED_FILES)):
                 for file in folder.glob(pattern):
-                    _check_blob(file, model)
+                    check_blob(file, model)
     if not weights:
-        return Checkpoint(folder, config, {}, _revision(folder))
+        return Checkpoint(folder, config, {}, revision_of(folder))
     sources, notes = _source_tensors(folder, allow_pickle=allow_pickle) if not parts(config) else ({}, ())
     for name in parts(config):
         part = folder / name
@@ -194,7 +193,7 @@ def open_model(
                 "keep one of them"
             )
         tensors[name] = info
-    return Checkpoint(folder, config, tensors, _revision(folder), notes=notes)
+    return Checkpoint(folder, config, tensors, revision_of(folder), notes=notes)
 
 
 def canonical_name(name: str) -> str:
@@ -217,18 +216,6 @@ def json_object(content: bytes, name: str, *, error: type[VtxError] = Checkpoint
     if not isinstance(value, dict):
         raise error(f"{name} is a JSON {type(value).__name__}, not an object")
     return value
-
-
-def checkpoint_files(folder: Path) -> Folder:
-    """The files of the checkpoint in `folder`; links may lead into the hub cache that it belongs to.
-
-    In the cache, files of models--org--name/snapshots/<commit> are links into its blobs/, which may in turn be links to
-    the store that all models share.
-    """
-    root = folder if _in_cache(folder) else folder.parent  # the parent of a part's folder
-    repo = root.parent.parent
-    stores = (repo / "blobs", repo.parent / "blobs") if _in_cache(root) else ()
-    return Folder(folder, "checkpoint", CheckpointError, "download it again, or put the file itself there", stores)
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
@@ -355,73 +342,3 @@ def _sharded_tensors(
         if shard_of.get(name) != shard:
             raise CheckpointError(f"tensor {shown(name)} is not in {shard}, where {index} puts it; download it again")
     return tensors
-
-
-def _in_cache(folder: Path) -> bool:
-    return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
-
-
-def _revision(folder: Path) -> str | None:
-    return folder.name if _in_cache(folder) and _COMMIT.fullmatch(folder.name) else None
-
-
-def _check_blob(file: Path, model: str) -> None:
-    """Raise CheckpointError if a file of the hub's cache differs from its sha256, by which the cache names large files.
-
-    It is then removed from the cache. huggingface_hub compares sizes only, if it does not fetch by Xet.
-    """
-    blob = Path(os.path.normpath(file.parent / os.readlink(file))) if file.is_symlink() else file
-    if not re.fullmatch("[0-9a-f]{64}", blob.name) or blob.is_symlink():  # small, or in the store that Xet has checked
-        return
-    files = checkpoint_files(file.parent)
-    with files.open(file.name) as content:
-        found = digest(content, file.name, CheckpointError)
-    if found != blob.name:
-        file.unlink()
-        blob.unlink()
-        raise CheckpointError(
-            f"{file.name} of {model} was not fetched intact: its sha256 is {found[:12]}..., the hub's "
-            f"{blob.name[:12]}...; it was removed, and the same command fetches it again"
-        )
-
-
-def _snapshot(model: str, revision: str | None, patterns: list[str], *, nested: bool = False) -> Path:
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
-    except ImportError as cause:
-        raise DeviceError(
-            f"{model} is not a directory, and fetching it from the hub needs huggingface_hub; "
-            'run: pip install "vtx-edge[export]"'
-        ) from cause
-    try:
-        found = huggingface_hub.snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=None if nested else ["*/*"]
-        )
-    except Exception as cause:  # also errors of its HTTP library and of the disk
-        access, errors = "ask for access on its page on the hub, then run: hf auth login", huggingface_hub.errors
-        unreachable = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError
-        answers = (getattr(error, "response", None) for error in (cause, cause.__cause__))
-        if isinstance(cause, errors.GatedRepoError):
-            problem = f"{model} is gated; {access}"
-        elif isinstance(cause, errors.RepositoryNotFoundError):
-            fix = "if it is private, run: hf auth login"
-            problem = f"{model} is neither a directory here nor a model on the hub; {fix}"
-        elif isinstance(cause, errors.RevisionNotFoundError):
-            problem = f"{model} has no revision {revision} on the hub; name a branch, a tag or a commit"
-        elif not isinstance(cause, unreachable):
-            first = (str(cause).strip().splitlines() or [""])[0]
-            problem = f"{model} could not be fetched from the hub: {type(cause).__name__}: {first[:300]}"
-            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-                store = huggingface_hub.constants.HF_HUB_CACHE
-                fix = "free some there, or set HF_HOME to a directory on another disk"
-                problem = f"the disk has no space for {model} in {store}; {fix}"
-        elif (status := next((answer.status_code for answer in answers if answer is not None), None)) is not None:
-            fix = access if status in (401, 403) else "try again later"
-            problem = f"the hub answers {status} to a request for {model}; {fix}"
-        else:
-            fix = "go online, or name a local directory"
-            problem = f"{model} is not in the local cache and the hub is unreachable; {fix}"
-        raise CheckpointError(problem) from cause
-    return Path(found).resolve()

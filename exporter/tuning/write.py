@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vtx.exporter.checkpoint.loader import INDEX, MAX_INDEX, checkpoint_files
+from vtx.exporter.checkpoint.hub import checkpoint_files
+from vtx.exporter.checkpoint.loader import INDEX, MAX_INDEX
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.tuning.decoder import ADAPTER, WithdrawingDecoder, adapter_config, adapter_layers, module_name
 from vtx.exporter.tuning.judge import TuningComparison

@@ -19,7 +19,7 @@ import torch
 
 from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.assembly import open_checkpoint
-from vtx.exporter.checkpoint.loader import checkpoint_files
+from vtx.exporter.checkpoint.hub import checkpoint_files
 from vtx.exporter.checkpoint.original import opcodes, pickled
 from vtx.exporter.checkpoint.original.pickled import PICKLE, pickled_tensors
 from vtx.runtime.bundle.safetensors import read_bits

@@ -1,0 +1,95 @@
+"""Checkpoints of the hub: fetching them, the files of one and the cache that they lie in."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+from vtx.runtime.bundle.files import Folder, digest
+from vtx.runtime.errors import CheckpointError, DeviceError
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def checkpoint_files(folder: Path) -> Folder:
+    """The files of the checkpoint in `folder`; links may lead into the hub cache that it belongs to.
+
+    In the cache, files of models--org--name/snapshots/<commit> are links into its blobs/, which may in turn be links to
+    the store that all models share.
+    """
+    root = folder if in_cache(folder) else folder.parent  # the parent of a part's folder
+    repo = root.parent.parent
+    stores = (repo / "blobs", repo.parent / "blobs") if in_cache(root) else ()
+    return Folder(folder, "checkpoint", CheckpointError, "download it again, or put the file itself there", stores)
+
+
+def in_cache(folder: Path) -> bool:
+    return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
+
+
+def revision_of(folder: Path) -> str | None:
+    return folder.name if in_cache(folder) and _COMMIT.fullmatch(folder.name) else None
+
+
+def check_blob(file: Path, model: str) -> None:
+    """Raise CheckpointError if a file of the hub's cache differs from its sha256, by which the cache names large files.
+
+    It is then removed from the cache. huggingface_hub compares sizes only, if it does not fetch by Xet.
+    """
+    blob = Path(os.path.normpath(file.parent / os.readlink(file))) if file.is_symlink() else file
+    if not re.fullmatch("[0-9a-f]{64}", blob.name) or blob.is_symlink():  # small, or in the store that Xet has checked
+        return
+    files = checkpoint_files(file.parent)
+    with files.open(file.name) as content:
+        found = digest(content, file.name, CheckpointError)
+    if found != blob.name:
+        file.unlink()
+        blob.unlink()
+        raise CheckpointError(
+            f"{file.name} of {model} was not fetched intact: its sha256 is {found[:12]}..., the hub's "
+            f"{blob.name[:12]}...; it was removed, and the same command fetches it again"
+        )
+
+
+def snapshot(model: str, revision: str | None, patterns: list[str], *, nested: bool = False) -> Path:
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+    except ImportError as cause:
+        raise DeviceError(
+            f"{model} is not a directory, and fetching it from the hub needs huggingface_hub; "
+            'run: pip install "vtx-edge[export]"'
+        ) from cause
+    try:
+        found = huggingface_hub.snapshot_download(
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=None if nested else ["*/*"]
+        )
+    except Exception as cause:  # also errors of its HTTP library and of the disk
+        access, errors = "ask for access on its page on the hub, then run: hf auth login", huggingface_hub.errors
+        unreachable = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError
+        answers = (getattr(error, "response", None) for error in (cause, cause.__cause__))
+        if isinstance(cause, errors.GatedRepoError):
+            problem = f"{model} is gated; {access}"
+        elif isinstance(cause, errors.RepositoryNotFoundError):
+            fix = "if it is private, run: hf auth login"
+            problem = f"{model} is neither a directory here nor a model on the hub; {fix}"
+        elif isinstance(cause, errors.RevisionNotFoundError):
+            problem = f"{model} has no revision {revision} on the hub; name a branch, a tag or a commit"
+        elif not isinstance(cause, unreachable):
+            first = (str(cause).strip().splitlines() or [""])[0]
+            problem = f"{model} could not be fetched from the hub: {type(cause).__name__}: {first[:300]}"
+            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+                store = huggingface_hub.constants.HF_HUB_CACHE
+                fix = "free some there, or set HF_HOME to a directory on another disk"
+                problem = f"the disk has no space for {model} in {store}; {fix}"
+        elif (status := next((answer.status_code for answer in answers if answer is not None), None)) is not None:
+            fix = access if status in (401, 403) else "try again later"
+            problem = f"the hub answers {status} to a request for {model}; {fix}"
+        else:
+            fix = "go online, or name a local directory"
+            problem = f"{model} is not in the local cache and the hub is unreachable; {fix}"
+        raise CheckpointError(problem) from cause
+    return Path(found).resolve()
