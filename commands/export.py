@@ -22,6 +22,7 @@ from vtx.commands.shared.options import (
     options,
     size_of,
 )
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.last import remember, remembered
@@ -196,6 +197,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
     from vtx.runtime.precision import KV_TYPES, PRECISIONS
     from vtx.runtime.process import STARTED
+    from vtx.runtime.report.golden import float16_overflow
     from vtx.runtime.report.inspect import INT8_KV
     from vtx.runtime.units import duration, size
     from vtx.tools.common.memory import peak
@@ -246,6 +248,8 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
         ]  # fmt: skip
         default = ", ".join(bundle.manifest.arithmetic) or "none of them"
         note(f"arithmetic: {'; '.join(shares)}; used by default: {default}")
+    if ENGINES["tensorrt"].dialect in bundle.manifest.dialects and (overflow := float16_overflow(bundle)):
+        note(f"warning: {overflow}")
     if plan.options.retain is not None:
         retained = bundle.manifest.record["retain"]
         note(

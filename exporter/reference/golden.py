@@ -37,15 +37,20 @@ def record_golden(
     path: Path, reference: Reference, text: Text, settings: ImageSettings, ks: Sequence[int | None],
     report: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """Run the reference at every K of `ks` and write its features and logits to `path`."""
+    """Run the reference at every K of `ks` and write its features, logits and largest values to `path`."""
     config, image = reference.config, golden_image()
     ids, pixels = golden_ids(text, config.layout), golden.golden_pixels(config.layout.views(image, settings))
     decoded = golden.decoded_ids(ids, config.image_token_id)
+    largest = np.zeros(config.text.layers, np.float32)
+
+    def measure(layer: int, values: Tensor) -> None:
+        largest[layer - 1] = max(largest[layer - 1], float(values.abs().max()))
+
     with torch.inference_mode():
         features = reference.encode([image], settings)
-        logits = reference.logits(decoded, features.first(golden.DECODED_TOKENS), ks, report)
+        logits = reference.logits(decoded, features.first(golden.DECODED_TOKENS), ks, report, measure)
     tensors = {"ids": ids, "pixels": pixels, "features": features.hidden[: golden.FEATURE_TOKENS].numpy()}
-    tensors |= {golden.key_of(k): values.numpy() for k, values in logits.items()}
+    tensors |= {golden.LARGEST: largest, **{golden.key_of(k): values.numpy() for k, values in logits.items()}}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})
 
 

@@ -233,10 +233,16 @@ class Reference:
 
     def logits(
         self, ids: NDArray[np.int64], features: Encoded, ks: Sequence[int | None],
-        report: Callable[[int], None] = lambda _: None,
+        report: Callable[[int], None] = lambda _: None, measure: Callable[[int, Tensor], None] = lambda *_: None,
     ) -> dict[int | None, Tensor]:  # fmt: skip
-        """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
-        hidden = self.hidden([Sample(ids, features)], ks, report)[0]
+        """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer.
+
+        `measure` gets each layer's number and, one after the other, the inputs of its matrices and its output.
+        """
+        hidden = self.hidden(
+            [Sample(ids, features)], ks, report, watch=lambda layer, _, out: measure(layer, out),
+            feed=lambda layer, _, __, inputs: measure(layer, inputs),
+        )[0]  # fmt: skip
         return dict(zip(ks, self.head(torch.cat([hidden[k] for k in ks])), strict=True))
 
     def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:

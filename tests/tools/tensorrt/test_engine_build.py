@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.support.bundles import IGNORE, copy, export, flip, manifest, write_manifest
 from tests.support.tiny import Tiny
 
 from vtx.cli import build as command
+from vtx.cli import export as export_command
 from vtx.runtime.bundle.bundle import Bundle, sha256
 from vtx.runtime.bundle.fingerprint import read_engines
 from vtx.runtime.errors import BundleError, DeviceError, ExportError, RequestError
 from vtx.runtime.host.gpu import Gpu
+from vtx.runtime.report.golden import read_golden
 from vtx.tools.tensorrt import build as engines
 from vtx.tools.tensorrt.build import EnginePlan, build_engines, check_memory, plan_engines
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
@@ -63,6 +67,36 @@ def plan(bundle: Bundle, **changes: Any) -> EnginePlan:
 
 def run(bundle: Bundle, **changes: Any) -> list[str]:
     return [outcome.record.file for outcome in build_engines(plan(bundle, **changes), IGNORE) if outcome.built]
+
+
+# --- float16's range ------------------------------------------------------------------------------
+
+
+def test_values_beyond_float16_are_recorded_and_no_engine_is_built_that_would_overflow(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(tiny_checkpoint(Tiny(layers=3)), checkpoint)
+    (path,) = checkpoint.glob("*.safetensors")
+    weights = load_file(path)
+    (name,) = (name for name in weights if name.endswith("layers.1.mlp.down_proj.weight"))
+    weights[name] *= np.float32(2e6)
+    save_file(weights, path, {"format": "pt"})
+    rtx, bundles = Release(RTX, (1, 7)), {}
+    for precision in ("bf16", "int8"):
+        words = ["--model", str(checkpoint), "--k", "3", "--precision", precision]
+        done = CliRunner().invoke(export_command, [*words, "--out", str(tmp_path / precision)])
+        assert done.exit_code == 0, done.stderr
+        assert ("warning: layer " in done.stderr) == (precision == "int8")
+        bundles[precision] = Bundle.open(tmp_path / precision)
+    largest = read_golden(bundles["bf16"])["largest"]
+    assert largest[0] < 65504 < min(largest[1:])
+    plan_engines(bundles["bf16"], ADA, rtx, "1.7.1", "trt")
+    plan_engines(bundles["int8"], ADA, rtx, "1.7.1", "plain")  # which computes in float32
+    with pytest.raises(BundleError, match=r"layer [23] reaches [\d,]+ on the golden prompt, float16 ends at 65,504"):
+        plan_engines(bundles["int8"], ADA, rtx, "1.7.1", "trt")
 
 
 # --- what is built, and what is kept --------------------------------------------------------------
