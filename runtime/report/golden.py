@@ -27,7 +27,7 @@ PIXEL_TOLERANCE = 1e-5
 # Engines round the inputs of integer matrices differently: the choice among tokens of nearly equal scores may differ.
 OTHER_CHOICES = 0.25
 LARGEST = "largest"  # [layers] float32: the largest magnitude in each layer on the golden prompt
-MAX_FLOAT16 = 65504.0
+FLOAT16_END = 65504.0
 MAX_GOLDEN = 1 << 28  # bytes: logits of 500 variants over a vocabulary of 128,000
 
 
@@ -98,11 +98,11 @@ def float16_overflow(bundle: Bundle) -> str | None:
     m = bundle.manifest
     narrow = PRECISIONS[m.precision].arithmetic == "float16" and m.kv_dtype != "float32"
     largest = bundle.arrays(m.golden, MAX_GOLDEN).get(LARGEST) if narrow else None
-    if largest is None or (most := float(np.max(largest))) <= MAX_FLOAT16:
+    if largest is None or (most := float(np.max(largest))) <= FLOAT16_END:
         return None
     return (
         f"layer {int(np.argmax(largest)) + 1} reaches {most:,.0f} on the golden prompt, float16 ends at "
-        f"{MAX_FLOAT16:,.0f}: graphs for TensorRT would answer nonsense in it; export with --precision bf16"
+        f"{FLOAT16_END:,.0f}: graphs for TensorRT would answer nonsense in it; export with --precision bf16"
     )
 
 
