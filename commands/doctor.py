@@ -54,7 +54,7 @@ def doctor(
     elif write_traces:
         from vtx.runtime.report.traces.record import write_traces as record
 
-        with bar() as progress:
+        with bar(in_bytes=("checksums",)) as progress:
             traces = record(loading.load(Path(bundle)), write_traces, progress)
         asked = sum(len(case.questions) for case in traces.cases)
         click.echo(
@@ -116,7 +116,7 @@ def _machine(*, as_json: bool) -> None:
 def _check_traces(folder: str, traces: Path, loading: Loading, *, as_json: bool) -> None:
     from vtx.runtime.report.doctor import check_traces
 
-    with bar() as progress:
+    with bar(in_bytes=("checksums",)) as progress:
         report = check_traces(folder, traces, loading.device, loading.compute, loading.require_signature, progress)
     if as_json:
         say_json(report.to_dict())
@@ -134,7 +134,7 @@ def _check_files(folder: str, loading: Loading, *, as_json: bool) -> Bundle:
     from vtx.runtime.report.doctor import altered_files
 
     opened = Bundle.open(folder, check=False, key=loading.key)
-    with bar() as progress:
+    with bar(in_bytes=("checksums",)) as progress:
         altered = altered_files(opened, progress)
     for problem in altered:
         note(problem)
