@@ -100,11 +100,16 @@ def _show(report: dict[str, Any]) -> None:
         right = "-" if share is None else f"{share['share']:.1%} ({share['low']:.0%}..{share['high']:.0%})"
         return [right, f"{kl['mean']:.2g}"]
 
+    def points(gain: dict[str, Any] | None) -> str:
+        if gain is None:
+            return "-"
+        return "{mean:+.1f} ({low:+.1f}..{high:+.1f})".format(**{name: 100 * end for name, end in gain.items()})
+
     rows = [
-        [str(p["k"] or "none"), *(cell for name in ("before", "after") for cell in cells(p[name]))]
+        [str(p["k"] or "none"), *(cell for name in ("before", "after") for cell in cells(p[name])), points(p["gained"])]
         for p in judged["curve"]
     ]
-    heads = ["K", "right before", "KL", "right after", "KL"]
+    heads = ["K", "right before", "KL", "right after", "KL", "points gained"]
     table(f"{judged['items']} items held out", heads, rows)
     for name, k in judged["earliest_k"].items():
         point = f"{judged['max_drop_points']:g} point"

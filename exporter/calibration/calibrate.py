@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, counter
-from vtx.tools.data.items import Data, plain
+from vtx.tools.data.items import Data, image_key, plain
 from vtx.tools.data.journal import ResultJournal
 
 LOGITS = 1 << 25  # logits computed at a time
@@ -95,7 +95,14 @@ def calibrate(
         for batch in batches:
             measured = measurer.batch([items[digest] for digest in batch], layer)
             journal.add({digest: json_value(result) for digest, result in zip(batch, measured, strict=True)})
-        results = tuple(read_result(journal.results[digest], len(ks)) for digest in items)
+        numbers: dict[object, int] = {}
+        results = tuple(
+            replace(
+                read_result(journal.results[digest], len(ks)),
+                image=numbers.setdefault(tuple(map(image_key, prepared.item.images)), len(numbers)),
+            )
+            for digest, prepared in items.items()
+        )
         return Measurement(ks, results, tuple(skipped))
 
 

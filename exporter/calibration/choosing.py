@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from vtx.runtime.errors import RequestError
+from vtx.runtime.strict import optional
 from vtx.tools.data.choice import KEPT
 from vtx.tools.data.intervals import CONFIDENCE, NORMAL, MeanInterval, ShareInterval
 
@@ -47,7 +48,8 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Point:
     """One K of the curve, None for no withdrawal: KL both ways in nats, and shares of equal next tokens, of equal and
-    of right answers. A share that was not measured is None.
+    of right answers. A share that was not measured is None. `lost`: by how much less of them is right than at none, or
+    equal where the data have no answers, with its interval paired by question.
     """
 
     k: int | None
@@ -57,6 +59,7 @@ class Point:
     top1: ShareInterval | None
     agree: ShareInterval | None
     right: ShareInterval | None
+    lost: MeanInterval | None = optional(None)
 
 
 def choose(curve: Sequence[Point], choosing: Choosing, samples: int) -> tuple[Choice, ...]:
@@ -132,6 +135,13 @@ def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
         k = min(drops, key=lambda k: drops[k])
         return Choice(rule, None, (f"no K satisfies it: the smallest drop is {drops[k]:.1f} points, at K = {k}",))
     notes = []
+    chosen = next(point for point in curve[1:] if point.k == fits[0])
+    if chosen.lost is not None and 100 * chosen.lost.high > max_drop:
+        notes.append(
+            f"question by question the drop at K = {fits[0]} is between {100 * chosen.lost.low:.1f} and "
+            f"{100 * chosen.lost.high:.1f} points ({CONFIDENCE:.0%}), so it may be above {max_drop:g}; more --samples "
+            "narrow the interval"
+        )
     if worse := [k for k in drops if k > fits[0] and k not in fits]:
         notes.append(f"not monotone: after K = {fits[0]} the drop is larger again at K = {_listed(worse)}")
     if 100 / count > max_drop / 2:

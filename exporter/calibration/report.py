@@ -17,7 +17,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, json_value, optional
 from vtx.tools.common.files import write_json
 from vtx.tools.data.choice import RecordedChoice, changed_answers
-from vtx.tools.data.intervals import CONFIDENCE, ShareInterval, mean_intervals, share_interval
+from vtx.tools.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, grouped_share, mean_intervals
 
 FORMAT = "vtx-calibration-1"
 REPORT = "report.json"
@@ -88,19 +88,31 @@ def make_report(source: Source, data: str, measured: Measurement, choosing: Choo
 
 def make_curve(measured: Measurement) -> tuple[Point, ...]:
     ks = (None, *measured.ks)
+    images = images_of(measured.results)
     kl, reverse = (
-        mean_intervals(np.array([[0.0, *getattr(r, name)] for r in measured.results])) for name in ("kl", "kl_reverse")
+        mean_intervals(np.array([[0.0, *getattr(r, name)] for r in measured.results]), images)
+        for name in ("kl", "kl_reverse")
     )
-    shares: list[list[ShareInterval | None]] = []
+    shares, lost = list[list[ShareInterval | None]](), list[MeanInterval | None]([None] * len(ks))
     for name in ("top1", "agree", "right"):  # over the items that have the quantity
-        known = [hits for result in measured.results if (hits := getattr(result, name)) is not None]
-        if name == "top1":  # at K = none every next token is equal
-            known = [[True, *hits] for hits in known]
-        sums = np.array(known, int).sum(0) if known else ()
-        shares.append([share_interval(int(hits), len(known)) for hits in sums] if known else [None] * len(ks))
+        known = [n for n, result in enumerate(measured.results) if getattr(result, name) is not None]
+        if not known:
+            shares.append([None] * len(ks))
+            continue
+        first = [True] if name == "top1" else []  # at K = none every next token is equal
+        hits = np.array([[*first, *getattr(measured.results[n], name)] for n in known], float)
+        about = [images[n] for n in known]
+        shares.append([grouped_share(of_k, about) for of_k in hits.T.tolist()])
+        lost = [None, *mean_intervals(hits[:, :1] - hits[:, 1:], about)]
     return tuple(
-        Point(k, None if k is None else k - 1, *values) for k, *values in zip(ks, kl, reverse, *shares, strict=True)
+        Point(k, None if k is None else k - 1, *values)
+        for k, *values in zip(ks, kl, reverse, *shares, lost, strict=True)
     )
+
+
+def images_of(results: Sequence[ItemResult]) -> list[int]:
+    """The number of each item's images; items of older files count as being about images of their own."""
+    return [-1 - n if result.image is None else result.image for n, result in enumerate(results)]
 
 
 def mean_attention(results: Sequence[ItemResult]) -> MeanAttention | None:
@@ -173,7 +185,8 @@ class ItemResult:
     """One item. `kl` and `kl_reverse` [K's] are nats of the next token, `top1` [K's] is true if it stays the same.
 
     `agree` and `right` [1 + K's], no withdrawal first: true if greedy decoding gives the model's own answer and the
-    right one; None if there is none. `answer` is the model's own.
+    right one; None if there is none. `answer` is the model's own. `image` numbers what it is about: items with the same
+    images are not independent of each other.
     """
 
     answer: str | None
@@ -183,6 +196,7 @@ class ItemResult:
     agree: tuple[bool, ...] | None
     right: tuple[bool, ...] | None
     attention: AttentionShares | None = optional(None)
+    image: int | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)

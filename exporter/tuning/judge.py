@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
 from vtx.exporter.calibration.choosing import Choice, Choosing, choose_by_accuracy
-from vtx.exporter.calibration.report import CalibrationReport, make_report, write_report
+from vtx.exporter.calibration.report import CalibrationReport, images_of, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.runtime.units import Progress
+from vtx.tools.data.intervals import MeanInterval, mean_intervals
 from vtx.tools.data.items import Data, Item
 
 MAX_DROP = 1.0  # percentage points
@@ -22,7 +25,8 @@ class TuningComparison:
     """A model before and after its tuning.
 
     `earliest_k`: the first K within `max_drop_points` of the untuned model's accuracy at full depth, chosen by `rules`.
-    `curve`: for each K (None: no withdrawal) `right`, the share of right answers, and the mean `kl` in nats.
+    `curve`: for each K (None: no withdrawal) `right`, the share of right answers, the mean `kl` in nats, and `gained`,
+    how many more of the answers are right after than before, with its interval paired by question.
     """
 
     items: int
@@ -63,7 +67,8 @@ def _phase(report: Progress, name: str) -> Progress:
 
 def compared(before: CalibrationReport, after: CalibrationReport) -> TuningComparison:
     """The two curves side by side, and for each the earliest K within a point of the untuned model's full depth."""
-    full, now, pairs = before.curve[0], after.curve[0].right, zip(before.curve, after.curve, strict=True)
+    full, now = before.curve[0], after.curve[0].right
+    pairs = zip(before.curve, after.curve, gained(before, after), strict=True)
     # By vtx-calibrate's rule, from the accuracy of the untuned model at full depth.
     made = {"before": before, "after": after}
     earliest = {name: choose_by_accuracy((full, *report.curve[1:]), MAX_DROP) for name, report in made.items()}
@@ -74,7 +79,20 @@ def compared(before: CalibrationReport, after: CalibrationReport) -> TuningCompa
         full_depth_lost_points=100 * (full.right.share - now.share) if full.right and now else None,
         curve=tuple(
             {"k": b.k, "full_layers": b.full_layers, "before": {"right": b.right, "kl": b.kl},
-             "after": {"right": a.right, "kl": a.kl}}
-            for b, a in pairs
+             "after": {"right": a.right, "kl": a.kl}, "gained": gain}
+            for b, a, gain in pairs
         ),
     )  # fmt: skip
+
+
+def gained(before: CalibrationReport, after: CalibrationReport) -> list[MeanInterval | None]:
+    """For each K the share of right answers gained, over the same questions, those about an image together."""
+    both = [
+        (b.right, a.right, image)
+        for b, a, image in zip(before.samples, after.samples, images_of(before.samples), strict=True)
+        if b.right is not None and a.right is not None
+    ]
+    if not both:
+        return [None] * len(before.curve)
+    changes = np.array([np.subtract(a, b, dtype=float) for b, a, _ in both])
+    return [*mean_intervals(changes, [image for *_, image in both])]

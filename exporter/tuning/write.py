@@ -199,13 +199,16 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
         f"On {judged.items} questions held out, the earliest K within {judged.max_drop_points:g} point of the "
         f"base model's accuracy at full depth: {k['before']} before, {k['after']} after.",
         "",
-        "| K | right before (95%) | right after (95%) | KL before | KL after |",
-        "|---|---|---|---|---|",
+        "| K | right before (95%) | right after (95%) | points gained, paired (95%) | KL before | KL after |",
+        "|---|---|---|---|---|---|",
     ]
     for point in judged.curve:
         both = point["before"], point["after"]
         shares = " | ".join(
             f"{s.share:.1%} ({s.low:.1%}..{s.high:.1%})" if (s := each["right"]) else "-" for each in both
         )
-        lines.append(f"| {point['k'] or 'none'} | {shares} | " + " | ".join(f"{p['kl'].mean:.2g}" for p in both) + " |")
+        gain = point["gained"]
+        points = "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}..{100 * gain.high:+.1f})"
+        kls = " | ".join(f"{p['kl'].mean:.2g}" for p in both)
+        lines.append(f"| {point['k'] or 'none'} | {shares} | {points} | {kls} |")
     return "\n".join(lines) + "\n"

@@ -14,7 +14,7 @@ from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.series import Series, spread
-from vtx.tools.data.intervals import CONFIDENCE, DRAWS, effective_count, resampled_sums, spread_of, wilson
+from vtx.tools.data.intervals import CONFIDENCE, DRAWS, clustered_share, resampled_sums, spread_of
 from vtx.tools.evaluation.ask import Asked
 from vtx.tools.evaluation.metrics import Counts, Metric, Tally
 
@@ -126,9 +126,8 @@ def make_report(
         figures, of_group = dict[str, FigureInterval](), dict[str, GroupFigure]()
         for name, figure in tally.figures.items():
             if name == "accuracy" and tally.answered is not None:  # Wilson's interval is right at 0% and 100%, too
-                hits, counts = tally.answered.T
-                ends = wilson(float(hits.sum() / counts.sum()), effective_count(hits, counts))
-                figures[name] = FigureInterval(float(figure(total)), *ends)
+                found = clustered_share(*tally.answered.T)
+                figures[name] = FigureInterval(float(figure(total)), found.low, found.high)
             else:
                 figures[name] = _interval(float(figure(total)), figure(draws[n]))
         value = float(main_figure(total) - main_figure(tallies[0].counts.sum(0)))

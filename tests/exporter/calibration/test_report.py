@@ -157,6 +157,43 @@ def test_intervals_are_those_of_the_textbooks() -> None:
     assert mean_intervals(values) == mean_intervals(values)
 
 
+def asked(images: int, questions: int, changed: Sequence[int]) -> Measurement:
+    """Results at K = 5 of some questions an image; every answer about the images `changed` changes."""
+    results = [
+        ItemResult("red", (float(image in changed),), (0.0,), (image not in changed,), (True, image not in changed),
+                   (True, image not in changed), image=image)
+        for image in range(images) for _ in range(questions)
+    ]  # fmt: skip
+    return Measurement((5,), tuple(results), ())
+
+
+def test_ten_questions_about_an_image_are_not_ten_images() -> None:
+    """Two of twenty images change all their answers: of 200 questions the intervals are those of the 20 images."""
+    together, few = (make_curve(asked(20, questions, [3, 7]))[1] for questions in (10, 1))
+    assert together.agree is not None
+    assert few.agree is not None
+    assert (together.agree.share, together.agree.count) == (0.9, 200)
+    alone = share_interval(180, 200)
+    assert together.agree.high - together.agree.low > 2.5 * (alone.high - alone.low)
+    assert (together.agree.low, together.agree.high) == pytest.approx((few.agree.low, few.agree.high), abs=0.01)
+    assert together.kl == few.kl
+    assert together.lost == few.lost
+    unchanged = make_curve(asked(20, 10, []))[1].agree
+    assert unchanged is not None
+    assert unchanged.low == pytest.approx(share_interval(20, 20).low)
+
+
+def test_a_drop_is_judged_by_its_paired_interval() -> None:
+    """One of 150 images changes: 0.7 points at K = 5, and up to 2 of them by chance."""
+    curve = make_curve(asked(150, 1, [3]))
+    assert curve[1].lost is not None
+    assert (curve[0].lost, curve[1].lost.mean) == (None, pytest.approx(1 / 150))
+    choice = choose_by_accuracy(curve, 1)
+    assert choice.k == 5
+    assert "question by question the drop at K = 5 is between 0.0 and 2.0 points" in choice.notes[0]
+    assert not any("question by question" in note for note in choose_by_accuracy(curve, 2.1).notes)
+
+
 def test_a_curve_counts_only_the_items_that_have_an_answer() -> None:
     rows = [
         ItemResult(None, kl=(0.2, 0.1), kl_reverse=(0.4, 0.2), top1=(False, True), agree=None, right=right)

@@ -202,6 +202,10 @@ def test_the_report_has_both_curves_and_the_card_says_what_was_done(
     assert [point["k"] for point in curve] == [None, 2, 3, 4]
     assert curve[0]["before"]["right"]["count"] == report["judged"]["items"] == 4
     assert set(report["judged"]["earliest_k"]) == {"before", "after"}
+    for point in curve:
+        gained, shares = point["gained"], [point[name]["right"]["share"] for name in ("after", "before")]
+        assert gained["low"] <= gained["mean"] <= gained["high"]
+        assert gained["mean"] == pytest.approx(shares[0] - shares[1])
     card = (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
     assert "adapters of rank 4 on all layers" in card
     assert "2 to 3" in card
