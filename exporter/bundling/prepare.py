@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
-        cuts, queries = self.reductions.cuts(self.ks), self.reductions.needs.queries
+        cuts, queries = self.reductions.cuts(self.ks), self.reductions.needs.scored
         spans = pairwise([1, *cuts, self.config.text.layers + 1])
         stages, inputs = list[StageSpec](), self.config.token_inputs
         for first, after in spans:
@@ -118,7 +118,7 @@ class Plan:
             gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
             made[dialect] = Graphs(
                 f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates,
-                f"score.{suffix}" if needs.queries else None,
+                f"score.{suffix}" if needs.scored else None,
                 vision_merges=needs.merging, vision_attention=needs.attention,
                 vision_last_attention=needs.last_attention,
                 text_tower=f"text-tower.{suffix}" if self.text_tower else None,

@@ -26,7 +26,8 @@ class Needs(NamedTuple):
     block in use, in its very last block. `final_norm`: the weight of the decoder's last norm is a file of its own.
     `text_tower`: the bundle holds CLIP's text tower, and the patches in its space. `projector`: the projector is a
     graph of its own, and the vision graph gives the tower's tokens. `tower_layers`: blocks of the tower of which it
-    gives the attention that each token gets.
+    gives the attention that each token gets. `ahead`: layers at a cut that run once over all tokens there, before any
+    leaves, for their attention, so each is a stage of its own.
     """
 
     cuts: tuple[int, ...] = ()
@@ -39,11 +40,17 @@ class Needs(NamedTuple):
     text_tower: bool = False
     projector: bool = False
     tower_layers: frozenset[int] = frozenset()
+    ahead: frozenset[int] = frozenset()
 
     @property
     def boundaries(self) -> tuple[int, ...]:
         """Layers at which a stage must begin, in addition to layer 1."""
-        return tuple(sorted({*self.cuts, self.shrinks or 1} - {1}))
+        return tuple(sorted({*self.cuts, self.shrinks or 1, *(layer + 1 for layer in self.ahead)} - {1}))
+
+    @property
+    def scored(self) -> tuple[int, ...]:
+        """Layers whose stage gives their queries."""
+        return tuple(sorted({*self.queries, *self.ahead}))
 
     @property
     def of_patches(self) -> bool:
@@ -89,7 +96,8 @@ class Boundary:
     after the last image. `images` are the image tokens that entered the decoder, `present` [all of them] marks the
     remaining ones. Of these and of the question's tokens, `keys()` gives the keys [tokens, kv_heads * head_dim] of the
     layer just run, rotated, and `positions()` the positions; `image_hidden()` gives the hidden states [count, hidden]
-    of the remaining image tokens. `final_norm` is the weight [hidden] of the decoder's last norm, if a method needs it.
+    of the remaining image tokens. `next_scores` runs the next layer, if a method needs it `ahead`. `final_norm` is the
+    weight [hidden] of the decoder's last norm, if a method needs it.
     """
 
     layer: int
@@ -101,6 +109,7 @@ class Boundary:
     keys: Callable[[], tuple[HiddenStates, HiddenStates]] = _absent
     final_norm: NDArray[np.float32] | None = None
     positions: Callable[[], tuple[Ids, Ids]] = _absent
+    next_scores: Callable[[], Scores] = _absent
 
     @property
     def count(self) -> int:
@@ -115,6 +124,13 @@ class Boundary:
         Raises BundleError: the attention is not a number.
         """
         return self.scores(last_only)
+
+    def next_attention(self) -> NDArray[np.float32]:
+        """The attention [count] that the question's last token gives them in the next layer, mean over heads.
+
+        Raises BundleError: the attention is not a number.
+        """
+        return self.next_scores()[0]
 
 
 class Entry:
@@ -161,12 +177,13 @@ class Reduction:
     """A method that leaves out image tokens. Subclasses are frozen dataclasses of their options (`option`).
 
     What it is, both runtimes read here: options, `presets`, `requires` and `conflicts` are data, from which libvtx's
-    register is made. `requires` gives `needs` by name: cuts, queries and shrinks the option that names the layers after
-    which tokens leave (0: none), all others the values of options at which they are needed, `Not(value)` for any
-    other value. `conflicts` are values that do not go together, each with the message that refuses them.
+    register is made. `requires` gives `needs` by name: cuts, queries, ahead and shrinks the option that names the
+    layers after which tokens leave (0: none), all others the values of options at which they are needed, `Not(value)`
+    for any other value. `conflicts` are values that do not go together, each with the message that refuses them.
 
     `presets` are sets of options by name; `renumbers`: tokens that go on take new positions without gaps; `per_view`:
-    its numbers are those of each view of an image in tiles; `whole`: at its cuts all image tokens leave, or none;
+    its numbers are those of each view of an image in tiles; `of_entered`: at its cuts they are shares of the tokens
+    that entered the decoder; `whole`: at its cuts all image tokens leave, or none;
     `paper_layers`: its paper's FLOPs count this many full layers fewer than run, and two matrices of a feed-forward;
     `fixed`: the same tokens leave whatever is asked, so that caches serve a prompt that goes on. `thresholds` names
     options that say how many tokens stay and may be scaled together: with all at 0 none leaves, with all at 2 as many
@@ -180,6 +197,7 @@ class Reduction:
     conflicts: ClassVar[tuple[tuple[dict[str, Any], str], ...]] = ()
     whole: ClassVar[bool] = False
     per_view: ClassVar[bool] = False
+    of_entered: ClassVar[bool] = False
     paper_layers: ClassVar[int | None] = None
     fixed: ClassVar[bool] = False
     thresholds: ClassVar[tuple[str, ...]] = ()
@@ -205,8 +223,8 @@ class Reduction:
                 value = getattr(self, source)
                 layers = value if isinstance(value, tuple) else (value,) if value else ()
                 cuts = tuple(layer + 1 for layer in layers)
-                needs[need] = min(layers, default=None) if need == "shrinks" else cuts if need == "cuts" else layers
-                needs[need] = frozenset(layers) if need == "tower_layers" else needs[need]
+                values = {"cuts": cuts, "ahead": frozenset(cuts), "tower_layers": frozenset(layers)}
+                needs[need] = min(layers, default=None) if need == "shrinks" else values.get(need, layers)
             else:
                 needs[need] = all(value == getattr(self, option) for option, value in source.items())
         return Needs(**needs)
@@ -222,7 +240,8 @@ class Reduction:
     def number_kept(self, count: int, layer: int) -> int | None:
         """The number of `count` image tokens that go on at its cut before `layer`, or enter the decoder if that is 1.
 
-        None: that depends on the picture or the question. A plan asks it before there is an answer.
+        `count` are those there, with `of_entered` those that entered. None: that depends on the picture or the
+        question. A plan asks it before there is an answer.
         """
         return None
 

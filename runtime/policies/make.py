@@ -82,11 +82,12 @@ def make_policy(
 def check_depth(reductions: Sequence[Reduction], layers: int) -> None:
     """Raise RequestError for a reduction that would work beyond the last layer."""
     for part in reductions:
-        beyond = [cut for cut in part.needs().cuts if not 2 <= cut <= layers]
+        most = layers - bool(part.needs().ahead)  # the last layer is no stage of its own
+        beyond = [cut for cut in part.needs().cuts if not 2 <= cut <= most]
         if beyond:
             raise RequestError(
                 f"{part.name} drops tokens after layer {beyond[0] - 1}, and this model has {layers} layers: "
-                f"give it layers from 1 to {layers - 1}"
+                f"give it layers from 1 to {most - 1}"
             )
 
 
@@ -152,7 +153,7 @@ def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
     graphs = manifest.dialects[dialect]
     firsts = {stage.first for stage in manifest.stages}
     asked = {stage.last for stage in manifest.stages if stage.query}
-    cuts, queries = sorted(set(needs.boundaries) - firsts), sorted(set(needs.queries) - asked)
+    cuts, queries = sorted(set(needs.boundaries) - firsts), sorted(set(needs.scored) - asked)
     if cuts:
         return f"a cut before layer {', '.join(map(str, cuts))}"
     if queries:

@@ -190,23 +190,31 @@ class PrefixCaches:
         self.first_pruned = number if first else self.first_pruned
         return pruned
 
-    def boundary(self, number: int, before: PrefixSlots, hidden: HiddenStates, policy: Policy) -> Boundary:
-        """The boundary before stage `number`, for the `hidden` states [n, hidden] of a question that has reached it.
+    def boundary(self, number: int, before: PrefixSlots, suffix: TokenStates, policy: Policy) -> Boundary:
+        """The boundary before stage `number`, for the states `suffix` [n] of a question that has reached it.
 
         `before` is what the stage before holds of the prefix. Nothing is computed until the policy asks for it, and
         what is computed holds only while the caches stay as they are.
         """
-        prefix, cache, layer = self.prefix_in(number - 1), self.cache(number - 1), self.stages[number - 1].last
+        prefix, hidden, layer = self.prefix_in(number - 1), suffix.hidden, self.stages[number].first
         slots = np.flatnonzero(prefix.is_vision[before.present])
         is_vision = prefix.is_vision[prefix.present]  # of the tokens that have come this far
 
-        def scores(last_only: bool) -> Scores:
-            total, most = cache.attention(last_only=last_only)
+        def scores(last_only: bool, stage: int = number - 1) -> Scores:
+            total, most = self.cache(stage).attention(last_only=last_only)
             if not (np.isfinite(total).all() and np.isfinite(most).all()):
                 raise BundleError(
-                    f"the attention of layer {layer} is not a number; use --reduce none, or export at fp32"
+                    f"the attention of layer {self.stages[stage].last} is not a number; use --reduce none, or export "
+                    "at fp32"
                 )
             return total[slots], most[slots]
+
+        def next_scores() -> Scores:
+            pruned = self.pruned_prefix
+            self.run(number, suffix, query=True)
+            if number >= self.first_pruned:  # for its attention alone: the tokens that stay run anew
+                self.pruned_prefix = pruned
+            return scores(True, number)
 
         def image_hidden() -> HiddenStates:
             return prefix.boundaries[number - prefix.first][is_vision]
@@ -218,12 +226,12 @@ class PrefixCaches:
             return prefix.positions[is_vision], np.arange(before.position, before.position + len(hidden))
 
         def keys() -> tuple[HiddenStates, HiddenStates]:
-            flat = np.concatenate([*cache.keys()], axis=-1)
+            flat = np.concatenate([*self.cache(number - 1).keys()], axis=-1)
             return flat[slots], flat[len(flat) - len(hidden) :]
 
         return Boundary(
-            layer + 1, hidden, prefix.images, before.present[prefix.is_vision], scores, image_hidden, keys,
-            policy.final_norm, positions,
+            layer, hidden, prefix.images, before.present[prefix.is_vision], scores, image_hidden, keys,
+            policy.final_norm, positions, next_scores,
         )  # fmt: skip
 
     def shrink(

@@ -282,7 +282,7 @@ class Session:
         tokens = caches.embed_text(ids)
         for number, stage in enumerate(self._stages):
             if number and self._sees_image(number - 1):
-                removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens.hidden, policy))
+                removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens, policy))
                 if removal is not None:
                     present = caches.remove(number, removal).present
                     self._cuts.append(Cut(stage.first, removal.by, present[caches.prefix.is_vision]))

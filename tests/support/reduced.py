@@ -67,6 +67,10 @@ def word(method: Method) -> str:
         keep, k, pivots, text_pivots = method.dart
         spec = f"dart:keep={keep},k={k},pivots={pivots},text_pivots={text_pivots},order={method.dart_order}"
         parts.insert(0 if method.layers and not k else len(parts), spec)
+    if method.pyramiddrop is not None:
+        ratio, layers = method.pyramiddrop
+        spec = f"ratio={ratio},layers={'/'.join(map(str, layers))},positions={method.positions}"
+        parts.append(f"pyramiddrop:{spec}")
     if method.fastv is not None:
         parts.append(f"fastv:k={method.fastv[0]},ratio={method.fastv[1]}")
     return "+".join(parts) or "none"

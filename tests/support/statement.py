@@ -31,7 +31,8 @@ class Method:
     keys=last-block, in the tower's very last one. `layers` with `gamma` and `alpha`: dual attention after these layers.
     `fastv`: (after this layer, share to drop). `cdpruner`: (number to keep, text), `dart`: (number to keep, k, image
     pivots, text pivots), `divprune`: the number to keep, `visionzip`: (dominant tokens, contextual ones),
-    `hiprune`: (number to keep, alpha, block of the tower). `k`: withdrawal before this layer, of whatever is left.
+    `hiprune`: (number to keep, alpha, block of the tower), `pyramiddrop`: (share that goes on at each cut, layers after
+    which), which renumbers with positions=renumber. `k`: withdrawal before this layer, of whatever is left.
     """
 
     tau: float | None = None
@@ -50,6 +51,7 @@ class Method:
     hiprune: tuple[int, float, int] | None = None
     dart: tuple[int, int, int, int] | None = None
     dart_order: Literal["size", "code"] = "size"
+    pyramiddrop: tuple[float, tuple[int, ...]] | None = None
     k: int | None = None
 
 
@@ -385,12 +387,20 @@ class Statement:
                 kept = _dart(
                     cache.key, self._decoder.norm(x), rows, *(method.dart[i] for i in (0, 2, 3)), method.dart_order
                 )
+            elif method.pyramiddrop is not None and number in method.pyramiddrop[1]:
+                entered = sum(len(image.rows) for image in out.images)
+                attention = self._layer(self._decoder.layers[number], x, rows, None)[
+                    1
+                ]  # of the next layer, before any leave
+                kept = _pyramiddrop(attention, rows, entered, method.pyramiddrop, number)
+                if len(kept) == len(there):
+                    continue
             else:
                 continue
             out.kept[number] = kept
             last_prune = kept if method.layers else None
             x, rows = _select(x, rows, [i for i, row in enumerate(rows) if row.image is None or row.image in kept])
-            if method.positions == "renumber" and number in method.layers:
+            if method.positions == "renumber" and number in (*method.layers, *(method.pyramiddrop or (0, ()))[1]):
                 rows = [Row(i, row.image, row.asks) for i, row in enumerate(rows)]
         if last_prune is not None:
             for cache in caches[method.layers[0] - 1 :]:  # output-aware: layers before the first prune stay whole
@@ -588,6 +598,22 @@ def _fastv(attention: Tensor, rows: list[Row], drop: float) -> list[int]:
     last = attention.mean(0)[-1, vision].tolist()
     kept = _highest(last, len(vision) - math.floor(round(drop * len(vision), 9)))
     return [image for j in kept if (image := rows[vision[j]].image) is not None]
+
+
+def _pyramiddrop(
+    attention: Tensor, rows: list[Row], entered: int, method: tuple[float, tuple[int, ...]], layer: int
+) -> list[int]:
+    """PyramidDrop, the released code: its ratio list is 1, r, r^2, ...; the image starts where its first row is.
+
+    That code knows one image; with several, the rows of all are ranked together.
+    """
+    ratios = [method[0] ** i for i in range(len(method[1]) + 1)]
+    keep = int(entered * ratios[method[1].index(layer) + 1])
+    image = [i for i, row in enumerate(rows) if row.image is not None]
+    received = attention[:, -1:, :].mean(0)[:, image].mean(0)
+    top = sorted(range(len(image)), key=lambda j: -float(received[j]))[:keep]
+    found = [rows[image[j]].image for j in sorted(top)]
+    return [number for number in found if number is not None]
 
 
 def _select(x: Tensor, rows: list[Row], which: list[int]) -> tuple[Tensor, list[Row]]:

@@ -36,6 +36,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "dart": tuple(f"dart:keep={share}" for share in KEPT),
     "dart, k=0": tuple(f"dart:keep={share},k=0" for share in KEPT),
     "fastv": tuple(f"fastv:k=2,ratio={share}" for share in DROPPED),
+    "pyramiddrop": tuple(f"pyramiddrop:ratio={share},layers={a}/{2 * a}/{3 * a}" for a in (6, 8) for share in KEPT[:3]),
     "mustdrop": (
         "mustdrop:192", "mustdrop:64", "mustdrop:64,tau=off", "mustdrop:gamma=0.02,alpha=0.03,tau=off",
         "mustdrop:gamma=0.05,alpha=0.1,tau=off",

@@ -10,11 +10,19 @@ from dataclasses import dataclass, replace
 from vtx.runtime.api.answer import Stats
 from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.policies.spec import parse
 from vtx.runtime.precision import ARITHMETIC, PRECISIONS
 from vtx.tools.bench.ceilings.ceilings import MeasuredCeilings
 from vtx.tools.bench.series import Series
 from vtx.tools.bench.stopwatch import Call, split
-from vtx.tools.estimate.flops import append_flops, encode_flops, make_schedule, prefill_flops, text_tower_flops
+from vtx.tools.estimate.flops import (
+    ahead_flops,
+    append_flops,
+    encode_flops,
+    make_schedule,
+    prefill_flops,
+    text_tower_flops,
+)  # fmt: skip
 from vtx.tools.estimate.sizes import ModelSize, NativeSize, bundle_size
 
 FLOATING = ("F32", "F16", "BF16")
@@ -70,7 +78,10 @@ class WorkCounter:
     def prompt(self, stats: Stats) -> int:
         """FLOPs of the prompt in one chunk, as if nothing of it were reused."""
         text = stats.prompt_tokens - stats.vision_tokens
-        return prefill_flops(self.decoder, make_schedule(stats.vision_tokens_kept, text=text))
+        kept = stats.vision_tokens_kept
+        ahead = {layer for part in parse(stats.reduce) for layer in part.needs().ahead}
+        again = ahead_flops(self.decoder, kept, ahead, text=text)
+        return prefill_flops(self.decoder, make_schedule(kept, text=text)) + again
 
     def count_vision(self, prefill: Sequence[Call]) -> int:
         """FLOPs of the towers; merged windows do not count in the later layers of the vision tower.

@@ -13,7 +13,7 @@ multiply-accumulate is two FLOPs. Two conventions are in print, and both are her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.runtime.errors import RequestError
@@ -92,6 +92,15 @@ def decode_flops(size: DecoderSize, slots: Sequence[int]) -> int:
 def append_flops(size: DecoderSize, layers: int, tokens: int, filled: int) -> int:
     """FLOPs of `layers` layers for `tokens` more tokens after `filled` filled KV slots, without the head."""
     return 2 * layers * (tokens * size.layer_macs + attention_macs(size, tokens, filled + tokens))
+
+
+def ahead_flops(size: DecoderSize, kept: Sequence[int], ahead: Iterable[int], *, text: int) -> int:
+    """FLOPs of running the layers `ahead` once more, over the tokens before image tokens leave there.
+
+    `kept` are the image tokens of each layer. A layer where none leave, or all of them at a withdrawal, runs once.
+    """
+    before = (kept[layer - 2] for layer in ahead if 0 < kept[layer - 1] < kept[layer - 2])
+    return sum(append_flops(size, 1, text + count, 0) for count in before)
 
 
 def attention_macs(size: DecoderSize, tokens: int, slots: int) -> int:

@@ -37,7 +37,8 @@ class Reduced:
     """`vision_tokens` of each layer; `assumed` has a sentence for each method whose numbers depend on the data.
 
     `image_ratio`: FLOPs of a prompt of these alone in the decoder's layers, over those without a method; `paper_ratio`
-    as the method's paper counts them, if that differs.
+    as the method's paper counts them, if that differs. `ahead`: layers that a method also runs over the tokens before
+    some leave there.
     """
 
     spec: str
@@ -45,6 +46,7 @@ class Reduced:
     assumed: tuple[str, ...]
     image_ratio: float = 1.0
     paper_ratio: float | None = None
+    ahead: tuple[int, ...] = ()
 
 
 def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, views: int = 1) -> Reduced:
@@ -67,11 +69,11 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
         for part in parts:
             if layer in part.needs().cuts or (layer == 1 and part.entry() is not None):
                 each = views if part.per_view else 1
-                kept = part.number_kept(count // each, layer)
+                kept = part.number_kept((counts[0] if part.of_entered else count) // each, layer)
                 if kept is None:
                     unknown[part.name] = None
                 else:
-                    count = kept * each
+                    count = min(count, kept * each)
         counts.append(count)
     assumed = tuple(
         f"{name}: how many tokens leave depends on the picture and the question; counted as if none left, the "
@@ -79,7 +81,9 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
         for name in unknown
     )
     size, full = model.decoder, [vision] * len(counts)
-    ratio = flops.decoder_macs(size, counts) / max(1, flops.decoder_macs(size, full))
+    ahead = tuple(sorted(layer for part in parts for layer in part.needs().ahead))
+    macs = flops.decoder_macs(size, counts) + flops.ahead_flops(size, counts, ahead, text=0) // 2
+    ratio = macs / max(1, flops.decoder_macs(size, full))
     fewer = parts[0].paper_layers if len(parts) == 1 and parts[0].needs().cuts else None
     paper = None
     if fewer is not None:
@@ -88,7 +92,7 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
             for tokens in ([*counts[fewer:], *counts[-1:] * fewer], full)
         )
         paper = runs / max(1, whole)
-    return Reduced(to_spec(parts), tuple(counts), assumed, ratio, paper)
+    return Reduced(to_spec(parts), tuple(counts), assumed, ratio, paper, ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +135,9 @@ DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-conte
 
 def latency(
     model: ModelSize, views: int, schedule: Sequence[int], precisions: Precisions, profile: Profile,
-    engine: EngineCost = IDEAL, read: int | None = None,
+    engine: EngineCost = IDEAL, read: int | None = None, again: int = 0,
 ) -> dict[str, Phase]:  # fmt: skip
-    """Roofline estimate of each phase: `vision`, `prefill` and `decode_per_token`.
+    """Roofline estimate of each phase: `vision`, `prefill`, which has `again` FLOPs more, and `decode_per_token`.
 
     Quantised weights are widened in the kernel, so the arithmetic is fp16's. Decode is one token right after
     the prompt, which reads `read` bytes of K/V [default: those of the schedule].
@@ -147,7 +151,7 @@ def latency(
     tower = weights.vision_weights(model.vision) if model.vision is not None and views else ()
     work = {
         "vision": (flops.encode_flops(model.vision, views), weights.stored_bytes(tower, precisions, wide=wide)),
-        "prefill": (flops.prefill_flops(size, schedule), matrices + cache),
+        "prefill": (flops.prefill_flops(size, schedule) + again, matrices + cache),
         "decode_per_token": (flops.decode_flops(size, schedule), matrices + (cache if read is None else read)),
     }
     phases = dict[str, Phase]()
@@ -299,14 +303,17 @@ def make_plan(
     for k in ks or spread_ks(size.layers):
         withdrawn = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
         slots = tuple(map(min, withdrawn, flops.make_schedule(reduced.vision_tokens, text=workload.text)))
-        total = flops.total_flops(size, slots, model.vision, views)
+        vision = [count - workload.text for count in slots]
+        again = flops.ahead_flops(size, vision, reduced.ahead, text=workload.text)
+        total = flops.total_flops(size, slots, model.vision, views) + again
         depths.append(
             DepthCost(
                 k=k, full_layers=size.layers if k is None else k - 1, calflops=round(flops.calflops(size, slots)),
                 calflops_ratio=flops.calflops(size, slots) / flops.calflops(size, full), total_flops=total,
                 total_ratio=total / whole, kv_slots=slots,
                 precisions={
-                    p: _cost(model, workload, views, slots, c, profile, engine, max_context) for p, c in parts.items()
+                    p: _cost(model, workload, views, slots, c, profile, engine, max_context, again)
+                    for p, c in parts.items()
                 },
             )
         )  # fmt: skip
@@ -320,7 +327,7 @@ def make_plan(
 
 def _cost(
     model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None,
-    engine: EngineCost, max_context: int,
+    engine: EngineCost, max_context: int, again: int,
 ) -> PrecisionCost:  # fmt: skip
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
@@ -334,7 +341,7 @@ def _cost(
     peak = held + kv + activations + RUN_BASE
     if profile is None:
         return PrecisionCost(cache, kv, held, activations, peak)
-    phases = latency(model, views, slots, precisions, profile, engine, read)
+    phases = latency(model, views, slots, precisions, profile, engine, read, again)
     return PrecisionCost(cache, kv, held, activations, peak, profile.usable_bytes - peak, phases)
 
 

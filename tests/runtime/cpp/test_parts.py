@@ -85,6 +85,12 @@ SPECS = (
     "fastv:k=99999999999",
     "",
     "dart:k=0,order=code",
+    "pyramiddrop",
+    "pyramiddrop:released",
+    "pyramiddrop:released,ratio=0.3,layers=2/5",
+    "pyramiddrop:ratio=1.1",
+    "pyramiddrop:layers=0/2",
+    "pyramiddrop:64",
 )
 
 

@@ -107,6 +107,6 @@ def test_a_planted_method_answers_alike_in_both_runtimes(tiny_checkpoint: Callab
     assert refused.returncode == 1
     assert (
         "odd is not built into libvtx, which has cdpruner, cls, dart, divprune, every, fastv, hiprune, lsm, mustdrop, "
-        "random, visionzip" in refused.stderr
+        "pyramiddrop, random, visionzip" in refused.stderr
     )
     assert "every: n is 0; it must be at least 1" in run(*ask, "every:n=0").stderr

@@ -38,6 +38,7 @@ REDUCTIONS = (
     "random:seed=7",
     "visionzip:dominant=5,contextual=3",
     "hiprune:alpha=0.6,layer=1",
+    "pyramiddrop:ratio=0.7,layers=1/2/4,positions=renumber",
 )
 
 
@@ -94,7 +95,12 @@ def test_a_template_that_counts_images_is_rendered(
 @needs_openvino
 def test_answers_on_openvino_are_those_of_python_there(model: Model, pictures: list[Path]) -> None:
     python = load(model.bundle.folder, device="openvino", threads=THREADS)
-    for reduce in ("fastv:k=4", "visionzip:dominant=5,contextual=3", "hiprune:alpha=0.6,layer=1"):
+    for reduce in (
+        "fastv:k=4",
+        "visionzip:dominant=5,contextual=3",
+        "hiprune:alpha=0.6,layer=1",
+        "pyramiddrop:layers=1/4",
+    ):
         options = ("--device", "openvino", "--k", "5", "--reduce", reduce, "--max-new-tokens", "6")
         found = ask(model.bundle.folder, pictures[1], *QUESTIONS, *options)
         with python.open(pictures[1]) as conversation:

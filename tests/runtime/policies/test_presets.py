@@ -163,3 +163,35 @@ def test_mustdrop(draw: Draw, preset: str) -> None:
     assert len(found[-1]) < len(found[0]) < count
     assert found == mustdrop(attention, last[torch.from_numpy(order)], *THRESHOLDS[preset])
     assert method.needs().shrinks == 3
+
+
+# ---- PyramidDrop -----------------------------------------------------------------------------------------------------
+
+
+def pyramiddrop(attention: Sequence[Tensor], ratios: Sequence[float]) -> list[list[int]]:
+    """What the released code keeps after each of its layers, by what the prompt's last token gives [heads, tokens]."""
+    there, kept = torch.arange(V), list[list[int]]()
+    for layer, ratio in zip(attention, ratios[1:], strict=True):
+        top = layer[:, there].mean(0).topk(int(V * ratio)).indices.sort().values
+        there = there[top]
+        kept.append(there.tolist())
+    return kept
+
+
+def test_pyramiddrop(draw: Draw) -> None:
+    policy = Policy(parse("pyramiddrop:released"))
+    attention = [draw(8, V).softmax(-1) for _ in range(3)]
+    patches, present, found = Patches(np.arange(V), np.zeros(V, bool), {}), np.ones(V, bool), list[list[int]]()
+    assert policy.needs.cuts == (9, 17, 25)
+    for layer, given in zip(policy.needs.cuts, attention, strict=True):
+        mean = given[:, torch.from_numpy(present.copy())].mean(0).numpy()
+        removal = policy.ask(
+            Boundary(layer, np.zeros((1, 8)), (patches,), present, next_scores=lambda m=mean: (m, m))  # type: ignore[misc]
+        )
+        assert removal is not None
+        assert (removal.renumbers, removal.shrinks) == (True, False)
+        present = present.copy()
+        present[present] = removal.kept
+        found.append(np.flatnonzero(present).tolist())
+    assert found == pyramiddrop(attention, [1.0, 0.5, 0.25, 0.125])
+    assert [len(kept) for kept in found] == [288, 144, 72]

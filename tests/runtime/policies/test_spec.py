@@ -19,6 +19,7 @@ from vtx.runtime.policies.methods.dart import Dart
 from vtx.runtime.policies.methods.fastv import FastV
 from vtx.runtime.policies.methods.lsm import Lsm
 from vtx.runtime.policies.methods.mustdrop import MustDrop
+from vtx.runtime.policies.methods.pyramiddrop import PyramidDrop
 from vtx.runtime.policies.methods.withdraw import Withdraw
 
 AS_RELEASED: Any = {"positions": "renumber", "order": "merged-first", "keys": "last-block"}
@@ -95,7 +96,8 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
     [
         (
             "",
-            "no reduction is called ''; there are cdpruner, cls, dart, divprune, fastv, hiprune, lsm, mustdrop, random",
+            "no reduction is called ''; there are cdpruner, cls, dart, divprune, fastv, hiprune, lsm, mustdrop, "
+            "pyramiddrop, random",
         ),
         ("tome", "no reduction is called 'tome'"),
         ("withdrawal", "no reduction is called"),
@@ -182,6 +184,7 @@ def test_every_method_of_the_package_is_registered_by_its_own_file() -> None:
         "hiprune",
         "lsm",
         "mustdrop",
+        "pyramiddrop",
         "random",
         "visionzip",
     ]
@@ -196,6 +199,10 @@ def test_every_method_of_the_package_is_registered_by_its_own_file() -> None:
 def test_what_a_method_needs_of_a_bundle() -> None:
     assert FastV(3).needs() == Needs(cuts=(4,), queries=(3,))
     assert Lsm().needs() == Needs(merging=True)
+    pyramid = PyramidDrop(layers=(2, 4)).needs()
+    assert pyramid == Needs(cuts=(3, 5), ahead=frozenset({3, 5}))
+    assert pyramid.boundaries == (3, 4, 5, 6)
+    assert (pyramid | FastV(4).needs()).scored == (3, 4, 5)
     assert Cls().needs() == Needs(attention=True)
     assert CDPruner().needs() == Dart(k=0).needs() == Needs()
     assert Dart(k=5).needs() == Needs(cuts=(6,), final_norm=True)

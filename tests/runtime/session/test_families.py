@@ -30,6 +30,7 @@ WITHIN = {
     "dart, released order": Method(dart=(8, 2, 2, 2), dart_order="code", k=5),
     "dart before layer 1": Method(dart=(6, 0, 2, 2)),
     "cdpruner": Method(cdpruner=(5, "embedding")),
+    "pyramiddrop": Method(pyramiddrop=(0.6, (1, 3)), k=5),
 }
 PATCHES = {
     "cls": Method(cls_keep=0.5, k=3),

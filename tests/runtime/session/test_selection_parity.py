@@ -26,7 +26,10 @@ from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.methods.gate import Gate
 
-SPECS = ("none", "dart", "dart:k=7", "lsm", "mustdrop:layers=3/7", "fastv:k=2", "visionzip", "hiprune:layer=1")
+SPECS = (
+    "none", "dart", "dart:k=7", "lsm", "mustdrop:layers=3/7", "fastv:k=2", "visionzip", "hiprune:layer=1",
+    "pyramiddrop:layers=3/7/11", "pyramiddrop:layers=5/6",
+)  # fmt: skip
 KS = (4, 9)
 AFTER_2, AFTER_7, BEFORE = (24, 2, 4, 4), (16, 7, 2, 3), (20, 0, 4, 4)
 WAYS: dict[str, dict[str, Any]] = {
@@ -40,6 +43,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "dart-after-layer-7": {"dart": AFTER_7},
     "dart-before-layer-1": {"dart": BEFORE},
     "dart-before-layer-1-without-text": {"dart": (20, 0, 4, 0)},
+    "pyramiddrop": {"pyramiddrop": (0.5, (3, 7, 11))},
+    "pyramiddrop-as-released": {"pyramiddrop": (0.5, (3, 7, 11)), "positions": "renumber"},
+    "pyramiddrop-after-neighbours": {"pyramiddrop": (0.6, (5, 6)), "positions": "renumber"},
 }
 
 
@@ -207,6 +213,7 @@ REUSED = {
     "random": 16,
     "visionzip": 16,
     "hiprune:layer=1": 16,
+    "pyramiddrop:layers=3/7/11": 3,
 }
 
 

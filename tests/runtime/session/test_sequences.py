@@ -53,6 +53,8 @@ SETTINGS: tuple[Setting, ...] = (
     (None, "cdpruner:keep=20"),
     (5, "dart:keep=24"),
     (None, "dart:keep=20,k=0"),
+    (None, "pyramiddrop:layers=2/4"),
+    (5, "pyramiddrop:layers=2/4,ratio=0.3,positions=renumber"),
     ("auto", "none"),
     ("auto", "fastv:k=3"),
 )
@@ -90,6 +92,7 @@ def random_case(seed: int) -> Case:
     ks = tuple(sorted(rng.sample(range(2, layers + 1), rng.randint(1, 3))))
     cut, ratio = rng.randint(1, layers - 1), rng.choice((0.2, 0.5, 0.8))
     reductions = (f"fastv:k={cut},ratio={ratio}", f"dart:keep={rng.choice((0.3, 0.6))},k={rng.randint(1, layers - 1)}")
+    reductions += (f"pyramiddrop:layers={'/'.join(map(str, sorted(rng.sample(range(1, layers - 1), 2))))}",)
     if family is not SMOLVLM:  # whose tiles have text among them, so that no token leaves before the decoder
         reductions += tuple(f"{spec}:keep={KEPT}{more}" for spec, more in (("cdpruner", ""), ("dart", ",k=0")))
     asked = tuple((k, spec) for k in (None, *ks) for spec in ("none", *reductions))
@@ -97,7 +100,7 @@ def random_case(seed: int) -> Case:
 
 
 CASES = (
-    Case(TINY, KS, (DUAL, "fastv:k=3", "dart"), SETTINGS, IMAGES, gates=True),
+    Case(TINY, KS, (DUAL, "fastv:k=3", "dart", "pyramiddrop:layers=2/4"), SETTINGS, IMAGES, gates=True),
     *map(random_case, range(1, 13 if GIVEN else 2)),
 )
 

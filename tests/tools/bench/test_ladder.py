@@ -84,7 +84,7 @@ def test_one_known_answer_judges_nothing() -> None:
 def test_only_what_the_bundle_can_run_is_tried(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     manifest = export(tiny_checkpoint(), tmp_path / "bundle", reductions=("none", "fastv", "dart")).manifest
     ladder, lacking = make_ladder(manifest, "ort", (None, *manifest.variants, "auto"))
-    pruned = ("cls", "visionzip", "hiprune", "lsm", "cdpruner, text=tower", "mustdrop")
+    pruned = ("cls", "visionzip", "hiprune", "lsm", "cdpruner, text=tower", "pyramiddrop", "mustdrop")
     assert lacking == (*pruned, "cls + withdrawal", "mustdrop + withdrawal")
     assert [method.k for method in ladder[WITHDRAWAL]] == [*manifest.variants]
     assert GATES not in ladder

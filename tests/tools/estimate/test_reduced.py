@@ -13,7 +13,7 @@ from vtx import cli
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.spec import parse
-from vtx.tools.estimate.plan import reduce_counts
+from vtx.tools.estimate.plan import Workload, make_plan, reduce_counts
 from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
 
 SEVEN = KNOWN["llava-1.5-7b"]
@@ -21,7 +21,7 @@ ANSWERED = (
     "fastv:k=2,ratio=0.5", "fastv:k=2,ratio=0.3", "cls:keep=0.3", "cdpruner:keep=5", "cdpruner:keep=0.3,text=none",
     "dart:keep=0.6,k=2,pivots=1,text_pivots=2", "dart:keep=7,k=0", "divprune:keep=0.3", "divprune:keep=5", "random",
     "random:keep=3,seed=5", "visionzip:dominant=4,contextual=2",
-    "hiprune:keep=5,layer=1", "cls:keep=0.75+fastv:k=3,ratio=0.5",
+    "hiprune:keep=5,layer=1", "cls:keep=0.75+fastv:k=3,ratio=0.5", "pyramiddrop:layers=1/3/4,ratio=0.7",
 )  # fmt: skip
 
 
@@ -65,6 +65,25 @@ def test_flops_are_those_that_run_and_beside_them_darts_own_count() -> None:
         assert reduce_counts(parse(spec), KNOWN["llava-next-7b"], s, 5).paper_ratio is None
     done = CliRunner().invoke(cli.plan, ["--model", "llava-next-7b", "--sequence", "2944", "--reduce", "dart:keep=320"])
     assert "the image alone in the decoder: 15.8% of the arithmetic, 12.8% as its paper counts" in done.stdout
+
+
+def test_layers_that_run_ahead_of_a_cut_are_counted() -> None:
+    """LLaVA-1.5-7B: 8 layers each of 576, 288, 144 and 72 tokens, and layers 9, 17, 25 again of 576, 288, 144."""
+    h, m = 4096, 11008
+
+    def layer(tokens: int) -> int:
+        return tokens * (4 * h * h + 3 * h * m) + 2 * tokens * tokens * h
+
+    found = reduce_counts(parse("pyramiddrop"), SEVEN, 576)
+    assert found.vision_tokens == (576,) * 8 + (288,) * 8 + (144,) * 8 + (72,) * 8
+    assert found.ahead == (9, 17, 25)
+    runs = 8 * sum(map(layer, (576, 288, 144, 72))) + sum(map(layer, (576, 288, 144)))
+    assert found.image_ratio == pytest.approx(runs / (32 * layer(576)), abs=1e-9)
+    assert counts("pyramiddrop:ratio=0.7", vision=101)[-1] == 34  # floor(0.343 * 101), not of what was left
+    full, cut = (make_plan(SEVEN, Workload(64, 576, 1), (k,), reductions=parse("pyramiddrop")) for k in (None, 17))
+    plain = [make_plan(SEVEN, Workload(64, 576, 1), (k,)).depths[0].total_flops for k in (9, 17)]
+    assert full.depths[0].total_flops > cut.depths[0].total_flops
+    assert plain[0] < cut.depths[0].total_flops < plain[1]
 
 
 def test_what_depends_on_the_data_is_counted_in_full_and_said() -> None:

@@ -79,10 +79,13 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
     if (stage.query) asked.insert(stage.last);
   }
   if (needs.shrinks) wanted.insert(*needs.shrinks);
+  for (int64_t layer : needs.ahead) wanted.insert(layer + 1);
   wanted.erase(1);
+  std::set<int64_t> scored = needs.queries;
+  scored.insert(needs.ahead.begin(), needs.ahead.end());
   Ids cuts, queries;
   std::set_difference(wanted.begin(), wanted.end(), firsts.begin(), firsts.end(), std::back_inserter(cuts));
-  std::set_difference(needs.queries.begin(), needs.queries.end(), asked.begin(), asked.end(), std::back_inserter(queries));
+  std::set_difference(scored.begin(), scored.end(), asked.begin(), asked.end(), std::back_inserter(queries));
   if (!cuts.empty()) return "a cut before layer " + listed(cuts);
   if (!queries.empty()) return "the attention of layer " + listed(queries);
   if (needs.merging && !graphs.vision_merges) return "a vision graph that merges windows";
@@ -96,11 +99,14 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
 }
 
 void check_provided(const std::vector<MethodPtr>& reductions, const Manifest& m, const std::string& dialect) {
-  for (const MethodPtr& part : reductions)
-    for (int64_t cut : part->needs().cuts)
-      if (cut < 2 || cut > m.model.layers)
+  for (const MethodPtr& part : reductions) {
+    Needs needs = part->needs();
+    int64_t most = m.model.layers - (needs.ahead.empty() ? 0 : 1);  // the last layer is no stage of its own
+    for (int64_t cut : needs.cuts)
+      if (cut < 2 || cut > most)
         fail(Kind::request, part->name(), " drops tokens after layer ", cut - 1, ", and this model has ", m.model.layers,
-             " layers: give it layers from 1 to ", m.model.layers - 1);
+             " layers: give it layers from 1 to ", most - 1);
+  }
   for (const MethodPtr& part : reductions) {
     std::string lack = lacking(part->needs(), m, dialect);
     if (!lack.empty())

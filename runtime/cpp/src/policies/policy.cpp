@@ -25,6 +25,7 @@ Needs Policy::needs() const {
     all.last_attention |= one.last_attention, all.final_norm |= one.final_norm;
     all.text_tower |= one.text_tower, all.projector |= one.projector;
     all.tower_layers.insert(one.tower_layers.begin(), one.tower_layers.end());
+    all.ahead.insert(one.ahead.begin(), one.ahead.end());
   }
   return all;
 }

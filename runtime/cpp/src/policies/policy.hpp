@@ -21,7 +21,7 @@ struct Needs {
   std::set<int64_t> cuts, queries;
   std::optional<int64_t> shrinks;
   bool merging = false, attention = false, last_attention = false, final_norm = false, text_tower = false, projector = false;
-  std::set<int64_t> tower_layers;
+  std::set<int64_t> tower_layers, ahead;
   bool of_patches() const { return merging || attention || last_attention || text_tower || !tower_layers.empty(); }
 };
 
@@ -48,6 +48,7 @@ struct Boundary {
   std::function<std::pair<Rows, Rows>()> keys;  // of the layer just run: those still there, and the question's
   std::function<std::pair<Ids, Ids>()> positions;
   const Floats* final_norm;
+  std::function<Scores()> next_scores;  // of those still there, by the last question token in the layer to come
 
   int64_t count() const { return count_of(present); }
 };

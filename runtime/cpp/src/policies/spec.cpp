@@ -256,6 +256,7 @@ Needs MethodOptions::needs() const {
       if (layer == 0) continue;
       if (need == "cuts") needs.cuts.insert(layer + 1);
       if (need == "queries") needs.queries.insert(layer);
+      if (need == "ahead") needs.ahead.insert(layer + 1);
       if (need == "tower_layers") needs.tower_layers.insert(layer);
       if (need == "shrinks") needs.shrinks = std::min(needs.shrinks.value_or(layer), layer);
     }

@@ -96,7 +96,7 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
   TokenStates here = embed(selection.ids);
   for (size_t number = 0; number < stages_.size(); ++number) {
     if (number > 0 && sees_image(number - 1)) {
-      if (std::optional<Removal> removal = policy.ask(boundary(number, here.hidden, policy))) {
+      if (std::optional<Removal> removal = policy.ask(boundary(number, here, policy))) {
         const PrunedPrefix& pruned = remove(number, *removal);
         if (removal->shrinks) survivors = pruned.present;
       }
@@ -144,7 +144,8 @@ bool Session::sees_image(size_t number) const {
 }
 
 // What a policy may know before stage `number`.
-Boundary Session::boundary(size_t number, const Rows& hidden, const Policy& policy) {
+Boundary Session::boundary(size_t number, const TokenStates& suffix, const Policy& policy) {
+  const Rows& hidden = suffix.hidden;
   const Mask& before = layouts_[number - 1].present;
   Ids slots, image_slots;
   Mask present;
@@ -154,7 +155,7 @@ Boundary Session::boundary(size_t number, const Rows& hidden, const Policy& poli
     if (prefix_.is_vision[i]) image_slots.push_back(static_cast<int64_t>(slots.size()));
     slots.push_back(static_cast<int64_t>(i));
   }
-  int64_t layer = stages_[number - 1].last, first = layouts_[number - 1].position;
+  int64_t first = layouts_[number - 1].position;
   bool pruned = first_pruned_ < stages_.size();
   auto here = [this, number, pruned] { return pruned ? *pruned_prefix_ : PrunedPrefix::whole(prefix_, number); };
   auto of_image = [this](const PrunedPrefix& at) {
@@ -167,13 +168,21 @@ Boundary Session::boundary(size_t number, const Rows& hidden, const Policy& poli
       }
     return which;
   };
-  auto scores = [this, number, image_slots, layer](bool last_only) {
-    auto [total, most] = cache(number - 1).attention(last_only);
+  auto scores_of = [this, image_slots](size_t stage, bool last_only) {
+    auto [total, most] = cache(stage).attention(last_only);
     for (const Floats* values : {&total, &most})
       for (float value : *values)
         if (!std::isfinite(value))
-          fail(Kind::bundle, "the attention of layer ", layer, " is not a number; use --reduce none, or export at fp32");
+          fail(Kind::bundle, "the attention of layer ", stages_[stage].last,
+               " is not a number; use --reduce none, or export at fp32");
     return Scores(take(total, image_slots), take(most, image_slots));
+  };
+  auto scores = [number, scores_of](bool last_only) { return scores_of(number - 1, last_only); };
+  auto next_scores = [this, number, scores_of, &suffix] {
+    std::optional<PrunedPrefix> before_run = pruned_prefix_;
+    run(number, suffix, true);
+    if (number >= first_pruned_) pruned_prefix_ = std::move(before_run);  // for its attention alone: what stays runs anew
+    return scores_of(number, true);
   };
   auto image_hidden = [here, of_image] {
     PrunedPrefix at = here();
@@ -188,7 +197,8 @@ Boundary Session::boundary(size_t number, const Rows& hidden, const Policy& poli
     PrunedPrefix at = here();
     return std::pair(take(at.positions, of_image(at)), count_up(first, hidden.count()));
   };
-  return {layer + 1, hidden, prefix_.images, present, scores, image_hidden, keys, positions, &policy.final_norm};
+  return {stages_[number].first, hidden, prefix_.images, present, scores, image_hidden, keys, positions,
+          &policy.final_norm, next_scores};
 }
 
 // ---- the prefix

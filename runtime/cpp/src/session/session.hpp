@@ -78,7 +78,7 @@ class Session {
   Rows append(const Ids& ids);
   TokenStates embed(const Ids& ids);
   bool sees_image(size_t number) const;
-  Boundary boundary(size_t number, const Rows& hidden, const Policy& policy);
+  Boundary boundary(size_t number, const TokenStates& suffix, const Policy& policy);
   void replace_prefix(const Prompt& prompt);
   Prefix empty_prefix() const;
   void prepare(const Policy& policy);
