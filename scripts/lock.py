@@ -1,6 +1,6 @@
 """Write ci.lock: every package that `make setup` installs beside PyTorch, with the hashes of its files.
 
-    python scripts/lock.py cpu,openvino,rtx,export,tune,video,guided,dev
+    python scripts/lock.py cpu,openvino,rtx,export,tune,video,guided,mqtt,dev
 
 One file serves every supported Python, by markers. Versions are those of constraints.txt, and what the resolver finds
 for the rest. PyTorch and the CUDA packages that its usual build brings are left out: `make setup` installs PyTorch
