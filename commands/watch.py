@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -62,9 +63,14 @@ def watch(bundle: Path, config: Path, check: bool, parallel: int, tile_cache: in
             reread = partial(watcher.reload, partial(read_config, config))
             if hasattr(signal, "SIGHUP"):  # a handler must not wait for locks that this thread may hold
                 signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=reread, daemon=True).start())
-            notify("READY=1")
+
+            def tell(state: str) -> None:
+                with suppress(OSError):  # systemd is away
+                    notify(state)
+
+            tell("READY=1")
             try:
-                watcher.run()
+                watcher.run(partial(tell, "WATCHDOG=1"))
             finally:
-                notify("STOPPING=1")
+                tell("STOPPING=1")
                 watcher.close()

@@ -54,6 +54,7 @@ class Standing:
         self.question, self.settings = question, question.settings
         self.last: Last | None = None
         self.reported: str | None = None  # the text of the last event
+        self.error = ""  # of the last attempt, if it failed
         self._asked_at = -math.inf
         self._cells: Cells | None = None
 

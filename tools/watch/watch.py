@@ -27,6 +27,7 @@ from vtx.tools.watch.sources import Frame, FrameSource, Newest
 from vtx.tools.watch.standing import Cells, Last, Standing
 
 IDLE_SECONDS = 1.0  # between two looks for silent sources, at most
+STALL_SECONDS = 600.0  # in one run of a graph, after which the process no longer counts as alive
 
 
 def capacity(parallel: int, tiles: int = 0) -> Capacity:
@@ -105,9 +106,14 @@ class Watcher:
         self._reload = read
         self.wake.set()
 
-    def run(self) -> None:
-        """Ask until all sources have ended, or nobody reads stdout any more."""
+    def run(self, alive: Callable[[], None] = lambda: None) -> None:
+        """Ask until all sources have ended, or nobody reads stdout any more.
+
+        `alive` is called each second or more often, while the thread that computes gives signs of life.
+        """
         while not self.ended and not any(output.gone for output in self._outputs):
+            if self._engine.scheduler.silence < STALL_SECONDS:
+                alive()
             self.wake.wait(self.step())
             self.wake.clear()
 
@@ -212,6 +218,7 @@ class Watcher:
         current = watched.standing.get(standing.question.name) is standing and not watched.source.closed
         if current and isinstance(ended, Answer):
             self.answers += 1
+            standing.error = ""
             answer = answer_fields(ended, standing)
             whole = ended.stopped not in ("timeout", "cancelled")
             standing.last = Last(_key(look), look.cells, answer) if whole else None
@@ -228,10 +235,13 @@ class Watcher:
             watched.look = None
 
     def _failed(self, watched: Watched, look: Look, standing: Standing, error: Exception) -> None:
+        """Tell of an error, once as long as it stays the same."""
         self.errors += 1
-        standing.last = None
+        standing.last, before, standing.error = None, standing.error, str(error) or type(error).__name__
+        if standing.error == before:
+            return
         about = {"source": watched.config.name, "question": standing.question.name, "frame": look.frame.number}
-        self._send("error", look.frame.time, **about, error=str(error) or type(error).__name__)
+        self._send("error", look.frame.time, **about, error=standing.error)
 
     def _report(self, watched: Watched, look: Look, standing: Standing, answer: Any, how: dict[str, Any]) -> None:
         """Send an answer, and ask the questions that wait for it."""

@@ -239,6 +239,8 @@ def test_a_question_that_fails_says_so_and_stops_nothing(engine: Engine) -> None
         assert events["first"]["stopped"] in ("end", "length")
     with patch.object(Engine, "job", side_effect=RequestError("no room")):
         assert [event["event"] for event in run.show(picture(2))] == ["error", "error"]
+        assert run.show(picture(4)) == [], "the same error is told once"
+    assert run.watcher.errors == 4
     assert len(run.show(picture(3))) == 2
 
 
@@ -309,7 +311,9 @@ def test_it_ends_with_its_sources(engine: Engine) -> None:
     run = Run(engine, source())
     run.put(picture(1))
     run.watcher.watched["s"].source.state = "ended"
-    run.watcher.run()
+    alive = list[None]()
+    run.watcher.run(lambda: alive.append(None))
+    assert alive
     assert [event["event"] for event in run.told.events] == ["answer"]
 
 
