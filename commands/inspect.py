@@ -16,13 +16,16 @@ from vtx.tools.common.loading import Loading
 def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
     """Show the contents of a bundle: stages, precision, sizes, KV bytes per K [default: the last one exported]."""
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.card import read_card
     from vtx.runtime.precision import KV_DTYPES
     from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe, images_seen
+    from vtx.runtime.strict import json_value
     from vtx.runtime.units import size
 
-    facts = describe(Bundle.open(last_bundle(bundle), key=loading.key))
+    opened = Bundle.open(last_bundle(bundle), key=loading.key)
+    facts, card = describe(opened), read_card(opened)
     if as_json:
-        say_json(facts)
+        say_json({**facts, **({} if card is None else {"card": json_value(card)})})
         return
     model = facts["model"]
     say(f"{facts['bundle']}: {model['name']}, {facts['precision']} weights, {facts['kv_dtype']} KV cache")
@@ -49,4 +52,6 @@ def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
     ]  # fmt: skip
     if facts["reductions"]:
         say("reductions, the default first: " + ", ".join(facts["reductions"]))
+    if card is not None:
+        say(f"the default, in place of those below: {card.in_words}")
     table("KV cache", ["K", "full layers", f"one image, {TEXT_TOKENS} text tokens", "full context"], variants)

@@ -78,7 +78,8 @@ VTX_API void vtx_load_options_init(vtx_load_options* options, size_t size);
 VTX_API vtx_status vtx_load(const char* bundle, const vtx_load_options* options, vtx_model** model);
 VTX_API void vtx_model_free(vtx_model* model);
 
-/* One line of JSON: name, layers, precision, prebuilt K, reductions, device, engine. Valid as long as the model. */
+/* One line of JSON: name, layers, precision, prebuilt K, reductions, device, engine, and whether the bundle's card (see
+ * vtx-fit) is used. Valid as long as the model. */
 VTX_API const char* vtx_model_json(const vtx_model* model);
 
 /* ---- conversations */

@@ -182,12 +182,13 @@ std::string model_json(const vtxcore::Model& model) {
                                              {"max_context", m.max_context},
                                              {"image_tokens", m.layout.max_tokens},
                                              {"variants", ks},
-                                             {"default_k", m.default_k},
+                                             {"default_k", model.default_k()},
                                              {"reductions", reductions},
                                              {"device", model.backend().device},
                                              {"compute", model.backend().compute},
                                              {"engine", model.backend().library},
-                                             {"load_ms", model.load_ms()}})
+                                             {"load_ms", model.load_ms()},
+                                             {"card", model.card().empty() ? vtxcore::Json() : model.card()}})
       .dump();
 }
 

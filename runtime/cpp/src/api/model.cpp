@@ -6,6 +6,7 @@
 #include "backends/engines.hpp"
 #include "backends/tables.hpp"
 #include "base/checks.hpp"
+#include "bundle/card.hpp"
 #include "bundle/releases.hpp"
 #include "bundle/sha256.hpp"
 
@@ -33,7 +34,18 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
   newline_ = layout_->newline() ? read_newline(bundle_) : Rows(0, static_cast<size_t>(manifest().model.hidden));
   if (options.threads != 0) check_whole("threads", options.threads, 1, names::kMostThreads);
   if (manifest().text.seg_token_id) final_norm_ = read_final_norm(bundle_);
-  backend_ = open_backend(bundle_, options.device, {options.threads, options.library, options.compute});
+  std::string device = options.device;
+  BackendOptions how{options.threads, options.library, options.compute};
+  default_k_ = manifest().default_k;
+  default_reduce_ = manifest().reductions.empty() ? "none" : manifest().reductions.front();
+  if (std::optional<Card> card = read_card(bundle_)) {
+    BackendOptions fitted{options.threads, options.library, card->compute};
+    bool other = (device != "auto" && device != card->device) || (!how.compute.empty() && how.compute != card->compute);
+    std::string reason = other ? "another device or arithmetic was asked for" : obstacle(bundle_, card->device, fitted);
+    card_ = reason.empty() ? "used" : "ignored: " + reason;
+    if (reason.empty()) device = card->device, how = fitted, default_k_ = card->k, default_reduce_ = card->reduce;
+  }
+  backend_ = open_backend(bundle_, device, how);
   try {
     text_.emplace(bundle_);
   } catch (const Error& error) {
@@ -115,9 +127,8 @@ GuidedAnswer Model::guided(const Guide& guide) const {
 
 Policy Model::policy(const Options& options) const {
   const Manifest& m = manifest();
-  std::string k = options.k == "default" ? m.default_k : options.k;
-  std::string reduce = options.reduce;
-  if (reduce == "default") reduce = m.reductions.empty() ? "none" : m.reductions.front();
+  std::string k = options.k == "default" ? default_k_ : options.k;
+  std::string reduce = options.reduce == "default" ? default_reduce_ : options.reduce;
   auto odds = [this](int64_t layer, const Rows& rows) { return backend_->gate(layer, rows); };
   auto norm = [this] { return read_final_norm(bundle_); };
   Policy policy = make_policy(k, reduce, m, backend_->dialect, odds, options.gate_threshold, norm);

@@ -39,6 +39,11 @@ class Model {
   const Text& text() const;
   bool has_text() const { return text_.has_value(); }
   double load_ms() const { return load_ms_; }
+  // Of questions that name none: those of the bundle's card where it holds here, else those of its manifest.
+  const std::string& default_k() const { return default_k_; }
+  const std::string& default_reduce() const { return default_reduce_; }
+  // "used", or why the bundle's card does not hold here; empty without one.
+  const std::string& card() const { return card_; }
 
   // Throws Error(context) if a prompt of images in tiles does not fit, with the number of tiles that would.
   void check_room(const Ids& ids, const std::vector<PreparedImage>& images) const;
@@ -57,6 +62,7 @@ class Model {
  private:
   std::chrono::steady_clock::time_point start_;
   Bundle bundle_;
+  std::string default_k_, default_reduce_, card_;
   std::string fit_;
   LayoutPtr layout_;
   Rows newline_;

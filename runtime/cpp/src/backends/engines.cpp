@@ -99,6 +99,12 @@ const Engine& choose(const Bundle& bundle, const std::string& device, const Back
 
 }  // namespace
 
+std::string obstacle(const Bundle& bundle, const std::string& device, const BackendOptions& options) {
+  for (const Engine& engine : engines())
+    if (device == engine.device) return obstacle(engine, bundle, options);
+  return cat("device '", device.substr(0, 40), "' is not available in this version");
+}
+
 std::unique_ptr<Backend> open_backend(const Bundle& bundle, const std::string& device, BackendOptions options) {
   if (!options.compute.empty() && devices(options.compute).empty())
     fail(Kind::device, "no device computes in '", options.compute.substr(0, 40), "'; there are: ", arithmetic());

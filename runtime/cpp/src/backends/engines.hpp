@@ -38,6 +38,9 @@ Engine tensorrt_engine();
 // All of them, in the order in which messages name them.
 const std::vector<Engine>& engines();
 
+// Why the engine of this device cannot answer in the arithmetic of `options`, and the fix; empty if it can.
+std::string obstacle(const Bundle& bundle, const std::string& device, const BackendOptions& options);
+
 // `device`: the name of an engine's, or "auto" for the best of those that are possible here. Throws Error(device) where
 // the device is unknown or cannot answer this bundle here, Error(bundle) where a graph is not what the manifest promises.
 std::unique_ptr<Backend> open_backend(const Bundle& bundle, const std::string& device, BackendOptions options);

@@ -1,0 +1,38 @@
+#include "bundle/card.hpp"
+
+#include "bundle/fields.hpp"
+#include "bundle/seal.hpp"
+
+namespace vtxcore {
+namespace {
+
+constexpr char kCard[] = "card.json", kCardFormat[] = "vtx-card-1", kFitAgain[] = "run vtx-fit again, or remove card.json";
+constexpr int64_t kMaxCard = int64_t{1} << 20;
+
+std::string read_k(Fields& fields) {
+  const Json& value = fields.get("k");
+  if (value.is_null()) return "none";
+  if (value.integer() != nullptr) return std::to_string(fields.whole("k"));
+  return fields.text("k");
+}
+
+}  // namespace
+
+std::optional<Card> read_card(const Bundle& bundle) {
+  Folder folder(bundle.folder());
+  if (!folder.exists(kCard)) return std::nullopt;
+  // It is written after the bundle was signed, so its signature is its own, by the same key.
+  std::string fix = cat(kFitAgain, bundle.key() ? " (--sign KEY)" : "");
+  Json value = parse_json(read_sealed(folder, kCard, kMaxCard, fix, bundle.key()), kCard, Kind::bundle);
+  if (value.text("format") != kCardFormat)
+    fail(Kind::bundle, kCard, " has format '", value.text("format").substr(0, 40), "', this libvtx reads ", kCardFormat,
+         "; ", kUpgrade);
+  if (value.text("manifest") != bundle.digest())
+    fail(Kind::bundle, kCard, " was made for another vtx.json than the one in ", bundle.folder(), "; ", kFitAgain);
+  Fields card(value, kCard);
+  Fields chosen(card.get("chosen"), cat(kCard, ": chosen"));
+  Fields how(chosen.get("configuration"), cat(kCard, ": chosen: configuration"));
+  return Card{how.text("device"), how.text("compute"), how.text("reduce"), read_k(how)};
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,20 @@
+// card.json: the configuration that vtx-fit chose for a bundle, as far as answers depend on it.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "bundle/bundle.hpp"
+
+namespace vtxcore {
+
+struct Card {
+  std::string device, compute, reduce;
+  std::string k;  // "none", "auto" or a number
+};
+
+// None where the bundle has no card. Throws Error(bundle) where it is damaged, was made for another manifest, or is not
+// signed although the bundle must be.
+std::optional<Card> read_card(const Bundle& bundle);
+
+}  // namespace vtxcore
