@@ -78,8 +78,12 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 3584}},
     "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 1280}},
+    "qwen3_vl": {
+        "text_config": {"vocab_size": 151936, "hidden_size": 2560}, "vision_config": {"out_hidden_size": 2560},
+    },
 }  # fmt: skip
 _QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
+_QWEN3_PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}
 _SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
 Cell = Callable[[Family, ModelConfig], str]
 
@@ -90,7 +94,9 @@ def _config(family: Family) -> ModelConfig:
         "text_config": _TEXT, "vision_config": _TOWER, **_OWN.get(family.model_type, {}),
     }  # fmt: skip
     config = family.read(settings)
-    return config if not config.vision.native or family.adjust is None else family.adjust(config, _QWEN_PIXELS)
+    if not config.vision.native or family.adjust is None:
+        return config
+    return family.adjust(config, _QWEN_PIXELS if config.vision.patch == 14 else _QWEN3_PIXELS)
 
 
 def _tokens(_: Family, config: ModelConfig) -> str:

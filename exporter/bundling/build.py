@@ -133,7 +133,10 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         write(graphs.projector, precisions.vision, lambda b: build_projector(b, plan.config))
     write(graphs.embed, precisions.decoder, lambda b: build_embed(b, text))
     for stage, file in zip(plan.stages, graphs.stages, strict=True):
-        build = partial(build_stage, c=text, first=stage.first, last=stage.last, kv_type=kv, query=stage.query)
+        build = partial(
+            build_stage, c=text, first=stage.first, last=stage.last, kv_type=kv, query=stage.query,
+            inputs=plan.config.token_inputs,
+        )  # fmt: skip
         write(file, precisions.decoder, build, kv)
     write(graphs.head, precisions.head, lambda b: build_head(b, text))
     if graphs.score:

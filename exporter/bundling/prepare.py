@@ -133,7 +133,13 @@ class Plan:
         skipped = self.options.aware.skipped if self.options.aware else ()
         tower = self.text_tower.warnings if self.text_tower else ()
         gates = self.gates.warnings if self.gates else ()
-        return *self.disagreements, *gates, *tower, *(f"skipped {line}" for line in skipped)
+        maps = len(self.config.vision.maps)
+        unread = (
+            f"at K = {k} no text sees {' and '.join(f'map {n}' for n in range(max(1, k - 1), maps + 1))} of the tower: "
+            f"map n is added after layer n and seen from layer n + 1 on, so all {maps} count from K = {maps + 2} on"
+            for k in sorted(self.ks) if k < maps + 2
+        )  # fmt: skip
+        return *self.disagreements, *gates, *tower, *unread, *(f"skipped {line}" for line in skipped)
 
 
 def plan_export(options: ExportOptions) -> Plan:

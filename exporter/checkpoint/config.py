@@ -15,7 +15,9 @@ from vtx.runtime.vision.layouts.frames import Frames
 
 MAX_POSITIONS = (1 << 24) - 1
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite")
-THREE_PART = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}  # text models whose positions have three parts
+# text models whose positions have three parts, qwen3 rotates by interleaved ones
+THREE_PART = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 
@@ -59,7 +61,9 @@ class VisionConfig:
 
     `native`: images keep their own resolution, positions are rotary, and the projector is the tower's merger; `image`
     is then the side of the largest square image. `gated`: a block's MLP has three matrices instead of two. `window`:
-    side, in patches, of the windows that blocks attend within, except `full_blocks`, counted from 0.
+    side, in patches, of the windows that blocks attend within, except `full_blocks`, counted from 0. `maps`: blocks,
+    counted from 0, of whose output a merger of its own makes a map; the first is added to the image's tokens after
+    decoder layer 1, the second after layer 2, and so on (deepstack). `patch_bias`: patches have a bias.
     """
 
     family: str
@@ -83,6 +87,8 @@ class VisionConfig:
     gated: bool = False
     window: int | None = None
     full_blocks: tuple[int, ...] = ()
+    maps: tuple[int, ...] = ()
+    patch_bias: bool = False
     post_norm: bool = False
 
     @property
@@ -160,8 +166,9 @@ class ModelConfig:
 
     @property
     def token_inputs(self) -> dict[int, TokenInput]:
-        """Inputs per token of decoder layers, by their number from 1, in addition to hidden states; none so far."""
-        return {}
+        """What is added to image tokens after decoder layers, by their number from 1: the tower's maps."""
+        layers, width = range(1, len(self.vision.maps) + 1), self.text.hidden
+        return {layer: TokenInput(f"map{layer}", width, of_text=False, of_images=True) for layer in layers}
 
     @property
     def frames(self) -> ModelConfig | None:
@@ -262,6 +269,10 @@ def text_config_of(parsed: Any) -> TextConfig:
     family = THREE_PART.get(config.model_type, config.model_type)
     positions = size(config, "max_position_embeddings", MAX_POSITIONS)
     window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if unknown := sorted({*map(str, layer_types or ())} - ATTENTION_KINDS):
+        raise UnsupportedModelError(
+            f"layers of the kind {unknown[0]!r:.40} are not supported; vtx exports {', '.join(sorted(ATTENTION_KINDS))}"
+        )
     if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
         positions = min(positions, window)  # attention is full up to here
     eps, factors = number(vars(config), "rms_norm_eps"), tuple[tuple[str, float], ...]()
@@ -275,7 +286,10 @@ def text_config_of(parsed: Any) -> TextConfig:
         activation=str(config.hidden_act), qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
         o_bias=(biases or family == "qwen3") and bool(getattr(config, "attention_bias", False)),
         mlp_bias=biases and bool(getattr(config, "mlp_bias", False)), tied=bool(parsed.tie_word_embeddings),
-        rope=read_rope(config, head_dim, three_part=config.model_type in THREE_PART), max_positions=positions,
+        rope=read_rope(
+            config, head_dim, three_part=config.model_type in THREE_PART, interleaved=family == "qwen3"
+        ),
+        max_positions=positions,
         qk_norm=family == "qwen3", factors=factors,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 MAX_WIDTH = 1 << 20
 NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
-SECTIONS = (16, 24, 24)  # default numbers of frequencies by time, row and column
+SECTIONS, INTERLEAVED = (16, 24, 24), (24, 20, 20)  # default numbers of frequencies by time, row and column
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
@@ -42,8 +42,8 @@ def rope_tables(rope: RopeSpec, positions: int) -> tuple[NDArray[np.float32], ND
     return np.cos(angles) * scale, np.sin(angles) * scale
 
 
-def read_rope(config: Any, head_dim: int, *, three_part: bool) -> RopeSpec:
-    """The rotary embedding of a text model's parsed configuration.
+def read_rope(config: Any, head_dim: int, *, three_part: bool, interleaved: bool = False) -> RopeSpec:
+    """The rotary embedding of a text model's parsed configuration; `interleaved`: of three parts, if it has them.
 
     "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context. Raises
     UnsupportedModelError, CheckpointError.
@@ -72,14 +72,20 @@ def read_rope(config: Any, head_dim: int, *, three_part: bool) -> RopeSpec:
         rates = np.where(waves > context / low, rates / factor, np.where(waves < context / high, rates, blended))
     if kind == "yarn":
         rates, scale = _yarn(rates, theta, parameters)
-    sections = parameters.get("mrope_section", SECTIONS) if three_part else ()
+    interleaved = interleaved and three_part
+    if three_part and parameters.get("mrope_interleaved", interleaved) != interleaved:
+        raise UnsupportedModelError(
+            f"mrope_interleaved {not interleaved} is not supported for a {config.model_type} model"
+        )
+    sections = parameters.get("mrope_section", INTERLEAVED if interleaved else SECTIONS) if three_part else ()
     numbers = isinstance(sections, list | tuple) and all(type(part) is int and part > 0 for part in sections)
     if three_part and (not numbers or len(sections) != len(SECTIONS) or 2 * sum(sections) != head_dim):
         raise CheckpointError(
             f"config.json: mrope_section {sections!r:.60} does not divide the {head_dim // 2} frequencies of a head "
             "into three; correct config.json"
         )
-    return RopeSpec(kind, theta, tuple(float(r) for r in rates.astype(np.float32)), tuple(sections), scale)
+    frequencies = tuple(float(r) for r in rates.astype(np.float32))
+    return RopeSpec(kind, theta, frequencies, tuple(sections), scale, interleaved)
 
 
 def _yarn(

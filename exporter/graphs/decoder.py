@@ -7,6 +7,8 @@ slot after image tokens have been withdrawn.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx_ir as ir
 
@@ -14,6 +16,7 @@ from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, StageAttention, linear_tensors
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.precision import KV_DTYPES
 
 
@@ -57,8 +60,14 @@ def build_head(b: Builder, c: TextConfig) -> None:
     b.output(logits, names.LOGITS, FLOAT, ["tokens", c.vocab])
 
 
-def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.DataType, *, query: bool = False) -> None:
-    """Layers `first` to `last`, with the KV cache of each as input and output; with `query` also the last one's q."""
+def build_stage(
+    b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.DataType, *, query: bool = False,
+    inputs: Mapping[int, TokenInput] | None = None,
+) -> None:  # fmt: skip
+    """Layers `first` to `last`, with the KV cache of each as input and output; with `query` also the last one's q.
+
+    `inputs` are added to the hidden states after layers, by their number.
+    """
     total = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
     attention = b.dialect.stage_attention(b, c, kv_type)
     delta: ir.Value | None = None
@@ -74,6 +83,9 @@ def build_stage(b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.Da
         gate = activate(b, b.linear(x, f"{mlp}.gate_proj", bias=c.mlp_bias), c.activation)
         up = b.linear(x, f"{mlp}.up_proj", bias=c.mlp_bias)
         delta = b.linear(b.op("Mul", gate, up), f"{mlp}.down_proj", bias=c.mlp_bias)
+        if inputs and layer in inputs:
+            given = b.input(names.token_input(inputs[layer].name), FLOAT, ["tokens", c.hidden])
+            total = b.op("Add", total, b.from_float32(given))
     assert delta is not None
     b.output(b.to_float32(b.op("Add", total, delta)), names.HIDDEN_OUT, FLOAT, ["tokens", c.hidden])
     if query:

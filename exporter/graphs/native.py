@@ -1,4 +1,4 @@
-"""The vision graph of towers that see images at their own resolution: rotary positions, windows, and a merger.
+"""The vision graph of towers that see images at their own resolution: rotary positions, windows, and mergers.
 
 The patches of a square become one token, so the tower's hidden states are in the order of squares: row by row, and row
 by row within a square. The size of the image determines their number.
@@ -21,12 +21,17 @@ MOMENTS = 2  # of a video in one patch; an image fills both
 THETA = 10_000.0
 END = 1 << 30  # of any axis
 INT64 = ir.DataType.INT64.value
+POSITIONS = "vision.pos_embed.weight"
 
 
 def native_tensors(c: ModelConfig) -> Shapes:
-    """Canonical names and shapes of the weights of tower and merger."""
+    """Canonical names and shapes of the weights of tower and mergers."""
     v = c.vision
     yield "vision.patch_embed.proj.weight", (v.hidden, 3, MOMENTS, v.patch, v.patch)
+    if v.patch_bias:
+        yield "vision.patch_embed.proj.bias", (v.hidden,)
+    if v.position_grid is not None:
+        yield POSITIONS, (v.position_grid**2, v.hidden)
     for layer in range(v.layers):
         p = f"vision.blocks.{layer}"
         yield from norm_tensors(f"{p}.norm1", v.hidden, bias=not v.rms_norm)
@@ -37,9 +42,15 @@ def native_tensors(c: ModelConfig) -> Shapes:
             yield from linear_tensors(f"{p}.mlp.{name}", v.ffn, v.hidden)
         yield from linear_tensors(f"{p}.mlp.{'down_proj' if v.gated else 'fc2'}", v.hidden, v.ffn)
     wide = v.hidden * v.shuffle**2
-    yield from norm_tensors("vision.merger.ln_q", v.hidden, bias=not v.rms_norm)
-    yield from linear_tensors("vision.merger.mlp.0", wide, wide)
-    yield from linear_tensors("vision.merger.mlp.2", c.text.hidden, wide)
+    for name, width in (("vision.merger", v.hidden), *((map_merger(number), wide) for number in range(len(v.maps)))):
+        yield from norm_tensors(f"{name}.ln_q", width, bias=not v.rms_norm)
+        yield from linear_tensors(f"{name}.mlp.0", wide, wide)
+        yield from linear_tensors(f"{name}.mlp.2", c.text.hidden, wide)
+
+
+def map_merger(number: int) -> str:
+    """The canonical name of the merger of map `number`, from 0; its norm is over all patches of a square together."""
+    return f"vision.deepstack_merger_list.{number}"
 
 
 Grid = tuple[ir.Value, ir.Value]  # the numbers of rows and columns of squares, [1] int64 each
@@ -59,19 +70,31 @@ class _Windows:
 
 
 def build_native(b: Builder, c: ModelConfig) -> None:
-    """[1, 3, height, width] float32, both multiples of a square's side, to [1, tokens, hidden] float32."""
+    """[1, 3, height, width] float32, both multiples of a square's side, to [1, tokens, hidden] float32.
+
+    Maps for the decoder are further outputs, [tokens, hidden] each.
+    """
     v = c.vision
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1, 3, "height", "width"]))
     # embedded patches [patches, hidden]; an image is both moments, so their kernels add up
     kernel = b.op("ReduceSum", b.weight("vision.patch_embed.proj.weight"), b.constant([2]), keepdims=0)
-    patches = b.op("Conv", pixels, kernel, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
+    bias = [b.weight("vision.patch_embed.proj.bias")] if v.patch_bias else []
+    patches = b.op("Conv", pixels, kernel, *bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
+    if v.position_grid is not None:  # the table of positions, stretched to the patches, in float32
+        table = b.reshape(b.to_float32(b.weight(POSITIONS)), 1, v.position_grid, v.position_grid, v.hidden)
+        sizes = b.op("Concat", b.constant([1, v.hidden]), b.op("Shape", patches, start=2, end=4), axis=0)
+        stretched = b.op(
+            "Resize", b.op("Transpose", table, perm=[0, 3, 1, 2]), None, None, sizes, mode="linear",
+            coordinate_transformation_mode="align_corners",
+        )  # fmt: skip
+        patches = b.op("Add", patches, b.from_float32(stretched))
     side = b.constant([v.shuffle])
     rows, columns = (b.op("Div", b.op("Shape", patches, start=axis, end=axis + 1), side) for axis in (2, 3))
     split = b.op("Concat", b.constant([v.hidden]), rows, side, columns, side, axis=0)
     squares = b.op("Transpose", b.op("Reshape", patches, split), perm=[1, 3, 2, 4, 0])
     x, grid = b.reshape(squares, -1, v.hidden), (rows, columns)
     turn = _rotation(b, v, grid)
-    windows = _windows(b, v, grid) if v.window is not None else None
+    windows, wide = _windows(b, v, grid) if v.window is not None else None, v.hidden * v.shuffle**2
     for layer in range(v.layers):
         name = f"vision.blocks.{layer}"
         within = None if layer in v.full_blocks else windows
@@ -80,11 +103,19 @@ def build_native(b: Builder, c: ModelConfig) -> None:
         gate = activate(b, b.linear(y, f"{mlp}.{'gate_proj' if v.gated else 'fc1'}", bias=True), v.activation)
         y = b.op("Mul", gate, b.linear(y, f"{mlp}.up_proj", bias=True)) if v.gated else gate
         x = b.op("Add", x, b.linear(y, f"{mlp}.{'down_proj' if v.gated else 'fc2'}", bias=True))
-    wide = v.hidden * v.shuffle**2
-    x = b.linear(b.reshape(norm(b, v, x, "vision.merger.ln_q"), -1, wide), "vision.merger.mlp.0", bias=True)
-    x = b.linear(activate(b, x, c.projector_activation), "vision.merger.mlp.2", bias=True)
-    out = b.to_float32(b.reshape(x, 1, -1, c.text.hidden))
+        if layer in v.maps:
+            name = map_merger(number := v.maps.index(layer))
+            given = _merge(b, c, norm(b, v, b.reshape(x, -1, wide), f"{name}.ln_q"), name)
+            output = names.token_input(c.token_inputs[number + 1].name)
+            b.output(b.to_float32(given), output, FLOAT, ["tokens", c.text.hidden])
+    merged = _merge(b, c, b.reshape(norm(b, v, x, "vision.merger.ln_q"), -1, wide), "vision.merger")
+    out = b.to_float32(b.reshape(merged, 1, -1, c.text.hidden))
     b.output(out, names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
+
+
+def _merge(b: Builder, c: ModelConfig, squares: ir.Value, name: str) -> ir.Value:
+    hidden = activate(b, b.linear(squares, f"{name}.mlp.0", bias=True), c.projector_activation)
+    return b.linear(hidden, f"{name}.mlp.2", bias=True)
 
 
 def _rotation(b: Builder, v: VisionConfig, grid: Grid) -> tuple[ir.Value, ir.Value]:

@@ -7,7 +7,7 @@ one pass, since layer K gets its tokens from the pass without withdrawal.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,14 +37,19 @@ FINAL_NORM = "text.norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The images of one prompt: `hidden` [image tokens, hidden], and `images` if they have positions of their own."""
+    """The images of one prompt: `hidden` [image tokens, hidden], and `images` if they have positions of their own.
+
+    `maps`, each like `hidden`, are added to the image tokens after the first layers of the decoder, one after each.
+    """
 
     hidden: Tensor
     images: tuple[ImageTokens, ...] = ()
+    maps: tuple[Tensor, ...] = ()
 
     def first(self, count: int) -> Encoded:
         kept = np.arange(min(count, len(self.hidden)))
-        return Encoded(self.hidden[:count], tuple(image.take(kept) for image in self.images))
+        maps = tuple(each[:count] for each in self.maps)
+        return Encoded(self.hidden[:count], tuple(image.take(kept) for image in self.images), maps)
 
     def positions(self, is_vision: Mask) -> NDArray[np.int64]:
         """Positions of a sequence's tokens [n], or [n, 3]: a text token has the next, an image those of its span."""
@@ -83,10 +88,17 @@ class _Streams:
     withdrawn: Tensor
     is_vision: Tensor
     positions: Tensor
+    maps: tuple[Tensor, ...]
 
     @property
     def text_positions(self) -> Tensor:
         return self.positions[~self.is_vision]
+
+    def run(self, c: TextConfig, layer: int, weights: LayerWeights, **also: Any) -> None:
+        """Run `full` through a layer, from 1: `_decoder_layer`, and the map that follows it."""
+        self.full = _decoder_layer(c, self.full[None], self.positions, weights, **also)[0]
+        if layer <= len(self.maps):
+            self.full[self.is_vision] += self.maps[layer - 1]
 
 
 class Reference:
@@ -98,25 +110,33 @@ class Reference:
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
         layout, tokens = self.config.layout.for_images(len(images)), list[ImageTokens]()
+        maps = list[Sequence[Tensor]]()
         hidden = (0, self.config.text.hidden)
         newline = self._weights.read(NEWLINE)[None].cpu().numpy() if layout.newline else np.zeros(hidden, np.float32)
         for source in images:
             image = load_image(source)
             views = layout.views(image, settings)
-            states = np.split(self.features(views).cpu().numpy(), len(views))
+            features, *further = self._towers(views)
+            maps.append(further)
+            states = np.split(features.cpu().numpy(), len(views))
             encoded = [ImageTokens.one_per_patch(view) for view in states]
             tokens.append(layout.arrange(encoded, *image.size, newline))
         if not tokens:
             return Encoded(torch.zeros(hidden))
         own = any(image.offsets is not None for image in tokens)
-        return Encoded(torch.from_numpy(np.concatenate([t.hidden for t in tokens])), tuple(tokens) if own else ())
+        hidden_states = torch.from_numpy(np.concatenate([t.hidden for t in tokens]))
+        return Encoded(hidden_states, tuple(tokens) if own else (), tuple(map(torch.cat, zip(*maps, strict=True))))
 
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
         """Views [views, 3, height, width] to their tokens [views * tokens of each, hidden]."""
+        return self._towers(pixels)[0]
+
+    def _towers(self, pixels: NDArray[np.float32]) -> list[Tensor]:
+        """As `features`, with the tower's maps for the decoder, each like the tokens."""
         c, v = self.config, self.config.vision
         if v.native:
             tower = NativeTower(v, self._weights.read, _activate, self._layer_norm, self._linear)
-            return torch.cat([tower.tokens(view) for view in torch.from_numpy(pixels)])
+            return [*map(torch.cat, zip(*map(tower.tokens, torch.from_numpy(pixels)), strict=True))]
         w, name = self._weights.read, "vision.embeddings"
         kernel = w(f"{name}.patch_embedding.weight")
         bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
@@ -146,7 +166,7 @@ class Reference:
         for number, matrix in enumerate(projector_layers(c)):
             chosen = _activate(chosen, c.projector_activation) if number else chosen
             chosen = self._linear(chosen, matrix)
-        return chosen.flatten(0, 1)
+        return [chosen.flatten(0, 1)]
 
     def hidden(
         self, samples: Sequence[Sample], ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None,
@@ -169,7 +189,7 @@ class Reference:
                     stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
                 see = partial(attend, layer, number) if attend else None
                 inputs = partial(feed, layer, number) if feed else None
-                stream.full = _decoder_layer(text, stream.full[None], stream.positions, weights, see, inputs)[0]
+                stream.run(text, layer, weights, see=see, feed=inputs)
                 watch(layer, number, stream.full)
                 if len(stream.withdrawn):
                     stream.withdrawn = _decoder_layer(text, stream.withdrawn, stream.text_positions, weights)
@@ -189,10 +209,9 @@ class Reference:
         `report` gets 1 a layer.
         """
         (stream,) = self._enter([sample])
-        x = stream.full[None]
         for layer in range(1, self.config.text.layers + 1):
             cache, weights = list[Tensor](), self._layer_weights(layer, keep=False)
-            x = _decoder_layer(self.config.text, x, stream.positions, weights, cache=cache)
+            stream.run(self.config.text, layer, weights, cache=cache)
             yield layer, cache[0][0], cache[1][0]
             report(1)
 
@@ -204,7 +223,7 @@ class Reference:
 
         Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
         """
-        inputs = [(stream.full, stream.positions) for stream in self._enter(samples)]
+        streams = self._enter(samples)
         kept: list[dict[int, list[Tensor]]] = [{} for _ in samples]
         answers: list[list[int]] = [[] for _ in samples]
         active = list(range(len(samples)))
@@ -212,16 +231,18 @@ class Reference:
             for layer in range(1, self.config.text.layers + 1):
                 weights = self._layer_weights(layer, keep=True)
                 for n in active:
-                    x, positions = inputs[n]
-                    cache = kept[n].setdefault(layer, [])
-                    inputs[n] = _decoder_layer(self.config.text, x[None], positions, weights, cache=cache)[0], positions
+                    streams[n].run(self.config.text, layer, weights, cache=kept[n].setdefault(layer, []))
                 report(1)
-            best = self.head(torch.stack([inputs[n][0][-1] for n in active])).argmax(-1)
+            best = self.head(torch.stack([streams[n].full[-1] for n in active])).argmax(-1)
             for n, token in zip(active, best.tolist(), strict=True):
                 answers[n].append(token)
             active = [n for n in active if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
             for n in active:
-                inputs[n] = self._weights.read(EMBEDDING, np.array(answers[n][-1:])), inputs[n][1][-1:] + 1
+                token, following = (
+                    self._weights.read(EMBEDDING, np.array(answers[n][-1:])),
+                    streams[n].positions[-1:] + 1,
+                )
+                streams[n] = replace(streams[n], full=token, positions=following, maps=())
         return answers
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -253,7 +274,7 @@ class Reference:
             hidden[is_vision] = sample.features.hidden
             withdrawn = hidden.new_zeros(0, int((~is_vision).sum()), hidden.shape[1])
             positions = torch.from_numpy(sample.features.positions(is_vision.numpy()))
-            streams.append(_Streams(hidden, withdrawn, is_vision, positions))
+            streams.append(_Streams(hidden, withdrawn, is_vision, positions, sample.features.maps))
         return streams
 
     def _positions(self, table: Tensor) -> Tensor:

@@ -23,13 +23,17 @@ class NativeTower:
     ) -> None:  # fmt: skip
         self._v, self._w, self._activate, self._norm, self._linear = vision, weight, activate, norm, linear
 
-    def tokens(self, pixels: Tensor) -> Tensor:
-        """One image [3, height, width] to its tokens [tokens, hidden], row by row."""
+    def tokens(self, pixels: Tensor) -> list[Tensor]:
+        """One image [3, height, width] to its tokens [tokens, hidden], row by row, and its maps, which are alike."""
         v, side = self._v, self._v.shuffle
         kernel = self._w("vision.patch_embed.proj.weight")
         still = torch.stack([pixels] * kernel.shape[2], 1)[None]
-        grid = F.conv3d(still, kernel, stride=kernel.shape[2:])[0, :, 0]  # [hidden, rows, columns]
+        bias = self._w("vision.patch_embed.proj.bias") if v.patch_bias else None
+        grid = F.conv3d(still, kernel, bias, stride=kernel.shape[2:])[0, :, 0]  # [hidden, rows, columns]
         high, wide = grid.shape[1:]
+        if v.position_grid is not None:
+            table = self._w("vision.pos_embed.weight").T.reshape(1, v.hidden, v.position_grid, v.position_grid)
+            grid = grid + F.interpolate(table, (high, wide), mode="bilinear", align_corners=True)[0]
         row, column = (part.flatten() for part in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
         x = grid.flatten(1).T
         windows = []  # the patches of each
@@ -39,12 +43,22 @@ class NativeTower:
         half = v.hidden // v.heads // 2
         rates = BASE ** (-torch.arange(0, half, 2).float() / half)
         angles = torch.cat((row[:, None] * rates, column[:, None] * rates), 1)  # [patches, head_dim / 2]
+        maps = list[Tensor]()
+
+        def squares(x: Tensor) -> Tensor:
+            parts = x.reshape(high // side, side, wide // side, side, -1).transpose(1, 2)
+            return parts.reshape(high // side * (wide // side), -1)
+
+        def merged(x: Tensor, name: str) -> Tensor:
+            return self._linear(self._activate(self._linear(x, f"{name}.mlp.0"), "gelu"), f"{name}.mlp.2")
+
         for layer in range(v.layers):
             seen = windows if v.window is not None and layer not in v.full_blocks else [torch.arange(len(x))]
             x = self._block(x, f"vision.blocks.{layer}", angles, seen)
-        x = self._norm(x, "vision.merger.ln_q").reshape(high // side, side, wide // side, side, -1)
-        x = self._linear(x.transpose(1, 2).reshape(high // side * (wide // side), -1), "vision.merger.mlp.0")
-        return self._linear(self._activate(x, "gelu"), "vision.merger.mlp.2")
+            if layer in v.maps:
+                name = f"vision.deepstack_merger_list.{len(maps)}"
+                maps.append(merged(self._norm(squares(x), f"{name}.ln_q"), name))
+        return [merged(squares(self._norm(x, "vision.merger.ln_q")), "vision.merger"), *maps]
 
     def _block(self, x: Tensor, name: str, angles: Tensor, groups: list[Tensor]) -> Tensor:
         v = self._v

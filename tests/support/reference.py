@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from PIL import Image
@@ -94,6 +94,7 @@ class Reference:
             "video_llava": ("VideoLlavaImageProcessor", "VideoLlavaProcessor"),
             "qwen2_vl": ("Qwen2VLImageProcessorPil", "Qwen2VLProcessor"),
             "qwen2_5_vl": ("Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor"),
+            "qwen3_vl": ("Qwen2VLImageProcessorPil", "Qwen3VLProcessor"),
             "idefics3": ("Idefics3ImageProcessorPil", "Idefics3Processor"),
             # its own processor needs another package, for numbers in words; an image's text is Idefics3's
             "smolvlm": ("SmolVLMImageProcessorPil", "Idefics3Processor"),
@@ -182,11 +183,11 @@ class Reference:
     def greedy(self, inputs: Inputs, k: int | None, n: int) -> Greedy:
         """The greedy answer of `n` ids with withdrawal at K, everything recomputed for every token."""
         rows, vision = self.prompt(inputs)
-        positions = self.positions(inputs)
+        positions, maps = self.positions(inputs), self.maps(inputs)
         ids: list[int] = []
         logits: list[torch.Tensor] = []
         for _ in range(n):
-            logits.append(self.last_logits(rows, vision, k, positions))
+            logits.append(self.last_logits(rows, vision, k, positions, maps))
             positions = torch.cat([positions, positions.max() + torch.ones_like(positions[..., :1])], -1)
             ids.append(int(logits[-1].argmax()))
             answered = self.decoder.embed_tokens(torch.tensor([[ids[-1]]]))
@@ -198,7 +199,7 @@ class Reference:
     @torch.inference_mode()
     def logits(self, inputs: Inputs, k: int | None) -> torch.Tensor:
         """Next-token logits [vocab] in float32 at the last prompt position."""
-        return self.last_logits(*self.prompt(inputs), k, self.positions(inputs))
+        return self.last_logits(*self.prompt(inputs), k, self.positions(inputs), self.maps(inputs))
 
     def kv_slots(self, inputs: Inputs, k: int | None) -> list[int]:
         """Per layer the KV entries that the prompt fills: S+V+T before K, S+T from K on."""
@@ -233,6 +234,13 @@ class Reference:
             rows[0, inputs["input_ids"][0] == self.video_token] = frames.reshape(-1, rows.shape[-1]).to(rows.dtype)
         return rows, vision
 
+    def maps(self, inputs: Inputs) -> list[torch.Tensor]:
+        """What Qwen3-VL adds to all images' rows [image rows, hidden], after one of the first layers each."""
+        if self.model.config.model_type != "qwen3_vl" or inputs.get("pixel_values") is None:
+            return []
+        pictures = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+        return [torch.cat(each) for each in self.model.model.get_image_features(**pictures).deepstack_features]
+
     def positions(self, inputs: Inputs) -> torch.Tensor:
         """Of the prompt's rows, [1, n], or [3, 1, n] where transformers makes three parts of them."""
         ids = inputs["input_ids"]
@@ -244,18 +252,22 @@ class Reference:
         return made
 
     def last_logits(
-        self, rows: torch.Tensor, vision: torch.Tensor, k: int | None, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, rows: torch.Tensor, vision: torch.Tensor, k: int | None, positions: torch.Tensor | None = None,
+        maps: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:  # fmt: skip
         decoder, rows = self.decoder, rows * self.scale
         full_layers = self._full_layers(k)
         positions = torch.arange(rows.shape[1])[None] if positions is None else positions
-        rows = self.run(decoder.layers[:full_layers], rows, positions)
+        for number, layer in enumerate(decoder.layers[:full_layers]):
+            rows = self.run([layer], rows, positions)
+            if number < len(maps):
+                rows[0, vision] += maps[number]
         if full_layers < self.layers:
             rows = self.run(decoder.layers[full_layers:], rows[:, ~vision], positions[..., ~vision])
         out: torch.Tensor = self.model.lm_head(decoder.norm(rows[:, -1]))[0]
         return out.float()
 
-    def run(self, layers: torch.nn.ModuleList, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def run(self, layers: Iterable[torch.nn.Module], rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`layers` over `rows` [1, n, hidden], each row seeing itself and the rows before it."""
         count = rows.shape[1]
         mask = torch.full((1, 1, count, count), torch.finfo(rows.dtype).min, dtype=rows.dtype).triu(1)

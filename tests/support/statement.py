@@ -62,6 +62,7 @@ class Image:
     The class token, where it is a row, has place -1. `attention` is what the class token gives to each row,
     `similarity` the mean cosine of a merged window, None of other rows. `offsets` are positions behind the image's
     first one, of which it takes `span`; empty where they have no gaps; arrays of three parts at their own resolution.
+    `maps`, alike, are added to the rows after a layer each, from the first on.
     `of_tile`: the tile of each row, -1 a newline's;
     empty for an image in one piece, whose `placeholders` in the prompt the configuration says.
     """
@@ -77,6 +78,7 @@ class Image:
     of_tile: list[int] = field(default_factory=list)
     placeholders: int = 0
     received: Tensor | None = None  # HiPrune's two scores of each row
+    maps: list[Tensor] = field(default_factory=list)
     tower: tuple[Tensor, Tensor, Tensor] | None = None  # all its tokens: what is projected, mean keys, class attention
 
     def take(self, which: list[int]) -> Image:
@@ -87,7 +89,7 @@ class Image:
         return Image(
             self.rows[which], of(self.places), of(self.merged), attention, of(self.similarity), self.hidden[which],
             of_tile=of(self.of_tile) if self.of_tile else [], placeholders=self.placeholders,
-            offsets=of(self.offsets) if self.offsets else [], span=self.span,
+            offsets=of(self.offsets) if self.offsets else [], span=self.span, maps=[each[which] for each in self.maps],
         )  # fmt: skip
 
 
@@ -177,7 +179,7 @@ class Statement:
         pixels, sizes = inputs.get("pixel_values"), inputs.get("image_sizes")
         if pixels is None:
             return []
-        if self._config.model_type in ("internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", *MARKED):
+        if self._config.model_type in ("internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", *MARKED):
             return self._given(inputs)
         if sizes is None:
             images, counts = [self.image(image, method) for image in pixels], method.visionzip
@@ -190,11 +192,15 @@ class Statement:
         """Images whose tokens are no patches, as transformers makes them; each, or each tile, is a run."""
         names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw")
         pictures = {name: inputs[name] for name in names if name in inputs}
-        features = torch.cat([*self._reference.model.model.get_image_features(**pictures).pooler_output])
+        found = self._reference.model.model.get_image_features(**pictures)
+        features = torch.cat([*found.pooler_output])
         if "image_grid_thw" in inputs:
             grids = (inputs["image_grid_thw"][:, 1:] // 2).tolist()
             parts = features.split([rows * columns for rows, columns in grids])
-            return [self._placed(part, *grid) for part, grid in zip(parts, grids, strict=True)]
+            images = [self._placed(part, *grid) for part, grid in zip(parts, grids, strict=True)]
+            for number, image in enumerate(images):
+                image.maps = [each[number] for each in getattr(found, "deepstack_features", ())]
+            return images
         is_image = inputs["input_ids"][0] == self._reference.image_token
         runs = [len(list(run)) for there, run in groupby(is_image.tolist()) if there]
         images = [self._whole(rows) for rows in features.split(runs)]
@@ -369,6 +375,7 @@ class Statement:
         """Run the prompt; returns the caches as decoding finds them and the last hidden row."""
         x, rows = self._enter(ids, out.images)
         keys = self._keys(out.images, method.key)
+        maps = [torch.cat(each) for each in zip(*(image.maps for image in out.images), strict=True)]
         caches: list[Cache] = []
         last_prune: list[int] | None = None
         for number, layer in enumerate(self._decoder.layers, start=1):
@@ -377,6 +384,8 @@ class Statement:
             x, attention, cache = self._layer(layer, x, rows, None)
             caches.append(cache)
             there = [row.image for row in rows if row.image is not None]
+            if number <= len(maps):
+                x[[i for i, row in enumerate(rows) if row.image is not None]] += maps[number - 1][there]
             if not there or number + 1 == method.k:  # where all image rows leave anyway, nobody asks for scores
                 continue
             if number in method.layers:

@@ -58,6 +58,7 @@ ARCHITECTURES = {
     "vila": "LlavaLlamaModel",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "lisa": "LISAForCausalLM",
     "internvl_chat": "InternVLChatModel",
     "smolvlm": "SmolVLMForConditionalGeneration",
@@ -73,6 +74,7 @@ PROCESSORS = {
     "internvl": "InternVLProcessor",
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
     "internvl_chat": "",
     "smolvlm": "SmolVLMProcessor",
     "idefics3": "Idefics3Processor",
@@ -100,8 +102,8 @@ class Tiny:
 
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
-        "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "lisa", "internvl_chat", "smolvlm",
-        "idefics3",
+        "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "lisa", "internvl_chat",
+        "smolvlm", "idefics3",
     ] = "llava"  # fmt: skip
     text: Literal["llama", "mistral", "qwen2", "qwen3", "granite"] = "llama"
     layers: int = 8
@@ -140,6 +142,7 @@ class Tiny:
     eos: int | tuple[int, ...] = 2
     aspect: Literal["pad", "anyres"] | None = None  # of the original layout
     pickled: bool = False
+    maps: tuple[int, ...] = (0, 1, 2)  # qwen3_vl's layers of the tower that give maps
 
     @property
     def image_token(self) -> str:
@@ -220,10 +223,10 @@ def _make_qwen(folder: Path, tiny: Tiny, seed: int) -> Path:
     written = qwen.hub_settings(tiny, text, image_token) if tiny.names == "hub" else config.to_dict()
     _write_json(folder / "config.json", written | {"architectures": [ARCHITECTURES[tiny.family]]})
     _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
-    _write_json(folder / "preprocessor_config.json", qwen.image_settings())
+    _write_json(folder / "preprocessor_config.json", qwen.image_settings(tiny))
     (folder / "chat_template.jinja").write_text(qwen.template(tiny), encoding="utf-8")
     weights = _weights(config, tiny, seed)
-    if tiny.names == "hub":
+    if tiny.names == "hub" and tiny.family != "qwen3_vl":
         weights = {qwen.hub_name(name): tensor for name, tensor in weights.items()}
     _write_weights(folder, tiny, weights)
     return folder
@@ -549,7 +552,15 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         noise[[0, 1, 3, -1]] *= 0.1  # <unk>, <s>, <pad> and <image> are never the answer
         return noise
     if name.endswith(
-        ("position_embedding.weight", "class_embedding", "probe", "image_newline", "cls_token", "position_embeddings")
+        (
+            "position_embedding.weight",
+            "class_embedding",
+            "probe",
+            "image_newline",
+            "cls_token",
+            "position_embeddings",
+            "pos_embed.weight",
+        )
     ):
         return noise * 0.5
     gain = 1.2 if "q_proj" in name or "k_proj" in name else 1.0

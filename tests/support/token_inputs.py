@@ -1,7 +1,7 @@
 """A bundle whose stages read inputs per token in addition to hidden states, made of exported graphs.
 
-No family has such inputs yet. A stage adds to its hidden states `map`, which the vision graph gives of image tokens,
-and `bias`, which the embed graph gives of every id.
+No family has one that the embedding gives. A stage adds to its hidden states `map`, which the vision graph gives of
+image tokens, and `bias`, which the embed graph gives of every id.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.strict import Strict
+from vtx.runtime.strict import Strict, optional
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
 
@@ -26,7 +26,10 @@ MOMENTS = 2  # of a video that a patch's kernel covers; for still images the gra
 
 @dataclass(frozen=True, slots=True)
 class DecoderSize:
-    """Sizes of a decoder of the llama family; `kv_heads` below `heads` is grouped-query attention."""
+    """Sizes of a decoder of the llama family; `kv_heads` below `heads` is grouped-query attention.
+
+    `qk_norm`: queries and keys have a norm.
+    """
 
     layers: int
     hidden: int
@@ -39,6 +42,7 @@ class DecoderSize:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = optional(False)
 
     @property
     def layer_macs(self) -> int:
@@ -65,7 +69,7 @@ class DecoderSize:
         """Norms and biases of all layers, and the final norm."""
         qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
         layer = 2 * self.hidden + self.qkv_bias * qkv + self.o_bias * self.hidden
-        layer += self.mlp_bias * (2 * self.ffn + self.hidden)
+        layer += self.mlp_bias * (2 * self.ffn + self.hidden) + self.qk_norm * 2 * self.head_dim
         return self.layers * layer + self.hidden
 
     @property
@@ -140,13 +144,16 @@ class VisionSize:
 class NativeSize(VisionSize):
     """A tower with rotary positions, windows of up to `window` patches in all but `whole` layers, and a merger.
 
-    `gated`: three matrices in place of two between the attentions, and norms without biases. `patches`, `view_tokens`
-    and `image_tokens` describe the largest image.
+    `gated`: three matrices in place of two between the attentions, and norms without biases. `maps`: further mergers,
+    for the first layers of the decoder. `positions`: of a learned table; patches then have a bias. `patches`,
+    `view_tokens` and `image_tokens` describe the largest image.
     """
 
     gated: bool = False
     window: int = 1
     whole: int = 1
+    maps: int = optional(0)
+    positions: int = optional(0)
 
     def seeing(self, tokens: int) -> NativeSize:
         tokens = max(1, min(tokens, self.image_tokens))
@@ -169,15 +176,17 @@ class NativeSize(VisionSize):
 
     @property
     def projector_token_macs(self) -> int:
-        return self.wide * (self.wide + self.out)
+        return (1 + self.maps) * self.wide * (self.wide + self.out)
 
     @property
     def parameters(self) -> int:
         h, norm = self.hidden, self.hidden * (1 if self.gated else 2)
         matrices = 4 * h * h + (2 + self.gated) * h * self.ffn
         layer = matrices + 4 * h + (1 + self.gated) * self.ffn + h + 2 * norm
-        merger = norm + self.wide * (self.wide + self.out) + self.wide + self.out
-        return self.layers * layer + MOMENTS * h * 3 * self.patch**2 + merger
+        biases = (1 + self.maps) * (self.wide + self.out)
+        mergers = self.projector_token_macs + biases + norm + self.maps * 2 * self.wide
+        learned = (self.positions + 1) * h if self.positions else 0
+        return self.layers * layer + MOMENTS * h * 3 * self.patch**2 + learned + mergers
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +247,7 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
     """Sizes of a model; an image counts with its maximum of tokens and views."""
     decoder = DecoderSize(
         m.layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab, m.tied, m.qkv_bias, m.o_bias,
-        m.mlp_bias,
+        m.mlp_bias, "qk_norm" in m.flags,
     )  # fmt: skip
     tower = m.tower
     if "native" in tower.flags:
@@ -248,6 +257,7 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
             features=tower.shuffle**2, view_tokens=layout.max_tokens, image_tokens=layout.max_tokens, out=m.hidden,
             gated="gated" in tower.flags, window=1 if tower.window is None else tower.window**2,
             whole=tower.layers if tower.window is None else max(1, len(tower.full_blocks)),
+            maps=len(tower.maps), positions=(tower.position_grid or 0) ** 2,
         )  # fmt: skip
         return ModelSize(m.name, source, decoder, native, layout)
     vision = VisionSize(

@@ -16,7 +16,10 @@ from vtx.runtime.modules import modules_of
 # Every file of this folder and its subfolders that declares a `FAMILY`.
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
 # Known, and not exported: the missing part, by model_type or architecture.
-REFUSED: Mapping[str, str] = {"eagle_llama": "its five towers are not supported"}
+REFUSED: Mapping[str, str] = {
+    "eagle_llama": "its five towers are not supported",
+    "qwen3_vl_moe": "its mixture of experts is not supported; use a dense Qwen3-VL",
+}
 
 
 def find_family(config: Mapping[str, Any]) -> Family:

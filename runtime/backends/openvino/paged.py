@@ -72,11 +72,19 @@ def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
 def select_outputs(model: Any) -> None:
     """Add the input `OUTPUTS`: the last layer computes K and V of all tokens, and everything after for these only.
 
-    `model` is an openvino.Model whose caches are paged already, and is changed. Raises BundleError.
+    So are token inputs that are added after it. `model` is an openvino.Model whose caches are paged already, and is
+    changed. Raises BundleError.
     """
-    selected = add_parameter(model, OUTPUTS, [-1], "i32")
-    attention = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"][-1]
-    reader = _only_reader(attention.output(0))
+    selected, nodes = add_parameter(model, OUTPUTS, [-1], "i32"), model.get_ordered_ops()
+    last = max(n for n, node in enumerate(nodes) if node.get_type_name() == "PagedAttentionExtension")
+    for node in (node for node in nodes[last:] if node.get_type_name() == "Add"):
+        for given in node.inputs():
+            source = given.get_source_output()
+            if source.get_node().get_type_name() == "Convert":
+                source = source.get_node().input_value(0)
+            if any(name.startswith(names.TOKEN_INPUT) for name in source.get_names()):
+                _gather(given, selected)
+    reader = _only_reader(nodes[last].output(0))
     while reader.get_type_name() in _TO_THE_PROJECTION:
         reader = _only_reader(reader.output(0))
     if reader.get_type_name() == "MatMul":

@@ -20,8 +20,9 @@ class RopeSpec:
     """Rotary embedding: the kind, its base, and the frequencies [head_dim / 2] from which the tables were made.
 
     `sections`: the numbers of frequencies that rotate by a position's time, its row and its column, in this order;
-    empty if a position is one number. The three parts are equal for text. `scale`: the factor of the tables' cos and
-    sin (YaRN's attention factor).
+    empty if a position is one number. The three parts are equal for text. `interleaved`: they take turns, as long as
+    row or column has frequencies left; time has the rest. `scale`: the factor of the tables' cos and sin (YaRN's
+    attention factor).
     """
 
     kind: str
@@ -29,6 +30,7 @@ class RopeSpec:
     frequencies: tuple[float, ...]
     sections: tuple[int, ...] = optional(())
     scale: float = optional(1.0)
+    interleaved: bool = optional(False)
 
     def __post_init__(self) -> None:
         _check_sizes("model.rope", self)
@@ -42,6 +44,9 @@ class RopeSpec:
     @property
     def axes(self) -> tuple[int, ...]:
         """The part of a position that each frequency rotates by; empty if a position is one number."""
+        if self.interleaved:
+            turns = ((number % PARTS, number) for number in range(sum(self.sections)))
+            return tuple(part if part and number < PARTS * self.sections[part] else 0 for part, number in turns)
         return tuple(part for part, count in enumerate(self.sections) for _ in range(count))
 
 
@@ -53,8 +58,9 @@ class TowerSpec:
     graph gives the attention of the last one. `select`: "default" leaves out the first token, "full" keeps all.
     `qkv_bias`: q, k and v have biases; `layer_scale`: a learned scale follows each half of a layer. `shuffle`: side, in
     patches, of a square whose states become one token. `window`: side, in patches, of the windows within which layers
-    attend, but for `full_blocks`, counted from 0. `flags` as in `ModelSpec`; with "native" among them images keep their
-    own resolution, and `image` is the side of the largest square one.
+    attend, but for `full_blocks`, counted from 0. `maps`: the layers, counted from 0, that give maps for the first
+    layers of the decoder. `flags` as in `ModelSpec`; with "native" among them images keep their own resolution, and
+    `image` is the side of the largest square one.
     """
 
     family: str
@@ -76,6 +82,7 @@ class TowerSpec:
     position_grid: int | None = optional(None)
     window: int | None = optional(None)
     full_blocks: tuple[int, ...] = optional(())
+    maps: tuple[int, ...] = optional(())
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
@@ -85,6 +92,10 @@ class TowerSpec:
             and all(0 <= number < self.layers for number in self.full_blocks),
             f"windows of {self.window} patches and full blocks {list(self.full_blocks)!s:.60} do not fit a tower of "
             f"{self.layers} layers",
+        )
+        require(
+            all(0 <= number < self.layers for number in self.maps) and list(self.maps) == sorted({*self.maps}),
+            f"maps of the layers {list(self.maps)!s:.60} do not fit a tower of {self.layers} layers",
         )
         require(
             self.patch <= self.image and self.hidden % self.heads == 0,

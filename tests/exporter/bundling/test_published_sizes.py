@@ -34,6 +34,9 @@ PUBLISHED = {  # parameters that the model cards on the hub state
     "qwen2-vl-7b": 8_291_375_616,
     "qwen2.5-vl-3b": 3_754_622_976,
     "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen3-vl-2b": 2_127_532_032,
+    "qwen3-vl-4b": 4_437_815_808,
+    "qwen3-vl-8b": 8_767_123_696,
     "smolvlm2-500m": 507_482_304,
 }
 

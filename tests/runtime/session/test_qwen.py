@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: images at their own resolution and positions of three parts, against transformers."""
+"""Qwen2-VL, 2.5-VL and 3-VL: images at their own resolution and positions of three parts, against transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.bundles import export
 from tests.support.dialects import DialectBackend
 from tests.support.exported import Models, greedy, prompt
-from tests.support.families.qwen import QWEN2, QWEN25
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
 from tests.support.parity import STEPS, TOLERANCE, assert_answers_as_reference, assert_later_equal_fresh
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
@@ -34,6 +34,10 @@ VARIANTS = {
     "qwen2.5": QWEN25,
     "qwen2, tied, names as saved": replace(QWEN2, tied=True, names="saved", kv_heads=1),
     "qwen2.5, state-dict names, sharded": replace(QWEN25, names="new", shards=3, theta=1e6),
+    "qwen3": QWEN3,
+    "qwen3, one map, tied, names as saved": replace(
+        QWEN3, maps=(2,), tied=True, names="saved", head_dim=24, attention_bias=True, theta=5e6
+    ),
 }
 QUESTION = "What is the colour of the square in the picture?"
 
@@ -63,10 +67,11 @@ def test_images_with_text_between_them_have_positions_of_their_own(
         assert list(found.done.slots) == judge.kv_slots(inputs, k)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("k", [5, None])
-def test_later_questions_equal_fresh_runs(models: Models, k: int | None) -> None:
-    assert_later_equal_fresh(models(QWEN25, (3, 5)), [random_image(0, WIDE)], k)
+@pytest.mark.parametrize("tiny", [QWEN25, QWEN3], ids=["qwen2.5", "qwen3"])
+def test_later_questions_equal_fresh_runs(models: Models, tiny: Tiny, k: int | None) -> None:
+    assert_later_equal_fresh(models(tiny, (3, 5)), [random_image(0, WIDE)], k)
 
 
 METHODS = {
@@ -80,9 +85,12 @@ METHODS = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
-def test_reductions_equal_the_statement(models: Models, reference: Callable[..., Reference], name: str) -> None:
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_reductions_equal_the_statement(
+    models: Models, reference: Callable[..., Reference], tiny: Tiny, name: str
+) -> None:
     method = METHODS[name]
-    model, judge = models(QWEN2, (), "fp32", (word(method),)), reference(QWEN2)
+    model, judge = models(tiny, (), "fp32", (word(method),)), reference(tiny)
     images, messages = [random_image(0, HIGH), random_image(1, (150, 120))], prompt_messages(QUESTION, 2)
     wanted = Statement(judge).answer(judge.inputs(messages, images), method, STEPS)
     found = Talk(model).ask(messages, images, method, STEPS)
@@ -133,7 +141,7 @@ def test_videos_are_refused(models: Models) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("tiny", [QWEN25, QWEN2], ids=["qwen2.5", "qwen2"])
+@pytest.mark.parametrize("tiny", [QWEN25, QWEN3, QWEN2], ids=["qwen2.5", "qwen3", "qwen2"])
 def test_the_golden_vectors_hold(models: Models, tiny: Tiny) -> None:
     checks = list(check_golden(models(tiny, (3, 5))))
     assert len(checks) == 6
@@ -141,19 +149,22 @@ def test_the_golden_vectors_hold(models: Models, tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("tiny", [QWEN25, QWEN3], ids=["qwen2.5", "qwen3"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
-def test_the_golden_vectors_hold_at_every_precision(models: Models, precision: str) -> None:
-    checks = list(check_golden(models(replace(QWEN25, tied=True), (3,), precision)))
+def test_the_golden_vectors_hold_at_every_precision(models: Models, tiny: Tiny, precision: str) -> None:
+    checks = list(check_golden(models(replace(tiny, tied=True), (3,), precision)))
     assert all(check.passed for check in checks), checks
 
 
 @pytest.mark.slow
-def test_openvino_gives_the_same_answers(models: Models) -> None:
+@pytest.mark.parametrize("tiny", [QWEN25, QWEN3], ids=["qwen2.5", "qwen3"])
+def test_openvino_gives_the_same_answers(models: Models, tiny: Tiny) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
-    model, options = models(QWEN25, (3, 5)), Options(STEPS, ignore_eos=True)
+    model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True)
     images = [random_image(0, HIGH), random_image(1, WIDE)]
     with load(model.bundle.folder, device="openvino", threads=1) as other:
-        for k in (None, 5):
+        for k in (None, 3, 5):
             answers = [m.open(images).ask(QUESTION, k, options) for m in (model, other)]
             assert answers[0].token_ids == answers[1].token_ids
             assert answers[0].stats.kv_slots == answers[1].stats.kv_slots
@@ -161,8 +172,9 @@ def test_openvino_gives_the_same_answers(models: Models) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["plain", "trt"])
-def test_graphs_of_other_dialects_compute_the_same(models: Models, dialect: str) -> None:
-    model = models(QWEN25, (3, 5))
+@pytest.mark.parametrize("tiny", [QWEN25, QWEN3], ids=["qwen2.5", "qwen3"])
+def test_graphs_of_other_dialects_compute_the_same(models: Models, tiny: Tiny, dialect: str) -> None:
+    model = models(tiny, (3, 5))
     other, images = Model(model.bundle, DialectBackend(model.bundle, dialect), 0), [random_image(0, (150, 120))]
     messages = prompt_messages(QUESTION)
     for k in (None, 5):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS
 from tests.support.families.internvl import INTERNVL
-from tests.support.families.qwen import QWEN25
+from tests.support.families.qwen import QWEN3, QWEN25
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.pool_sequences import PoolSequences, requests
 from tests.support.sequences import OPTIONS, QUESTIONS, End, Sequences, Setting, Step, steps
@@ -63,7 +63,7 @@ SHAPES = ([random_image(4, (150, 60))], [random_image(5, (40, 90))], [random_ima
 ENGINES = ("cpu", "openvino")
 TOLERANCES = {"cpu": 2e-5, "openvino": 1e-4}
 KEPT = 8  # image tokens, of each of two methods that leave out the others before the decoder
-FAMILIES = (Tiny(context=512), Tiny(family="llava_next", context=512), QWEN25, SMOLVLM, INTERNVL)
+FAMILIES = (Tiny(context=512), Tiny(family="llava_next", context=512), QWEN25, SMOLVLM, INTERNVL, QWEN3)
 
 
 @dataclass(frozen=True)

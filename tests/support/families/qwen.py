@@ -1,4 +1,4 @@
-"""Small random Qwen2-VL and Qwen2.5-VL checkpoints in Hugging Face's layout."""
+"""Small random Qwen2-VL, Qwen2.5-VL and Qwen3-VL checkpoints in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ TEMPLATE = (
 WINDOW = 56  # pixels: 2 x 2 tokens, so that small images have several, and some that stick out
 QWEN2 = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")
 QWEN25 = replace(QWEN2, family="qwen2_5_vl")
+QWEN3 = replace(QWEN2, family="qwen3_vl", text="qwen3", patch=16)
+GRID = 6  # side of the table of positions; images have 4 to 28 patches a side
 
 
 def vision_fields(tiny: Tiny) -> dict[str, Any]:
@@ -28,22 +30,29 @@ def vision_fields(tiny: Tiny) -> dict[str, Any]:
     fields = {"depth": tiny.vision_layers, "num_heads": tiny.vision_heads, "patch_size": tiny.patch}
     if tiny.family == "qwen2_vl":
         return fields | {"embed_dim": tiny.vision_hidden, "mlp_ratio": 2, "hidden_size": tiny.hidden}
-    return fields | {
+    fields |= {
         "hidden_size": tiny.vision_hidden, "intermediate_size": tiny.vision_ffn, "out_hidden_size": tiny.hidden,
-        "window_size": WINDOW, "fullatt_block_indexes": [1, tiny.vision_layers - 1],
     }  # fmt: skip
+    if tiny.family == "qwen3_vl":
+        return fields | {"num_position_embeddings": GRID**2, "deepstack_visual_indexes": [*tiny.maps]}
+    return fields | {"window_size": WINDOW, "fullatt_block_indexes": [1, tiny.vision_layers - 1]}
 
 
 def _rope(tiny: Tiny) -> dict[str, Any]:
     half = (tiny.head_dim or tiny.hidden // tiny.heads) // 2
+    if tiny.family == "qwen3_vl":
+        return {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4], "mrope_interleaved": True}
     return {"mrope_section": [half // 4, half - half // 4 - half * 3 // 8, half * 3 // 8]}
 
 
-def image_settings() -> dict[str, Any]:
+def image_settings(tiny: Tiny = QWEN2) -> dict[str, Any]:
     """The image processor's file."""
-    return {
-        "image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 4 * 784, "max_pixels": MOST * 784,
-        "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
+    fields = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "temporal_patch_size": 2}
+    if tiny.family == "qwen3_vl":
+        sizes = {"shortest_edge": 4 * 1024, "longest_edge": MOST * 1024}
+        return fields | {"patch_size": 16, "size": sizes, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    return fields | {
+        "min_pixels": 4 * 784, "max_pixels": MOST * 784, "patch_size": 14,
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
     }  # fmt: skip
 
@@ -58,7 +67,14 @@ def settings(tiny: Tiny, text: dict[str, Any], image_token: int) -> dict[str, An
 
 
 def hub_settings(tiny: Tiny, text: dict[str, Any], image_token: int) -> dict[str, Any]:
-    """The configuration as it is published: the text model's settings at the top."""
+    """The configuration as it is published: until Qwen3-VL the text model's settings at the top."""
+    if tiny.family == "qwen3_vl":
+        nested = settings(tiny, text, image_token)
+        nested["text_config"] |= {"model_type": "qwen3_vl_text", "rope_theta": tiny.theta}
+        nested["text_config"]["rope_scaling"] = {"rope_type": "default", **_rope(tiny)}
+        del nested["text_config"]["rope_parameters"]
+        nested["vision_config"] |= {"model_type": "qwen3_vl", "in_channels": 3}
+        return nested | {"model_type": tiny.family, "torch_dtype": tiny.dtype}
     rope = {"rope_theta": tiny.theta, "rope_scaling": {"type": "mrope", **_rope(tiny)}}
     nested = settings(tiny, text, image_token)
     del nested["text_config"]
@@ -66,7 +82,7 @@ def hub_settings(tiny: Tiny, text: dict[str, Any], image_token: int) -> dict[str
 
 
 def hub_name(name: str) -> str:
-    """A tensor's name as it is published."""
+    """A tensor's name as it is published; Qwen3-VL's are as they are now."""
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 

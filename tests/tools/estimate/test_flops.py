@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.bundles import export
 from tests.support.exported import THREADS
+from tests.support.families.qwen import QWEN3
 from tests.support.tiny import Tiny
 
 from vtx.exporter.checkpoint.families.registry import read_config
@@ -267,6 +268,7 @@ TINIES = {
     ),
     "qwen2_vl": Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", tied=True),
     "qwen2_5_vl": Tiny(family="qwen2_5_vl", text="qwen2", tokenizer="bytes"),
+    "qwen3_vl": QWEN3,
 }
 
 

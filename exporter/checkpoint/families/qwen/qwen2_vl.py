@@ -11,6 +11,7 @@ from vtx.exporter.checkpoint.config import (
     ModelConfig,
     TextConfig,
     VisionConfig,
+    check_known,
     check_layers,
     image_token_of,
     parse,
@@ -31,7 +32,11 @@ PROCESSOR = ImageProcessor(
     {**CLIP_DEFAULTS, "do_center_crop": False, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
     own_size=True,
 )
-TENSORS = (
+TENSORS = (  # Qwen3-VL has other names for the parts of blocks and mergers
+    (r"^(?:model\.)?visual\.(blocks\.\d+\.mlp)\.linear_fc", r"vision.\1.fc"),
+    (r"^(?:model\.)?visual\.(merger|deepstack_merger_list\.\d+)\.norm\.", r"vision.\1.ln_q."),
+    (r"^(?:model\.)?visual\.(merger|deepstack_merger_list\.\d+)\.linear_fc1\.", r"vision.\1.mlp.0."),
+    (r"^(?:model\.)?visual\.(merger|deepstack_merger_list\.\d+)\.linear_fc2\.", r"vision.\1.mlp.2."),
     (r"^(?:model\.)?visual\.", "vision."),
     (r"^model\.(embed_tokens|layers|norm)\.", r"text.\1."),
 )
@@ -46,6 +51,7 @@ def read_qwen(config: Mapping[str, Any], kind: str, tower: Callable[[Any, TextCo
     for part in (config, text_part, {"num_hidden_layers": vision_part.get("depth")}):
         check_layers(part)
     parsed = parse(kind, config)
+    check_known("text model", parsed.text_config.model_type, (f"{parsed.model_type}_text",))
     text = text_config_of(parsed)
     vision = tower(parsed.vision_config, text)
     return ModelConfig(

@@ -43,6 +43,20 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
                           "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
                           "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2},
     },
+    "qwen3-vl-4b": {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": True,
+        "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
+        "text_config": {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560,
+                        "intermediate_size": 9728, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text",
+                        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+                        "rms_norm_eps": 1e-06, "rope_theta": 5000000, "vocab_size": 151936,
+                        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20],
+                                         "rope_type": "default"}},
+        "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh",
+                          "hidden_size": 1024, "in_channels": 3, "intermediate_size": 4096, "model_type": "qwen3_vl",
+                          "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2560, "patch_size": 16,
+                          "spatial_merge_size": 2, "temporal_patch_size": 2},
+    },
 }  # fmt: skip
 
 
@@ -50,7 +64,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 def test_a_published_configuration_has_the_known_sizes(name: str) -> None:
     found, known = config_size(PUBLISHED[name], name), KNOWN[name]
     assert found.decoder == known.decoder
-    assert (found.parameters, found.seeing(1024).vision) == (known.parameters, known.seeing(1024).vision)
+    assert (found.parameters, found.seeing(512).vision) == (known.parameters, known.seeing(512).vision)
 
 
 def test_a_published_configuration_is_read_as_it_is_meant() -> None:
@@ -59,6 +73,15 @@ def test_a_published_configuration_is_read_as_it_is_meant() -> None:
     assert (config.text.family, config.text.max_positions, config.text.qkv_bias) == ("qwen2", 128000, True)
     assert (config.vision.window, config.vision.full_blocks) == (8, (7, 15, 23, 31))
     assert read_config(PUBLISHED["qwen2-vl-2b"]).text.tied
+    config = read_config(PUBLISHED["qwen3-vl-4b"])
+    assert (config.text.family, config.text.head_dim, config.text.qk_norm) == ("qwen3", 128, True)
+    assert (config.vision.position_grid, config.vision.maps, config.vision.activation) == (
+        48, (5, 11, 17), "gelu_pytorch_tanh",
+    )  # fmt: skip
+    axes = config.text.rope.axes  # time, row and column take turns; time has what is left
+    assert axes[:6] == (0, 1, 2, 0, 1, 2)
+    assert axes[57:] == (0, 1, 2, 0, 0, 0, 0)
+    assert [axes.count(part) for part in range(3)] == [24, 20, 20]
 
 
 def changed(name: str, value: Any, of_tower: bool) -> Mapping[str, Any]:
@@ -93,6 +116,47 @@ def test_what_is_not_built_is_refused(name: str, value: Any, of_tower: bool, err
         config = changed("rope_parameters", {"rope_type": "axial", "rope_theta": value}, True)
     with pytest.raises(error):
         read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "error", "reason"),
+    [
+        (
+            "text_config",
+            "model_type",
+            "qwen3_vl_moe_text",
+            UnsupportedModelError,
+            "'qwen3_vl_moe_text' is not supported",
+        ),
+        ("text_config", "model_type", "llama", UnsupportedModelError, "text model 'llama' is not supported"),
+        ("text_config", "layer_types", ["linear_attention"] * 36, UnsupportedModelError, "kind 'linear_attention'"),
+        ("text_config", "layer_types", ["full_attention"] * 35, CheckpointError, "layer_types"),
+        ("text_config", "layer_types", ["wobble"] * 36, CheckpointError, "layer_types"),
+        ("text_config", "rope_scaling", {"mrope_interleaved": False}, UnsupportedModelError, "mrope_interleaved False"),
+        ("vision_config", "deepstack_visual_indexes", [5, 11, 24], CheckpointError, "rising numbers below"),
+        ("vision_config", "deepstack_visual_indexes", [11, 5], CheckpointError, "rising numbers below"),
+        ("vision_config", "deepstack_visual_indexes", [5, 5], CheckpointError, "rising numbers below"),
+        ("vision_config", "deepstack_visual_indexes", [-1], CheckpointError, "rising numbers below"),
+        ("vision_config", "deepstack_visual_indexes", None, CheckpointError, "deepstack_visual_indexes"),
+        ("vision_config", "num_position_embeddings", 2300, CheckpointError, "is not a square"),
+        ("vision_config", "patch_size", [16, 14], CheckpointError, "patch_size"),
+    ],
+)
+def test_what_is_not_built_of_qwen3_vl_is_refused(
+    part: str, name: str, value: Any, error: type[Exception], reason: str
+) -> None:
+    config = dict(PUBLISHED["qwen3-vl-4b"])
+    with pytest.raises(error, match=reason):
+        read_config({**config, part: {**config[part], name: value}})
+
+
+def test_more_maps_than_layers_and_experts_are_refused() -> None:
+    config = dict(PUBLISHED["qwen3-vl-4b"])
+    with pytest.raises(CheckpointError, match="at most 2 of them"):
+        read_config({**config, "text_config": {**config["text_config"], "num_hidden_layers": 2}})
+    moe = {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]}
+    with pytest.raises(UnsupportedModelError, match="its mixture of experts is not supported"):
+        read_config({**config, **moe})
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,35 @@
+"""Qwen3-VL in Hugging Face's layout, and Cosmos-Reason2: Qwen2-VL's images, learned positions, and deepstack's maps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from vtx.exporter.checkpoint.config import TextConfig, VisionConfig
+from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, TENSORS, adjust, native_tower, read_qwen
+from vtx.exporter.checkpoint.family import Family
+from vtx.exporter.checkpoint.fields import size
+from vtx.runtime.errors import CheckpointError
+
+
+def _tower(config: Any, text: TextConfig) -> VisionConfig:
+    hidden, ffn, out = (size(config, name) for name in ("hidden_size", "intermediate_size", "out_hidden_size"))
+    tower = native_tower(config, "qwen3_vl", hidden, ffn, out, text)
+    positions, maps = size(config, "num_position_embeddings"), config.deepstack_visual_indexes
+    numbers = isinstance(maps, list | tuple) and all(type(n) is int and 0 <= n < tower.layers for n in maps)
+    if math.isqrt(positions) ** 2 != positions:
+        raise CheckpointError(f"config.json: num_position_embeddings {positions} is not a square; correct config.json")
+    if not numbers or list(maps) != sorted({*maps}) or len(maps) > text.layers:
+        raise CheckpointError(
+            f"config.json: deepstack_visual_indexes {maps!r:.60} must be rising numbers below the tower's "
+            f"{tower.layers}, at most {text.layers} of them, one for each layer of the text model; correct config.json"
+        )
+    return replace(tower, patch_bias=True, position_grid=math.isqrt(positions), maps=tuple(maps))
+
+
+FAMILY = Family(
+    model_type="qwen3_vl", architecture="Qwen3VLForConditionalGeneration",
+    read=lambda config: read_qwen(config, "Qwen3VLConfig", _tower), processors=(PROCESSOR,), tensors=TENSORS,
+    adjust=adjust,
+)  # fmt: skip
