@@ -30,6 +30,7 @@ from vtx.tools.common import cache
 
 DEMO_K = 16  # of the bundle that a first question makes
 DEMO = f"demo-k{DEMO_K}-fp16"
+READING = "loading PyTorch and the checkpoint"  # seconds in which nothing else is said
 
 if TYPE_CHECKING:
     from vtx.exporter.bundling.prepare import Plan
@@ -176,6 +177,7 @@ def export(
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")
+    note(READING)
     plan = plan_export(options)
     check_memory(plan.prediction, max_memory)
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
@@ -312,7 +314,7 @@ def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["
         from vtx.exporter.bundling.options import ExportOptions, MeasuredArithmetic
         from vtx.exporter.bundling.prepare import plan_export
 
-        note(why)
+        note(f"{why}\n{READING}")
         measured = None if name == DEMO else MeasuredArithmetic()
         options = ExportOptions(model, ks, precision, arithmetic=measured)
         with cache.adding(out, note):
