@@ -63,6 +63,7 @@ class Judge(Reference):
     def states(self, inputs: Any, k: int | None) -> tuple[list[int], list[torch.Tensor]]:
         """The greedy answer, and the states that chose each [SEG]."""
         self.given.clear()
+        self.answers.clear()  # the head is to be given each state anew
         ids = self.greedy(inputs, k, STEPS).ids
         return ids, [state for state, id in zip(self.given, ids, strict=True) if id == self.added[SEG]]
 
