@@ -15,7 +15,7 @@ from typing import Any
 
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
-from vtx.runtime.backends.engines import ENGINES, merit_on_cpu
+from vtx.runtime.backends.engines import ENGINES, FASTER, merit_on_cpu
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
@@ -24,7 +24,7 @@ from vtx.runtime.units import Progress
 from vtx.tools.data.intervals import share_interval
 from vtx.tools.data.items import Data, image_key
 
-DEVICE = "openvino"
+DEVICE = next(name for name, engine in ENGINES.items() if not engine.gpu and FASTER.keys() & engine.compute.keys())
 SAMPLES = 40  # questions
 PER_SCENE = 4  # of them about one drawn scene, which is read once
 TOKENS = 8  # of an answer, at most

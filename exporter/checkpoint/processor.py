@@ -18,16 +18,8 @@ ALONE = "preprocessor_config.json"
 _FILTERS = dict(enumerate(RESAMPLING))
 
 
-def read_image_settings(folder: Path, known: Sequence[ImageProcessor] = ONE_PIECE) -> ImageSettings:
-    """Settings from `processor_config.json`'s `image_processor`, else from `preprocessor_config.json`.
-
-    `known` are the image processors that the model's family may have. Raises UnsupportedModelError, CheckpointError.
-    """
-    return image_settings(read_image_processor(folder), known)
-
-
 def read_image_processor(folder: Path) -> Mapping[str, Any]:
-    """The image processor's configuration in its file. Raises CheckpointError."""
+    """`processor_config.json`'s `image_processor`, else `preprocessor_config.json`. Raises CheckpointError."""
     config: Any = read_settings(folder, "processor_config.json").get("image_processor")
     if config is None:
         config = read_settings(folder, ALONE)
@@ -44,7 +36,8 @@ def read_video_settings(
     """Settings of a video's frames, and the number of sampled frames if the file has one.
 
     They are read from `processor_config.json`'s `video_processor`, `video_preprocessor_config.json`, else the file of
-    the image processor, which is one of `images`; `kind` is the video processor. Raises as `read_image_settings` does.
+    the image processor, which is one of `images`; `kind` is the video processor. Raises UnsupportedModelError,
+    CheckpointError.
     """
     config: Any = read_settings(folder, "processor_config.json").get("video_processor")
     if config is None:

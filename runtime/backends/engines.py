@@ -31,14 +31,15 @@ INTEGERS: Floats = {**KEPT, "I4": 1}
 class EngineSpec:
     """An engine that computes on a device.
 
-    `title`: its name in messages. `module`: what must be importable, installed by `extra`. `dialect`: of the graphs
-    that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float in memory. `backend`:
-    the class that runs a bundle there; `gpu`: in memory of its own.
+    `title`: its name in messages. `module`: what must be importable, installed by `extra` in `package`. `dialect`: of
+    the graphs that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float in memory.
+    `backend`: the class that runs a bundle there; `gpu`: in memory of its own.
     """
 
     title: str
     module: str
     extra: str
+    package: str
     dialect: str
     compute: Mapping[str, Floats]
     backend: str
@@ -52,17 +53,20 @@ class EngineSpec:
 
 
 ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the sizes of known models is the last
-    "cpu": EngineSpec("onnxruntime", "onnxruntime", "cpu", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend"),
+    "cpu": EngineSpec(
+        "onnxruntime", "onnxruntime", "cpu", "onnxruntime", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend",
+    ),
     "openvino": EngineSpec(
-        "OpenVINO", "openvino", "openvino", "plain", {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS},
-        "openvino.backend:OpenvinoBackend",
+        "OpenVINO", "openvino", "openvino", "openvino", "plain",
+        {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS}, "openvino.backend:OpenvinoBackend",
     ),
     "cuda": EngineSpec(
-        "onnxruntime on CUDA", "onnxruntime", "gpu", "ort", {"f32": EXPANDED}, "ort.cuda:OrtCudaBackend", gpu=True
+        "onnxruntime on CUDA", "onnxruntime", "gpu", "onnxruntime-gpu", "ort", {"f32": EXPANDED},
+        "ort.cuda:OrtCudaBackend", gpu=True,
     ),
     "tensorrt": EngineSpec(
-        "TensorRT", "cuda", "rtx", "trt", {"f16": KEPT, "f32": EXPANDED}, "tensorrt.backend:TensorrtBackend",
-        gpu=True,
+        "TensorRT", "cuda", "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
+        "tensorrt.backend:TensorrtBackend", gpu=True,
     ),
 }  # fmt: skip
 DEVICES = (AUTO, *ENGINES)

@@ -53,7 +53,7 @@ def cpp_messages(folder: Path = ROOT / "runtime/cpp") -> Iterator[tuple[str, tup
     }
     for path, text in texts.items():
         constants = shared | dict(CONSTANT.findall(text))
-        for found in re.finditer(r"\b(?:fail|Error)\(Kind::\w+, |(?<!void )\bcheck_number\(", text):
+        for found in re.finditer(r"\b(?:fail|Error)\((?:vtxcore::)?Kind::\w+, |(?<!void )\bcheck_number\(", text):
             parts = _arguments(text, found.end())
             parts = parts[2:3] if found[0] == "check_number(" else parts  # what is allowed
             yield path, (normalised(_template(parts, constants)), normalised(_template(parts, {})))

@@ -9,9 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.host.machine import version
 
-PACKAGES = ("vtx-edge", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "numpy", "tokenizers", "pillow")
+PACKAGES = (
+    "vtx-edge",
+    *(engine.package for engine in ENGINES.values()),
+    "numpy",
+    "tokenizers",
+    "pillow",
+)
 QUIET = 0.5  # load average above which figures are doubtful
 INSTRUCTIONS = {"avx2": "AVX2", "avx512f": "AVX512", "avx512_vnni": "VNNI", "amx_tile": "AMX", "asimd": "NEON"}
 

@@ -6,7 +6,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from vtx.exporter.checkpoint.processor import image_settings, read_image_settings
+from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.strict import json_value
 
@@ -160,22 +160,22 @@ def write(path, value):
 
 def test_the_nested_configuration_comes_before_the_file_of_its_own(tmp_path):
     write(tmp_path / "preprocessor_config.json", OLD)
-    assert read_image_settings(tmp_path).size[0] == 336
+    assert image_settings(read_image_processor(tmp_path)).size[0] == 336
     write(tmp_path / "processor_config.json", {"processor_class": "LlavaProcessor"})
-    assert read_image_settings(tmp_path).size[0] == 336
+    assert image_settings(read_image_processor(tmp_path)).size[0] == 336
     write(tmp_path / "processor_config.json", {"image_processor": {**OLD, "crop_size": 30}})
-    assert read_image_settings(tmp_path).size[0] == 30
+    assert image_settings(read_image_processor(tmp_path)).size[0] == 30
 
 
 def test_what_transformers_saves_is_read(tmp_path):
     processor = SiglipImageProcessorPil(size={"height": 30, "width": 40})
     processor.save_pretrained(tmp_path)
-    assert read_image_settings(tmp_path) == image_settings(processor.to_dict())
+    assert image_settings(read_image_processor(tmp_path)) == image_settings(processor.to_dict())
 
 
 def test_without_either_file_the_error_names_what_to_download(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no preprocessor_config\.json"):
-        read_image_settings(tmp_path)
+        image_settings(read_image_processor(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_without_either_file_the_error_names_what_to_download(tmp_path):
 def test_files_that_are_no_configuration_are_checkpoint_errors(tmp_path, name, text):
     (tmp_path / name).write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(CheckpointError) as caught:
-        read_image_settings(tmp_path)
+        image_settings(read_image_processor(tmp_path))
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -206,13 +206,13 @@ def test_files_that_are_no_configuration_are_checkpoint_errors(tmp_path, name, t
 def test_a_nested_configuration_that_is_no_object_is_refused(tmp_path, inner):
     write(tmp_path / "processor_config.json", {"image_processor": inner})
     with pytest.raises(CheckpointError, match="not a JSON object"):
-        read_image_settings(tmp_path)
+        image_settings(read_image_processor(tmp_path))
 
 
 def test_a_directory_or_fifo_in_place_of_the_file_is_refused(tmp_path):
     (tmp_path / "preprocessor_config.json").mkdir()
     with pytest.raises(CheckpointError, match="is a directory, a regular file is needed"):
-        read_image_settings(tmp_path)
+        image_settings(read_image_processor(tmp_path))
     os.mkfifo(tmp_path / "processor_config.json")
     with pytest.raises(CheckpointError, match="is a device or a pipe, a regular file is needed"):
-        read_image_settings(tmp_path)
+        image_settings(read_image_processor(tmp_path))

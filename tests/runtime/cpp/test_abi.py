@@ -196,7 +196,8 @@ def test_calls_that_make_no_sense_have_a_status(library: c.CDLL, model: c.c_void
     assert library.vtx_open(None, None, 0, None, c.byref(handle)) == REQUEST
     assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == REQUEST  # no _init
     library.vtx_image_init(c.byref(image), c.sizeof(image))
-    assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == IMAGE
+    assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == REQUEST
+    assert b"the image's data is NULL" in library.vtx_last_error()
     (tmp_path / "a.png").write_bytes(b"not a picture")
     image.path = os.fsencode(tmp_path / "a.png")
     assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == IMAGE

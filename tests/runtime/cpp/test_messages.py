@@ -9,7 +9,7 @@ CALLERS = "only the C interface takes buffers and token ids"
 BUILT = "libvtx may lack it; Python has it"
 PROMPT = "libvtx reads tokenizer.json itself and has another engine for templates; Python has libraries for both"
 ONLY_CPP = {
-    "{} was not found ({}); name its library with the option library or in {}": LIBRARIES,
+    "{} was not found ({}); install it, or name its library {}": LIBRARIES,
     "{} was built for another release of OpenVINO than the one in {} ({}); name that one with the option "
     "library or in {}, or build libvtx with the release that is here": LIBRARIES,
     "the plug-in {} cannot be loaded ({}); build libvtx where CMake finds {}, or use device cpu": LIBRARIES,
@@ -17,14 +17,12 @@ ONLY_CPP = {
     "onnxruntime {} in {} is too old, 1.22 or newer is needed": LIBRARIES,
     "{} {} is here ({}), but {} has no plug-in of libvtx for it; build libvtx with its headers: cmake "
     "-DVTX_TENSORRT_INCLUDES=DIR": LIBRARIES,
-    "signatures need OpenSSL's libcrypto, 1.1.1 or newer, which was not found ({}); install it, or name "
-    "the library in VTX_LIBCRYPTO": LIBRARIES,
-    "guided answers need llguidance, 1.7 or newer, which was not found ({}); install it, or name the library in "
-    "VTX_LLGUIDANCE": LIBRARIES,
     "the prompt has {} token ids and {} image tokens for {} images; give at least one id, and one image "
     "token for each image": CALLERS,
     "about stands in place of the question, and only token ids are given; ask by text": CALLERS,
-    "the buffer has no data; give a pointer to its pixels": CALLERS,
+    "{}; give one that is there": CALLERS,
+    "a struct's size is {}; fill it with its _init function first": CALLERS,
+    "a struct sets a field that libvtx {} does not know; take a newer libvtx, or leave it out": CALLERS,
     "the buffer's rows are {} bytes apart; give the stride in bytes, {} to {}": CALLERS,
     "{} frame of {}x{} has an odd side; crop it to even ones": CALLERS,
     "{}.{}: {} are not built in libvtx; load the bundle with Python": BUILT,

@@ -163,7 +163,7 @@ def test_without_libcrypto_it_is_named_with_where_it_was_looked_for(
         line = refusal(signed, keys[1], VTX_LIBCRYPTO=str(tmp_path / name))
         assert line.startswith("signatures need OpenSSL's libcrypto, 1.1.1 or newer, which was not found (")
         assert reason in line
-        assert "name the library in VTX_LIBCRYPTO" in line
+        assert "name its library in VTX_LIBCRYPTO" in line
 
 
 def test_releases_are_noted_and_refused_as_in_python(

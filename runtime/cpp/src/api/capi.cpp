@@ -69,17 +69,20 @@ vtx_status guarded(Work&& work) noexcept {
   }
 }
 
-template <typename Pointer>
-void require(Pointer pointer, const char* what) {
-  if (!pointer) vtxcore::fail(vtxcore::Kind::request, what, " is NULL; give one");
+[[noreturn]] void refuse(const void* given, const char* what) {
+  vtxcore::fail(vtxcore::Kind::request, what, given ? " was freed, or never made" : " is NULL",
+                "; give one that is there");
+}
+
+void require(const void* pointer, const char* what) {
+  if (!pointer) refuse(pointer, what);
 }
 
 // What a handle stands for, held for as long as the call takes. Throws Error(request).
 template <typename Object>
 std::shared_ptr<Object> living(const Object* handle, const char* what) {
-  require(handle, what);
   std::shared_ptr<Object> found = vtxcore::Handles<Object>::all().find(handle);
-  if (!found) vtxcore::fail(vtxcore::Kind::request, what, " was freed, or never made; give one that is there");
+  if (!found) refuse(handle, what);
   return found;
 }
 
@@ -150,20 +153,21 @@ vtxcore::Picture picture_of(const vtx_image& given) {
   unsigned number = 0;  // read as a number: a value that the enumeration lacks is none of its values
   static_assert(sizeof number == sizeof image.format);
   std::memcpy(&number, &image.format, sizeof number);
-  if (number > VTX_YUYV) vtxcore::fail(vtxcore::Kind::request, "the pixel format ", number, " is unknown; see vtx.h");
+  vtxcore::check_whole("the pixel format", number, 0, VTX_YUYV);
   if (image.path) return vtxcore::read_picture(image.path);
   auto data = static_cast<const uint8_t*>(image.data);
+  require(data, "the image's data");
   if (number == VTX_FILE) {
-    require(data, "the image's data");
     if (image.bytes > static_cast<size_t>(vtxcore::names::kMaxFileBytes))
-      vtxcore::fail(vtxcore::Kind::image, "the image holds ", image.bytes, " bytes, the limit is ",
-                    vtxcore::names::kMaxFileBytes);
+      vtxcore::fail(vtxcore::Kind::image, "the image is over ", vtxcore::names::kMaxFileBytes >> 20,
+                    " MiB, the limit for a file; save it smaller");
     return vtxcore::decode_picture(std::string(static_cast<const char*>(image.data), image.bytes), "the image");
   }
   static constexpr vtxcore::PixelFormat kFormats[] = {
       vtxcore::PixelFormat::rgb8,  vtxcore::PixelFormat::bgr8, vtxcore::PixelFormat::rgba8, vtxcore::PixelFormat::bgra8,
       vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::nv12, vtxcore::PixelFormat::gray8, vtxcore::PixelFormat::yuyv};
   auto second = static_cast<const uint8_t*>(image.data2);
+  if (number == VTX_NV12) require(second, "the image's data2");
   return vtxcore::from_buffer(data, second, image.width, image.height, image.stride, kFormats[number]);
 }
 

@@ -118,7 +118,7 @@ Library::Library(const std::string& engine, const std::string& path, const char*
     for (const std::string& file : candidates)
       if (open(file, symbol)) return;
   }
-  fail(Kind::device, engine, " was not found (", tried_, "); name its library with the option library or in ", variable);
+  not_found(engine, tried_, cat("with the option library or in ", variable));
 }
 
 bool Library::open(const std::string& name, const char* symbol) {

@@ -57,6 +57,11 @@ template <typename... Parts>
   throw Error(kind, cat(parts...));
 }
 
+// For libraries that are opened by name: `which` one, the names that were `tried`, and the way to name another.
+[[noreturn]] inline void not_found(const std::string& which, const std::string& tried, const std::string& way) {
+  fail(Kind::device, which, " was not found (", tried, "); install it, or name its library ", way);
+}
+
 // The parts one after the other, with `between` them.
 template <typename List>
 std::string listed(const List& list, const char* between = ", ") {

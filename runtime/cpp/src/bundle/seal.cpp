@@ -93,8 +93,7 @@ Libcrypto find() {
     tried += (tried.empty() ? "" : "; ") + (problem ? std::string(problem) : name + " is too old or another library");
     if (library != nullptr) ::dlclose(library);
   }
-  fail(Kind::device, "signatures need OpenSSL's libcrypto, 1.1.1 or newer, which was not found (", tried,
-       "); install it, or name the library in VTX_LIBCRYPTO");
+  not_found("signatures need OpenSSL's libcrypto, 1.1.1 or newer, which", tried, "in VTX_LIBCRYPTO");
 }
 
 const Libcrypto& libcrypto() {

@@ -78,9 +78,7 @@ Llguidance find() {
   take(l.compute_mask, "llg_matcher_compute_mask_into"), take(l.mask_bytes, "llg_matcher_get_mask_byte_size");
   take(l.consume, "llg_matcher_consume_token"), take(l.error, "llg_matcher_get_error");
   take(l.stopped, "llg_matcher_is_stopped"), take(l.forced, "llg_matcher_compute_ff_tokens");
-  if (!all)
-    fail(Kind::device, "guided answers need llguidance, 1.7 or newer, which was not found (", problem,
-         "); install it, or name the library in VTX_LLGUIDANCE");
+  if (!all) not_found("guided answers need llguidance, 1.7 or newer, which", problem, "in VTX_LLGUIDANCE");
   return l;
 }
 

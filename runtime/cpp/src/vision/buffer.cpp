@@ -40,8 +40,6 @@ size_t channels(PixelFormat format) {
 Picture from_buffer(const uint8_t* data, const uint8_t* second, int width, int height, size_t stride, PixelFormat format) {
   check_size("the buffer", width, height);
   size_t each = channels(format);
-  if (!data || (format == PixelFormat::nv12 && !second))
-    fail(Kind::image, "the buffer has no data; give a pointer to its pixels");
   if (size_t least = each * static_cast<size_t>(width); stride < least || stride > kMaxStride)
     fail(Kind::image, "the buffer's rows are ", stride, " bytes apart; give the stride in bytes, ", least, " to ",
          kMaxStride);

@@ -14,7 +14,7 @@ from tests.support.tiny import ARCHITECTURES, Tiny, make
 from vtx.exporter.checkpoint import families
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED, find_family, read_config
 from vtx.exporter.checkpoint.family import Family
-from vtx.exporter.checkpoint.processor import read_image_settings
+from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.exporter.checkpoint.spec import config_size
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.tools.estimate.sizes import KNOWN
@@ -56,7 +56,7 @@ def test_an_image_processor_of_another_family_is_refused(tmp_path: Path) -> None
     single, tiled = make(tmp_path / "single", Tiny()), make(tmp_path / "tiled", NEXT)
     for folder, of in ((single, tiled), (tiled, single)):
         with pytest.raises(UnsupportedModelError, match=r"image processor .* is not supported"):
-            read_image_settings(folder, find_family(settings(of)).processors)
+            image_settings(read_image_processor(folder), find_family(settings(of)).processors)
 
 
 @pytest.mark.parametrize(

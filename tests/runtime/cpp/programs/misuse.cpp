@@ -247,7 +247,7 @@ void frames(vtx::Model& model) {
   throws_error(VTX_IMAGE, "bytes apart", open(64, 64, 191, VTX_RGB8));
   throws_error(VTX_IMAGE, "give the stride in bytes, 192 to", open(64, 64, static_cast<size_t>(-192), VTX_RGB8));
   throws_error(VTX_IMAGE, "odd", open(63, 64, 192, VTX_YUYV));
-  throws_error(VTX_IMAGE, "no data", open(64, 64, 64, VTX_NV12));
+  throws_error(VTX_REQUEST, "data2 is NULL", open(64, 64, 64, VTX_NV12));
   throws_error(VTX_REQUEST, "pixel format", open(64, 64, 192, 8));
   throws_error(VTX_REQUEST, "pixel format", open(64, 64, 192, -1));
   throws_error(VTX_IMAGE, "", [&] { model.open({vtx::Image::bytes(pixels.data(), 0)}); });
