@@ -57,7 +57,7 @@ def _gains(depths: Sequence[Depth]) -> list[str]:
 
 
 def _reached(report: BenchReport) -> list[str]:
-    """What was reached of the ceilings at each K, and the ceilings."""
+    """Shares of the ceilings at each K, and the ceilings."""
     if report.ceilings is None:
         return ["No ceilings were measured, so no share of them is given."]
     lines = []
