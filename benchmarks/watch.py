@@ -70,7 +70,7 @@ class Watching:
             StandingQuestion(name, text, changed=changed, max_new_tokens=ANSWER) for name, text in QUESTIONS.items()
         )
         source = SourceConfig("film", questions, folder=folder, reuse=reuse, near=near)  # type: ignore[arg-type]
-        engine = self._closing.enter_context(Engine("watch", model, capacity(4)))
+        engine = self._closing.enter_context(Engine("watch", model, capacity(model.loaded, 4)))
         self.watcher = Watcher(engine, WatchConfig((source,), status=1e6), outputs=lambda _: [self.kept])
         self._closing.callback(self.watcher.close)
 

@@ -58,7 +58,7 @@ def watch(bundle: Path, config: Path, check: bool, parallel: int, tile_cache: in
         for line in about_model(model.manifest.model.name):
             note(line)
         logging.getLogger("vtx").setLevel(logging.INFO)
-        with Engine("watch", model, capacity(parallel, tile_cache << 20)) as engine:
+        with Engine("watch", model, capacity(model.loaded, parallel, tile_cache << 20)) as engine:
             watcher = Watcher(engine, given, parallel=parallel)
             reread = partial(watcher.reload, partial(read_config, config))
             if hasattr(signal, "SIGHUP"):  # a handler must not wait for locks that this thread may hold

@@ -30,9 +30,13 @@ IDLE_SECONDS = 1.0  # between two looks for silent sources, at most
 STALL_SECONDS = 600.0  # in one run of a graph, after which the process no longer counts as alive
 
 
-def capacity(parallel: int, tiles: int = 0) -> Capacity:
-    """The room for answers: frames come only once, so few conversations are kept. `tiles`: bytes of encoded ones."""
-    return Capacity(parallel, parallel, kept=2 * parallel, image_tokens=128 << 20, tiles=tiles)
+def capacity(loaded: LoadedBundle, parallel: int, tiles: int = 0) -> Capacity:
+    """The room for answers: frames come only once, so few conversations and encoded images are kept.
+
+    `tiles`: bytes of encoded tiles that are kept.
+    """
+    image = 4 * loaded.layout.max_tokens * loaded.manifest.model.hidden  # bytes
+    return Capacity(parallel, parallel, 2 * parallel, image_tokens=min(256 << 20, 4 * parallel * image), tiles=tiles)
 
 
 @dataclass(eq=False)

@@ -34,7 +34,7 @@ def model(models: Models) -> Model:
 
 @pytest.fixture
 def engine(model: Model) -> Iterator[Engine]:
-    with Engine("watch", model, capacity(4)) as engine:
+    with Engine("watch", model, capacity(model.loaded, 4)) as engine:
         yield engine
 
 
@@ -331,3 +331,12 @@ def test_a_wall_clock_that_jumps_changes_only_the_time_that_is_told(engine: Engi
         assert run.show(picture(2), seconds=1) == []
     with patch("time.time", lambda: 1.0):
         assert run.show(picture(2), seconds=9.5)[0]["time"].startswith("1970-01-01T00:00:01")
+
+
+def test_what_is_kept_of_frames_that_are_gone_is_bounded(engine: Engine) -> None:
+    run = Run(engine, source())
+    kept = [(len(run.show(picture(seed))), engine.images.bytes, engine.pool.kept_bytes) for seed in range(40)]
+    assert [asked for asked, _, _ in kept] == [1] * 40
+    for number in (1, 2):
+        values = [each[number] for each in kept[-20:]]
+        assert max(values) == min(values) > 0
