@@ -6,9 +6,10 @@ import json
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -41,12 +42,13 @@ def capacity(loaded: LoadedBundle, parallel: int, tiles: int = 0) -> Capacity:
 
 @dataclass(eq=False)
 class Look:
-    """A frame that is asked about, and the questions that run."""
+    """A frame that is asked about, the questions that wait, and the job of the one that runs."""
 
     frame: Frame
     images: tuple[PreparedImage, ...]
     cells: Cells | None
-    running: dict[Standing, Job] = field(default_factory=dict)
+    waiting: deque[Standing]
+    running: Job | None = None
 
 
 class Watched:
@@ -79,9 +81,10 @@ class Watched:
 class Watcher:
     """Asks the standing questions of `config` on the model of `engine`, and sends events to outputs.
 
-    A frame is prepared when the model is about to have time for it, so that it is the newest; the questions about it
-    share its encoded image and its part of the caches. One frame of a source is asked about at a time, and the source
-    that was looked at longest ago is next. `watched` are the sources by name; `wake` is set when there may be work.
+    A frame is prepared when the model is about to have time for it, so that it is the newest. The questions about it
+    are asked one after the other in one conversation, whose image is run once. One frame of a source is asked about at
+    a time, and the source that was looked at longest ago is next. `watched` are the sources by name; `wake` is set when
+    there may be work.
     """
 
     def __init__(
@@ -172,15 +175,19 @@ class Watcher:
             due = [standing for standing in watched.standing.values() if standing.due(now, cells)]
             if not due:
                 return
-            look = Look(frame, self._loaded.prepare_all([image]), cells)
+            watched.look = Look(frame, self._loaded.prepare_all([image]), cells, deque(due))
         except (VtxError, OSError) as e:  # also of a picture that is still being written
             watched.source.corrupt += 1
             watched.source.error = str(e)
             return
-        watched.look = look
-        for standing in due:
-            self._ask(watched, look, standing)
-        self._end(watched, look)
+        self._next(watched, watched.look)
+
+    def _next(self, watched: Watched, look: Look) -> None:
+        """Ask the next question about a frame, in the conversation of the one before, or make room for a frame."""
+        while look.running is None and look.waiting:
+            self._ask(watched, look, look.waiting.popleft())
+        if look.running is None:
+            watched.look = None
 
     def _ask(self, watched: Watched, look: Look, standing: Standing) -> None:
         """Ask about a frame, unless the last answer stands for it."""
@@ -197,13 +204,12 @@ class Watcher:
             messages = opening_messages(config.system, look.images, question.ask)
             request = AnswerRequest.of(self._loaded, look.images, messages, standing.settings)
             fits = partial(self._engine.fits, request)
-            job = self._engine.job(request, partial(self._emit, watched, look, standing), fits=fits)
-            look.running[standing] = job
-            self._engine.scheduler.submit(job)
+            look.running = self._engine.job(request, partial(self._emit, watched, look, standing), fits=fits)
+            self._engine.scheduler.submit(look.running)
         except ClosedError:
             raise
         except VtxError as e:
-            look.running.pop(standing, None)
+            look.running = None
             self._failed(watched, look, standing, e)
         return None
 
@@ -218,7 +224,7 @@ class Watcher:
         self.wake.set()
 
     def _answered(self, watched: Watched, look: Look, standing: Standing, ended: Answer | Exception) -> None:
-        look.running.pop(standing, None)
+        look.running = None
         current = watched.standing.get(standing.question.name) is standing and not watched.source.closed
         if current and isinstance(ended, Answer):
             self.answers += 1
@@ -231,12 +237,7 @@ class Watcher:
             self._failed(watched, look, standing, ended)
             if isinstance(ended, ClosedError):
                 raise ended
-        self._end(watched, look)
-
-    def _end(self, watched: Watched, look: Look) -> None:
-        """Make room for the next frame if no question runs any more."""
-        if not look.running:
-            watched.look = None
+        self._next(watched, look)
 
     def _failed(self, watched: Watched, look: Look, standing: Standing, error: Exception) -> None:
         """Tell of an error, once as long as it stays the same."""
@@ -248,7 +249,7 @@ class Watcher:
         self._send("error", look.frame.time, **about, error=standing.error)
 
     def _report(self, watched: Watched, look: Look, standing: Standing, answer: Any, how: dict[str, Any]) -> None:
-        """Send an answer, and ask the questions that wait for it."""
+        """Send an answer, and queue the questions that wait for it."""
         question, text = standing.question, answer["answer"]
         if question.report == "all" or text != standing.reported:
             standing.reported = text
@@ -258,7 +259,7 @@ class Watcher:
         for other in watched.standing.values():
             when = other.question.when
             if when is not None and when.question == question.name and when.matches(text):
-                self._ask(watched, look, other)
+                look.waiting.append(other)
 
     def _configure(self, config: WatchConfig) -> None:
         wanted = {source.name: source for source in config.source}
@@ -292,8 +293,10 @@ class Watcher:
 
     def _drop(self, watched: Watched) -> None:
         watched.source.close()
-        for job in list(watched.look.running.values()) if watched.look else ():
-            job.cancel()
+        if watched.look is not None:
+            watched.look.waiting.clear()
+            if watched.look.running is not None:
+                watched.look.running.cancel()
 
     def _source_event(self, name: str, state: str, more: dict[str, Any]) -> None:
         self._send("source", time.time(), source=name, state=state, **more)
