@@ -27,7 +27,8 @@ What vtx exports, family by family. A family is what a checkpoint's `architectur
 file in `exporter/checkpoint/families/`. This page is made from the code by `python docs/reference/models.py`; a test
 compares them.
 
-Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's, Qwen's.
+Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's, Qwen's,
+FastViTHD.
 Precisions, K, gates, calibration and streaming export work alike for every family: they see passes of the tower, and
 tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
 for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; engines of
@@ -75,6 +76,13 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "idefics3": {
         "image_token_id": 32000, "scale_factor": 2,
         "vision_config": {"model_type": "idefics3_vision", "image_size": 364, "patch_size": 14},
+    },
+    "fast_vlm": {
+        "image_seq_length": 256, "text_config": _QWEN2,
+        "vision_config": {
+            "model_type": "timm_wrapper", "architecture": "fastvit_mci3", "hidden_size": 3072,
+            "model_args": {"inference_mode": True},
+        },
     },
     "qwen2_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 3584}},
     "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 1280}},

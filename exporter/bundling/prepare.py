@@ -295,6 +295,11 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
             if part.renumbers and config.text.rope.sections:
                 raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
             check_patches(part, vision.shuffle, class_token=vision.class_token)
+            if vision.stage_blocks and (own.tower_layers or own.merging):
+                raise UnsupportedModelError(
+                    f"{part.name} looks into the tower's blocks of patches, and this model's tower is one of "
+                    "convolutions; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
+                )
             if own.tower_layers and max(own.tower_layers) > (used := max(config.feature_layers)):
                 raise UnsupportedModelError(
                     f"{part.name} looks at block {max(own.tower_layers)} of the tower, and this model uses {used} of "

@@ -18,6 +18,7 @@ TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite")
 # text models whose positions have three parts, qwen3 rotates by interleaved ones
 THREE_PART = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
+STEM, ATTENDING, HEAD = 4, 2, 32  # of FastViTHD: the stride of its stem, its stages with attention, a head's width
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 
@@ -64,6 +65,9 @@ class VisionConfig:
     side, in patches, of the windows that blocks attend within, except `full_blocks`, counted from 0. `maps`: blocks,
     counted from 0, of whose output a merger of its own makes a map; the first is added to the image's tokens after
     decoder layer 1, the second after layer 2, and so on (deepstack). `patch_bias`: patches have a bias.
+
+    `stage_blocks` and `stage_widths`: the numbers of blocks and of channels of the stages of a convolutional tower,
+    which counts as one layer.
     """
 
     family: str
@@ -90,6 +94,8 @@ class VisionConfig:
     maps: tuple[int, ...] = ()
     patch_bias: bool = False
     post_norm: bool = False
+    stage_blocks: tuple[int, ...] = ()
+    stage_widths: tuple[int, ...] = ()
 
     @property
     def grid(self) -> int:

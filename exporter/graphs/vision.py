@@ -10,6 +10,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, norm_tensors
+from vtx.exporter.graphs.convolutional import build_convolutional, convolutional_tensors
 from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows, received_attention
 from vtx.exporter.graphs.native import build_native, native_tensors
@@ -28,6 +29,17 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
     if v.native:
         yield from native_tensors(c)
         return
+    yield from convolutional_tensors(v) if v.stage_blocks else _tower_tensors(v, max(c.feature_layers), last_attention)
+    width = feature_width(c)
+    if c.projector_norm_eps is not None:
+        yield from norm_tensors("projector.norm", width)
+    for number, name in enumerate(projector_layers(c)):
+        yield from linear_tensors(name, c.text.hidden, c.text.hidden if number else width, bias=c.projector_bias)
+    if c.layout.newline:
+        yield NEWLINE, (c.text.hidden,)
+
+
+def _tower_tensors(v: VisionConfig, used: int, last_attention: bool) -> Shapes:
     yield "vision.embeddings.patch_embedding.weight", (v.hidden, 3, v.patch, v.patch)
     batch = (1,) if v.batch_axis else ()
     positions = v.position_grid**2 + v.class_token if v.position_grid else v.states
@@ -38,7 +50,6 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
         yield from norm_tensors("vision.pre_layrnorm", v.hidden)
     else:
         yield "vision.embeddings.patch_embedding.bias", (v.hidden,)
-    used = max(c.feature_layers)
     for layer in range(max(used, v.layers - 1) if last_attention else used):
         yield from block_tensors(v, f"vision.encoder.layers.{layer}")
     if last_attention and used < v.layers:
@@ -47,13 +58,6 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
         yield from (tensor for tensor in block_tensors(v, last) if tensor[0].startswith(used_parts))
     if v.post_norm:
         yield from norm_tensors(POST_NORM, v.hidden)
-    width = feature_width(c)
-    if c.projector_norm_eps is not None:
-        yield from norm_tensors("projector.norm", width)
-    for number, name in enumerate(projector_layers(c)):
-        yield from linear_tensors(name, c.text.hidden, c.text.hidden if number else width, bias=c.projector_bias)
-    if c.layout.newline:
-        yield NEWLINE, (c.text.hidden,)
 
 
 def projector_layers(c: ModelConfig) -> list[str]:
@@ -110,9 +114,11 @@ def build_vision(
         return
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
     tau = b.input(names.TAU, FLOAT, [1]) if merges else None
-    x = _embeddings(b, v, pixels)
+    x = build_convolutional(b, v, pixels) if v.stage_blocks else _embeddings(b, v, pixels)
     tower, of_block = _Tower([x]), list[ir.Value]()
-    for layer in range(max(c.feature_layers)):
+    if v.stage_blocks:
+        tower.states.append(x)
+    for layer in range(0 if v.stage_blocks else max(c.feature_layers)):
         name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
         x, tower.query, tower.key = build_block(b, v, x, name, shape, _seen(tower))
         if received is not None and layer + 1 in (received, max(c.feature_layers)):

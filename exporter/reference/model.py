@@ -22,6 +22,7 @@ from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.graphs.encoder import LAYER_SCALES
 from vtx.exporter.graphs.vision import NEWLINE, projector_layers, vision_tensors
+from vtx.exporter.reference.convolutional import ConvolutionalTower
 from vtx.exporter.reference.native import NativeTower, rotated
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
@@ -137,6 +138,9 @@ class Reference:
         if v.native:
             tower = NativeTower(v, self._weights.read, _activate, self._layer_norm, self._linear)
             return [*map(torch.cat, zip(*map(tower.tokens, torch.from_numpy(pixels)), strict=True))]
+        if v.stage_blocks:
+            convolutions = ConvolutionalTower(v, self._weights.read, self._layer_norm, self._linear)
+            return [self._projected(convolutions.states(torch.from_numpy(pixels)))]
         w, name = self._weights.read, "vision.embeddings"
         kernel = w(f"{name}.patch_embedding.weight")
         bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
@@ -161,12 +165,16 @@ class Reference:
             blocks = grid.reshape(len(x), side, v.shuffle, side, v.shuffle, -1).transpose(2, 3)
             blocks = blocks.transpose(1, 2) if v.shuffle_by_columns else blocks
             chosen = blocks.reshape(len(x), side**2, -1)
+        return [self._projected(chosen)]
+
+    def _projected(self, chosen: Tensor) -> Tensor:
+        c = self.config
         if c.projector_norm_eps is not None:
             chosen = self._layer_norm(chosen, "projector.norm", c.projector_norm_eps)
         for number, matrix in enumerate(projector_layers(c)):
             chosen = _activate(chosen, c.projector_activation) if number else chosen
             chosen = self._linear(chosen, matrix)
-        return [chosen.flatten(0, 1)]
+        return chosen.flatten(0, 1)
 
     def hidden(
         self, samples: Sequence[Sample], ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+
+from tests.support.families.fast_vlm import load_fast_vlm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -62,8 +65,13 @@ class Reference:
 
         torch.set_num_threads(1)
         self.answers: dict[Any, Any] = {}
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        self.model: Any = (
+            load_fast_vlm(folder)
+            if kind == "fast_vlm"
+            else AutoModelForImageTextToText.from_pretrained(
+                folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+            )
         )
         self.model.train(False)
         self.processor: Any = self._processor(folder)

@@ -179,7 +179,15 @@ class Statement:
         pixels, sizes = inputs.get("pixel_values"), inputs.get("image_sizes")
         if pixels is None:
             return []
-        if self._config.model_type in ("internvl", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", *MARKED):
+        if self._config.model_type in (
+            "fast_vlm",
+            "internvl",
+            "llava_onevision",
+            "qwen2_vl",
+            "qwen2_5_vl",
+            "qwen3_vl",
+            *MARKED,
+        ):
             return self._given(inputs)
         if sizes is None:
             images, counts = [self.image(image, method) for image in pixels], method.visionzip

@@ -63,6 +63,7 @@ ARCHITECTURES = {
     "internvl_chat": "InternVLChatModel",
     "smolvlm": "SmolVLMForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
+    "fast_vlm": "FastVlmForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -78,6 +79,7 @@ PROCESSORS = {
     "internvl_chat": "",
     "smolvlm": "SmolVLMProcessor",
     "idefics3": "Idefics3Processor",
+    "fast_vlm": "LlavaProcessor",
 }
 MARKED = ("smolvlm", "idefics3")
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -103,7 +105,7 @@ class Tiny:
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "lisa", "internvl_chat",
-        "smolvlm", "idefics3",
+        "smolvlm", "idefics3", "fast_vlm",
     ] = "llava"  # fmt: skip
     text: Literal["llama", "mistral", "qwen2", "qwen3", "granite"] = "llama"
     layers: int = 8
@@ -121,8 +123,10 @@ class Tiny:
     theta: float = 10_000.0
     context: int = 256
     multipliers: tuple[float, float, float, float] = (12.0, 0.11, 0.22, 4.0)  # of granite
-    vision: Literal["clip", "siglip", "internvl"] = "clip"
+    vision: Literal["clip", "siglip", "internvl", "fastvit"] = "clip"
     vision_layers: int = 4
+    stage_blocks: tuple[int, ...] = (1, 2, 1, 2, 1)  # of fastvit
+    stage_widths: tuple[int, ...] = (8, 16, 32, 32, 64)
     vision_hidden: int = 32
     vision_heads: int = 2
     vision_ffn: int = 48
@@ -154,6 +158,8 @@ class Tiny:
         """The tower's model_type."""
         if self.family in MARKED:
             return f"{self.family}_vision"
+        if self.vision == "fastvit":
+            return "timm_wrapper"
         return "internvl_vision" if self.vision == "internvl" else f"{self.vision}_vision_model"
 
     @property
@@ -182,6 +188,8 @@ class Tiny:
     @property
     def vision_tokens(self) -> int:
         """Rows of one pass of the tower; of llava an image takes as many in the prompt."""
+        if self.family == "fast_vlm":
+            return (self.image // 64) ** 2
         if self.family in ("internvl", "internvl_chat", *MARKED):
             return (self.image // self.patch // 2) ** 2
         extra = (self.vision == "clip") - (self.select == "default")
@@ -305,6 +313,10 @@ def _text_fields(tiny: Tiny) -> dict[str, Any]:
 
 
 def _vision_fields(tiny: Tiny) -> dict[str, Any]:
+    if tiny.vision == "fastvit":
+        sizes = {"layers": list(tiny.stage_blocks), "embed_dims": list(tiny.stage_widths)}
+        model = {"architecture": "fastvit_mci3", "model_args": {"inference_mode": True, **sizes}}
+        return model | {"hidden_size": 2 * tiny.stage_widths[-1]}
     fields: dict[str, Any] = {
         "hidden_size": tiny.vision_hidden,
         "intermediate_size": tiny.vision_ffn,
@@ -527,9 +539,11 @@ def _weights(config: Any, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
     import torch
     from transformers import AutoModelForImageTextToText
 
+    from tests.support.families.fast_vlm import model_of
+
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
-        shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        model = (model_of if tiny.vision == "fastvit" else AutoModelForImageTextToText.from_config)(config)
+        shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if t.ndim}
     if tiny.tied:
         del shapes["lm_head.weight"]
     dtype = getattr(torch, tiny.dtype)
@@ -542,9 +556,11 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     Sharper attention would make the answers more varied, and float32 rounding of the logits larger than 2e-5.
     """
     noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
-    if name.endswith(("bias", "in_proj_bias")):
+    if name.endswith(("bias", "in_proj_bias", "running_mean")):
         return noise * 0.2
-    if "norm" in name or "layrnorm" in name or "ln_q" in name:
+    if name.endswith("running_var"):
+        return np.exp(noise * 0.3)
+    if "norm" in name or "layrnorm" in name or "ln_q" in name or name.endswith("bn.weight"):
         # The last norm widens the logits, so that embeddings can stay narrow: wide ones, tied, repeat the last token.
         return (1 + noise * 0.2) * (3 if name == "model.language_model.norm.weight" else 1)
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
@@ -575,7 +591,8 @@ def _rename(name: str, tiny: Tiny) -> str:
         return name.replace("language_model.", "language_model.model.", 1)
     if name.startswith("lm_head."):
         return f"language_model.{name}"
-    for tower in ("vision_tower.", "image_tower.", "video_tower.") if tiny.names == "hub" else ():
+    renamed = tiny.names == "hub" and tiny.family != "fast_vlm"
+    for tower in ("vision_tower.", "image_tower.", "video_tower.") if renamed else ():
         name = name.replace(tower, f"{tower}vision_model.", 1)
     return name
 

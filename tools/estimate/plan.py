@@ -349,12 +349,12 @@ def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, elemen
     """The larger of prefill's and the vision graph's intermediate values, and the fp32 logits of one token.
 
     A layer holds two residual vectors a token, and q, k, v and their product or the three vectors of the feed-forward
-    block; no square of attention scores, which fused kernels never write.
+    block (of the tower: `widest`); no square of attention scores, which fused kernels never write.
     """
     size, vision = model.decoder, model.vision
     attention = size.head_dim * (2 * size.heads + 2 * size.kv_heads)
     prefill = max(tokens) * (2 * size.hidden + max(attention, 3 * size.ffn))
     encode = 0
     if vision is not None:
-        encode = views * vision.tower_tokens * (2 * vision.hidden + max(4 * vision.hidden, 2 * vision.ffn))
+        encode = views * vision.widest
     return element_bytes * max(prefill, encode) + 4 * size.vocab

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,13 @@ from vtx.runtime.vision.layouts import layouts, read_layout
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
 
+STEM, ATTENDING, KERNEL, WIDER, SQUEEZED = (
+    4,
+    2,
+    49,
+    4,
+    16,
+)  # of a convolutional tower (exporter/graphs/convolutional.py)
 MOMENTS = 2  # of a video that a patch's kernel covers; for still images the graph adds both up
 
 
@@ -114,6 +123,11 @@ class VisionSize:
         return self.patches + self.class_token
 
     @property
+    def widest(self) -> int:
+        """Numbers that a layer holds for one view: two residual vectors a token, and q, k, v or the MLP's vectors."""
+        return self.tower_tokens * (2 * self.hidden + max(4 * self.hidden, 2 * self.ffn))
+
+    @property
     def layer_macs(self) -> int:
         """One layer of the tower for one view, attention products included."""
         return self.layer_macs_on(self.tower_tokens)
@@ -190,6 +204,61 @@ class NativeSize(VisionSize):
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionalSize(VisionSize):
+    """A tower of convolutions in stages, which counts as one layer; the last `ATTENDING` stages have attention."""
+
+    blocks: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+
+    def matrices(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """Shapes of the matrices of attention, and their numbers."""
+        for blocks, width in [*zip(self.blocks, self.widths, strict=True)][-ATTENDING:]:
+            yield from (((3 * width, width), blocks), ((width, width), blocks))
+
+    def _parts(self) -> Iterator[tuple[int, int, int]]:
+        """Weights of convolutions and matrices, the places that they are at, and other weights: biases and norms."""
+        side = self.patch * math.isqrt(self.patches) // STEM
+        first = self.widths[0]
+        yield 27 * first, 4 * side**2, first
+        yield 9 * first + first * first, side**2, 2 * first
+        for stage, (blocks, width) in enumerate(zip(self.blocks, self.widths, strict=True)):
+            places, attends = (side >> stage) ** 2, stage >= len(self.blocks) - ATTENDING
+            if stage:
+                yield (KERNEL + width) * width, places, 2 * width
+            if attends:
+                yield KERNEL * width, places, width
+            mixer = 4 * width * width if attends else 9 * width
+            weights = mixer + (KERNEL + 2 * WIDER * width) * width
+            small = 4 * width + WIDER * width + 2 * width + (4 * width if attends else width)
+            yield blocks * weights, places, blocks * small
+        squeezed = self.hidden // SQUEEZED
+        yield 9 * self.hidden, self.patches, self.hidden
+        yield 2 * squeezed * self.hidden, 1, squeezed + self.hidden
+
+    def layer_macs_on(self, tokens: int) -> int:
+        """The whole tower for one view, attention products included."""
+        products, stages = 0, len(self.blocks)
+        for stage in range(stages - ATTENDING, stages):
+            places = self.patches << 2 * (stages - 1 - stage)
+            products += 2 * places**2 * self.widths[stage] * self.blocks[stage]
+        return products + sum(weights * places for weights, places, _ in self._parts())
+
+    @property
+    def widest(self) -> int:
+        side = self.patch * math.isqrt(self.patches) // STEM
+        return side**2 * self.widths[0] * (2 + 2 * WIDER)
+
+    @property
+    def patch_macs(self) -> int:
+        return 0
+
+    @property
+    def parameters(self) -> int:
+        projector = self.projector_token_macs + self.projector_bias * self.projector_layers * self.out
+        return sum(weights + small for weights, _, small in self._parts()) + projector
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSize:
     """The sizes of one model; `vision` is None without a tower, `layout` for a model planned with a video."""
 
@@ -227,7 +296,9 @@ class ModelSize:
 def _known(name: str, decoder: Any, vision: Any, layout: Any, **_: Any) -> ModelSize:
     read = Strict().read
     kept = layout and read(layouts()[layout["name"]], layout["parameters"], name)
-    tower = read(NativeSize if "window" in vision else VisionSize, vision, name)
+    tower = read(
+        NativeSize if "window" in vision else ConvolutionalSize if "widths" in vision else VisionSize, vision, name
+    )
     return ModelSize(name, "known", read(DecoderSize, decoder, name), tower, kept)
 
 
@@ -260,7 +331,10 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
             maps=len(tower.maps), positions=(tower.position_grid or 0) ** 2,
         )  # fmt: skip
         return ModelSize(m.name, source, decoder, native, layout)
-    vision = VisionSize(
+    kind: Callable[..., VisionSize] = VisionSize
+    if tower.stage_blocks:
+        kind = partial(ConvolutionalSize, blocks=tower.stage_blocks, widths=tower.stage_widths)
+    vision = kind(
         layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,
         features=len(tower.feature_layers) * tower.shuffle**2, view_tokens=tower.tokens,

@@ -10,7 +10,7 @@ from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_head
-from vtx.tools.estimate.sizes import DecoderSize, ModelSize, NativeSize, VisionSize
+from vtx.tools.estimate.sizes import ConvolutionalSize, DecoderSize, ModelSize, NativeSize, VisionSize
 
 SCALE_BYTES = 2
 SOURCE = "F16"  # of the checkpoint; bfloat16 has the same size
@@ -63,10 +63,16 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     """The exported part of the towers, and the projector."""
     hidden, layers, wide = size.hidden, size.towers * size.used, size.features * size.hidden
     gated, between = (size.gated, wide) if isinstance(size, NativeSize) else (False, size.out)
+    if isinstance(size, ConvolutionalSize):
+        tower = [WeightGroup("vision.stages.0.qkv.weight", shape, count) for shape, count in size.matrices()]
+    else:
+        tower = [
+            WeightGroup("vision.blocks.0.attn.weight", (hidden, hidden), 4 * layers),
+            WeightGroup("vision.blocks.0.mlp.fc1.weight", (size.ffn, hidden), (1 + gated) * layers),
+            WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+        ]
     matrices = (
-        WeightGroup("vision.blocks.0.attn.weight", (hidden, hidden), 4 * layers),
-        WeightGroup("vision.blocks.0.mlp.fc1.weight", (size.ffn, hidden), (1 + gated) * layers),
-        WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, size.ffn), layers),
+        *tower,
         WeightGroup("projector.linear_1.weight", (between, wide)),
         WeightGroup("projector.linear_2.weight", (size.out, between)),
     )

@@ -60,7 +60,8 @@ class TowerSpec:
     patches, of a square whose states become one token. `window`: side, in patches, of the windows within which layers
     attend, but for `full_blocks`, counted from 0. `maps`: the layers, counted from 0, that give maps for the first
     layers of the decoder. `flags` as in `ModelSpec`; with "native" among them images keep their own resolution, and
-    `image` is the side of the largest square one.
+    `image` is the side of the largest square one. `stage_blocks` and `stage_widths`: blocks and channels of the stages
+    of a convolutional tower, which counts as one layer.
     """
 
     family: str
@@ -83,9 +84,16 @@ class TowerSpec:
     window: int | None = optional(None)
     full_blocks: tuple[int, ...] = optional(())
     maps: tuple[int, ...] = optional(())
+    stage_blocks: tuple[int, ...] = optional(())
+    stage_widths: tuple[int, ...] = optional(())
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
+        blocks, widths = self.stage_blocks, self.stage_widths
+        require(
+            len(blocks) == len(widths) and all(1 <= n <= MAX_SIZE for n in (*blocks, *widths)),
+            f"stages of {list(blocks)!s:.60} blocks and {list(widths)!s:.60} channels do not fit each other",
+        )
         states, chosen = self.layers + 1, self.feature_layers
         require(
             (self.window is None or self.window % self.shuffle == 0)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.bundles import ORT, export
 from tests.support.cpp import TILED, assert_answers_equal, needs_cpp, output, write_pictures
+from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.families.internvl_chat import INTERNLM
 from tests.support.families.internvl_chat_1 import INTERNVL_CHAT_1, with_internvit
 from tests.support.families.lisa import LISA
@@ -38,6 +39,7 @@ FAMILIES = {
     "internvl-chat": INTERNLM,
     "llava_next_video": NEXT_VIDEO,
     "granite vision": GRANITE,
+    "fastvlm": FAST_VLM,
 }
 
 

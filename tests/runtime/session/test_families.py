@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.exported import Models
+from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.parity import STEPS
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
@@ -46,6 +47,7 @@ FAMILIES = {
     "mistral": (Tiny(text="mistral", head_dim=24, tied=True), WITHIN | PATCHES),
     "vipllava": (Tiny(family="vipllava", feature_layer=(-2, -1, 1)), WITHIN | PATCHES),
     "video_llava": (Tiny(family="video_llava", context=768), WITHIN),
+    "fast_vlm": (FAST_VLM, WITHIN),
     "llava_next_video": (Tiny(family="llava_next_video", context=512), WITHIN),
 }
 CASES = [

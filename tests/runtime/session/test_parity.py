@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.exported import KS, THREADS, Models, greedy, prompt
+from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.spec import config_of
@@ -50,6 +52,8 @@ VARIANTS = {
     "vipllava-names-as-saved": Tiny(family="vipllava", feature_layer=(-2, -1, 1), names="saved"),
     "vipllava-mha": Tiny(family="vipllava", feature_layer=(-1, 2), kv_heads=4),
     "qwen3-clip-biases": Tiny(text="qwen3", attention_bias=True, head_dim=24, rope="yarn"),
+    "fastvlm": FAST_VLM,
+    "fastvlm-llama-tied-mha": replace(FAST_VLM, text="llama", tied=True, names="saved", image=128, kv_heads=4),
     "qwen2-siglip-three-layers": Tiny(
         text="qwen2", vision="siglip", feature_layer=(1, 2, -1), vision_act="gelu", rope="dynamic"
     ),

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.bundles import ORT, export
 from tests.support.exported import greedy, prompt
+from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.families.llava_next import GRANITE
 from tests.support.parity import CLOSE, STEPS, assert_chat_as_reference, assert_later_equal_fresh
 from tests.support.reference import Reference
@@ -49,9 +50,18 @@ def granite(draw: random.Random) -> Tiny:
     )  # fmt: skip
 
 
+def fast_vlm(draw: random.Random) -> Tiny:
+    first, most = draw.choice([4, 8, 16]), draw.choice([32, 64])
+    return replace(
+        _text(draw, FAST_VLM), image=64 * draw.randint(1, 4), stage_blocks=tuple(draw.randint(1, 3) for _ in range(5)),
+        stage_widths=(first, draw.choice([1, 2]) * first, 32, most, draw.choice([1, 2]) * most),
+        text=draw.choice(["qwen2", "qwen2", "llama"]), projector_act=draw.choice(["gelu", "silu"]),
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(COUNT))
-@pytest.mark.parametrize("family", [granite])
+@pytest.mark.parametrize("family", [granite, fast_vlm])
 def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statement(
     tmp_path: Path, family: Callable[[random.Random], Tiny], seed: int
 ) -> None:

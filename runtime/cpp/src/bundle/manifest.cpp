@@ -56,6 +56,8 @@ TowerSpec read_tower(const Json& value) {
     if (fields.has(later)) fields.flag(later);
   if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
   fields.whole_or_null("position_grid", 1);
+  for (const char* later : {"stage_blocks", "stage_widths"})  // of a convolutional tower
+    if (fields.has(later)) fields.wholes(later, 1, names::kMaxSize);
   int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;  // patches a side that become one token
   fields.done();
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||

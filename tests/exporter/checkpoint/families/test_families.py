@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
@@ -16,6 +17,7 @@ from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED, find_fa
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.exporter.checkpoint.spec import config_size
+from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.tools.estimate.sizes import KNOWN
 
@@ -147,3 +149,54 @@ def test_feature_layers_that_the_tower_does_not_have_are_refused_with_their_numb
 def test_multipliers_that_are_none_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises((CheckpointError, UnsupportedModelError), match=name):
         read_config(GRANITE | {"text_config": GRANITE_TEXT | {name: value}})
+
+
+FASTVIT = {"model_type": "timm_wrapper", "architecture": "fastvit_mci3", "hidden_size": 3072}
+FASTVIT |= {"model_args": {"inference_mode": True}}
+FAST_VLM = {
+    "model_type": "fast_vlm", "image_seq_length": 256, "image_token_index": 151646, "vision_config": FASTVIT,
+    "text_config": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 152000, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def test_the_published_sizes_of_fastvlm_are_those_that_plans_know() -> None:
+    found, known = config_size(FAST_VLM, "fastvlm-0.5b"), KNOWN["fastvlm-0.5b"]
+    assert (found.decoder, found.vision, found.layout) == (known.decoder, known.vision, known.layout)
+    assert known.vision is not None
+    shapes = [shape for name, shape in vision_tensors(read_config(FAST_VLM))]
+    assert known.vision.parameters == sum(math.prod(shape) for shape in shapes)
+    tower = known.vision.parameters - 896 * (3072 + 1 + 896 + 1)
+    assert round(tower / 1e6) == 123, "timm's fastvit_mci3 without its classifier; FastVLM's paper says 125 with it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architecture": "fastvit_sa12"}, "the vision tower 'fastvit_sa12' is not supported in FastVLM"),
+        ({"model_args": {}}, "inference_mode true, whose branches are merged"),
+        ({"model_args": {"inference_mode": True, "mlp_ratios": [3] * 5}}, "no other settings than layers, embed_dims"),
+        (
+            {"model_args": {"inference_mode": True, "layers": [1, 1, 1, 1]}},
+            r"layers .* is \[1, 1, 1, 1\], not 5 numbers",
+        ),
+        ({"model_args": {"inference_mode": True, "layers": [1, 1, 1, 1, 0]}}, "not 5 numbers from 1 to 512"),
+        ({"model_args": {"inference_mode": True, "layers": 3}}, "layers of the vision tower is 3, not 5 numbers"),
+        (
+            {"model_args": {"inference_mode": True, "embed_dims": [96, 192, 384, 700, 1400]}},
+            "multiple of the one before",
+        ),
+        ({"hidden_size": 1536}, "hidden_size 1536; .* hidden_size twice the last"),
+    ],
+)
+def test_towers_of_fastvlm_that_are_not_built_are_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+        read_config(FAST_VLM | {"vision_config": FASTVIT | changes})
+
+
+@pytest.mark.parametrize("count", [0, -1, 255, 1 << 20])
+def test_image_tokens_of_fastvlm_that_make_no_square_are_refused(count: int) -> None:
+    with pytest.raises(CheckpointError, match=f"image_seq_length is {count}, not the tokens of a square image"):
+        read_config(FAST_VLM | {"image_seq_length": count})

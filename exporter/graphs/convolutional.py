@@ -1,0 +1,113 @@
+"""The vision graph of FastViTHD (FastVLM): stages of convolutions, each of half the side of the one before.
+
+The last two stages have blocks of attention. Names are timm's; several branches of a convolution in training are one
+here, as published checkpoints store them.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from vtx.exporter.checkpoint.config import ATTENDING, STEM, VisionConfig
+from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.builder import Builder, Shapes, linear_tensors, norm_tensors
+
+WIDER, KERNEL, SQUEEZED = 4, 7, 16  # an MLP's width, its kernel, and the share that the last convolution's gate has
+BATCH_NORM = ("weight", "bias", "running_mean", "running_var")
+
+
+def convolutional_tensors(v: VisionConfig) -> Shapes:
+    """Canonical names and shapes of the weights of the tower."""
+
+    def convolution(name: str, out: int, into: int, kernel: int) -> Shapes:
+        yield f"{name}.weight", (out, into, kernel, kernel)
+        yield f"{name}.bias", (out,)
+
+    for number, (into, kernel) in enumerate(((3, 3), (1, 3), (v.stage_widths[0], 1))):
+        yield from convolution(f"vision.stem.{number}.reparam_conv", v.stage_widths[0], into, kernel)
+    for stage, (blocks, width) in enumerate(zip(v.stage_blocks, v.stage_widths, strict=True)):
+        p = f"vision.stages.{stage}"
+        if stage:
+            yield from convolution(f"{p}.downsample.proj.0.reparam_conv", width, 1, KERNEL)
+            yield from convolution(f"{p}.downsample.proj.1.reparam_conv", width, width, 1)
+        attends = stage >= len(v.stage_blocks) - ATTENDING
+        if attends:
+            yield from convolution(f"{p}.pos_emb.reparam_conv", width, 1, KERNEL)
+        for name in (f"{p}.blocks.{number}" for number in range(blocks)):
+            if attends:
+                yield from norm_tensors(f"{name}.norm", width)
+                yield from linear_tensors(f"{name}.token_mixer.qkv", 3 * width, width, bias=False)
+                yield from linear_tensors(f"{name}.token_mixer.proj", width, width)
+                yield f"{name}.layer_scale_1.gamma", (width, 1, 1)
+            else:
+                yield from convolution(f"{name}.token_mixer.reparam_conv", width, 1, 3)
+            yield f"{name}.layer_scale{'_2' if attends else ''}.gamma", (width, 1, 1)
+            yield f"{name}.mlp.conv.conv.weight", (width, 1, KERNEL, KERNEL)
+            yield from ((f"{name}.mlp.conv.bn.{part}", (width,)) for part in BATCH_NORM)
+            yield from convolution(f"{name}.mlp.fc1", WIDER * width, width, 1)
+            yield from convolution(f"{name}.mlp.fc2", width, WIDER * width, 1)
+    yield from convolution("vision.final_conv.reparam_conv", v.hidden, 1, 3)
+    yield from convolution("vision.final_conv.se.fc1", v.hidden // SQUEEZED, v.hidden, 1)
+    yield from convolution("vision.final_conv.se.fc2", v.hidden, v.hidden // SQUEEZED, 1)
+
+
+def build_convolutional(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
+    """[images, 3, side, side] to the tower's states [images, tokens, hidden]."""
+    x = pixels
+    for number, stride in enumerate((2, 2, 1)):
+        groups = v.stage_widths[0] if number == 1 else 1
+        x = activate(b, _conv(b, x, f"vision.stem.{number}.reparam_conv", groups, stride), v.activation)
+    for stage, (blocks, width) in enumerate(zip(v.stage_blocks, v.stage_widths, strict=True)):
+        p = f"vision.stages.{stage}"
+        if stage:
+            x = _conv(b, x, f"{p}.downsample.proj.0.reparam_conv", v.stage_widths[stage - 1], 2)
+            x = activate(b, x, v.activation)
+            x = activate(b, _conv(b, x, f"{p}.downsample.proj.1.reparam_conv"), v.activation)
+        attends = stage >= len(v.stage_blocks) - ATTENDING
+        if attends:
+            x = _conv(b, x, f"{p}.pos_emb.reparam_conv", width)
+        for name in (f"{p}.blocks.{number}" for number in range(blocks)):
+            if attends:
+                x = _added(b, x, _attention(b, v, x, name, width, v.image // STEM >> stage), f"{name}.layer_scale_1")
+            else:
+                x = _conv(b, x, f"{name}.token_mixer.reparam_conv", width)
+            y = _conv(b, x, f"{name}.mlp.conv.conv", width)
+            scale = [b.weight(f"{name}.mlp.conv.bn.{part}") for part in BATCH_NORM]
+            y = b.op("BatchNormalization", y, *scale, epsilon=v.eps)
+            y = activate(b, _conv(b, y, f"{name}.mlp.fc1"), v.activation)
+            y = _conv(b, y, f"{name}.mlp.fc2")
+            x = _added(b, x, y, f"{name}.layer_scale{'_2' if attends else ''}")
+    x = _conv(b, x, "vision.final_conv.reparam_conv", v.stage_widths[-1])
+    gate = b.op("Relu", _conv(b, b.op("GlobalAveragePool", x), "vision.final_conv.se.fc1"))
+    gate = b.op("Sigmoid", _conv(b, gate, "vision.final_conv.se.fc2"))
+    x = activate(b, b.op("Mul", x, gate), v.activation)
+    return b.op("Transpose", b.reshape(x, 0, v.hidden, v.grid**2), perm=[0, 2, 1])
+
+
+def _conv(b: Builder, x: ir.Value, name: str, groups: int = 1, stride: int = 1) -> ir.Value:
+    """A convolution that keeps the side, but for its stride; a batch norm follows where it has no bias."""
+    kernel = b.location(f"{name}.weight").shape[-1]
+    bias = [] if name.endswith(".conv.conv") else [b.weight(f"{name}.bias")]
+    return b.op(
+        "Conv", x, b.weight(f"{name}.weight"), *bias, kernel_shape=[kernel] * 2, strides=[stride] * 2,
+        pads=[kernel // 2] * 4, group=groups,
+    )  # fmt: skip
+
+
+def _added(b: Builder, x: ir.Value, y: ir.Value, scale: str) -> ir.Value:
+    return b.op("Add", x, b.op("Mul", y, b.weight(f"{scale}.gamma")))
+
+
+def _attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, width: int, side: int) -> ir.Value:
+    """Attention of the places [images, width, side, side] to all of their image."""
+    heads = width // (v.stage_widths[-1] // v.heads)
+    tokens = b.op("Transpose", b.reshape(x, 0, width, side**2), perm=[0, 2, 1])
+    normed = b.reshape(b.dialect.layer_norm(b, tokens, f"{name}.norm", v.eps), -1, width)
+    together = b.reshape(b.linear(normed, f"{name}.token_mixer.qkv", bias=False), -1, side**2, 3 * width)
+    q, k, w = (
+        b.op("Slice", together, b.constant([start]), b.constant([start + width]), b.constant([2]))
+        for start in range(0, 3 * width, width)
+    )
+    y = b.reshape(b.dialect.tower_attention(b, q, k, w, heads, width // heads), -1, width)
+    y = b.reshape(b.linear(y, f"{name}.token_mixer.proj", bias=True), -1, side**2, width)
+    return b.reshape(b.op("Transpose", y, perm=[0, 2, 1]), 0, width, side, side)
