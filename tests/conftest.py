@@ -129,10 +129,10 @@ def folders_removed(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     yield
     if request.session.testsfailed == failed:
         for folder in tmp_path_factory.getbasetemp().iterdir():
-            if folder.name != "shared":
-                shutil.rmtree(
-                    folder, ignore_errors=True
-                ) if folder.is_dir() and not folder.is_symlink() else folder.unlink()
+            if folder.is_symlink():
+                folder.unlink()
+            elif folder.is_dir() and folder.name != "shared":  # what is left is pytest's lock of the folder
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -172,7 +172,7 @@ class ModelConfig:
 
     @property
     def token_inputs(self) -> dict[int, TokenInput]:
-        """What is added to image tokens after decoder layers, by their number from 1: the tower's maps."""
+        """The values added to image tokens after decoder layers, by their number from 1: the tower's maps."""
         layers, width = range(1, len(self.vision.maps) + 1), self.text.hidden
         return {layer: TokenInput(f"map{layer}", width, of_text=False, of_images=True) for layer in layers}
 
