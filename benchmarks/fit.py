@@ -59,6 +59,7 @@ class Replay:
         self.questions: Any = SimpleNamespace(images=names, digests=names, data=SimpleNamespace(source="the scenes"))
         self._kept, self._numbers, self._asked = kept, numbers, set[tuple[Setting, int]]()
         self.skipped: dict[int, str] = {}
+        self.loading_s = 0.0
 
     @property
     def asked(self) -> int:

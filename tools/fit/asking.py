@@ -89,7 +89,7 @@ class KeptAnswers:
         self._model: Model | None = None
         self._on: LoadedOn | None = None
         self.skipped: dict[int, str] = {}
-        self.asked = 0
+        self.asked, self.loading_s = 0, 0.0
 
     def __enter__(self) -> KeptAnswers:
         return self
@@ -146,8 +146,10 @@ class KeptAnswers:
         if self._model is None or self._on != on:
             if self._model is not None:
                 self._model.close()
+            start = time.monotonic()
             backend = open_backend(on.bundle, DeviceChoice(on.device, on.compute, "a candidate"), self._threads)
             self._model, self._on = Model(on.bundle, backend, 0.0), on
+            self.loading_s += time.monotonic() - start
         return self._model
 
     def _skip(self, number: int, error: Exception) -> None:

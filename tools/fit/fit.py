@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor
+from math import ceil, floor, log2
 from statistics import median
 
 import numpy as np
@@ -15,7 +15,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.units import counted
 from vtx.tools.data.bounds import RISK, ImageLosses, least_images, passing
 from vtx.tools.fit.asking import KeptAnswers, Questions, TimedAnswer, split
-from vtx.tools.fit.search import FINALISTS, Answers, Budget, Rung, planned, search
+from vtx.tools.fit.search import FINALISTS, FIRST, Answers, Budget, Rung, planned, search
 from vtx.tools.fit.settings import Setting
 
 TIMED = 200  # questions whose times are measured again until they agree
@@ -86,8 +86,9 @@ def fit(
     answers.ask([reference, *settings], searched[:1], "searching")
     if answers.asked:
         tested = (FINALISTS + 1) * (len(held_out) + (TURNS - 1) * min(TIMED, len(held_out)))
-        each = (time.monotonic() - start) / answers.asked
-        predict(each * (planned(len(settings), len(searched)) + tested))
+        each = (time.monotonic() - start - answers.loading_s) / answers.asked
+        steps = TURNS + max(0, ceil(log2(len(searched) / FIRST)))  # engines take turns in each
+        predict(each * (planned(len(settings), len(searched)) + tested) + steps * answers.loading_s)
     finalists, rungs = search(settings, reference, searched, questions.images, answers, budget)
     answers.ask([reference, *finalists], held_out, "testing")
     used = answers.usable(held_out)

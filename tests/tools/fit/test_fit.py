@@ -22,7 +22,7 @@ from vtx.tools.fit import asking
 from vtx.tools.fit.fit import TURNS
 
 TOKENS = "2"
-IMAGES = 60  # of which 30 are held out; 29 show that 90% of the answers stay the same
+IMAGES = 30  # of which 15 are held out; 14 show that 80% of the answers stay the same
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def write(folder: Path, images: Sequence[str]) -> Path:
     return file
 
 
-def run(bundle: Bundle, questions: Path, *words: str, keep: str = "90%") -> Result:
+def run(bundle: Bundle, questions: Path, *words: str, keep: str = "80%") -> Result:
     return CliRunner().invoke(
         fit,
         [str(bundle.folder), "--questions", str(questions), "--keep", keep, "--device", "cpu", "--threads", "1",
@@ -58,11 +58,12 @@ def test_the_card_holds_what_was_measured_and_the_bundle_answers_by_it(bundle: B
     done = run(bundle, questions, "--json")
     assert done.exit_code == 0, done.output
     report, card = json.loads(done.stdout), read_card(bundle)
+    assert "predicted: at most" in done.stderr
     assert card is not None
     assert report["chosen"]["configuration"]["k"] == card.chosen.configuration.k
-    assert (card.data.questions, card.data.images, card.data.held_out_images) == (IMAGES, IMAGES, 30)
+    assert (card.data.questions, card.data.images, card.data.held_out_images) == (IMAGES, IMAGES, 15)
     assert (card.guarantee.method, card.guarantee.confidence) == ("Clopper-Pearson", 0.95)
-    assert card.guarantee.limit == pytest.approx(0.1)
+    assert card.guarantee.limit == pytest.approx(0.2)
     assert (questions.parent / "out" / "front.png").stat().st_size > 1000
     with load(bundle.folder, threads=1) as model:
         assert model.loaded.card == card
@@ -91,7 +92,7 @@ def asking_data(questions: Path) -> Any:
 def test_an_interrupted_search_resumes_and_gives_the_same_card(
     bundle: Bundle, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, left = asking.Conversation, 150
+    opened, left = asking.Conversation, 100
 
     def interrupted(*args: Any) -> Any:
         nonlocal left
@@ -109,7 +110,7 @@ def test_an_interrupted_search_resumes_and_gives_the_same_card(
     assert first.exit_code == 0, first.output
     card = read_card(bundle)
     again = run(bundle, questions, "--json")
-    assert lines > 100
+    assert lines > 80
     assert json.loads(again.stdout)["asked"] == 0
     assert read_card(bundle) == card
 
@@ -144,7 +145,7 @@ def test_too_few_images_are_refused_with_the_number_that_would_do(
 def test_the_same_picture_under_many_names_is_one_image(bundle: Bundle, questions: Path) -> None:
     for path in questions.parent.glob("*.png"):
         path.write_bytes((questions.parent / "0.png").read_bytes())
-    assert "60 questions about 1 image," in run(bundle, questions).stderr
+    assert "30 questions about 1 image," in run(bundle, questions).stderr
 
 
 def test_a_budget_that_excludes_everything_says_what_would_do(bundle: Bundle, questions: Path) -> None:
