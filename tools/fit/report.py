@@ -39,7 +39,7 @@ def make_card(
 
 def to_dict(fitted: Fitted, questions: Questions, machine: Machine) -> dict[str, Any]:
     rungs = [
-        {"questions": rung.questions, "settings": {s.name: json_value(at) for s, at in rung.standings.items()}}
+        {"questions": rung.questions, "settings": {s.name: json_value(at) for s, at in rung.ratings.items()}}
         for rung in fitted.rungs
     ]
     chosen = None if fitted.chosen is None else fitted.evidence[fitted.chosen]
@@ -106,7 +106,7 @@ def draw_front(fitted: Fitted, source: str, path: Path) -> None:
 
     def fill(figure: Any) -> None:
         axes = figure.subplots()
-        searched = {s: at for rung in fitted.rungs for s, at in rung.standings.items() if s not in fitted.evidence}
+        searched = {s: at for rung in fitted.rungs for s, at in rung.ratings.items() if s not in fitted.evidence}
         axes.plot([at.answer_ms for at in searched.values()], [100 * at.changed for at in searched.values()], "o",
                   color=GREY, alpha=0.4, markersize=4, label="left out by the search")  # fmt: skip
         front = [fitted.evidence[setting] for setting in fitted.front]

@@ -53,7 +53,7 @@ class Answers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Rating:
     """A configuration after some questions. `excess`: how far it is beyond the budget, 0 if it may keep it."""
 
     changed: float
@@ -70,7 +70,7 @@ class Rung:
     """The configurations that were asked the first `questions`, as they stood then."""
 
     questions: int
-    standings: Mapping[Setting, Standing]
+    ratings: Mapping[Setting, Rating]
 
 
 def search(
@@ -85,12 +85,12 @@ def search(
     while True:
         answers.ask([reference, *alive], numbers[:asked], "searching")
         used = answers.usable(numbers[:asked])
-        standings = {setting: stand(setting, reference, used, images, answers, budget) for setting in alive}
-        rungs.append(Rung(len(used), standings))
+        ratings = {setting: rate(setting, reference, used, images, answers, budget) for setting in alive}
+        rungs.append(Rung(len(used), ratings))
         ended = asked >= len(numbers)
-        alive = best(standings, FINALISTS if ended else max(FINALISTS, -(-len(alive) // 2)), budget.limit)
+        alive = best(ratings, FINALISTS if ended else max(FINALISTS, -(-len(alive) // 2)), budget.limit)
         if ended:
-            return sorted(alive, key=lambda s: (standings[s].changed, -standings[s].answer_ms)), rungs
+            return sorted(alive, key=lambda s: (ratings[s].changed, -ratings[s].answer_ms)), rungs
         asked = min(2 * asked, len(numbers))
 
 
@@ -103,26 +103,26 @@ def planned(settings: int, numbers: int) -> int:
     return total
 
 
-def stand(
+def rate(
     setting: Setting, reference: Setting, numbers: Sequence[int], images: Sequence[str], answers: Answers,
     budget: Budget,
-) -> Standing:  # fmt: skip
+) -> Rating:  # fmt: skip
     """Medians decide over times, since of few answers no 99th percentile is known, and it is never below them."""
     replies = [answers.reply(setting, n) for n in numbers]
     losses = ImageLosses.of([answers.changed(setting, reference, n) for n in numbers], [images[n] for n in numbers])
     decoded = [reply.per_token_ms for reply in replies if reply.per_token_ms is not None]
     late = budget.over(median(r.first_token_ms for r in replies), median(decoded) if decoded else None)
     wrong = max(0.0, losses.lower() / budget.limit - 1)
-    return Standing(losses.mean, fmean(reply.answer_ms for reply in replies), late + wrong)
+    return Rating(losses.mean, fmean(reply.answer_ms for reply in replies), late + wrong)
 
 
-def best(standings: Mapping[Setting, Standing], count: int, limit: float) -> list[Setting]:
+def best(ratings: Mapping[Setting, Rating], count: int, limit: float) -> list[Setting]:
     """At most `count`: first the fastest for each share of changed answers, then by rank."""
-    ranked = sorted(standings, key=lambda setting: standings[setting].rank)
+    ranked = sorted(ratings, key=lambda setting: ratings[setting].rank)
     front, least = list[Setting](), float("inf")
     for setting in ranked:
-        if standings[setting].excess == 0 and standings[setting].changed < least:
+        if ratings[setting].excess == 0 and ratings[setting].changed < least:
             front.append(setting)
-            least = standings[setting].changed
-    front.sort(key=lambda setting: (standings[setting].changed > limit, standings[setting].answer_ms))
+            least = ratings[setting].changed
+    front.sort(key=lambda setting: (ratings[setting].changed > limit, ratings[setting].answer_ms))
     return list(dict.fromkeys([*front, *ranked]))[:count]

@@ -76,7 +76,7 @@ def test_the_fastest_that_keeps_the_answers_is_found_for_less_than_half_of_all_a
 def test_finalists_are_in_the_order_of_changed_answers_the_slower_first() -> None:
     made = thirty()
     found, rungs = search([of(k) for k in range(1, 31)], of(None), range(QUESTIONS), IMAGES, made, Budget(0.98))
-    last = rungs[-1].standings
+    last = rungs[-1].ratings
     assert found == sorted(found, key=lambda s: (last[s].changed, -last[s].answer_ms))
 
 
