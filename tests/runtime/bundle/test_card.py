@@ -18,8 +18,9 @@ from tests.support.exported import Models
 from tests.support.keys import write_keys
 from tests.support.tiny import random_image
 from vtx.cli import doctor, run
-from vtx.exporter.bundling.export import plan_export, run_export
+from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle import card as cards
 from vtx.runtime.bundle.bundle import Bundle

@@ -14,7 +14,7 @@ from tests.support.tiny import Tiny, make, random_image
 from vtx.exporter.checkpoint.families.llava_onevision import FAMILY as LLAVA_ONEVISION
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import read_settings
-from vtx.exporter.checkpoint.processor import image_settings, read_image_settings
+from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layout import limited_layout
@@ -59,7 +59,7 @@ def test_counts_are_those_of_the_published_code(width: int, height: int, hf: int
 def test_pixels_and_counts_equal_transformers(theirs: tuple[Path, Any], shape: tuple[int, int]) -> None:
     folder, processor = theirs
     config = read_settings(folder, "config.json")
-    settings = read_image_settings(folder, find_family(config).processors)
+    settings = image_settings(read_image_processor(folder), find_family(config).processors)
     layout, image = read_config(config).layout, random_image(3, shape)
     found = processor(images=image, text="<image>", return_tensors="pt")
     views = layout.views(image, settings)
@@ -77,7 +77,9 @@ def test_tokens_stand_where_transformers_puts_them(theirs: tuple[Path, Any], sha
     with torch.device("meta"):
         model = LlavaNextModel(AutoConfig.from_pretrained(folder))
     image = random_image(0, shape)
-    count = 1 + len(layout.views(image, read_image_settings(folder, find_family(config).processors))[1:])
+    count = 1 + len(
+        layout.views(image, image_settings(read_image_processor(folder), find_family(config).processors))[1:]
+    )
     rows = torch.arange(float(16 * count)).view(count, 16, 1)
     wanted, _ = model.pack_image_features([rows], torch.tensor([shape[::-1]]), "default", torch.tensor([-1.0]))
     views = [ImageTokens.one_per_patch(view.numpy()) for view in rows]
@@ -95,7 +97,10 @@ def test_the_released_layout_is_that_of_cdpruners_code(theirs: tuple[Path, Any],
     """Always two tiles by two, padded; the base first, then the grid in raster order: every token and no newline."""
     folder, processor = theirs
     config, image = read_settings(folder, "config.json"), random_image(3, shape)
-    settings, own = read_image_settings(folder, find_family(config).processors), read_config(config).layout
+    settings, own = (
+        image_settings(read_image_processor(folder), find_family(config).processors),
+        read_config(config).layout,
+    )
     assert isinstance(own, Anyres)
     layout, side = own.released(), 2 * own.tile
     pixels = processor.image_processor(image, image_grid_pinpoints=[[side, side]], return_tensors="pt")["pixel_values"]
@@ -135,7 +140,7 @@ def test_onevisions_pixels_and_tokens_equal_transformers(
     from transformers import AutoConfig, LlavaOnevisionModel
 
     folder, layout, processor = onevision
-    image, settings = random_image(3, shape), read_image_settings(folder, LLAVA_ONEVISION.processors)
+    image, settings = random_image(3, shape), image_settings(read_image_processor(folder), LLAVA_ONEVISION.processors)
     views = layout.views(image, settings)
     np.testing.assert_array_equal(views, processor(images=image, return_tensors="np")["pixel_values"][0])
     several = processor(images=[[image, image]], return_tensors="np")["pixel_values"]

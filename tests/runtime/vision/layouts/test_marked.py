@@ -11,7 +11,7 @@ import pytest
 from tests.support.tiny import Tiny, make, random_image
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import read_settings
-from vtx.exporter.checkpoint.processor import read_image_processor, read_image_settings
+from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError, UnsupportedModelError
@@ -46,7 +46,9 @@ def theirs(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Mark
     folder = make(tmp_path_factory.mktemp(request.param), tiny(request.param))
     name = {"smolvlm": "SmolVLMImageProcessorPil", "idefics3": "Idefics3ImageProcessorPil"}[request.param]
     processor = getattr(transformers, name).from_pretrained(folder, local_files_only=True)
-    settings = read_image_settings(folder, find_family(read_settings(folder, "config.json")).processors)
+    settings = image_settings(
+        read_image_processor(folder), find_family(read_settings(folder, "config.json")).processors
+    )
     return adjusted(folder).layout, settings, processor
 
 

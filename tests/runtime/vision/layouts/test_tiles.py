@@ -12,7 +12,7 @@ from tests.support.tiny import Tiny, make, random_image
 from vtx.exporter.checkpoint.families.internvl.internvl import FAMILY as INTERNVL
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.loader import read_settings
-from vtx.exporter.checkpoint.processor import read_image_processor, read_image_settings
+from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError
@@ -37,7 +37,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiles, ImageSettin
     layout = adjusted(folder).layout
     assert isinstance(layout, Tiles)
     processor = GotOcr2ImageProcessorPil.from_pretrained(folder, local_files_only=True)
-    return layout, read_image_settings(folder, INTERNVL.processors), processor
+    return layout, image_settings(read_image_processor(folder), INTERNVL.processors), processor
 
 
 def adjusted(folder: Path, **changes: Any) -> Any:
