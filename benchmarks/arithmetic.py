@@ -27,7 +27,7 @@ def main() -> None:
     given = args.parse_args()
     data = Data("scenes", scene_items(given.samples // PER_SCENE, PER_SCENE))
     figures: dict[str, Any] = {}
-    rows = [["weights", "arithmetic", "kept", "95% interval, %", "used by default"]]
+    rows = [["weights", "arithmetic", "kept", "95% interval, %", "passes"]]
     with scratch(given.scratch) as folder:
         for precision in given.precision:
             bundle = export(given.model, folder / precision, (given.k,), precision)
