@@ -43,9 +43,10 @@ void report() {
   const Gpu& gpu = Gpu::one();
   std::FILE* file = std::fopen(setting("VTX_STANDIN_REPORT", "/dev/null").c_str(), "w");
   if (file == nullptr) return;
-  std::fprintf(file, "{\"device\": %zu, \"host\": %zu, \"queued\": %zu, \"graphs\": %d, \"engines\": %d, \"contexts\": %d, \"current\": %d",
-               gpu.device.size(), gpu.host.size(), gpu.queue.size(), gpu.graphs, gpu.engines, gpu.contexts,
-               gpu.current);
+  std::fprintf(
+      file,
+      "{\"device\": %zu, \"host\": %zu, \"queued\": %zu, \"graphs\": %d, \"engines\": %d, \"contexts\": %d, \"current\": %d",
+      gpu.device.size(), gpu.host.size(), gpu.queue.size(), gpu.graphs, gpu.engines, gpu.contexts, gpu.current);
   for (const auto& [name, count] : gpu.calls) std::fprintf(file, ", \"%s\": %d", name.c_str(), count);
   std::fprintf(file, "}\n");
   std::fclose(file);

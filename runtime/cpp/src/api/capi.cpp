@@ -4,6 +4,7 @@
 
 #include "api/conversation.hpp"
 #include "api/handles.hpp"
+#include "base/checks.hpp"
 #include "base/utf8.hpp"
 #include "vtx/vtx.h"
 
@@ -70,12 +71,12 @@ vtx_status guarded(Work&& work) noexcept {
 }
 
 [[noreturn]] void refuse(const void* given, const char* what) {
-  vtxcore::fail(vtxcore::Kind::request, what, given ? " was freed, or never made" : " is NULL",
-                "; give one that is there");
+  vtxcore::fail(vtxcore::Kind::request, what, given ? " was freed, or never made" : " is NULL", "; give one that is there");
 }
 
-void require(const void* pointer, const char* what) {
-  if (!pointer) refuse(pointer, what);
+template <typename Pointer>
+void require(Pointer pointer, const char* what) {
+  if (!pointer) refuse(nullptr, what);
 }
 
 // What a handle stands for, held for as long as the call takes. Throws Error(request).

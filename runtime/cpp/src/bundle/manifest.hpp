@@ -129,8 +129,8 @@ struct Manifest {
   Ids variants;
   std::string default_k;  // "none", "auto" or a number
   std::vector<std::string> reductions;
-  std::vector<std::string> arithmetic;  // next to float32, that kept the answers at export
-  std::optional<BundleRelease> release;       // of a signed bundle
+  std::vector<std::string> arithmetic;   // next to float32, that kept the answers at export
+  std::optional<BundleRelease> release;  // of a signed bundle
   std::vector<StageSpec> stages;
   std::vector<TokenInput> token_inputs;
   Ids gates;

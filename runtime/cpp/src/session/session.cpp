@@ -197,8 +197,8 @@ Boundary Session::boundary(size_t number, const TokenStates& suffix, const Polic
     PrunedPrefix at = here();
     return std::pair(take(at.positions, of_image(at)), count_up(first, hidden.count()));
   };
-  return {stages_[number].first, hidden, prefix_.images, present, scores, image_hidden, keys, positions,
-          &policy.final_norm, next_scores};
+  return {stages_[number].first, hidden,     prefix_.images, present, scores, image_hidden, keys, positions,
+          &policy.final_norm,    next_scores};
 }
 
 // ---- the prefix
