@@ -67,7 +67,8 @@ class Watching:
         self.kept, self._closing = Kept(), ExitStack()
         folder = self._closing.enter_context(tempfile.TemporaryDirectory())
         questions = tuple(
-            StandingQuestion(name, text, changed=changed, max_new_tokens=ANSWER) for name, text in QUESTIONS.items()
+            StandingQuestion(name, text, changed=changed, max_new_tokens=ANSWER, timeout=1e6)
+            for name, text in QUESTIONS.items()
         )
         source = SourceConfig("film", questions, folder=folder, reuse=reuse, near=near)  # type: ignore[arg-type]
         engine = self._closing.enter_context(Engine("watch", model, capacity(model.loaded, 4)))
@@ -129,6 +130,7 @@ def compared(args: argparse.Namespace) -> tuple[dict[str, Any], list[list[str]]]
                     texts[name].append((shot.number, event["question"], event["answer"], event["reused"]))
                     if name in ("without reuse", "equal") and event["answer"] != fresh[event["question"]]:
                         different += 1
+                        print(f"differs: {name}, {event}, fresh {fresh}", file=sys.stderr, flush=True)
             if ending.is_set():
                 break
             if shot.number % 1000 == 0:

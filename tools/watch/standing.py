@@ -47,7 +47,7 @@ class Last:
     answer: Mapping[str, Any]
 
 
-class Standing:
+class QuestionState:
     """A standing question with what is known of it so far."""
 
     def __init__(self, question: StandingQuestion) -> None:

@@ -25,7 +25,7 @@ from vtx.runtime.vision.image import load_image
 from vtx.tools.watch.config import KINDS, SourceConfig, WatchConfig
 from vtx.tools.watch.outputs import Output, open_outputs
 from vtx.tools.watch.sources import Frame, FrameSource, Newest
-from vtx.tools.watch.standing import Cells, Last, Standing
+from vtx.tools.watch.standing import Cells, Last, QuestionState
 
 IDLE_SECONDS = 1.0  # between two looks for silent sources, at most
 STALL_SECONDS = 600.0  # in one run of a graph, after which the process no longer counts as alive
@@ -47,7 +47,7 @@ class Look:
     frame: Frame
     images: tuple[PreparedImage, ...]
     cells: Cells | None
-    waiting: deque[Standing]
+    waiting: deque[QuestionState]
     running: Job | None = None
 
 
@@ -59,7 +59,7 @@ class Watched:
         self.look: Look | None = None
         self.looks = 0  # the number of the last one, of those of all sources
         self.silent = False
-        self.config, self.standing = config, dict[str, Standing]()
+        self.config, self.standing = config, dict[str, QuestionState]()
         self.configure(config)
 
     def configure(self, config: SourceConfig) -> None:
@@ -67,7 +67,7 @@ class Watched:
         before = self.standing if config.system == self.config.system else {}
         self.config = config
         self.standing = {
-            each.name: known if (known := before.get(each.name)) and known.question == each else Standing(each)
+            each.name: known if (known := before.get(each.name)) and known.question == each else QuestionState(each)
             for each in config.question
         }
         self.compares = config.near is not None or any(each.changed is not None for each in config.question)
@@ -98,7 +98,7 @@ class Watcher:
         self._outputs = outputs(config)
         self._config = config
         self.watched: dict[str, Watched] = {}
-        self._ended = queue.SimpleQueue[tuple[Watched, Look, Standing, Answer | Exception]]()
+        self._ended = queue.SimpleQueue[tuple[Watched, Look, QuestionState, Answer | Exception]]()
         self.wake = threading.Event()
         self._reload: Callable[[], WatchConfig] | None = None
         self._status_at = clock() + config.status
@@ -189,7 +189,7 @@ class Watcher:
         if look.running is None:
             watched.look = None
 
-    def _ask(self, watched: Watched, look: Look, standing: Standing) -> None:
+    def _ask(self, watched: Watched, look: Look, standing: QuestionState) -> None:
         """Ask about a frame, unless the last answer stands for it."""
         config, last = watched.config, standing.last
         standing.asked(self._clock(), look.cells)
@@ -213,7 +213,7 @@ class Watcher:
             self._failed(watched, look, standing, e)
         return None
 
-    def _emit(self, watched: Watched, look: Look, standing: Standing, event: Event) -> None:
+    def _emit(self, watched: Watched, look: Look, standing: QuestionState, event: Event) -> None:
         """Hand on the end of an answer, in the thread that computes."""
         if isinstance(event, Done):
             self._ended.put((watched, look, standing, event.answer))
@@ -223,7 +223,7 @@ class Watcher:
             return
         self.wake.set()
 
-    def _answered(self, watched: Watched, look: Look, standing: Standing, ended: Answer | Exception) -> None:
+    def _answered(self, watched: Watched, look: Look, standing: QuestionState, ended: Answer | Exception) -> None:
         look.running = None
         current = watched.standing.get(standing.question.name) is standing and not watched.source.closed
         if current and isinstance(ended, Answer):
@@ -239,7 +239,7 @@ class Watcher:
                 raise ended
         self._next(watched, look)
 
-    def _failed(self, watched: Watched, look: Look, standing: Standing, error: Exception) -> None:
+    def _failed(self, watched: Watched, look: Look, standing: QuestionState, error: Exception) -> None:
         """Tell of an error, once as long as it stays the same."""
         self.errors += 1
         standing.last, before, standing.error = None, standing.error, str(error) or type(error).__name__
@@ -248,7 +248,7 @@ class Watcher:
         about = {"source": watched.config.name, "question": standing.question.name, "frame": look.frame.number}
         self._send("error", look.frame.time, **about, error=standing.error)
 
-    def _report(self, watched: Watched, look: Look, standing: Standing, answer: Any, how: dict[str, Any]) -> None:
+    def _report(self, watched: Watched, look: Look, standing: QuestionState, answer: Any, how: dict[str, Any]) -> None:
         """Send an answer, and queue the questions that wait for it."""
         question, text = standing.question, answer["answer"]
         if question.report == "all" or text != standing.reported:
@@ -350,7 +350,7 @@ def opening_messages(system: str | None, images: Sequence[PreparedImage], questi
     return [*first, {"role": "user", "content": opening_parts(images, question)}]
 
 
-def answer_fields(answer: Answer, standing: Standing) -> dict[str, Any]:
+def answer_fields(answer: Answer, standing: QuestionState) -> dict[str, Any]:
     """The part of an event about an answer: text, JSON if it has a schema, and the probability of its choice."""
     fields: dict[str, Any] = {"answer": answer.text, "stopped": answer.stopped}
     if standing.question.schema is not None:
@@ -365,7 +365,7 @@ def check_questions(loaded: LoadedBundle, config: WatchConfig) -> None:
     """Raise VtxError, naming the question, for one that this bundle cannot be asked."""
     for source in config.source:
         for question in source.question:
-            settings = Standing(question).settings
+            settings = QuestionState(question).settings
             try:
                 loaded.policy(settings.k, settings.options, settings.reduce)
                 if settings.options.guide is not None:
