@@ -135,17 +135,21 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
             if share(kept, s, numbers) <= budget.limit
             and not budget.over(*(t.p99 if t else None for t in clocks(kept, s)))  # type: ignore[arg-type]
         ]  # fmt: skip
-        best = min(fitting, key=lambda s: ms(kept, s), default=kept.reference)
+        best = min(fitting, key=lambda s: ms(kept, s), default=None)
         rows.append({
             "chosen": None if chosen is None else chosen.name, "ms": None if chosen is None else ms(kept, chosen),
             "unseen": 0.0 if chosen is None else share(kept, chosen, left), "asked": replay.asked,
-            "exhaustive": best.name, "exhaustive_ms": ms(kept, best), "exhaustive_unseen": share(kept, best, left),
+            "exhaustive": None if best is None else best.name,
+            "exhaustive_ms": None if best is None else ms(kept, best),
+            "exhaustive_unseen": 0.0 if best is None else share(kept, best, left),
         })  # fmt: skip
     return {
         "budget": json_value(budget), "settings": len(allowed), "exhaustive_asked": len(allowed) * fitted,
         "found": sum(row["chosen"] is not None for row in rows),
         "kept_bound": sum(row["chosen"] is not None and row["unseen"] <= budget.limit for row in rows),
-        "exhaustive_kept_bound": sum(row["exhaustive_unseen"] <= budget.limit for row in rows),
+        "exhaustive_kept_bound": sum(
+            row["exhaustive"] is not None and row["exhaustive_unseen"] <= budget.limit for row in rows
+        ),
         "splits": rows,
     }  # fmt: skip
 
@@ -185,12 +189,14 @@ def main() -> None:
         rows = run["splits"]
         names = [row["chosen"] or "nothing" for row in rows]
         often = max(set(names), key=names.count)
-        best = [row["exhaustive"] for row in rows]
+        best = [row["exhaustive"] or "nothing" for row in rows]
         table.append([
-            name, f"{often} ({names.count(often)})", f"{100 * np.mean([r['unseen'] for r in rows]):.2f}%",
+            name, f"{often} ({names.count(often)})",
+            f"{100 * np.mean([r['unseen'] for r in rows if r['chosen']]):.2f}%",
             f"{run['kept_bound']} of {run['found']}", f"{np.mean([r['ms'] for r in rows if r['ms']]):.1f}",
             f"{np.mean([r['asked'] for r in rows]):.0f}", max(set(best), key=best.count),
-            f"{run['exhaustive_kept_bound']} of {len(rows)}", f"{np.mean([r['exhaustive_ms'] for r in rows]):.1f}",
+            f"{run['exhaustive_kept_bound']} of {sum(r['exhaustive'] is not None for r in rows)}",
+            f"{np.mean([r['exhaustive_ms'] for r in rows if r['exhaustive_ms']]):.1f}",
             str(run["exhaustive_asked"]),
         ])  # fmt: skip
         choices[name] = {"first_token": json_value(clocks(kept, next(s for s in kept.settings if s.name == often))[0])

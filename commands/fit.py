@@ -133,7 +133,7 @@ def fit(
         note(f"plot skipped: {e}; rerun to draw it, answers are kept")
     say_json(found) if as_json else say_report(in_tables(fitted, asked, machine))
     if fitted.chosen is None:
-        raise RequestError(f"{fitted.verdict[0]}; {fitted.verdict[1]}")
+        raise RequestError("; ".join(fitted.verdict[:2]))
     if not no_card:
         folder = fitted.chosen.on.bundle.folder
         try:

@@ -101,11 +101,12 @@ def fit(
         setting: evidence_of(setting, losses.get(setting), [answers.reply(setting, n, t) for t in turns for n in timed])
         for setting in (reference, *finalists)
     }
-    in_time = [s for s in (*passed, reference) if not excess(evidence[s], budget)]
+    keeping = [*passed, *([reference] if reference in settings else [])]  # which may be too large to be shipped
+    in_time = [s for s in keeping if not excess(evidence[s], budget)]
     chosen = min(in_time, key=lambda s: evidence[s].answer_ms.p50, default=None)
     method = next(iter(losses.values())).method if losses else "none is needed"
     return Fitted(
-        budget, reference, chosen, verdict(chosen, evidence, passed, finalists, reference, budget), evidence,
+        budget, reference, chosen, verdict(chosen, evidence, keeping, finalists, reference, budget), evidence,
         tuple(finalists), tuple(passed), method, len(settings), tuple(rungs), tuple(used), quiet, answers.asked,
         tuple(answers.skipped.values()),
     )  # fmt: skip
@@ -156,7 +157,7 @@ def excess(evidence: Evidence, budget: Budget) -> float:
 
 
 def verdict(
-    chosen: Setting | None, evidence: Mapping[Setting, Evidence], passed: Sequence[Setting],
+    chosen: Setting | None, evidence: Mapping[Setting, Evidence], keeping: Sequence[Setting],
     tested: Sequence[Setting], reference: Setting, budget: Budget,
 ) -> tuple[str, ...]:  # fmt: skip
     """Sentences: the choice, or what comes nearest and which budget would do."""
@@ -169,20 +170,21 @@ def verdict(
             f"{1 - RISK:.0%} confidence"
         )
         return (f"chosen: {chosen.name}; {kept}; {spoken(found)}",)
-    nearest = min((*passed, reference), key=lambda s: excess(evidence[s], budget))
-    sentences = [
-        f"nothing fits the budget. Nearest that keeps the answers: {nearest.name}; {spoken(evidence[nearest])}"
-    ]
-    first, token = evidence[nearest].first_token_ms.p99, evidence[nearest].per_token_ms
-    wanted = [f"--first-token {round_up(first):g}"] if budget.first_token_ms is not None else []
-    wanted += [f"--per-token {round_up(token.p99):g}"] if budget.per_token_ms is not None and token else []
-    sentences.append(f"it fits with {' '.join(wanted)}")
+    sentences = ["nothing fits the budget: none of those tested is shown to keep the answers"]
+    if keeping:
+        nearest = min(keeping, key=lambda s: excess(evidence[s], budget))
+        near = f"{nearest.name}; {spoken(evidence[nearest])}"
+        sentences = [f"nothing fits the budget. Nearest that keeps the answers: {near}"]
+        first, token = evidence[nearest].first_token_ms.p99, evidence[nearest].per_token_ms
+        wanted = [f"--first-token {round_up(first):g}"] if budget.first_token_ms is not None else []
+        wanted += [f"--per-token {round_up(token.p99):g}"] if budget.per_token_ms is not None and token else []
+        sentences.append(f"it fits with {' '.join(wanted)}")
     if quick := [s for s in tested if not excess(evidence[s], budget)]:
         least = min(quick, key=lambda s: evidence[s].upper)
         keep = floor(1000 * (1 - evidence[least].upper)) / 10
         sentences.append(
-            f"in time but changing too much: {least.name}, {evidence[least].changed:.2%} of the answers held out; with "
-            f"--keep {keep:g}% it may pass, which other questions would have to show"
+            f"in time, but changing too much or not tested to the end: {least.name}, {evidence[least].changed:.2%} of "
+            f"the answers held out; with --keep {keep:g}% it may pass, which other questions would have to show"
         )
     return tuple(sentences)
 

@@ -85,6 +85,9 @@ def search(
     while True:
         answers.ask([reference, *alive], numbers[:asked], "searching")
         used = answers.usable(numbers[:asked])
+        if not used:  # all of the first ones could not be asked
+            asked = min(2 * asked, len(numbers))
+            continue
         ratings = {setting: rate(setting, reference, used, images, answers, budget) for setting in alive}
         rungs.append(Rung(len(used), ratings))
         ended = asked >= len(numbers)

@@ -15,6 +15,7 @@ from tests.support.exported import Models
 
 from vtx.cli import fit
 from vtx.runtime.api.load import load
+from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.card import CARD, read_card
 from vtx.tools.data.items import plain
@@ -142,6 +143,18 @@ def test_too_few_images_are_refused_with_the_number_that_would_do(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_question_that_does_not_fit_is_left_out_for_all_and_named(bundle: Bundle, questions: Path) -> None:
+    lines = questions.read_text().splitlines()
+    lines[3] = json.dumps({"image": "3.png", "question": "red " * 3000})
+    questions.write_text("\n".join(lines))
+    done = run(bundle, questions, keep="75%")
+    assert done.exit_code == 0, done.output
+    assert "skipped 'red red" in done.stderr
+    card = read_card(bundle)
+    assert card is not None
+    assert (card.data.questions, card.data.held_out_questions in (14, 15)) == (IMAGES, True)
+
+
 def test_the_same_picture_under_many_names_is_one_image(bundle: Bundle, questions: Path) -> None:
     for path in questions.parent.glob("*.png"):
         path.write_bytes((questions.parent / "0.png").read_bytes())
@@ -157,6 +170,21 @@ def test_a_budget_that_excludes_everything_says_what_would_do(bundle: Bundle, qu
     done = run(bundle, questions, "--memory", "0.001")
     assert "nothing fits: --memory is 1 MB" in done.stderr
     assert "is predicted to take" in done.stderr
+
+
+def test_a_reference_beyond_the_memory_is_compared_with_and_not_chosen(
+    bundle: Bundle, questions: Path, models: Models, tmp_path: Path
+) -> None:
+    small = bundles.copy(models(ks=(3, 8), precision="int8").bundle.folder, tmp_path / "small")
+    most = needed_memory(Bundle.open(small))
+    assert most < needed_memory(bundle)
+    done = run(bundle, questions, str(small), "--memory", f"{1e-9 * (most + 1):.9f}", "--json", keep="50%")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["reference"].startswith("bundle: K = none")
+    assert report["chosen"]["bundle"] == "small"
+    assert (small / CARD).exists()
+    assert not (bundle.folder / CARD).exists()
 
 
 def test_times_that_do_not_agree_are_said_to_be_of_a_busy_machine(

@@ -80,6 +80,13 @@ def test_finalists_are_in_the_order_of_changed_answers_the_slower_first() -> Non
     assert found == sorted(found, key=lambda s: (last[s].changed, -last[s].answer_ms))
 
 
+def test_first_questions_that_cannot_be_asked_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = thirty()
+    monkeypatch.setattr(made, "usable", lambda numbers: [n for n in numbers if n >= 20])
+    _, rungs = search([of(k) for k in range(1, 31)], of(None), range(QUESTIONS), IMAGES, made, Budget(0.98))
+    assert [rung.questions for rung in rungs] == [12, 44, 108, 236, 380]
+
+
 def test_what_is_late_by_its_median_goes_before_what_may_be_in_time() -> None:
     made = thirty()
     settings = [of(k) for k in range(1, 31)]
