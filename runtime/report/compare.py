@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.backends.contract import embeddable
 from vtx.runtime.bundle.bundle import Bundle
@@ -105,7 +106,8 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
     pixels = stored["pixels"].reshape(-1, *stored["pixels"].shape[-3:])[:1]  # of several views, the first
 
     yield GraphPart("vision"), {names.PIXELS: pixels}, vision_limit
-    features = reference.run(GraphPart("vision"), {names.PIXELS: pixels})[names.FEATURES][:DECODED_TOKENS]
+    image = reference.run(GraphPart("vision"), {names.PIXELS: pixels})
+    features = image[names.FEATURES][:DECODED_TOKENS]
     ids = embeddable(m, decoded_ids(stored["ids"], m.text.image_token_id, len(features)))
     is_image = ids == m.text.image_token_id
     if not is_image.any():
@@ -114,15 +116,24 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
     yield GraphPart("embed"), text, limit
     hidden = np.empty((len(ids), m.model.hidden), np.float32)
     hidden[is_image] = features[: is_image.sum()]
-    hidden[~is_image] = reference.run(GraphPart("embed"), text)[names.HIDDEN]
+    embedded = reference.run(GraphPart("embed"), text)
+    hidden[~is_image] = embedded[names.HIDDEN]
+    given = dict[str, NDArray[np.float32]]()  # to stages, of each token in addition
+    for each in m.token_inputs:
+        name = names.token_input(each.name)
+        given[each.name] = np.zeros((len(ids), each.width), np.float32)
+        for outputs, tokens in ((image, is_image), (embedded, ~is_image)):
+            if name in outputs:
+                given[each.name][tokens] = outputs[name][: tokens.sum()]
     suffix = hidden[np.flatnonzero(is_image)[-1] + 1 :]
     for number, stage in enumerate(m.stages):
         if stage.first in m.gates:
             question = hidden[len(hidden) - len(suffix) :]
             yield GraphPart("gate", stage.first), {names.HIDDEN: question}, limit
-        yield GraphPart("stage", number), {names.HIDDEN: hidden}, limit
+        inputs = {names.HIDDEN: hidden} | {names.token_input(name): given[name] for name in stage.inputs}
+        yield GraphPart("stage", number), inputs, limit
         if stage.query:
-            yield GraphPart("score", number), {names.HIDDEN: hidden}, limit
-        hidden = reference.run(GraphPart("stage", number), {names.HIDDEN: hidden})[names.HIDDEN_OUT]
+            yield GraphPart("score", number), inputs, limit
+        hidden = reference.run(GraphPart("stage", number), inputs)[names.HIDDEN_OUT]
     head_limit = max(limit, PRECISIONS[m.head_precision].tolerance)
     yield GraphPart("head"), {names.HIDDEN: hidden[-HEAD_TOKENS:]}, head_limit

@@ -127,7 +127,7 @@ class DialectSource:
             return {name: value[:count] for name, value in self._session_run(self._graphs.score, feeds).items()}
         if part.kind == "vision":
             extras = contract.vision_extras(self._manifest, self.dialect, {})
-            return {names.FEATURES: ImageTokens.of(self._session_run(self._graphs.vision, {**inputs, **extras})).hidden}
+            return _of_image(ImageTokens.of(self._session_run(self._graphs.vision, {**inputs, **extras})))
         return self._session_run(graph_file(self._manifest, self.dialect, part), inputs)
 
     def _stage(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
@@ -160,6 +160,12 @@ class DialectSource:
             raise BundleError(f"onnxruntime cannot run {graph}: {' '.join(str(e).split())[:300]}") from e
 
 
+def _of_image(image: ImageTokens) -> dict[str, NDArray[Any]]:
+    """An image's tokens, and what the vision graph gives stages of each in addition."""
+    signals = image.patches.signals.items()
+    return {names.FEATURES: image.hidden} | {name: x for name, x in signals if name.startswith(names.TOKEN_INPUT)}
+
+
 class BackendSource:
     """The graphs of a device's backend."""
 
@@ -170,9 +176,10 @@ class BackendSource:
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         backend = self._backend
         if part.kind == "embed":
-            return {names.HIDDEN: backend.embed(inputs[names.IDS]).hidden}
+            tokens = backend.embed(inputs[names.IDS])
+            return {names.HIDDEN: tokens.hidden} | {names.token_input(name): x for name, x in tokens.inputs.items()}
         if part.kind == "vision":
-            return {names.FEATURES: backend.vision(inputs[names.PIXELS]).hidden}
+            return _of_image(backend.vision(inputs[names.PIXELS]))
         hidden = inputs[names.HIDDEN]
         if part.kind == "head":
             return {names.LOGITS: backend.head(hidden)}

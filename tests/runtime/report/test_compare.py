@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from onnx import numpy_helper
 
 from tests.support import bundles
+from tests.support.families.qwen import QWEN3
 from tests.support.tiny import Tiny
 from vtx.cli import doctor
 from vtx.exporter.bundling.options import ExportOptions
@@ -68,6 +69,18 @@ def test_sources_of_a_sound_bundle_agree(other: str, whole: Path) -> None:
     kv = {f"present_{part}.{layer}" for part in ("key", "value") for layer in (1, 2, 3, 4)}
     assert outputs >= {"image_features", "hidden", "hidden_out", "attention_sum", "attention_max", "logits"}
     assert (outputs >= kv) == (other != "openvino")  # a backend keeps its K and V to itself
+
+
+@pytest.mark.parametrize("other", ["plain", "trt", "openvino"])
+def test_inputs_of_stages_per_token_are_given_and_compared(
+    other: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    if other == "openvino":
+        pytest.importorskip("openvino")
+    bundle = bundles.export(tiny_checkpoint(QWEN3), tmp_path / "bundle", (3,), reductions=("fastv:k=2",))
+    graphs = list(compare(bundle, "ort", other))
+    assert first_difference(graphs) is None
+    assert {f"token_input.map{n}" for n in (1, 2, 3)} <= {output.tensor for output in graphs[0].outputs}
 
 
 def test_k_and_v_in_8_bits_are_compared_as_numbers(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
