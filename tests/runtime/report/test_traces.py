@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 from tests.support.bundles import export, export_with, write_gate
 from tests.support.exported import THREADS
+from tests.support.families.qwen import QWEN2, QWEN3
 from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
@@ -112,8 +114,9 @@ def test_traces_that_end_half_way_leave_a_folder_that_can_be_named_again(model: 
     assert not list((tmp_path / "traces").iterdir())
 
 
-def test_positions_of_three_parts_are_traced(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    tiny = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", layers=2)
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_positions_of_three_parts_are_traced(tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny) -> None:
+    tiny = replace(tiny, layers=2, maps=(0, 1))
     model = load(export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), dialects=("ort",)).folder, device="cpu")
     for name in ("once", "again"):
         write_traces(model, tmp_path / name)
