@@ -269,7 +269,7 @@ namespace {
 
 std::map<std::string, FileRecord> read_files(const Json& value) {
   std::map<std::string, FileRecord> files;
-  Fields(value, "vtx.json: files");
+  const Fields object(value, "vtx.json: files");  // that it is one
   for (const auto& [name, record] : *value.object()) {
     check_inside(name, "vtx.json");
     Fields fields(record, "vtx.json: files." + name.substr(0, 80));

@@ -161,7 +161,8 @@ std::vector<Json> embedded(const std::string& grammar) {
     }
     try {
       if (end < grammar.size()) out.push_back(parse_json(grammar.substr(first, end + 1 - first), "%json", Kind::request));
-    } catch (const Error&) {  // llguidance says what is wrong
+    } catch (const Error&) {
+      continue;  // llguidance says what is wrong
     }
   }
   return out;
