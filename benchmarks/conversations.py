@@ -33,19 +33,19 @@ def measure(bundle: str, device: str, threads: int, k: int | None, conversations
     rng, before, held = np.random.default_rng(0), 0, []
     with vtx.load(bundle, device=device, threads=threads) as model:
         slot, stages, process = model.backend.kv_slot_bytes, model.manifest.stages, psutil.Process()
-        opened, used = [], 0
+        opened, used, encoded = [], 0, 0
         for number in range(conversations):
             picture = Image.fromarray(rng.integers(0, 256, (336, 336, 3), np.uint8))
             conversation = model.open(picture)
             answer = conversation.ask(QUESTION, k=k, options=options)
             opened.append(conversation)
-            held.append(conversation.cache_bytes - conversation._encoded.bytes)
+            encoded = 4 * answer.stats.vision_tokens * model.manifest.model.hidden  # the image's tokens in float32
+            held.append(conversation.cache_bytes - encoded)
             used = slot * (sum(answer.stats.kv_slots) + tokens * sum(stage.layers for stage in stages))
             if number == 0:
                 before = process.memory_full_info().uss
         grown = (process.memory_full_info().uss - before) / (conversations - 1)
         whole = slot * model.manifest.max_context * sum(stage.layers for stage in stages)
-        encoded = conversation._encoded.bytes
     return {"used": used, "held": int(np.mean(held)), "process": grown - encoded, "context": whole}
 
 
