@@ -180,7 +180,7 @@ def live(args: argparse.Namespace) -> tuple[dict[str, Any], list[list[str]]]:
             while not ended.is_set():
                 watching.watcher.wake.wait(watching.watcher.step())
                 watching.watcher.wake.clear()
-            events = watching.kept.events + watching.settle()
+            events = watching.settle()
             busy = time.process_time() - busy
             newest = watching.watcher.watched["film"].newest
             watching.close()
