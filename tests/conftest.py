@@ -114,6 +114,12 @@ def pytest_runtest_call() -> Generator[None]:
         return (yield)
 
 
+@pytest.fixture(scope="session")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this worker's that lasts until the run's end."""
+    return Path(tempfile.mkdtemp(dir=_of_all_workers(tmp_path_factory)))
+
+
 def _of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this run's that lasts until its end, whichever worker asks."""
     base = tmp_path_factory.getbasetemp()

@@ -243,8 +243,8 @@ def test_results_become_tables_of_the_documentation_and_a_chart(tmp_path: Path) 
     assert rows["headline"][1][1:] == ["int4", "", "", "", "", "0.10†", ""]
     assert rows["as-installed-withdrawn"][0][0] == "int8, K = 9"
     columns = next(line["columns"] for line in lines if line["table"] == "as-installed")
-    draw = runpy.run_path(str(ROOT / "docs/measurements/chart.py"))["draw"]
-    drawn = draw(columns, rows["as-installed"])
+    bars = runpy.run_path(str(ROOT / "docs/measurements/chart.py"))["bars"]
+    drawn = bars(columns, rows["as-installed"])
     root = ElementTree.fromstring(drawn)
     assert len([bar for bar in root.iter() if bar.get("fill") in ("#1f6feb", "#a8b1bb")]) == 8
     assert "OpenVINO GenAI" not in drawn

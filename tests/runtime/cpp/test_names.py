@@ -16,7 +16,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 
 ROOT = Path(__file__).parents[3]
 # Of towers at their own resolution, refused by "sections", and of token inputs, refused by that name.
-REFUSED = {"window", "full_blocks", "min_tokens"}
+REFUSED = {"window", "full_blocks", "min_tokens", "maps", "interleaved"}
 
 
 def script(name: str) -> ModuleType:

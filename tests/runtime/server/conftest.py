@@ -21,10 +21,9 @@ def packages() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(packages: None, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
+def tiny_bundle(packages: None, lasting: Path, tiny_checkpoint: Callable[..., Path]) -> Path:
     """A bundle with K of 3 and 5, and FastV."""
-    folder = tmp_path_factory.mktemp("served") / "tiny"
-    return export(tiny_checkpoint(Tiny()), folder, (3, 5), "fp32", reductions=("fastv:k=3,ratio=0.5",)).folder
+    return export(tiny_checkpoint(Tiny()), lasting / "tiny", (3, 5), "fp32", reductions=("fastv:k=3,ratio=0.5",)).folder
 
 
 @pytest.fixture(scope="module")

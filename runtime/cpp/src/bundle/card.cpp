@@ -25,7 +25,7 @@ std::optional<Card> read_card(const Bundle& bundle) {
   std::string fix = cat(kFitAgain, bundle.key() ? " (--sign KEY)" : "");
   Json value = parse_json(read_sealed(folder, kCard, kMaxCard, fix, bundle.key()), kCard, Kind::bundle);
   if (value.text("format") != kCardFormat)
-    fail(Kind::bundle, kCard, " has format '", value.text("format").substr(0, 40), "', this libvtx reads ", kCardFormat,
+    fail(Kind::bundle, kCard, " has format '", value.text("format").substr(0, 40), "', this vtx reads ", kCardFormat,
          "; ", kUpgrade);
   if (value.text("manifest") != bundle.digest())
     fail(Kind::bundle, kCard, " was made for another vtx.json than the one in ", bundle.folder(), "; ", kFitAgain);
