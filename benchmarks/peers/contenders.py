@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -177,6 +178,8 @@ def call(command: Sequence[str], given: str | None = None, limit: float | None =
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerError(str(error)) from error
+    if done.returncode < 0:
+        raise PeerError(f"it ended by {signal.Signals(-done.returncode).name}")
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
         raise PeerError(lines[-1])
