@@ -48,7 +48,10 @@ def answers(path: Path) -> dict[str, Any]:
         if not MODEL.exists():
             run(sys.executable, "benchmarks/make_checkpoint.py", "1b", MODEL)
         specs = [word for spec in SPECS for word in ("--reduce", spec)]
-        run(vtx / "vtx-export", "--model", MODEL, "--k", "9", "--precision", "int8", *specs, "--out", BUNDLE)
+        run(
+            vtx / "vtx-export", "--model", MODEL, "--k", "9", "--precision", "int8", *specs, "--arithmetic", "f32",
+            "--out", BUNDLE,
+        )  # fmt: skip
     return measured(
         path, vtx / "vtx-bench", "--methods", "--bundle", BUNDLE, "--device", "openvino", "--compute", "bf16",
         "--threads", "2", "--samples", "6", "--new-tokens", "8", "--out",
@@ -94,8 +97,10 @@ def main() -> None:
     timed = []
     for row in methods["methods"]:
         first, second = (f"{row['ms'][name]['median']:.0f}" for name in ("first_token", "second_question"))
+        spec, with_k, depth = row["name"].partition(" + ")
+        name = row["name"] if row["reduce"] == "none" else f"`{spec}`{with_k}{depth}"
         timed.append(
-            [row["name"], f"{row['flops_ratio']:.0%}", first, second, f"{row['reused_layers']:.0f}",
+            [name, f"{row['flops_ratio']:.0%}", first, second, f"{row['reused_layers']:.0f}",
              f"{row['kv_bytes'] / 1e6:.1f} MB"]
         )  # fmt: skip
     replace_rows("methods", "time-at-equal-cost-and-the-sec-5", timed)
