@@ -91,10 +91,12 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
 
 
 def gpu_cost(device: Device) -> EngineCost:
-    """TensorRT's use of memory on this machine: that of the release of a Jetson, else TensorRT-RTX."""
-    installed = device.jetson and device.jetson.tensorrt
-    release = parse_release(TENSORRT, installed) if installed else None
-    return ENGINE_COSTS["tensorrt", release.dialect if release else ENGINES["tensorrt"].dialect]
+    """TensorRT's use of memory on this machine: of a Jetson's release, if vtx supports it, else of the newest ones."""
+    try:
+        dialect = parse_release(TENSORRT, (device.jetson and device.jetson.tensorrt) or "").dialect
+    except RequestError:  # none, or one too old: what fits after an upgrade
+        dialect = ENGINES["tensorrt"].dialect
+    return ENGINE_COSTS["tensorrt", dialect]
 
 
 def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack: str | None) -> EngineSupport:

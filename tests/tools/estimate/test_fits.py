@@ -90,7 +90,7 @@ def test_a_machine_is_told_of_its_gpu_and_of_its_cpu() -> None:
 
 def test_a_jetson_is_counted_with_the_graphs_of_its_tensorrt() -> None:
     """7B in fp16 is 28 GB in the float32 of TensorRT 10.3, and 14 GB from 10.15 on."""
-    for release, dialect in (("10.3.0.30", "plain"), ("10.16.2", "trt"), (None, "trt")):
+    for release, dialect in (("10.3.0.30", "plain"), ("10.16.2", "trt"), ("8.5.2", "trt"), (None, "trt")):
         orin = Device(Jetson("Orin", "p3701-0004", "36.4", "6.2", release), (), "agx-orin-32")
         assert gpu_cost(orin) == ENGINE_COSTS["tensorrt", dialect]
         (shared,) = fits_here(orin, None, gpu_cost(orin))
