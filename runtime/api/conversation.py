@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress
-from vtx.runtime.api.loaded import LoadedBundle, opening_parts
+from vtx.runtime.api.loaded import LoadedBundle, opening_messages
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Request, Turns
@@ -125,9 +125,7 @@ class Conversation:
     def opening(self, question: str) -> list[Message]:
         """The messages of a first question: the system prompt, if there is one, the images, and the question."""
         check_text("the question", question)
-        parts = opening_parts(self.images, question)
-        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*system, {"role": "user", "content": parts}]
+        return opening_messages(self.system, self.images, question)
 
     def stream_messages(
         self,

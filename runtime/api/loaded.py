@@ -65,6 +65,12 @@ def opening_parts(images: Sequence[PreparedImage], question: str) -> list[Part]:
     return [*pictures, {"type": "text", "text": question}]
 
 
+def opening_messages(system: str | None, images: Sequence[PreparedImage], question: str) -> list[Message]:
+    """The messages of a first question: the system prompt, if there is one, and the question about the images."""
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": opening_parts(images, question)}]
+
+
 class LoadedBundle:
     """A bundle on an engine: it prepares images, prompts and policies. Safe for many threads.
 

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any
 
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.loaded import LoadedBundle, opening_parts
+from vtx.runtime.api.loaded import LoadedBundle, opening_messages
 from vtx.runtime.errors import ContextError, RequestError, VtxError
-from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job
 from vtx.runtime.session.encoded_images import PreparedImage
@@ -342,12 +341,6 @@ def _key(look: Look) -> tuple[str, ...]:
 def _device(config: SourceConfig) -> list[Any]:
     """The settings that a source's thread depends on."""
     return [getattr(config, name) for name in (*KINDS, "size", "rate", "speed")]
-
-
-def opening_messages(system: str | None, images: Sequence[PreparedImage], question: str) -> list[Message]:
-    """The messages of a question about a frame."""
-    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": opening_parts(images, question)}]
 
 
 def answer_fields(answer: Answer, standing: QuestionState) -> dict[str, Any]:
