@@ -20,7 +20,8 @@ from tests.support.sequences import (
     noted,
     same_answer,
 )
-from vtx.runtime.api.conversation import Conversation, opening_parts
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.api.stream import AnswerStream

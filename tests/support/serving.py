@@ -11,8 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from PIL import Image
 
@@ -123,6 +125,25 @@ def serving(
         server.should_exit = True
         thread.join()
         listening.close()
+
+
+@contextmanager
+def held(served: Served) -> Iterator[None]:
+    """An answer begins within the block and stops at its second token, however long the block takes."""
+    if not served.engines.loaded:
+        assert served.chat(asking(user("red?"))).status == 200
+    backend, released = served.engines.loaded[0].model.backend, threading.Event()
+    head, calls = backend.head, count()
+
+    def wait(*args: Any) -> Any:
+        assert not next(calls) or released.wait(WAIT), "never released"
+        return head(*args)
+
+    with patch.object(backend, "head", wait):
+        try:
+            yield
+        finally:
+            released.set()
 
 
 def until(true: Callable[[], bool], what: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.serving import asking, serving, until, user
+from tests.support.serving import asking, held, serving, until, user
 
 
 def test_each_request_has_a_line_and_an_id(tiny_bundle: Path) -> None:
@@ -17,10 +17,11 @@ def test_each_request_has_a_line_and_an_id(tiny_bundle: Path) -> None:
             served.chat(body), served.chat({"model": "tiny"}, **key, x_request_id="two words"),
             served.request("GET", "/%1b[31m%20x" + 300 * "y", **key),
         ]  # fmt: skip
-        connection = served.open_chat(asking(user("red?"), max_tokens=900, ignore_eos=True), Authorization="Bearer key")
-        until(lambda: served.engines.loaded[0].scheduler.active == 1, "it runs")
-        connection.close()
-        until(lambda: len(lines) == 6, "every request has its line")
+        with held(served):
+            connection = served.open_chat(asking(user("red?"), max_tokens=200), Authorization="Bearer key")
+            until(lambda: served.engines.loaded[0].scheduler.active == 1, "it runs")
+            connection.close()
+            until(lambda: len(lines) == 6, "every request has its line")
     told = [json.loads(line) for line in lines]
     assert [one["status"] for one in told] == [200, 200, 401, 400, 404, 499]
     assert [reply.headers["x-request-id"] for reply in replies] == [one["id"] for one in told[:5]]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import random
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.serving import WAIT, Served, asking, data_url, serving, until, user
+from tests.support.serving import WAIT, Served, asking, data_url, held, serving, until, user
 from tests.support.tiny import random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.scheduler.engine import AnswerRequest, Engine
@@ -237,25 +234,6 @@ def test_a_host_that_is_not_this_machine_is_refused_unless_served_to_others(serv
 
 
 # --- full, slow and gone --------------------------------------------------------------------------
-
-
-@contextmanager
-def held(served: Served) -> Iterator[None]:
-    """An answer begins within the block and stops at its second token, however long the block takes."""
-    assert served.chat(GOOD).status == 200
-    backend, released = served.engines.loaded[0].model.backend, threading.Event()
-    head, calls = backend.head, count()
-
-    def wait(*args: Any) -> Any:
-        assert not next(calls) or released.wait(WAIT), "never released"
-        return head(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "head", wait)
-        try:
-            yield
-        finally:
-            released.set()
 
 
 def test_a_full_queue_says_when_to_come_back(tiny_bundle: Path) -> None:
