@@ -199,7 +199,7 @@ def methods_bundle(named: str | None) -> Path:
         return Path(named)
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.policies import parse, to_spec
-    from vtx.runtime.terminal.last import home
+    from vtx.runtime.process import home
 
     out = home("XDG_CACHE_HOME", ".cache") / "vtx" / "demo-methods"
     held = tuple[str, ...]()

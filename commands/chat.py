@@ -14,8 +14,8 @@ import click
 from vtx.commands.export import find_bundle
 from vtx.commands.shared.options import Depth, DepthType, options
 from vtx.runtime.errors import VtxError
+from vtx.runtime.process import home
 from vtx.runtime.terminal.console import command, note, say
-from vtx.runtime.terminal.last import home
 from vtx.tools.common.loading import Loading, about_model
 
 if TYPE_CHECKING:

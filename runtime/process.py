@@ -1,4 +1,4 @@
-"""Ownership of the process: a command of vtx, which may settle things for all of it, or an application."""
+"""The process: a command of vtx, which may settle things for all of it, or an application; its user's directories."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 STARTED = time.monotonic()  # of a command: this is imported before anything that takes long
 _owned = threading.Event()
@@ -23,6 +24,11 @@ def own_process() -> None:
 
 def owns_process() -> bool:
     return _owned.is_set()
+
+
+def home(variable: str, default: str) -> Path:
+    """The user's directory that an environment variable names, or that path below the home directory."""
+    return Path(os.environ.get(variable) or Path.home() / default)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from vtx.runtime.bundle.seal import PublicKey, write_durably
 from vtx.runtime.bundle.spec.manifest import BundleRelease
 from vtx.runtime.errors import BundleError, DeviceError
-from vtx.runtime.terminal.last import home
+from vtx.runtime.process import home
 
 STATE = "VTX_STATE"
 

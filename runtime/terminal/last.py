@@ -9,11 +9,8 @@ from datetime import date
 from pathlib import Path
 
 from vtx.runtime.errors import RequestError
+from vtx.runtime.process import home
 from vtx.runtime.terminal.console import note
-
-
-def home(variable: str, default: str) -> Path:
-    return Path(os.environ.get(variable) or Path.home() / default)
 
 
 def _file() -> Path:

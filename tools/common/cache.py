@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vtx.runtime.errors import ExportError
-from vtx.runtime.terminal.last import home
+from vtx.runtime.process import home
 from vtx.runtime.units import parse_size, size
 from vtx.tools.common.files import locked, open_directory
 
