@@ -14,7 +14,7 @@ from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.tuning.options import check_tunable
-from vtx.runtime.backends.tensorrt.backend import NOT_BUILT
+from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT
 from vtx.runtime.errors import VtxError
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.layouts import spec_of
@@ -84,6 +84,11 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
             "model_args": {"inference_mode": True},
         },
     },
+    "paligemma": {
+        "image_token_index": 257152, "projection_dim": 3072,
+        "text_config": {"model_type": "gemma", "vocab_size": 257216, "num_hidden_layers": 18},
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 224},
+    },
     "qwen2_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 3584}},
     "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 1280}},
     "qwen3_vl": {
@@ -130,6 +135,8 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     layout, spec = spec_of(config.layout), model_spec(config, "")
     if spec.rope.sections:
         return "no: positions of three parts (`sections`) are refused by name"
+    if spec.two_way:
+        return "no: tokens that see each other both ways (`two_way`) are refused by name"
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
         return f"no: the layout `{layout.name}` is refused by name"
@@ -147,6 +154,8 @@ def _cpp(family: Family, config: ModelConfig) -> str:
 def _tensorrt(_: Family, config: ModelConfig) -> str:
     if config.vision.native:
         return f"no: {NOT_BUILT}"
+    if config.text.two_way:
+        return f"no: {BOTH_WAYS}"
     return "yes" if config.frames is None else "images, and no videos"
 
 

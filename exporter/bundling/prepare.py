@@ -156,7 +156,7 @@ def plan_export(options: ExportOptions) -> Plan:
     if isinstance(layers, int) and options.ks != "auto":
         _check_ks(options.ks, layers)
     stated = read_config(checkpoint.config)
-    checkpoint = replace(checkpoint, factors=stated.text.factors)
+    checkpoint = replace(checkpoint, factors=stated.text.factors, shifts=stated.text.shifts)
     if family.adjust is not None:
         stated = family.adjust(stated, read_image_processor(checkpoint.folder))
     for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):
@@ -184,13 +184,15 @@ def plan_export(options: ExportOptions) -> Plan:
     chat_template = options.template
     if chat_template is None and original is not None:
         chat_template = original.template
+    elif chat_template is None and family.prompt is not None:
+        chat_template = family.prompt
     elif family.template is not None:  # adds the text that the family's processor in transformers adds
         chat_template = family.template(read_template(checkpoint.folder) if chat_template is None else chat_template)
     tokenizer, template, text = read_text(
         original.text_folder if original else checkpoint.folder,
         config.image_token_id, checkpoint.config.get("text_config") or {}, checkpoint.config, chat_template,
         original=original is not None, video_token_id=config.video.token_id if config.video else None,
-        seg_token=family.seg_token, end_ids=original.end_ids if original else None,
+        seg_token=family.seg_token, end_ids=original.end_ids if original else None, whole=family.prompt is not None,
     )  # fmt: skip
     precisions = options.precisions()
     sources = checkpoint
@@ -294,6 +296,12 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
             own = part.needs()
             if part.renumbers and config.text.rope.sections:
                 raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
+            if config.text.two_way and own.scored:
+                raise UnsupportedModelError(
+                    f"{part.name} goes by the attention of the question, which here begins to see the image while the "
+                    "image sees the question; use a method that chooses before the decoder, such as divprune or "
+                    "cdpruner, or --k"
+                )
             check_patches(part, vision.shuffle, class_token=vision.class_token)
             if vision.stage_blocks and (own.tower_layers or own.merging):
                 raise UnsupportedModelError(

@@ -28,7 +28,7 @@ from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.memory import RUN_BASE
-from vtx.runtime.errors import CheckpointError, RequestError
+from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, counter
 from vtx.tools.data.items import Data, image_key, plain
@@ -79,6 +79,11 @@ def calibrate(
     source: OpenedModel, data: Data, options: CalibrationOptions, out: Path, report: Progress = lambda *_: None
 ) -> Measurement:
     """Measure every item that `out`/samples.jsonl does not hold yet, and save it there; equal items count once."""
+    if options.attention and source.config.text.two_way:
+        raise UnsupportedModelError(
+            f"{source.name} has prompts that see themselves both ways, and shares of attention are measured in causal "
+            "ones; leave out --attention"
+        )
     askable, skipped = prepare(source, data, options.max_new_tokens)
     ks = options.ks(source.config.text.layers)
     with contextlib.ExitStack() as stack:

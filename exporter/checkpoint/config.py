@@ -14,11 +14,12 @@ from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
 
 MAX_POSITIONS = (1 << 24) - 1
-TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite")
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma")
 # text models whose positions have three parts, qwen3 rotates by interleaved ones
 THREE_PART = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
 STEM, ATTENDING, HEAD = 4, 2, 32  # of FastViTHD: the stride of its stem, its stages with attention, a head's width
+GEMMA_NORMS = r"^text\.(.*norm)\.weight$"  # whose weights are differences from 1
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 
@@ -27,7 +28,9 @@ class TextConfig:
     """A decoder of the llama family; `qk_norm`: an RMS norm over each head of queries and keys, unrotated.
 
     `factors` are pairs of a pattern of weights' canonical names, and what these weights of a checkpoint are multiplied
-    by wherever they are read; a bundle holds the products.
+    by wherever they are read, `shifts` the same of what is added to them then; a bundle holds the results.
+    `scaled_embedding`: a text token's embedding is multiplied by sqrt(hidden) on its way into the decoder. `two_way`
+    as in `ModelSpec`.
     """
 
     family: str
@@ -48,6 +51,9 @@ class TextConfig:
     max_positions: int
     qk_norm: bool = False
     factors: tuple[tuple[str, float], ...] = ()
+    shifts: tuple[tuple[str, float], ...] = ()
+    scaled_embedding: bool = False
+    two_way: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +290,7 @@ def text_config_of(parsed: Any) -> TextConfig:
     eps, factors = number(vars(config), "rms_norm_eps"), tuple[tuple[str, float], ...]()
     if family == "granite":
         eps, factors = _granite(config, eps, head_dim)
-    biases = family in ("llama", "granite")
+    biases, gemma = family in ("llama", "granite", "gemma"), family == "gemma"
     return TextConfig(
         family=family, layers=size(config, "num_hidden_layers", MAX_LAYERS), hidden=hidden,
         ffn=size(config, "intermediate_size"), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
@@ -296,7 +302,8 @@ def text_config_of(parsed: Any) -> TextConfig:
             config, head_dim, three_part=config.model_type in THREE_PART, interleaved=family == "qwen3"
         ),
         max_positions=positions,
-        qk_norm=family == "qwen3", factors=factors,
+        qk_norm=family == "qwen3", factors=factors, shifts=((GEMMA_NORMS, 1.0),) if gemma else (),
+        scaled_embedding=gemma,
     )  # fmt: skip
 
 

@@ -109,8 +109,10 @@ class Family:
     `tensors` are pairs of a pattern and its replacement in canonical names, for names that other families do not have.
     `video_processor` prepares video frames, if the family has videos and treats their frames unlike images.
     `adjust` adds settings of the image processor's file, `template` the edits that transformers' processor makes to a
-    prompt after the chat template. `seg_token` marks a segment of the image, whose state answers give out. A family
-    with an `original` layout is recognised by its `architecture` alone.
+    prompt after the chat template. `prompt` is the chat template of checkpoints that have none, since it is the work of
+    transformers' processor; it prints the whole prompt, and the tokenizer adds nothing. `seg_token` marks a segment of
+    the image, whose state answers give out. A family with an `original` layout is recognised by its `architecture`
+    alone.
     """
 
     model_type: str
@@ -121,6 +123,7 @@ class Family:
     video_processor: ImageProcessor | None = None
     adjust: Callable[[ModelConfig, Config], ModelConfig] | None = None
     template: Callable[[str], str] | None = None
+    prompt: str | None = None
     original: OriginalLayout | None = None
     seg_token: str | None = None
 

@@ -64,7 +64,7 @@ class Checkpoint:
 
     `revision` is the hub's commit if known. Tensors that no graph needs (rotary buffers, position ids, SigLIP's pooling
     head) are kept, and so are names of unknown parts, unchanged. `original` replaces the files of Hugging Face's layout
-    that an original layout lacks; `notes` are for the user. `factors` are the decoder's (`TextConfig`).
+    that an original layout lacks; `notes` are for the user. `factors` and `shifts` are the decoder's (`TextConfig`).
     """
 
     folder: Path
@@ -74,10 +74,15 @@ class Checkpoint:
     original: OriginalParts | None = None
     notes: tuple[str, ...] = ()
     factors: tuple[tuple[str, float], ...] = ()
+    shifts: tuple[tuple[str, float], ...] = ()
 
     def factor(self, name: str) -> float:
         """The factor of the weight of canonical `name`, by which it is multiplied where it is read."""
         return next((factor for pattern, factor in self.factors if re.search(pattern, name)), 1.0)
+
+    def shift(self, name: str) -> float:
+        """What is added to the weight of canonical `name` where it is read."""
+        return next((shift for pattern, shift in self.shifts if re.search(pattern, name)), 0.0)
 
     def fingerprint(self) -> str:
         """Return a sha256 over the config and every tensor's name, dtype, shape and a few bytes from its middle.

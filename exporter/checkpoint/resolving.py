@@ -39,7 +39,8 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     ends = request["end_ids"]
     if ends is None:
         ends = [] if loaded.eos_token_id is None else [int(loaded.eos_token_id)]
-    encoding = encode(tokenizer, "a", add_special_tokens=True)
+    adds = not request.get("whole")
+    encoding = encode(tokenizer, "a", add_special_tokens=adds)
     added = encoding.special_tokens_mask
     start = added.index(0) if 0 in added else len(added)
     end = len(added) - added[::-1].index(0) if 0 in added else len(added)
@@ -58,7 +59,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"the tokenizer has no token {seg}; use the tokenizer that belongs to the model")
     settings = TextSettings(
         image_token=_added_token(tokenizer, request["image_token_id"], "image"),
-        image_token_id=request["image_token_id"], **tokens, end_ids=tuple(ends), add_special_tokens=True,
+        image_token_id=request["image_token_id"], **tokens, end_ids=tuple(ends), add_special_tokens=adds,
         ids_before=tuple(encoding.ids[:start]), ids_after=tuple(encoding.ids[end:]), control_tokens={},
         length_bound=None, examples=(), video_token=None if video is None else _added_token(tokenizer, video, "video"),
         video_token_id=video, seg_token_id=seg_id,

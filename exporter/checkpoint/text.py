@@ -43,13 +43,15 @@ def read_text(
     folder: Path, image_token_id: int, text_config: Mapping[str, Any], top_config: Mapping[str, Any],
     template: str | None = None, limits: ChildLimits = LIMITS, *, original: bool = False,
     video_token_id: int | None = None, seg_token: str | None = None, end_ids: tuple[int, ...] | None = None,
+    whole: bool = False,
 ) -> tuple[str, str, TextSettings]:  # fmt: skip
     """The tokenizer as tokenizer.json, the chat template, and the settings for `vtx.runtime.prompt.text.Text`.
 
     The tokenizer is the one that transformers' AutoTokenizer makes of the checkpoint's data files, without any code of
     the checkpoint; `template` replaces the checkpoint's. A question about an image is tried, so that models without a
     usable prompt are refused here. `original`: the tokenizer is a tokenizer.model without an image token, which gets
-    one. `end_ids` end an answer, whatever the files say. Raises CheckpointError, TemplateError, UnsupportedModelError.
+    one. `end_ids` end an answer, whatever the files say. `whole`: the template prints all of a prompt, to which the
+    tokenizer adds nothing. Raises CheckpointError, TemplateError, UnsupportedModelError.
     """
     template = template if template is not None else read_template(folder)
     if end_ids is None:
@@ -58,7 +60,7 @@ def read_text(
         request = {
             "folder": str(copy), "name": str(folder), "image_token_id": image_token_id,
             "video_token_id": video_token_id, "end_ids": None if end_ids is None else list(end_ids),
-            "template": template, "original": original, "seg_token": seg_token,
+            "template": template, "original": original, "seg_token": seg_token, "whole": whole,
         }  # fmt: skip
         files = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted(copy.iterdir())]
         key = hashlib.sha256(json.dumps([files, {**request, "folder": "", "name": ""}]).encode()).hexdigest()

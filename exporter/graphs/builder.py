@@ -175,7 +175,7 @@ class Builder:
 
 
 class StageAttention(Protocol):
-    """Causal attention of one stage under construction, by KV slot; making one declares the stage's inputs for it.
+    """Attention of one stage under construction, by KV slot; making one declares the stage's inputs for it.
 
     `split` converts [tokens, heads * head_dim] to the layout of `rotate` and `attend`, `join` back.
     """
@@ -187,7 +187,10 @@ class StageAttention(Protocol):
         ...
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        """Append K and V to the layer's cache, an input; every token sees its own slot and those before."""
+        """Append K and V to the layer's cache, an input; every token sees its own slot and those before.
+
+        In a decoder whose tokens may see each other both ways, it sees the first `names.SEEN_SLOTS` instead.
+        """
         ...
 
     def join(self, x: ir.Value) -> ir.Value: ...

@@ -49,8 +49,10 @@ def decoder_tensors(c: TextConfig) -> Shapes:
 
 def build_embed(b: Builder, c: TextConfig) -> None:
     ids = b.input(names.IDS, ir.DataType.INT64, ["tokens"])
-    hidden = b.op("Gather", b.stored("text.embed_tokens.weight"), ids)
-    b.output(b.op("Cast", hidden, to=FLOAT.value), names.HIDDEN, FLOAT, ["tokens", c.hidden])
+    hidden = b.op("Cast", b.op("Gather", b.stored("text.embed_tokens.weight"), ids), to=FLOAT.value)
+    if c.scaled_embedding:
+        hidden = b.op("Mul", hidden, b.constant(np.array(c.hidden**0.5, np.float32)))
+    b.output(hidden, names.HIDDEN, FLOAT, ["tokens", c.hidden])
 
 
 def build_head(b: Builder, c: TextConfig) -> None:

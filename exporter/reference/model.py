@@ -90,6 +90,7 @@ class _Streams:
     is_vision: Tensor
     positions: Tensor
     maps: tuple[Tensor, ...]
+    groups: Tensor  # [n]: tokens of one number see each other both ways, those of -1 only what is before them
 
     @property
     def text_positions(self) -> Tensor:
@@ -97,7 +98,7 @@ class _Streams:
 
     def run(self, c: TextConfig, layer: int, weights: LayerWeights, **also: Any) -> None:
         """Run `full` through a layer, from 1: `_decoder_layer`, and the map that follows it."""
-        self.full = _decoder_layer(c, self.full[None], self.positions, weights, **also)[0]
+        self.full = _decoder_layer(c, self.full[None], self.positions, weights, groups=self.groups, **also)[0]
         if layer <= len(self.maps):
             self.full[self.is_vision] += self.maps[layer - 1]
 
@@ -200,7 +201,10 @@ class Reference:
                 stream.run(text, layer, weights, see=see, feed=inputs)
                 watch(layer, number, stream.full)
                 if len(stream.withdrawn):
-                    stream.withdrawn = _decoder_layer(text, stream.withdrawn, stream.text_positions, weights)
+                    groups = stream.groups[~stream.is_vision]
+                    stream.withdrawn = _decoder_layer(
+                        text, stream.withdrawn, stream.text_positions, weights, groups=groups
+                    )
             del weights  # before the next layer is read
             report(1)
         order: list[int | None] = [None, *depths]
@@ -246,11 +250,9 @@ class Reference:
                 answers[n].append(token)
             active = [n for n in active if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
             for n in active:
-                token, following = (
-                    self._weights.read(EMBEDDING, np.array(answers[n][-1:])),
-                    streams[n].positions[-1:] + 1,
-                )
-                streams[n] = replace(streams[n], full=token, positions=following, maps=())
+                token, following = self._embedded(np.array(answers[n][-1:])), streams[n].positions[-1:] + 1
+                groups = torch.tensor([-1])
+                streams[n] = replace(streams[n], full=token, positions=following, maps=(), groups=groups)
         return answers
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -278,12 +280,20 @@ class Reference:
         streams = []
         for sample in samples:
             is_vision = torch.from_numpy(sample.ids == self.config.image_token_id)
-            hidden = self._weights.read(EMBEDDING, sample.ids)
+            hidden = self._embedded(sample.ids)
             hidden[is_vision] = sample.features.hidden
             withdrawn = hidden.new_zeros(0, int((~is_vision).sum()), hidden.shape[1])
             positions = torch.from_numpy(sample.features.positions(is_vision.numpy()))
-            streams.append(_Streams(hidden, withdrawn, is_vision, positions, sample.features.maps))
+            groups = torch.full((len(sample.ids),), -1)
+            if self.config.text.two_way == "prompt":
+                groups[: len(sample.ids) - sample.last + 1] = 0
+            streams.append(_Streams(hidden, withdrawn, is_vision, positions, sample.features.maps, groups))
         return streams
+
+    def _embedded(self, ids: NDArray[np.int64]) -> Tensor:
+        """The hidden states [n, hidden] of text tokens on their way into the decoder."""
+        text, hidden = self.config.text, self._weights.read(EMBEDDING, ids)
+        return hidden * text.hidden**0.5 if text.scaled_embedding else hidden
 
     def _positions(self, table: Tensor) -> Tensor:
         """The table [..., positions, hidden], resized if it has another grid than the patches."""
@@ -332,11 +342,11 @@ class Reference:
 def _decoder_layer(
     c: TextConfig, x: Tensor, positions: Tensor, weights: LayerWeights,
     see: Callable[[Tensor, Tensor], None] | None = None, feed: Callable[[str, Tensor], None] | None = None, *,
-    cache: list[Tensor] | None = None,
+    cache: list[Tensor] | None = None, groups: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One layer of the llama family over hidden states [batch, n, hidden] at `positions` [n]; causal among these.
 
-    Positions of three parts are [n, 3].
+    Positions of three parts are [n, 3]. Tokens whose `groups` [n] are equal and not -1 see each other both ways.
 
     `see` gets the rotated queries and keys, `feed` each matrix's name and its inputs [n, in]. `cache` holds the keys
     and values before those of the one new token, which are added to it.
@@ -363,11 +373,17 @@ def _decoder_layer(
     if cache is not None:
         k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))
         cache[:] = k, v
-    groups = c.heads // c.kv_heads
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    sharing = c.heads // c.kv_heads
+    k, v = k.repeat_interleave(sharing, 1), v.repeat_interleave(sharing, 1)
     if see:
         see(q, k)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+    count = q.shape[2]
+    if groups is not None and count > 1 and bool((groups >= 0).any()):
+        own = groups[:, None]
+        seen = (own == groups) & (own >= 0) | torch.ones(count, count, dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=count > 1)
     x = x + linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
     y = _rms(x, weight("post_attention_layernorm.weight"), c.eps)
     return x + linear(_activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")

@@ -171,9 +171,10 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
         raise UnsupportedModelError(
             f"{name} is in its authors' layout, and vtx-tune writes Hugging Face's; use a checkpoint in that layout"
         )
-    if config.text.factors:
+    if config.text.factors or config.text.shifts:
         raise UnsupportedModelError(
-            f"{name} has a text model with multipliers ({config.text.family}), which vtx-tune does not know; tune a "
+            f"{name} has a text model with multipliers or norms of its own ({config.text.family}), which vtx-tune does "
+            "not know; tune a "
             "llama, mistral, qwen2 or qwen3"
         )
     if config.text.rope.sections:

@@ -6,7 +6,7 @@ rewritten tensor by tensor. The plan needs no weights, so graphs can be built fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class StoredTensor:
 class WeightEntry:
     """One tensor to copy from `source` to `target` as `dtype` ("I8" and "I4" with a scheme and `scales`).
 
-    Its values are multiplied by `factor`.
+    Its values are multiplied by `factor`, then `shift` is added.
     """
 
     name: str
@@ -50,6 +50,7 @@ class WeightEntry:
     scheme: Scheme | None = None
     scales: TensorInfo | None = None
     factor: float = 1.0
+    shift: float = 0.0
 
     @property
     def end(self) -> int:
@@ -103,18 +104,24 @@ def plan_weights(
     files, stored = [], dict[str, StoredTensor]()
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
-        forms = [precisions.stored(tensor, info.shape, info.dtype) for tensor, info in tensors]
+        forms = [
+            ("F32", None) if checkpoint.shift(tensor) else precisions.stored(tensor, info.shape, info.dtype)
+            for tensor, info in tensors
+        ]
         used, size = sum(info.nbytes for _, info in tensors), source.stat().st_size
         if (
             source.suffix == WHOLE
             and all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
             and size <= used * MOST_UNUSED
-            and not any(tensor in scaled or info.spread or checkpoint.factor(tensor) != 1 for tensor, info in tensors)
+            and not any(
+                tensor in scaled or info.spread or checkpoint.factor(tensor) != 1 or checkpoint.shift(tensor)
+                for tensor, info in tensors
+            )
         ):
             entries = tuple(WeightEntry(tensor, info, info.dtype, info) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, size))
         else:
-            header, entries = _laid_out(name, tensors, forms, checkpoint.factor)
+            header, entries = _laid_out(name, tensors, forms, checkpoint)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
         for entry in entries:
             target, scales = entry.target, entry.scales
@@ -126,7 +133,7 @@ def plan_weights(
 
 def _laid_out(
     file: str, tensors: list[tuple[str, TensorInfo]], forms: list[tuple[str, Scheme | None]],
-    factor: Callable[[str], float],
+    checkpoint: Checkpoint,
 ) -> tuple[bytes, tuple[WeightEntry, ...]]:  # fmt: skip
     """The header of a rewritten file and its entries; a matrix's scales come right after its integers."""
     specs: list[tuple[str, str, tuple[int, ...]]] = []
@@ -139,12 +146,10 @@ def _laid_out(
             specs.append((f"{name}.scales", "F16", (rows, scheme.scales(width))))
     header, targets = layout(Path(file), specs)
     by_name = {target.name: target for target in targets}
-    entries = (
-        WeightEntry(
-            name, info, dtype, by_name[name], scheme, by_name.get(f"{name}.scales") if scheme else None, factor(name)
-        )
-        for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True)
-    )
+    entries = list[WeightEntry]()
+    for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True):
+        scales, factor, shift = by_name.get(f"{name}.scales"), checkpoint.factor(name), checkpoint.shift(name)
+        entries.append(WeightEntry(name, info, dtype, by_name[name], scheme, scales if scheme else None, factor, shift))
     return header, tuple(entries)
 
 

@@ -31,14 +31,16 @@ class WeightSource(Protocol):
 
 class CheckpointWeights:
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._tensors, self._factor = checkpoint.tensors, checkpoint.factor
+        self._tensors, self._checkpoint = checkpoint.tensors, checkpoint
 
     def rows(self, name: str) -> int:
         return self._tensors[name].shape[0]
 
     def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
-        weight, factor = _widened(self._tensors[name], rows), self._factor(name)
-        return weight if factor == 1 else weight.mul_(factor)
+        weight = _widened(self._tensors[name], rows)
+        factor, shift = self._checkpoint.factor(name), self._checkpoint.shift(name)
+        weight = weight if factor == 1 else weight.mul_(factor)
+        return weight if not shift else weight.add_(shift)
 
 
 class BundleWeights:

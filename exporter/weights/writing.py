@@ -200,12 +200,14 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
     """A chunk of `source`, the entry's tensor, in its new form. Raises `CheckpointError` for NaN."""
     stored = read_bits(source, span)
     check_finite(stored, entry.name)
-    if entry.source.dtype == entry.dtype and not scaling and entry.factor == 1:
+    if entry.source.dtype == entry.dtype and not scaling and entry.factor == 1 and not entry.shift:
         return stored.tobytes(), b"", stored.nbytes
     narrow = entry.source.dtype == "BF16"
     values: NDArray[np.float32] = widen_bf16(stored) if narrow else stored.astype(np.float32, copy=False)
     if entry.factor != 1:
         values = values * np.float32(entry.factor)
+    if entry.shift:
+        values = values + np.float32(entry.shift)
     if scaling:
         values = scaling.apply(values, span.start)
     if entry.scheme:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vtx.runtime.backends.allocation import forget, zeros_in_small_pages
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 BLOCK = 32  # slots that become resident together
@@ -62,6 +63,20 @@ class LanePool:
             for part in layer:
                 forget(part)
         self._free.add(number)
+
+
+def seen_slots(tokens: TokenStates, length: int) -> Ids:
+    """How many of the first slots each token [n] sees that comes after `length` filled ones, its own among them.
+
+    Tokens of one group, which stand together, see as far as the last of them.
+    """
+    seen = length + np.arange(1, len(tokens) + 1, dtype=np.int64)
+    groups = tokens.inputs.get(names.GROUP)
+    if groups is not None:
+        for group in np.unique(groups[groups >= 0]):
+            members = np.flatnonzero(groups[:, 0] == group)
+            seen[members] = seen[members[-1]]
+    return seen
 
 
 class SlotCounter(ABC):

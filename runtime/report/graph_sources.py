@@ -145,6 +145,8 @@ class DialectSource:
             for name in (names.key_scale, names.value_scale)
         }  # fmt: skip
         positions = {names.POSITIONS: np.arange(count)[None]}
+        if model.two_way:
+            positions[names.SEEN_SLOTS] = np.arange(1, count + 1)[None]
         return self._session_run(
             self._graphs.stages[number], {**inputs, **positions, **self._rope, **caches, **numbers, **scales}
         )

@@ -30,6 +30,7 @@ class PrefixCaches:
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self._backend, self._token_inputs = backend, manifest.token_inputs
+        self.two_way = manifest.model.two_way is not None  # all tokens of a prompt see each other
         self.stages, self.capacity, self._width = manifest.stages, manifest.max_context, manifest.model.hidden
         self.full: dict[int, StageCache] = {}
         self.pruned: dict[int, StageCache] = {}
@@ -55,7 +56,7 @@ class PrefixCaches:
         length = prompt.prefix_length
         if not length:
             return replace(self._empty_prefix(), key=key)
-        is_vision, embedded = prompt.is_vision[:length], self.embed_text(prompt.ids[:length])
+        is_vision, embedded = prompt.is_vision[:length], self.embed_text(prompt.ids[:length], of_prompt=True)
         images = []
         for _, encode in prompt.encoders:
             check()
@@ -71,14 +72,19 @@ class PrefixCaches:
         present = np.ones(length, bool)
         return Prefix(key, is_vision, patches, positions, following, (hidden,), present, inputs)
 
-    def embed_text(self, ids: Ids) -> TokenStates:
-        """Text tokens [n] before the decoder, with zeros for the inputs that the embed graph does not give."""
+    def embed_text(self, ids: Ids, *, of_prompt: bool = False) -> TokenStates:
+        """Text tokens [n] before the decoder, with zeros for the inputs that the embed graph does not give.
+
+        `of_prompt`: they belong to a prompt, not to an answer.
+        """
         tokens = self._backend.embed(ids)
-        if not self._token_inputs:
+        if not self._token_inputs and not self.two_way:
             return tokens
         missing = [each for each in self._token_inputs if not each.of_text]
-        zeros = {each.name: np.zeros((len(tokens), each.width), np.float32) for each in missing}
-        return TokenStates(tokens.hidden, {**tokens.inputs, **zeros})
+        more = {each.name: np.zeros((len(tokens), each.width), np.float32) for each in missing}
+        if self.two_way:
+            more[names.GROUP] = np.full((len(tokens), 1), 0 if of_prompt else -1, np.float32)
+        return TokenStates(tokens.hidden, {**tokens.inputs, **more})
 
     def copy_prefix(self, other: PrefixCaches) -> None:
         """Begin with the prefix of another conversation, as far as it has come there, and copies of its K and V."""
@@ -134,7 +140,7 @@ class PrefixCaches:
         """Run a suffix [n] through stage `number`, and before it what continues of the prefix if it has yet to run.
 
         Both go in one run, which reads the weights once; but not with a long suffix, nor with one whose `query` is kept
-        for `StageCache.attention`. Returns the suffix's hidden states.
+        for `StageCache.attention`. They always do where the prefix sees the suffix. Returns the suffix's hidden states.
         """
         prefix, whole = self.prefix_in(number), number < self.first_pruned
         following, waiting = prefix.next_position + np.arange(len(suffix)), prefix.depth <= number
@@ -159,7 +165,8 @@ class PrefixCaches:
         leaves = whole and number + 1 == self._exit and number + 1 not in self._holding
         if cache.selects_outputs and self._text_only and leaves:
             kept = np.flatnonzero(~prefix.is_vision)
-        behind = suffix if not query and len(suffix) <= QUESTION_ROWS else suffix.part(0, 0)
+        together = self.two_way or (not query and len(suffix) <= QUESTION_ROWS)
+        behind = suffix if together else suffix.part(0, 0)
         hidden, ran = tokens.hidden, suffix.hidden[:0]
         if len(tokens):  # an empty prefix does not run
             own = len(tokens) if kept is None else len(kept)

@@ -148,6 +148,8 @@ class Session:
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length = prompt.prefix_length
         key = prompt.ids[:length].tobytes(), tuple(key for key, _ in prompt.encoders)
+        if self.caches.two_way:  # the prefix sees the question, so its K and V are of this question alone
+            key = key[0], (*key[1], prompt.ids[length:].tobytes().hex())
         suffix: list[int] = prompt.ids[length:].tolist()
         if not suffix:
             raise RequestError(
@@ -279,7 +281,7 @@ class Session:
         self._cuts, self._layouts = [], []
         depth = caches.prefix.depth
         survivors: Mask | None = None
-        tokens = caches.embed_text(ids)
+        tokens = caches.embed_text(ids, of_prompt=True)
         for number, stage in enumerate(self._stages):
             if number and self._sees_image(number - 1):
                 removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens, policy))

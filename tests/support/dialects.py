@@ -13,6 +13,7 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.ort.graph import ports
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
+from vtx.runtime.backends.slots import seen_slots
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs as graph_io
 from vtx.runtime.bundle.spec import names
@@ -123,6 +124,8 @@ class _Cache:
             rope, positions = {names.COS: np.pad(cos, room), names.SIN: np.pad(sin, room)}, np.arange(len(hidden))
         inputs = {names.HIDDEN: hidden, names.POSITIONS: positions[None], **rope, **self._kv}
         inputs |= {names.token_input(name): tokens.inputs[name] for name in self._reads}
+        if self._backend.manifest.model.two_way:
+            inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
         found = _run(self._session, inputs | self.told(len(hidden)))
         for n in self._layers:
             self._kv[names.past_key(n)] = found[names.present_key(n)]

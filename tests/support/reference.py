@@ -85,6 +85,7 @@ class Reference:
         self.scale = getattr(text, "embedding_multiplier", 1.0)
         self.decoder.norm.weight.data /= getattr(text, "logits_scaling", 1.0)
         self.image_token = self.model.config.image_token_id
+        self.two_way = self.model.config.model_type == "paligemma"  # all of a prompt sees itself
         self.video_token = getattr(self.model.config, "video_token_id", None) or -1
         self.eos = self.model.generation_config.eos_token_id
         self.model.generation_config.eos_token_id = None  # the reference answers to full length
@@ -153,6 +154,10 @@ class Reference:
         ]
         if next(left, None) is not None:
             raise ValueError(f"{len(images)} images are more than the placeholders")
+        if self.two_way:  # no template: the processor itself makes the prompt
+            (question,) = (part["text"] for part in messages[0]["content"] if part["type"] == "text")
+            text = "<image>" * len(images) + question
+            return dict(self.processor(images=[images], text=[text], return_tensors="pt"))
         if videos:
             return self._with_videos(messages, images, videos)
         found = self.processor.apply_chat_template(
@@ -195,7 +200,7 @@ class Reference:
         ids: list[int] = []
         logits: list[torch.Tensor] = []
         for _ in range(n):
-            logits.append(self.last_logits(rows, vision, k, positions, maps))
+            logits.append(self.last_logits(rows, vision, k, positions, maps, answered=len(ids)))
             positions = torch.cat([positions, positions.max() + torch.ones_like(positions[..., :1])], -1)
             ids.append(int(logits[-1].argmax()))
             answered = self.decoder.embed_tokens(torch.tensor([[ids[-1]]]))
@@ -261,24 +266,32 @@ class Reference:
 
     def last_logits(
         self, rows: torch.Tensor, vision: torch.Tensor, k: int | None, positions: torch.Tensor | None = None,
-        maps: Sequence[torch.Tensor] = (),
+        maps: Sequence[torch.Tensor] = (), answered: int = 0,
     ) -> torch.Tensor:  # fmt: skip
+        """The logits after `rows`, of which the last `answered` are of the answer."""
         decoder, rows = self.decoder, rows * self.scale
         full_layers = self._full_layers(k)
         positions = torch.arange(rows.shape[1])[None] if positions is None else positions
         for number, layer in enumerate(decoder.layers[:full_layers]):
-            rows = self.run([layer], rows, positions)
+            rows = self.run([layer], rows, positions, answered)
             if number < len(maps):
                 rows[0, vision] += maps[number]
         if full_layers < self.layers:
-            rows = self.run(decoder.layers[full_layers:], rows[:, ~vision], positions[..., ~vision])
+            rows = self.run(decoder.layers[full_layers:], rows[:, ~vision], positions[..., ~vision], answered)
         out: torch.Tensor = self.model.lm_head(decoder.norm(rows[:, -1]))[0]
         return out.float()
 
-    def run(self, layers: Iterable[torch.nn.Module], rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`layers` over `rows` [1, n, hidden], each row seeing itself and the rows before it."""
+    def run(
+        self, layers: Iterable[torch.nn.Module], rows: torch.Tensor, positions: torch.Tensor, answered: int = 0
+    ) -> torch.Tensor:
+        """`layers` over `rows` [1, n, hidden], each row seeing itself and the rows before it.
+
+        Where prompts see themselves both ways, so do all rows but the last `answered`.
+        """
         count = rows.shape[1]
         mask = torch.full((1, 1, count, count), torch.finfo(rows.dtype).min, dtype=rows.dtype).triu(1)
+        if self.two_way:
+            mask[..., : count - answered, : count - answered] = 0
         rope = self.decoder.rotary_emb(rows, position_ids=positions)
         for layer in layers:
             rows = layer(rows, attention_mask=mask, position_ids=positions, position_embeddings=rope)

@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "smolvlm": "SmolVLMForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
     "fast_vlm": "FastVlmForConditionalGeneration",
+    "paligemma": "PaliGemmaForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -80,6 +81,7 @@ PROCESSORS = {
     "smolvlm": "SmolVLMProcessor",
     "idefics3": "Idefics3Processor",
     "fast_vlm": "LlavaProcessor",
+    "paligemma": "PaliGemmaProcessor",
 }
 MARKED = ("smolvlm", "idefics3")
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -105,9 +107,9 @@ class Tiny:
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "lisa", "internvl_chat",
-        "smolvlm", "idefics3", "fast_vlm",
+        "smolvlm", "idefics3", "fast_vlm", "paligemma",
     ] = "llava"  # fmt: skip
-    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite"] = "llama"
+    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite", "gemma"] = "llama"
     layers: int = 8
     hidden: int = 64
     heads: int = 4
@@ -299,9 +301,9 @@ def _text_fields(tiny: Tiny) -> dict[str, Any]:
     }
     if tiny.head_dim is not None:
         fields["head_dim"] = tiny.head_dim
-    if tiny.text == "qwen3":  # its heads are 128 wide whatever the model is, unless told otherwise
+    if tiny.text in ("qwen3", "gemma"):  # their heads are 128 and 256 wide whatever the model is, unless told otherwise
         fields["head_dim"] = tiny.head_dim or tiny.hidden // tiny.heads
-    if tiny.text in ("llama", "qwen3", "granite"):
+    if tiny.text in ("llama", "qwen3", "granite", "gemma"):
         fields |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
     if tiny.text == "granite":
         fields |= dict(zip(MULTIPLIERS, tiny.multipliers, strict=True))
@@ -335,6 +337,8 @@ def _vision_fields(tiny: Tiny) -> dict[str, Any]:
 def _llava_fields(tiny: Tiny) -> dict[str, Any]:
     if tiny.family in MARKED:
         return {"scale_factor": 2}
+    if tiny.family == "paligemma":
+        return {"projection_dim": tiny.hidden, "hidden_size": tiny.hidden}
     layer = tiny.feature_layer
     fields: dict[str, Any] = {
         "image_seq_length": tiny.vision_tokens,
@@ -468,7 +472,7 @@ def _write_processor(folder: Path, tiny: Tiny) -> None:
         settings["chat_template"] = tiny.template
     elif tiny.template_place == "chat_template.json":
         _write_json(folder / "chat_template.json", {"chat_template": tiny.template})
-    elif tiny.template_place == "jinja":
+    elif tiny.template_place == "jinja" and tiny.family != "paligemma":  # which has no template
         (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
     if tiny.family in VIDEOS and tiny.names != "hub":
         settings["video_processor"] = _video_settings(tiny)
@@ -506,6 +510,8 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
         if tiny.family == "llava_next":  # Granite Vision
             settings |= {"do_center_crop": True, "crop_size": square}
         kind = kinds.get(tiny.family, "SiglipImageProcessor")
+        if tiny.family == "paligemma":
+            settings["image_seq_length"] = tiny.vision_tokens
         return settings | half | {"image_processor_type": kind, "size": square}
     if tiny.family == "internvl":
         half = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -547,7 +553,11 @@ def _weights(config: Any, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
     if tiny.tied:
         del shapes["lm_head.weight"]
     dtype = getattr(torch, tiny.dtype)
-    return {name: torch.from_numpy(random_tensor(name, shape, seed)).to(dtype) for name, shape in shapes.items()}
+    tensors = {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
+    for name in tensors:
+        if tiny.text == "gemma" and "vision" not in name and name.endswith("norm.weight"):
+            tensors[name] -= 1  # its norms multiply by 1 more
+    return {name: torch.from_numpy(tensor).to(dtype) for name, tensor in tensors.items()}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

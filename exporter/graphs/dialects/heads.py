@@ -25,6 +25,10 @@ class HeadsApart:
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         self._b, self._c, self._kv_type = b, c, kv_type
         self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "tokens"])
+        self._seen_slots: ir.Value | None = None  # [tokens, 1]
+        if c.two_way:
+            given = b.input(names.SEEN_SLOTS, ir.DataType.INT64, [1, "tokens"])
+            self._seen_slots = b.op("Transpose", given, perm=[1, 0])
         self._presents: list[tuple[ir.Value, str]] = []
 
     def split(self, x: ir.Value, heads: int) -> ir.Value:

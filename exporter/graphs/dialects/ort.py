@@ -15,6 +15,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.stored import INT8_ACTIVATIONS, power_of_two_in
 from vtx.runtime.precision import KV_DTYPES, STORED
 
+UNSEEN = -1e30  # a masked product, 0 after the softmax
 LARGEST_BLOCK = {8: 64, 4: 128}  # values that MatMulNBits groups, by bits; int8 has one scale a row
 
 
@@ -90,6 +91,7 @@ class OrtAttention:
         self._rope = (positions, *(b.input(name, FLOAT, ["max_context", half]) for name in (names.COS, names.SIN)))
         shapes = ((names.LAST_SLOT, "batch"), (names.TOTAL_SLOTS, 1))
         self._slots = [b.input(name, ir.DataType.INT32, [size]) for name, size in shapes]
+        self._mask = self._seen() if c.two_way else None
         self._apart = b.op("Concat", b.op("Shape", self._rope[0]), b.constant([-1]), axis=0)
         self._cache_shape = ("batch", c.kv_heads, "capacity", c.head_dim)
         self._presents: list[tuple[ir.Value, str]] = []
@@ -114,12 +116,49 @@ class OrtAttention:
             scales = [*skipped, *(b.input(name(layer), FLOAT, shape) for name in (names.key_scale, names.value_scale))]
             rounding = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
             rounding["kv_cache_bit_width"] = kv_type.bitwidth
+        causal = self._mask is None
+        # the operator is causal: where tokens see each other both ways it only fills the cache, by the fewest heads
         y, key, value = b.ops(
-            "GroupQueryAttention", q, k, v, *past, *self._slots, *scales, outputs=3, domain=MICROSOFT,
-            num_heads=c.heads, kv_num_heads=c.kv_heads, scale=c.head_dim**-0.5, **rounding,
+            "GroupQueryAttention", q if causal else k, k, v, *past, *self._slots, *scales, outputs=3, domain=MICROSOFT,
+            num_heads=c.heads if causal else c.kv_heads, kv_num_heads=c.kv_heads, scale=c.head_dim**-0.5, **rounding,
         )  # fmt: skip
         self._presents += [(key, names.present_key(layer)), (value, names.present_value(layer))]
+        if not causal:
+            of_keys, of_values = scales[-2:] or (None, None)
+            return self._both_ways(q, self._filled(key, of_keys), self._filled(value, of_values))
         return b.op("Cast", y, to=FLOAT.value) if narrow else y
+
+    def _seen(self) -> ir.Value:
+        """The mask added to products, [batch, 1, 1, each, slots]."""
+        b = self._b
+        seen = b.op("Unsqueeze", b.input(names.SEEN_SLOTS, ir.DataType.INT64, ["batch", "each"]), b.constant([1, 2, 4]))
+        total = b.op("Squeeze", b.op("Cast", self._slots[1], to=ir.DataType.INT64.value))
+        slots = b.op("Range", b.constant(np.array(0)), total, b.constant(np.array(1)))
+        return b.op("Where", b.op("Less", slots, seen), b.scalar(0), b.scalar(UNSEEN))
+
+    def _filled(self, cache: ir.Value, scale: ir.Value | None) -> ir.Value:
+        """The filled slots of a layer's K or V as numbers, [batch, kv_heads, 1, slots, head_dim]."""
+        b = self._b
+        total = b.op("Cast", self._slots[1], to=ir.DataType.INT64.value)
+        filled = b.op("Slice", cache, b.constant([0]), total, b.constant([2]))
+        if self._kv_type != FLOAT:
+            filled = b.op("Cast", filled, to=FLOAT.value)
+        if scale is not None:
+            filled = b.op("Mul", filled, scale)
+        return b.op("Unsqueeze", filled, b.constant([2]))
+
+    def _both_ways(self, q: ir.Value, keys: ir.Value, values: ir.Value) -> ir.Value:
+        """Attention of q [batch, each, heads * head_dim] over the filled slots, by the mask."""
+        b, c = self._b, self._c
+        if self._kv_type == ir.DataType.FLOAT16:
+            q = b.op("Cast", q, to=FLOAT.value)
+        scaled = b.op("Mul", q, b.scalar(c.head_dim**-0.5))
+        apart = b.reshape(scaled, 0, 0, c.kv_heads, c.heads // c.kv_heads, c.head_dim)
+        queries = b.op("Transpose", apart, perm=[0, 2, 3, 1, 4])
+        products = b.op("MatMul", queries, b.op("Transpose", keys, perm=[0, 1, 2, 4, 3]))
+        weights = b.op("Softmax", b.op("Add", products, self._mask), axis=-1)
+        attended = b.op("Transpose", b.op("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
+        return b.reshape(attended, 0, 0, c.heads * c.head_dim)
 
     def join(self, x: ir.Value) -> ir.Value:
         width = self._c.heads * self._c.head_dim

@@ -113,6 +113,8 @@ class PlainAttention(HeadsApart):
         b = self._b
         before, tokens = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (past, q))
         every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, tokens), b.constant(np.array(1)))
+        if self._seen_slots is not None:
+            return b.op("Where", b.op("Less", every, self._seen_slots), b.scalar(0), b.scalar(UNSEEN))
         own = b.op("Slice", every, b.op("Unsqueeze", before, b.constant([0])), b.constant([MAX_SIZE]), b.constant([0]))
         seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
         return b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))

@@ -66,6 +66,8 @@ class TrtAttention(HeadsApart):
         own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), self._first)
         slots = b.op("Range", zero, b.constant(np.array(capacity)), one)
         own = b.op("Unsqueeze", own, b.constant([1]))
+        if self._seen_slots is not None:
+            own = b.op("Sub", self._seen_slots, one)
         seen = b.op("GreaterOrEqual", own, b.op("Unsqueeze", slots, b.constant([0])))
         self._mask = b.op("Unsqueeze", seen, b.constant([0, 1]))
 

@@ -20,6 +20,7 @@ from vtx.runtime.backends.memory import is_roomy, load_each
 from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
 from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, ports
+from vtx.runtime.backends.openvino.growing import OpenvinoGrowingCache
 from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.openvino.narrow import LEAST_BLOCK, int4_block, keep_narrow, releasing_pages
 from vtx.runtime.backends.openvino.paged import page_caches, select_outputs
@@ -162,8 +163,10 @@ class OpenvinoBackend(HostBackend):
                 graph.run(first)
         return graph
 
-    def _load_stage(self, spec: StageSpec, file: str) -> StageGraph:
+    def _load_stage(self, spec: StageSpec, file: str) -> StageGraph | OpenvinoGraph:
         m = self._manifest
+        if m.model.two_way:
+            return self._graph(file, graphs.stage_of(m, spec, DIALECT), m.precision)
 
         def read() -> Any:
             model = self._read(file, graphs.stage_of(m, spec, DIALECT))
@@ -193,14 +196,19 @@ class OpenvinoBackend(HostBackend):
         return self._graph(name, promised, self._manifest.vision_precision, image=image)
 
     def _new_batches(self, lanes: int, capacity: int) -> list[OpenvinoStageBatch]:
-        stages = zip(self.stages, self._manifest.stages, strict=True)
+        stages = list(zip(self.stages, self._manifest.stages, strict=True))
+        if any(isinstance(graph, OpenvinoGraph) for graph, _ in stages):  # their caches are no blocks: one by one
+            return []
         return [OpenvinoStageBatch(self._context, graph, spec, lanes, capacity) for graph, spec in stages]
 
-    def stage(self, index: int, capacity: int) -> OpenvinoStageCache:
+    def stage(self, index: int, capacity: int) -> OpenvinoStageCache | OpenvinoGrowingCache:
         batch = self._batches[index] if self._batches else None
         pool = batch.pool if isinstance(batch, OpenvinoStageBatch) else None
+        graph, spec = self.stages[index], self._manifest.stages[index]
         try:
-            return OpenvinoStageCache(self._context, self.stages[index], self._manifest.stages[index], capacity, pool)
+            if isinstance(graph, OpenvinoGraph):
+                return OpenvinoGrowingCache(self._context, graph, spec, capacity)
+            return OpenvinoStageCache(self._context, graph, spec, capacity, pool)
         except MemoryError as e:
             raise cache_failure(capacity) from e
 

@@ -28,6 +28,7 @@ class Run:
     total: NDArray[np.int32]
     out: HiddenStates
     binding: Any
+    seen: NDArray[np.int64] | None = None
 
 
 class OrtStageBatch:
@@ -67,6 +68,8 @@ class OrtStageBatch:
         for name in self._stage.spec.inputs:
             run.inputs[names.token_input(name)][:] = tokens.inputs[name][order]
         run.last[:], run.total[0] = lengths[order], lengths.max() + 1
+        if run.seen is not None:
+            run.seen[:, 0] = lengths[order] + 1
         self._stage.graph.run_bound(run.binding)
         for cache in caches:
             cache.fill(cache.length + 1)
@@ -82,9 +85,12 @@ class OrtStageBatch:
         given: dict[str, NDArray[Any]] = {
             **inputs, names.POSITIONS: positions, names.LAST_SLOT: last, names.TOTAL_SLOTS: total,
         }  # fmt: skip
+        seen = np.zeros((count, 1), np.int64) if self._stage.context.model.two_way else None
+        if seen is not None:
+            given[names.SEEN_SLOTS] = seen
         kv = self.pool.kv[:, :, first : first + count]
         buffers = list(map(self._stage.context.value, kv.reshape(-1, *kv.shape[2:])))
-        return Run(inputs, positions, last, total, out, self._stage.bind(given, out, buffers))
+        return Run(inputs, positions, last, total, out, self._stage.bind(given, out, buffers), seen)
 
     def _gather(self, caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
         """Bring caches into lanes that follow each other; their lanes [n]."""

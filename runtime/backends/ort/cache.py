@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.slots import LanePool, SlotCounter
+from vtx.runtime.backends.slots import LanePool, SlotCounter, seen_slots
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
@@ -100,6 +100,7 @@ class OrtStageCache(SlotCounter):
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
         self._slots: dict[str, NDArray[Any]] = {names.LAST_SLOT: self._last, names.TOTAL_SLOTS: self._total}
+        self._row_seen = {names.SEEN_SLOTS: np.zeros((1, 1), np.int64)} if model.two_way else {}
         self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
         self._row, self._row_position = dict[str, NDArray[np.float32]](), np.zeros((1, 1), np.int64)
         for name, width in stage.widths.items():
@@ -111,7 +112,9 @@ class OrtStageCache(SlotCounter):
         model, capacity = self._context.model, self.capacity
         shape = (len(self._stage.kv_names) // 2, 2, 1, model.kv_heads, capacity, model.head_dim)
         kv, buffers = self._allocate(shape, np.dtype(self._context.kv_dtype), number)
-        inputs: dict[str, NDArray[Any]] = {**self._row, names.POSITIONS: self._row_position, **self._slots}
+        inputs: dict[str, NDArray[Any]] = {
+            **self._row, names.POSITIONS: self._row_position, **self._slots, **self._row_seen,
+        }  # fmt: skip
         return kv, buffers, self._stage.bind(inputs, self._row_out, buffers)
 
     def filled(self) -> NDArray[Any]:
@@ -139,12 +142,16 @@ class OrtStageCache(SlotCounter):
             positions = np.arange(count)
         elif count == 1 and self.bound_once and not query:
             self._row_position[:] = positions
+            for seen in self._row_seen.values():
+                seen[:] = self.length + 1
             for name, row in self._row.items():
                 row[:] = own[name]
             self._stage.graph.run_bound(self.row_binding)
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
         out, inputs = np.empty_like(hidden), {names.POSITIONS: positions[None].copy(), **self._slots}
+        if self._row_seen:
+            inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
         for name, array in own.items():
             inputs[name] = np.ascontiguousarray(array)
         binding = self._stage.bind(inputs, out, self.buffers)

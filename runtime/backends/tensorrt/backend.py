@@ -44,6 +44,7 @@ def load_flavour(flavour: str) -> Any:
 
 
 NOT_BUILT = "TensorRT has no engine for models that see images at their own resolution"
+BOTH_WAYS = "TensorRT has no engine for models whose tokens see each other both ways"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 
 
@@ -107,6 +108,8 @@ class TensorrtBackend:
 
     @staticmethod
     def obstacle(bundle: Bundle) -> str | None:
+        if bundle.manifest.model.two_way:
+            return f"{BOTH_WAYS}; run the bundle with --device cpu or openvino"
         try:
             find_engines(bundle, find_gpu())
         except VtxError as e:

@@ -102,6 +102,8 @@ def stage(m: Manifest, dialect: str, *, query: bool, reads: Sequence[str] = ()) 
     inputs = {
         names.HIDDEN: hidden(m), names.POSITIONS: Tensor("int64", (1, TOKENS)), names.COS: table, names.SIN: table,
     }  # fmt: skip
+    if m.model.two_way is not None:
+        inputs[names.SEEN_SLOTS] = Tensor("int64", (1, TOKENS))
     inputs |= _token_inputs([each for each in m.token_inputs if each.name in reads])
     inputs |= {name: Tensor("int32", (1,)) for name in names.SLOTS[dialect]}
     inputs |= {name(LAYER): cache(m, dialect, past) for name in (names.past_key, names.past_value)}

@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vtx.runtime.errors import BundleError
-from vtx.runtime.strict import optional
+from vtx.runtime.strict import UPGRADE, optional
 
 MAX_LAYERS = 512
 MAX_SIZE = (1 << 31) - 1
 MAX_SEGMENT = 1 << 12  # ids of the text tower; CLIP has 77
 PARTS = 3  # of a position: time, row and column
+TWO_WAY = ("prompt",)  # tokens that see each other both ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,8 @@ class ProjectorSpec:
 class ModelSpec:
     """The decoder's sizes, with those of tower and projector. `tied`: the head is the embedding table.
 
-    `flags` name what else the graphs compute: the exporter's flags, which no runtime needs to know.
+    `flags` name what else the graphs compute: the exporter's flags, which no runtime needs to know. `two_way`: the
+    tokens that see each other both ways, one of `TWO_WAY`; None: every token sees itself and those before.
     """
 
     name: str
@@ -189,11 +191,17 @@ class ModelSpec:
     tower: TowerSpec
     projector: ProjectorSpec
     flags: tuple[str, ...] = optional(())
+    two_way: str | None = optional(None)
 
     def __post_init__(self) -> None:
         _check_sizes("model", self)
         require(self.layers <= MAX_LAYERS, f"{self.layers} layers, the limit is {MAX_LAYERS}")
         kv_heads, frequencies = self.kv_heads, len(self.rope.frequencies)
+        if self.two_way not in (None, *TWO_WAY):
+            raise BundleError(
+                f"vtx.json: tokens that see each other both ways are {self.two_way!r:.40}, unknown to this vtx, which "
+                f"has {', '.join(TWO_WAY)}; {UPGRADE}"
+            )
         require(self.heads % kv_heads == 0, f"{self.heads} heads cannot share {kv_heads} key/value heads evenly")
         fits = 2 * frequencies == self.head_dim
         require(fits, f"{frequencies} rotary frequencies do not fit heads of {self.head_dim}")

@@ -53,6 +53,11 @@ with the tokens, whatever they mean:
     embed, vision            -> token_input.NAME [tokens, width] f32
     stage    token_input.NAME [tokens, width] f32, of the names that the stage lists
 
+If the manifest's `two_way` says that tokens see each other both ways, stages read how far each token sees:
+
+    stage    seen_slots [1, tokens] int64, the number of the cache's first slots that a token sees: those up to its own,
+             or up to the last token's of those that it sees both ways
+
 Hidden states are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but
 int8 is for `ort` graphs only, with a scale for each channel; other dialects have float16 instead:
 
@@ -82,6 +87,7 @@ COS = "cos"
 SIN = "sin"
 LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
+SEEN_SLOTS = "seen_slots"
 SLOTS = {"ort": (LAST_SLOT, TOTAL_SLOTS), "plain": (), "trt": (TOTAL_SLOTS,)}  # inputs of a stage, by dialect
 DIALECTS = tuple(SLOTS)
 LOGITS = "logits"
@@ -110,6 +116,8 @@ CLASS_TOKEN = -1  # the patch index of the tower's class token
 GONE, PATCH, WINDOW = -1, 0, 1  # what `merged` says of a token: gone into a window, one patch, a window of nine
 ODDS_ORDER = ("stay", "withdraw")
 TOKEN_INPUT = "token_input."  # begins the names of token inputs in graphs
+# Among the inputs of tokens in a run, [tokens, 1]: those with the same number see each other both ways; -1: with none.
+GROUP = "group"
 SLOTTED, UNCACHED = "slots", "none"
 CACHE_KINDS = (SLOTTED, UNCACHED)  # what a layer keeps of the tokens it has seen: K and V in slots, or nothing
 
