@@ -63,6 +63,7 @@ class Shape:
 SHAPES = {
     "1b": Shape(16, 2048, 5504, 16),
     "llava-1.5-7b": Shape(32, 4096, 11008, 32),
+    "llava-1.5-7b-2": Shape(2, 4096, 11008, 32),  # cut to two layers
     "llava-1.5-13b": Shape(40, 5120, 13824, 40),
     "llava-next-7b": Shape(32, 4096, 11008, 32, family="llava_next"),
     "video-llava-7b": Shape(32, 4096, 11008, 32, family="video_llava"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vtx.exporter.calibration.report import CalibrationReport
     from vtx.exporter.calibration.source import OpenedModel
     from vtx.exporter.gates.report import Judgement, Outcome
+    from vtx.tools.common.loading import Loading
     from vtx.tools.data.choice import RecordedChoice
 
 SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
@@ -25,11 +26,13 @@ SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
 @command(
     epilog="vtx-calibrate --samples 200\n"
     "vtx-calibrate questions.jsonl --images photos --model llava-hf/llava-1.5-7b-hf --max-accuracy-drop 1\n"
-    "vtx-calibrate --bundle vtx-demo-k16-fp16 --attention --json"
+    "vtx-calibrate --bundle vtx-demo-k16-fp16 --attention --json\n"
+    "vtx-calibrate questions.jsonl --images photos --bundle llava-int4 --device auto"
 )
 @options(
     "data", "model", "tower", "allow_pickle",
-    option("--bundle", Path, "A bundle to measure instead."),
+    option("--bundle", Path, "A bundle to measure instead: its weights in float32; with --device by its own engine, as "
+           "it is deployed, at each K it was cut at."),
     "images",
     option("--samples", SAMPLES, "Items to measure, sampled from DATA."),
     "seed",
@@ -44,6 +47,7 @@ SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
            "not of the model."),
     option("--batch", 8, "Items per pass over the weights."),
     option("--attention", bool, "Also measure attention by layer."),
+    "device", "compute", "threads",
     "chat_template",
     option("--out", Path, "Output directory [default: vtx-calibration-MODEL, or -BUNDLE]."),
     "report",
@@ -51,7 +55,8 @@ SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
 def calibrate(
     data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None,
     samples: int, seed: int, min_kept: float, max_accuracy_drop: float | None, eta: float, k_from: int | None,
-    max_new_tokens: int, batch: int, attention: bool, chat_template: Path | None, out: Path | None, as_json: bool,
+    max_new_tokens: int, batch: int, attention: bool, chat_template: Path | None, loading: Loading, out: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Measure the effect of withdrawal at every K, and choose a K.
 
@@ -68,12 +73,11 @@ def calibrate(
 
     choosing = Choosing(eta, max_accuracy_drop, min_kept)
     options = CalibrationOptions(k_from, max_new_tokens, batch, attention)
-    of_checkpoints = ("model", "tower", "allow_pickle", "chat_template")
-    checkpoints = [f"--{name.replace('_', '-')}" for name in of_checkpoints if given(name)]
-    if bundle is not None and checkpoints:
-        raise RequestError(f"{' and '.join(checkpoints)} cannot be used with --bundle; leave one out")
+    engine = _engine(bundle, loading, "model", "tower", "allow_pickle", "chat_template")
+    if engine is not None and attention:
+        raise RequestError("an engine does not give its attention; leave out --attention, or --device and its options")
     template = load_template(chat_template) if chat_template else None
-    source = open_source(model, bundle, template, tower, allow_pickle=allow_pickle)
+    source = open_source(model, bundle, template, tower, allow_pickle=allow_pickle, engine=engine)
     measured = source.name if bundle is None else bundle.expanduser().absolute().name
     folder = out or Path(f"vtx-calibration-{measured}")
     report = _measure(source, data, images, samples, seed, options, choosing, folder)
@@ -88,6 +92,17 @@ def calibrate(
         click.echo(f"report and plots are in {folder}")
     if report.warning:
         note(f"warning: {report.warning}; vtx-export accepts this K only with --allow-changed-answers")
+
+
+def _engine(bundle: Path | None, loading: Loading, *of_checkpoints: str) -> Loading | None:
+    """How to load a bundle to measure it as it is deployed; None: it is not. Raises RequestError."""
+    engine = [f"--{name}" for name in ("device", "compute", "threads") if given(name)]
+    checkpoints = [f"--{name.replace('_', '-')}" for name in of_checkpoints if given(name)]
+    if bundle is not None and checkpoints:
+        raise RequestError(f"{' and '.join(checkpoints)} cannot be used with --bundle; leave one out")
+    if bundle is None and engine:
+        raise RequestError(f"{' and '.join(engine)}: only a bundle is measured by its engine; give one with --bundle")
+    return loading if engine else None
 
 
 def _measure(
@@ -108,7 +123,8 @@ def _measure(
     for line in skipped:
         note(f"skipped {line}")
     memory = predict_memory(source, asked, options)
-    note(f"{source.name}: {len(asked)} items of {questions.source}; predicted, roughly: {size(memory)} of memory")
+    by = f" by its engine: {source.measured_by}" if source.measured_by else ""
+    note(f"{source.name}{by}: {len(asked)} items of {questions.source}; predicted, roughly: {size(memory)} of memory")
     with bar() as report:
         measured = measure(source, questions, options, folder, report)
     note(f"measured: {size(peak() or 0)} of memory")
@@ -173,7 +189,10 @@ def calibrated(
     "vtx-export --k auto --gates vtx-gates-demo.safetensors"
 )
 @options(
-    "data", "model", "tower", "allow_pickle", "images", "items",
+    "data", "model", "tower", "allow_pickle",
+    option("--bundle", Path, "A bundle cut at every K to measure instead: its weights in float32; with --device by its "
+           "own engine, as it is deployed."),
+    "images", "items",
     option("--held-out", 250, "Items on other images, to evaluate on."),
     option("--answers", "own", "Answers that must stay the same: the model's own greedy ones, or those in DATA.",
            type=click.Choice(["own", "reference"])),
@@ -184,6 +203,7 @@ def calibrated(
     option("--lr", 4e-5, "Learning rate."),
     option("--epochs", int, "[default: enough for 8,000 items per gate, at least 1]"),
     option("--seed", 0, "Seed of sampling and of the gates."),
+    "device", "compute", "threads",
     option("--ray-address", str, "Measure on a Ray cluster: host:port, or auto.", metavar="ADDR"),
     option("--work", Path, "Directory of the measurements [default: OUT.work]."),
     option("--out", Path, "File of the gates; the report is written next to it [default: "
@@ -191,9 +211,10 @@ def calibrated(
     "report",
 )  # fmt: skip
 def train_gate(
-    data: str, model: str, tower: str | None, allow_pickle: bool, images: Path | None, items: int, held_out: int,
-    answers: str, max_new_tokens: int, batch: int, alpha: float, width: int, lr: float, epochs: int | None, seed: int,
-    ray_address: str | None, work: Path | None, out: Path | None, as_json: bool,
+    data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None, items: int,
+    held_out: int, answers: str, max_new_tokens: int, batch: int, alpha: float, width: int, lr: float,
+    epochs: int | None, seed: int, loading: Loading, ray_address: str | None, work: Path | None, out: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Train gates that decide per question where the image leaves, and judge them against every fixed K.
 
@@ -209,9 +230,10 @@ def train_gate(
     measuring = MeasureOptions(answers, max_new_tokens, batch)  # type: ignore[arg-type]  # click has checked it
     fitting = FitOptions(alpha, width, lr, epochs, seed)
     options = TrainOptions(
-        model, data, images, items, held_out, measuring, fitting, ray_address, tower, allow_pickle=allow_pickle
-    )
-    target = out or default_out(model)
+        model, data, images, items, held_out, measuring, fitting, ray_address, tower, allow_pickle=allow_pickle,
+        bundle=bundle, engine=_engine(bundle, loading, "model", "tower", "allow_pickle"),
+    )  # fmt: skip
+    target = out or default_out(str(bundle or model))
     with bar() as progress:
         report = train_gates(options, target, work or target.with_suffix(".work"), progress)
     for line in report.skipped:

@@ -1,6 +1,7 @@
 """Measure how withdrawal at every K changes the answers to a set of questions: VTW Eq. 6, and equality of the answers.
 
-Each question costs one pass of the plain reference: all tokens, and for each K the text tokens from there on.
+Each question costs one pass of the plain reference, or of a bundle's engine: all tokens, and for each K the text tokens
+from there on.
 Results are saved batch by batch, so that an interrupted measurement resumes where it stopped.
 """
 
@@ -22,12 +23,11 @@ from vtx.exporter.calibration.report import ItemResult, Measurement, read_result
 from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.reference.attention import AttentionMeter
+from vtx.exporter.reference.engine import EngineReference
 from vtx.exporter.reference.model import Reference, Sample
-from vtx.exporter.reference.prompts import PreparedItem, Source, prepare
-from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
-from vtx.runtime.backends.memory import RUN_BASE
+from vtx.exporter.reference.prompts import PreparedItem, prepare
+from vtx.runtime.backends.engines import ENGINES
+from vtx.runtime.backends.memory import RUN_BASE, needed_memory
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, counter
@@ -52,16 +52,23 @@ class CalibrationOptions:
                 f"--batch is {self.batch} and --max-new-tokens {self.max_new_tokens}; they must be at least 1 and 0"
             )
 
-    def ks(self, layers: int) -> tuple[int, ...]:
+    def ks(self, layers: int, cuts: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The K to measure: all, or of a bundle on its engine those of its `cuts`."""
         if layers < 2:
             raise RequestError(f"the model has {layers} layer; choosing K needs at least 2")
-        first = min(5, layers) if self.k_from is None else self.k_from
-        if not 2 <= first <= layers:
-            raise RequestError(f"--k-from is {first}; it must be 2 to {layers}, the first layer without vision tokens")
-        return tuple(range(first, layers + 1))
+        if cuts == ():
+            raise RequestError("the bundle was cut at no K; export it with --k and the K to measure")
+        first, last = (min(5, layers), layers) if cuts is None else (2, max(cuts))
+        first = first if self.k_from is None else self.k_from
+        if not 2 <= first <= last:
+            raise RequestError(f"--k-from is {first}; it must be 2 to {last}, the first layer without vision tokens")
+        return tuple(k for k in cuts or range(2, layers + 1) if k >= first)
 
 
-def predict_memory(source: Source, items: Sequence[PreparedItem], options: CalibrationOptions) -> int:
+def predict_memory(source: OpenedModel, items: Sequence[PreparedItem], options: CalibrationOptions) -> int:
+    if source.engine is not None:
+        backend = source.engine.backend
+        return export_base() + needed_memory(source.engine.bundle, ENGINES[backend.device].compute[backend.compute])
     size, text = model_size(source.config, source.name), source.config.text
     image_token = source.config.image_token_id
     longest = max(len(prepared.ids) for prepared in items) + options.max_new_tokens
@@ -85,17 +92,22 @@ def calibrate(
             "ones; leave out --attention"
         )
     askable, skipped = prepare(source, data, options.max_new_tokens)
-    ks = options.ks(source.config.text.layers)
+    ks = options.ks(source.config.text.layers, source.cuts)
     with contextlib.ExitStack() as stack:
         kept = {name: value for name, value in asdict(options).items() if name != "batch"}
-        identity = {"model": [source.fingerprint, source.version()], "set of options": kept}
+        identity = {"model": source.identity, "set of options": kept}
         journal = stack.enter_context(ResultJournal(out / "samples.jsonl", identity))
         items = {prepared.item.digest(): prepared for prepared in askable}
         missing = [digest for digest in items if digest not in journal.results]
-        answers = missing and options.max_new_tokens
-        model = stack.enter_context(answering(source, out / ".answering", report)) if answers else None
-        measurer = _BatchMeasurer(source, model, ks, options)
-        batches = [missing[i : i + options.batch] for i in range(0, len(missing), options.batch)]
+        reference = source.reference()
+        answerer: Reference | EngineReference | None = None
+        if missing and options.max_new_tokens:
+            answerer = reference if source.engine else EngineReference(
+                stack.enter_context(answering(source, out / ".answering", report))
+            )  # fmt: skip
+        measurer = BatchMeasurer(source, reference, answerer, ks, options)
+        size = options.batch if source.engine is None else 1  # an engine runs one at a time
+        batches = [missing[i : i + size] for i in range(0, len(missing), size)]
         layer = counter(report, "measuring", len(batches) * source.config.text.layers)
         for batch in batches:
             measured = measurer.batch([items[digest] for digest in batch], layer)
@@ -111,29 +123,36 @@ def calibrate(
         return Measurement(ks, results, tuple(skipped))
 
 
-class _BatchMeasurer:
+class BatchMeasurer:
     """Measures batches; an item's result does not depend on its batch."""
 
-    def __init__(self, source: Source, model: Model | None, ks: tuple[int, ...], options: CalibrationOptions) -> None:
-        self._source, self._model, self._ks, self._options = source, model, ks, options
-        self._reference = Reference(source.checkpoint, source.config)
-        self._end_ids = torch.tensor(source.text.settings.end_ids, dtype=torch.int64)
+    def __init__(
+        self, source: OpenedModel, reference: Reference | EngineReference, answerer: Reference | EngineReference | None,
+        ks: tuple[int, ...], options: CalibrationOptions,
+    ) -> None:  # fmt: skip
+        self.reference, self.answerer, self._source = reference, answerer, source
+        self._ks, self._options, self._end_ids = ks, options, torch.tensor(source.text.settings.end_ids)
 
     @torch.inference_mode()
     def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[ItemResult]:
         """The results of some items; calls `layer(1)` after each decoder layer."""
-        answers: list[Answer | None] = [None] * len(batch)  # the full model's own
-        if self._model is not None:
-            for i, prepared in enumerate(batch):
-                with self._model.open(list(prepared.item.images)) as conversation:
-                    answers[i] = conversation.ask(prepared.item.question, None, Options(self._options.max_new_tokens))
-        features = [self._reference.encode(prepared.item.images, self._source.image) for prepared in batch]
+        image, ends = self._source.image, self._source.text.settings.end_ids
+        features = [self.reference.encode(prepared.item.images, image) for prepared in batch]
+        answers, texts = list[list[int]](), list[str | None]()  # the full model's own
+        for prepared, encoded in zip(batch, features, strict=True):
+            answer, text = list[int](), None
+            if self.answerer is not None:
+                own_images = self.answerer is self.reference
+                asked = encoded if own_images else self.answerer.encode(prepared.item.images, image)
+                (answer,) = self.answerer.greedy([Sample(prepared.ids, asked)], ends, self._options.max_new_tokens)
+                text = self._source.text.decode(answer).lstrip()
+            answers.append(answer)
+            texts.append(text)
         # First each item followed by the model's own answer; then, if that is wrong, followed by the right one.
-        own: list[NDArray[np.int64]] = [np.array(answer.token_ids if answer else (), np.int64) for answer in answers]
+        own = [np.array(ids, np.int64) for ids in answers]
         forced: dict[int, NDArray[np.int64]] = {}
-        for i, (prepared, answer) in enumerate(zip(batch, answers, strict=True)):
-            whole = answer.text if answer and answer.stopped == "end" else None
-            expected = prepared.item.answer
+        for i, (prepared, text) in enumerate(zip(batch, texts, strict=True)):
+            whole, expected = text if len(own[i]) and own[i][-1] in ends else None, prepared.item.answer
             correct = whole is not None and expected is not None and plain(whole) == plain(expected)
             if prepared.answer_ids is not None and not correct:
                 forced[i] = prepared.answer_ids
@@ -142,15 +161,15 @@ class _BatchMeasurer:
             for i, tokens in (*enumerate(own), *forced.items())
         ]
         meter = AttentionMeter(samples[: len(batch)], self._source.config) if self._options.attention else None
-        hidden = self._reference.hidden(samples, [None, *self._ks], layer, meter)
+        hidden = self.reference.hidden(samples, [None, *self._ks], layer, meter)
         right = dict(zip(forced, hidden[len(batch) :], strict=True))
         results = []
-        for i, (prepared, answer) in enumerate(zip(batch, answers, strict=True)):
-            agree = self._along(hidden[i], own[i]) if answer else None
+        for i, (prepared, text) in enumerate(zip(batch, texts, strict=True)):
+            agree = None if text is None else self._along(hidden[i], own[i])
             reached = self._along(right[i], forced[i]) if i in forced else agree
             results.append(
                 ItemResult(
-                    answer=answer.text if answer else None, **self._next_token(hidden[i]), agree=agree,
+                    answer=text, **self._next_token(hidden[i]), agree=agree,
                     right=None if prepared.answer_ids is None else reached,
                     attention=meter.shares(i) if meter else None,
                 )
@@ -184,4 +203,4 @@ class _BatchMeasurer:
     def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
         step = max(1, LOGITS // self._source.config.text.vocab)
         for start in range(0, len(hidden), step):
-            yield self._reference.head(hidden[start : start + step])
+            yield self.reference.head(hidden[start : start + step])

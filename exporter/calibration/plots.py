@@ -46,9 +46,10 @@ def _finish(figure: Any, axes: Any, report: CalibrationReport, title: str) -> No
 
 def _source(report: CalibrationReport) -> str:
     model, data = report.model, report.data
+    by = f"by its engine: {model.engine}" if model.engine else "in float32 on the CPU"
     return (
-        f"{model.name}, {model.layers} layers; {data.items} items of {data.source}; computed in float32 on "
-        f"the CPU; bands: {report.confidence:.0%} intervals"
+        f"{model.name}, {model.layers} layers; {data.items} items of {data.source}; computed {by}; "
+        f"bands: {report.confidence:.0%} intervals"
     )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from vtx.exporter.calibration.choosing import Choice, Choosing, Point, choose
+from vtx.exporter.calibration.source import OpenedModel
 from vtx.exporter.checkpoint.loader import read_json_object
 from vtx.exporter.reference.attention import KINDS, AttentionShares, Shares
-from vtx.exporter.reference.prompts import Source
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, json_value, optional
 from vtx.tools.common.files import write_json
@@ -26,11 +26,12 @@ MAX_REPORT = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class CalibratedModel:
-    """The measured model. `fingerprint` identifies its checkpoint."""
+    """The measured model. `fingerprint` identifies its checkpoint; `engine` is None for the reference in float32."""
 
     name: str
     fingerprint: str
     layers: int
+    engine: str | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,11 @@ class CalibrationReport:
         return None if self.k is None else changed_answers(self.k, kept[0])
 
 
-def make_report(source: Source, data: str, measured: Measurement, choosing: Choosing) -> CalibrationReport:
+def make_report(source: OpenedModel, data: str, measured: Measurement, choosing: Choosing) -> CalibrationReport:
     curve = make_curve(measured)
     choices = choose(curve, choosing, len(measured.results))
     return CalibrationReport(
-        model=CalibratedModel(source.name, source.fingerprint, source.config.text.layers),
+        model=CalibratedModel(source.name, source.fingerprint, source.config.text.layers, source.measured_by),
         data=CalibrationData(data, len(measured.results), measured.skipped), k=choices[-1].k, eta=choosing.eta,
         min_kept=choosing.min_kept, choices=choices, curve=curve, attention=mean_attention(measured.results),
         samples=measured.results,

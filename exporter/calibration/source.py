@@ -15,36 +15,69 @@ from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name
 from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.reference.engine import EngineReference
+from vtx.exporter.reference.model import Reference
 from vtx.exporter.reference.prompts import Source
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.card import manifest_digest
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress
+from vtx.tools.common.loading import Loading
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel(Source):
-    """A model and its origin: the plan of an export of its checkpoint, or a bundle."""
+    """A model and its origin: the plan of an export of its checkpoint, or a bundle.
+
+    `engine` is the bundle loaded, if that is measured and not its weights in float32.
+    """
 
     origin: Plan | Bundle
+    engine: Model | None = None
+
+    @property
+    def cuts(self) -> tuple[int, ...] | None:
+        """The K that the bundle on its engine was cut at; None: every K can be measured."""
+        return None if self.engine is None else self.engine.manifest.variants
+
+    @property
+    def identity(self) -> list[object]:
+        """What measurements of it depend on."""
+        if self.engine is None:
+            return [self.fingerprint, self.version()]
+        backend = self.engine.backend
+        return [self.fingerprint, manifest_digest(self.engine.bundle), backend.device, backend.compute]
+
+    @property
+    def measured_by(self) -> str | None:
+        """The engine in words, None for the reference in float32."""
+        if self.engine is None:
+            return None
+        backend = self.engine.backend
+        return f"{self.engine.manifest.precision} on {backend.device} in {backend.compute}"
+
+    def reference(self) -> Reference | EngineReference:
+        return Reference(self.checkpoint, self.config) if self.engine is None else EngineReference(self.engine)
 
 
 def open_source(
     model: str, bundle: Path | None = None, template: str | None = None, tower: str | None = None, *,
-    allow_pickle: bool = False,
+    allow_pickle: bool = False, engine: Loading | None = None,
 ) -> OpenedModel:  # fmt: skip
     """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle if one is given.
 
     `template` is a chat template for a checkpoint without one, `tower` the vision tower of one that only names it;
-    `allow_pickle` allows weights that are pickles. Raises CheckpointError, BundleError.
+    `allow_pickle` allows weights that are pickles; `engine` loads the bundle, to be measured as it is deployed. Raises
+    CheckpointError, BundleError, DeviceError.
     """
     if bundle is not None:
-        return _of_bundle(Bundle.open(bundle))
+        return _of_bundle(Bundle.open(bundle), None if engine is None else engine.load(bundle))
     options = ExportOptions(model, precision="fp32", template=template, tower=tower, allow_pickle=allow_pickle)
     plan = plan_export(options)
     if all(entry.source.dtype == "F16" for file in plan.weights.files for entry in file.entries):
@@ -53,16 +86,17 @@ def open_source(
     return OpenedModel(**{field.name: getattr(source, field.name) for field in fields(source)}, origin=plan)
 
 
-def _of_bundle(bundle: Bundle) -> OpenedModel:
+def _of_bundle(bundle: Bundle, engine: Model | None) -> OpenedModel:
     manifest = bundle.manifest
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
-    if any(PRECISIONS[part].bits for part in parts):
+    if engine is None and any(PRECISIONS[part].bits for part in parts):
         held, options = "/".join(dict.fromkeys(parts)), manifest.record.get("options")
         model = options.get("model") if isinstance(options, dict) else None  # as it was given: a name may not find it
         model = model if isinstance(model, str) else manifest.model.name
         raise BundleError(
-            f"{bundle.folder.name} holds {held} weights, but measuring needs floating-point ones; measure the "
-            f"checkpoint it was made from instead: --model {model:.200} without --bundle"
+            f"{bundle.folder.name} holds {held} weights, but measuring in float32 needs floating-point ones; "
+            f"measure it by its engine with --device auto, or the checkpoint it was made from: --model {model:.200} "
+            "without --bundle"
         )
     tensors: dict[str, TensorInfo] = {}
     for file in manifest.files:
@@ -70,13 +104,13 @@ def _of_bundle(bundle: Bundle) -> OpenedModel:
             stored = bundle.header(file).tensors
             tensors |= {canonical_name(name): info for name, info in stored.items()}
     checkpoint, model = Checkpoint(bundle.folder, json_value(manifest.model), tensors, None), config_of(manifest)
-    for name, shape in (*vision_tensors(model), *decoder_tensors(model.text)):
+    for name, shape in (*vision_tensors(model), *decoder_tensors(model.text)) if engine is None else ():
         checkpoint.require(name, shape)
     recorded = manifest.record.get("source")
     fingerprint = recorded.get("fingerprint") if isinstance(recorded, dict) else None
     fingerprint = fingerprint if isinstance(fingerprint, str) else checkpoint.fingerprint()
     text, most = Text(*text_files(bundle.read), manifest.text), manifest.max_context
-    return OpenedModel(manifest.model.name, fingerprint, checkpoint, model, text, manifest.image, most, bundle)
+    return OpenedModel(manifest.model.name, fingerprint, checkpoint, model, text, manifest.image, most, bundle, engine)
 
 
 @contextmanager

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.calibration.source import open_source
+from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirectory
-from vtx.exporter.reference.model import Encoded, Reference, Sample
-from vtx.exporter.reference.prompts import Source, answer_ids, prompt_ids
+from vtx.exporter.reference.model import Encoded, Sample
+from vtx.exporter.reference.prompts import answer_ids, prompt_ids
 from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, VtxError
 from vtx.tools.common.cluster import connected, cores
 from vtx.tools.data.items import Item, plain
@@ -52,7 +52,7 @@ _Along = tuple[NDArray[np.bool_], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A model as every worker opens it, and its fingerprint; `tower` and `allow_pickle` as in `open_source`."""
+    """A checkpoint as every worker opens it, and its fingerprint; `tower`, `allow_pickle` as in `open_source`."""
 
     model: str
     fingerprint: str
@@ -63,9 +63,14 @@ class Origin:
 class Measurer:
     """A model opened once, that measures shards."""
 
-    def __init__(self, source: Source, options: MeasureOptions) -> None:
+    def __init__(self, source: OpenedModel, options: MeasureOptions) -> None:
         self._source, self._options = source, options
-        self._reference = Reference(source.checkpoint, source.config)
+        self._reference = source.reference()
+        if source.cuts not in (None, self.ks):
+            raise RequestError(
+                f"{source.name} was cut at {len(source.cuts or ())} of {len(self.ks)} K, and each gate needs its own; "
+                f"export it with --k {','.join(map(str, self.ks))}"
+            )
 
     @classmethod
     def open(cls, origin: Origin, options: MeasureOptions) -> Measurer:
@@ -157,11 +162,12 @@ class Measurer:
         inputs: list[list[NDArray[np.float32]]] = [[] for _ in items]
 
         def watch(layer: int, number: int, hidden: Tensor) -> None:
-            n = jobs[number][0]
+            n, answer = jobs[number]
             if layer <= len(self.ks) and len(inputs[n]) < layer:
                 prompt = items[n].prompt
                 prefix = int(np.flatnonzero(prompt == self._source.config.image_token_id)[-1]) + 1
-                inputs[n].append(gate_input(hidden[: len(prompt)], prefix))
+                suffix = hidden[prefix - len(prompt) - len(answer) + 1 :]  # an engine gives these alone
+                inputs[n].append(gate_input(suffix[: len(prompt) - prefix], 0))
 
         ks: list[int | None] = [*self.ks, None]
         by_sample = self._reference.hidden(samples, ks, watch=watch)

@@ -17,12 +17,16 @@ from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shard
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.units import Progress, counter
 from vtx.tools.common.files import write_json
+from vtx.tools.common.loading import Loading
 from vtx.tools.data.items import SCENES, read_data, split_items
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """Data and settings; `held_out` items share no image with `items`; `tower`, `allow_pickle` as in `open_source`."""
+    """Data and settings; `held_out` items share no image with `items`.
+
+    `tower`, `allow_pickle`, `bundle` and `engine` as in `open_source`.
+    """
 
     model: str = DEMO
     data: str = SCENES
@@ -34,6 +38,8 @@ class TrainOptions:
     ray_address: str | None = None
     tower: str | None = None
     allow_pickle: bool = False
+    bundle: Path | None = None
+    engine: Loading | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("--items", self.items), ("--held-out", self.held_out)):
@@ -50,7 +56,12 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     """
     if out.is_dir():
         raise RequestError(f"cannot write the gates to {out}, which is a directory; name a file with --out")
-    source = open_source(options.model, tower=options.tower, allow_pickle=options.allow_pickle)
+    if options.ray_address is not None and options.bundle is not None:
+        raise RequestError("--ray-address measures a checkpoint; leave out --bundle")
+    source = open_source(
+        options.model, options.bundle, tower=options.tower, allow_pickle=options.allow_pickle, engine=options.engine
+    )
+    measurer = Measurer(source, options.measure)
     data = read_data(options.data, options.images, options.items + options.held_out, options.fit.seed)
     shuffle, batch = options.data != SCENES, options.measure.batch
     learn, held_out = split_items(data.items, options.items, options.held_out, options.fit.seed, shuffle=shuffle)
@@ -63,7 +74,7 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     check_disk(work_folder, needed, purpose="measuring", fix="name another --work, or use fewer --items")
     count = counter(report, "items", missing)
     if options.ray_address is None:
-        measure(Measurer(source, options.measure), work, count)
+        measure(measurer, work, count)
     else:
         model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
         origin = Origin(model, source.fingerprint, options.tower, options.allow_pickle)

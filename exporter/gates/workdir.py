@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.exporter.calibration.source import OpenedModel
 from vtx.exporter.checkpoint.loader import read_json_object
-from vtx.exporter.reference.prompts import Source
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.strict import Strict
@@ -74,11 +74,11 @@ def make_shards(items: Sequence[Item], batch: int, *, held_out: bool, first: int
 class WorkDirectory:
     """A directory of measurements, guarded by a fingerprint of model, data and options. Raises RequestError."""
 
-    def __init__(self, folder: Path, source: Source, options: MeasureOptions, shards: Sequence[Shard]) -> None:
+    def __init__(self, folder: Path, source: OpenedModel, options: MeasureOptions, shards: Sequence[Shard]) -> None:
         self.folder, self.shards = folder, tuple(shards)
         self.skipped: dict[str, list[str]] = {}
         identity = {
-            "model": _digest([source.fingerprint, source.version()]),
+            "model": _digest(source.identity),
             "data": _digest([[shard.name, *(item.digest() for item in shard.items)] for shard in shards]),
             "options": _digest([FORMAT, options.answers, options.max_new_tokens, options.batch]),
         }

@@ -43,6 +43,12 @@ class Prompt:
         return int(np.flatnonzero(self.is_vision)[-1]) + 1 if self.is_vision.any() else 0
 
 
+def prefix_key(prompt: Prompt, question: Ids | None) -> Key:
+    """Equal for prompts with the same K and V of their prefix; `question` is what it sees of the text behind it."""
+    behind = () if question is None else (question.tobytes().hex(),)
+    return prompt.ids[: prompt.prefix_length].tobytes(), (*(key for key, _ in prompt.encoders), *behind)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedKV:
     """K/V of the `dropped` slots of a full stage, after its cache has shrunk to `survivors`."""

@@ -21,7 +21,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.session.caches import PrefixCaches
-from vtx.runtime.session.prefix import Check, Key, PrefixSlots, Prompt, no_check
+from vtx.runtime.session.prefix import Check, Key, PrefixSlots, Prompt, no_check, prefix_key
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Patches
 
 __all__ = ["Cut", "PrefillResult", "Prompt", "Selection", "Session"]
@@ -147,9 +147,7 @@ class Session:
         """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length = prompt.prefix_length
-        key = prompt.ids[:length].tobytes(), tuple(key for key, _ in prompt.encoders)
-        if self.caches.two_way:  # the prefix sees the question, so its K and V are of this question alone
-            key = key[0], (*key[1], prompt.ids[length:].tobytes().hex())
+        key = prefix_key(prompt, prompt.ids[length:] if self.caches.two_way else None)
         suffix: list[int] = prompt.ids[length:].tolist()
         if not suffix:
             raise RequestError(

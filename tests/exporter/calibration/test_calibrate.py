@@ -15,13 +15,20 @@ import torch
 
 from tests.support.bundles import export
 from tests.support.calibrating import ALL, GQA, KS, Checkpoints, measure, questions
+from tests.support.exported import DEVICES
+from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.qwen import QWEN3
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate, predict_memory
+from vtx.exporter.calibration.choosing import Choosing
+from vtx.exporter.calibration.report import make_report
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.reference import prompts
+from vtx.exporter.reference.engine import EngineReference
 from vtx.exporter.reference.prompts import prepare
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.tools.common.loading import Loading
 from vtx.tools.data.items import Data, Item
 from vtx.tools.data.journal import as_line
 
@@ -273,8 +280,58 @@ def test_a_quantised_bundle_is_refused_with_its_checkpoint_named(
     precision: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     bundle = export(tiny_checkpoint(GQA), tmp_path / "bundle", precision=precision).folder
-    with pytest.raises(BundleError, match=rf"{precision}.* measure the checkpoint .*: --model "):
+    with pytest.raises(BundleError, match=rf"{precision}.* --device auto, or the checkpoint .*: --model "):
         open_source("demo", bundle)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("tiny", "images"), [(GQA, 1), (GQA, 2), (replace(QWEN3, layers=6), 1), (replace(PALIGEMMA, layers=6), 1)]
+)
+def test_an_engine_measures_what_the_reference_does(
+    tiny: Tiny, images: int, device: str, tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    """Of the same weights in float32, at the K that the bundle was cut at."""
+    data, folder = questions(images, 3), tiny_checkpoint(tiny)
+    data = replace(data, items=(*(replace(item, answer="red square") for item in data.items),))
+    bundle = export(folder, tmp_path / "bundle", (2, 4, 5)).folder
+    source = open_source("demo", bundle, engine=Loading(device, "f32"))
+    measured, expected = calibrate(source, data, ALL, tmp_path / "a"), measure(folder, data, tmp_path / "b")
+    assert measured.ks == (2, 4, 5)
+    at = [expected.ks.index(k) for k in measured.ks]
+    for row, truth in zip(measured.results, expected.results, strict=True):
+        assert row.answer == truth.answer
+        for name in ("kl", "kl_reverse"):
+            wanted = [getattr(truth, name)[n] for n in at]
+            np.testing.assert_allclose(getattr(row, name), wanted, rtol=1e-3, atol=1e-7)
+        assert row.top1 == tuple(truth.top1[n] for n in at)
+        for name in ("agree", "right"):
+            values = getattr(truth, name)
+            assert getattr(row, name) == (values and (values[0], *(values[1 + n] for n in at)))
+    assert np.mean([row.kl for row in measured.results]) > 0.01
+    assert make_report(source, "q", measured, Choosing(min_kept=1)).model.engine == f"fp32 on {device} in f32"
+
+
+def test_an_engines_measurement_resumes_and_belongs_to_one_arithmetic(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = export(tiny_checkpoint(GQA), tmp_path / "bundle", (2, 4, 5), "int4").folder
+    source, data = open_source("demo", bundle, engine=Loading("cpu")), questions(count=3)
+    whole = calibrate(source, data, ALL, tmp_path / "a")
+    calibrate(source, replace(data, items=data.items[:2]), ALL, tmp_path / "b")
+    asked = list[int]()
+    greedy = EngineReference.greedy
+    monkeypatch.setattr(
+        EngineReference, "greedy", lambda self, s, *more: asked.append(len(s)) or greedy(self, s, *more)
+    )
+    assert calibrate(source, data, ALL, tmp_path / "b") == whole
+    assert asked == [1]
+    other = export(tiny_checkpoint(GQA), tmp_path / "other", (2, 3, 5), "int4").folder
+    with pytest.raises(RequestError, match="another model"):
+        calibrate(open_source("demo", other, engine=Loading("cpu")), data, ALL, tmp_path / "b")
+    uncut = export(tiny_checkpoint(GQA), tmp_path / "uncut", (), "int4").folder
+    with pytest.raises(RequestError, match="cut at no K"):
+        calibrate(open_source("demo", uncut, engine=Loading("cpu")), data, ALL, tmp_path / "c")
 
 
 @pytest.mark.parametrize("tiny", [GQA, Tiny(vision="siglip", tied=True), Tiny(rope="yarn")])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.bundles import ORT, export
 from tests.support.calibrating import GQA, KS, QUESTIONS, Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
@@ -121,6 +122,22 @@ def test_options_of_a_checkpoint_do_not_go_with_a_bundle(workplace: Path) -> Non
     assert refused.exit_code == 1
     assert "--model and --tower cannot be used with --bundle; leave one out" in refused.stderr
     assert "not a bundle" in vtx("calibrate", "--bundle", ".").stderr
+
+
+def test_a_bundle_is_calibrated_as_it_is_deployed(tiny_checkpoint: Checkpoints, workplace: Path) -> None:
+    export(tiny_checkpoint(GQA), workplace / "b", (2, 4), "int4", dialects=ORT)
+    words = ("calibrate", "questions.jsonl", "--bundle", "b", "--max-new-tokens", "4", "--device", "cpu")
+    done = vtx(*words, "--threads", "1", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert " by its engine: int4 on cpu in f32: 5 items" in done.stderr
+    report = json.loads(done.stdout)
+    assert [point["k"] for point in report["curve"]] == [None, 2, 4]
+    assert report["model"]["engine"] == "int4 on cpu in f32"
+    refused = vtx(*words, "--attention")
+    assert refused.exit_code == 1
+    assert "an engine does not give its attention; leave out --attention, or --device and" in refused.stderr
+    refused = vtx("calibrate", "--threads", "1", "--device", "cpu")
+    assert "--device and --threads: only a bundle is measured by its engine; give one with --bundle" in refused.stderr
 
 
 def write_calibration(model: Path, kept: int | None, count: int) -> None:

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
+from tests.support.bundles import ORT, export
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
-from vtx.exporter.calibration.source import open_source
+from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import model_size
@@ -30,9 +31,9 @@ from vtx.exporter.gates.report import FixedRival, HeldOut, judge
 from vtx.exporter.gates.train import TrainOptions, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
-from vtx.exporter.reference.prompts import Source
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.tools.common.loading import Loading
 from vtx.tools.data.items import Item
 
 TINY = Tiny()
@@ -51,7 +52,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def source(tiny_checkpoint: Make) -> Source:
+def source(tiny_checkpoint: Make) -> OpenedModel:
     return open_source(str(tiny_checkpoint(TINY)))
 
 
@@ -86,7 +87,7 @@ def own_answer(judge: Reference, item: Item) -> list[int]:
 
 
 def test_own_answers_agreement_and_losses_are_the_plain_statements(
-    source: Source, reference: Callable[..., Reference]
+    source: OpenedModel, reference: Callable[..., Reference]
 ) -> None:
     plain, some = reference(TINY), items(4)
     tensors, skipped = Measurer(source, MEASURE)(shard_of(some))
@@ -104,7 +105,7 @@ def test_own_answers_agreement_and_losses_are_the_plain_statements(
 
 @torch.inference_mode()
 def test_gate_inputs_are_the_plain_statements_of_every_layer(
-    source: Source, reference: Callable[..., Reference]
+    source: OpenedModel, reference: Callable[..., Reference]
 ) -> None:
     plain, some = reference(TINY), items(2)
     tensors, _ = Measurer(source, MEASURE)(shard_of(some))
@@ -124,7 +125,9 @@ def test_the_mean_of_a_prompt_of_one_row_is_nought() -> None:
     assert gate_input(rows, 0).tolist() == [1, 2, 4, 5]
 
 
-def test_reference_answers_are_followed_to_their_end_token(source: Source, reference: Callable[..., Reference]) -> None:
+def test_reference_answers_are_followed_to_their_end_token(
+    source: OpenedModel, reference: Callable[..., Reference]
+) -> None:
     plain, item = reference(TINY), items(1)[0]
     tensors, _ = Measurer(source, MeasureOptions("reference", TOKENS))(shard_of([item]))
     ids = source.text.tokenizer.encode(" red", add_special_tokens=False).ids
@@ -142,7 +145,7 @@ def test_reference_answers_are_followed_to_their_end_token(source: Source, refer
 
 
 def test_held_out_items_tell_which_k_keeps_the_answer_and_which_is_right(
-    source: Source, reference: Callable[..., Reference]
+    source: OpenedModel, reference: Callable[..., Reference]
 ) -> None:
     plain, first = reference(TINY), items(1)[0]
     own = own_answer(plain, first)
@@ -167,7 +170,7 @@ def test_a_label_needs_agreement_and_no_higher_loss() -> None:
     assert labels(agreement, losses, float("inf")).tolist() == [[1, 0, 1, 1]]
 
 
-def test_measuring_alone_or_together_gives_the_same(source: Source) -> None:
+def test_measuring_alone_or_together_gives_the_same(source: OpenedModel) -> None:
     some, measurer = items(3), Measurer(source, MEASURE)
     together, _ = measurer(shard_of(some))
     for number, item in enumerate(some):
@@ -182,7 +185,25 @@ class Stop(Exception):
     pass
 
 
-def make_work(folder: Path, source: Source, some: Sequence[Item], options: MeasureOptions = MEASURE) -> WorkDirectory:
+def test_an_engine_measures_what_the_reference_does(tmp_path: Path, tiny_checkpoint: Make, source: OpenedModel) -> None:
+    some = items(3)
+    made = export(tiny_checkpoint(TINY), tmp_path / "every", tuple(range(2, 9)), dialects=ORT)
+    deployed = open_source("", made.folder, engine=Loading("cpu"))
+    for held_out in (False, True):
+        expected, _ = Measurer(source, MEASURE)(shard_of(some, held_out=held_out))
+        tensors, skipped = Measurer(deployed, MEASURE)(shard_of(some, held_out=held_out))
+        assert not skipped
+        assert list(tensors) == list(expected)
+        for name, values in expected.items():
+            np.testing.assert_allclose(tensors[name], values, rtol=1e-4, atol=1e-4, err_msg=name)
+    few = export(tiny_checkpoint(TINY), tmp_path / "few", (3, 5), dialects=ORT)
+    with pytest.raises(RequestError, match=r"cut at 2 of 7 K, .* --k 2,3,4,5,6,7,8"):
+        Measurer(open_source("", few.folder, engine=Loading("cpu")), MEASURE)
+
+
+def make_work(
+    folder: Path, source: OpenedModel, some: Sequence[Item], options: MeasureOptions = MEASURE
+) -> WorkDirectory:
     shards = [
         *make_shards(some[:-2], options.batch, held_out=False),
         *make_shards(some[-2:], options.batch, held_out=True, first=len(some) - 2),
@@ -194,7 +215,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
-def test_an_interrupted_measurement_goes_on_and_ends_the_same(tmp_path: Path, source: Source) -> None:
+def test_an_interrupted_measurement_goes_on_and_ends_the_same(tmp_path: Path, source: OpenedModel) -> None:
     some = items(9)
     whole = make_work(tmp_path / "whole", source, some)
     measure(Measurer(source, MEASURE), whole, QUIET)
@@ -221,7 +242,7 @@ def test_an_interrupted_measurement_goes_on_and_ends_the_same(tmp_path: Path, so
 
 
 def test_a_folder_of_another_measurement_is_refused_by_what_differs(
-    tmp_path: Path, source: Source, tiny_checkpoint: Make
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make
 ) -> None:
     make_work(tmp_path, source, items(4))
     make_work(tmp_path, source, items(4))
@@ -236,7 +257,7 @@ def test_a_folder_of_another_measurement_is_refused_by_what_differs(
         make_work(tmp_path, source, items(4))
 
 
-def test_items_that_cannot_be_measured_are_named_and_too_many_stop(tmp_path: Path, source: Source) -> None:
+def test_items_that_cannot_be_measured_are_named_and_too_many_stop(tmp_path: Path, source: OpenedModel) -> None:
     good, text, gone = items(8), Item((), "who are you"), Item((tmp_path / "gone.png",), "red?")
     (tmp_path / "gone.png").write_bytes(b"")
     long = Item((random_image(0),), "x" * 300, "red")
@@ -253,7 +274,7 @@ def test_items_that_cannot_be_measured_are_named_and_too_many_stop(tmp_path: Pat
         measure(Measurer(source, MEASURE), make_work(tmp_path / "v", source, [text, gone, *good[:4]]), QUIET)
 
 
-def test_items_without_an_answer_are_skipped_where_it_labels(source: Source) -> None:
+def test_items_without_an_answer_are_skipped_where_it_labels(source: OpenedModel) -> None:
     tensors, skipped = Measurer(source, MeasureOptions("reference", TOKENS))(shard_of(items(4)))
     assert tensors["item"].tolist() == [0, 1, 2]
     assert skipped == ["item 4: it has no answer after its prompt; use --answers own, or add an answer"]
@@ -286,7 +307,9 @@ def test_few_items_are_shown_more_often(count: int, epochs: int) -> None:
     assert FitOptions(epochs=3).epochs_for(count) == 3
 
 
-def test_fitting_goes_on_where_it_stopped_and_starts_anew_with_other_options(tmp_path: Path, source: Source) -> None:
+def test_fitting_goes_on_where_it_stopped_and_starts_anew_with_other_options(
+    tmp_path: Path, source: OpenedModel
+) -> None:
     work = make_work(tmp_path, source, items(6))
     measure(Measurer(source, MEASURE), work, QUIET)
     whole = fit_gates(work, KS, FIT, QUIET)
@@ -436,7 +459,7 @@ RAY = importlib.util.find_spec("ray") is not None
 
 
 def on_cluster(
-    address: str, model: Path, source: Source, work: WorkDirectory, report: Callable[[int], None] = QUIET
+    address: str, model: Path, source: OpenedModel, work: WorkDirectory, report: Callable[[int], None] = QUIET
 ) -> None:
     from vtx.exporter.gates.measure import measure_on_cluster
 
@@ -444,7 +467,7 @@ def on_cluster(
 
 
 def test_without_ray_the_extra_is_named(
-    tmp_path: Path, source: Source, tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[ray\]"'):
@@ -458,7 +481,7 @@ def test_without_ray_the_extra_is_named(
     "address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "nowhere", "127.0.0.1:99999999", "auto"]
 )
 def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
-    tmp_path: Path, source: Source, tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, address: str
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     if address != "auto":  # which asks Ray, and at once
         monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray itself goes on trying for minutes"))
@@ -474,7 +497,7 @@ def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
 @pytest.mark.skipif(not RAY, reason='ray is not installed; pip install "vtx-edge[ray]"')
 @pytest.mark.filterwarnings("ignore")
 def test_a_cluster_that_loses_a_worker_measures_everything_once(
-    tmp_path: Path, source: Source, tiny_checkpoint: Make, cluster: Any
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make, cluster: Any
 ) -> None:
     some = items(40)
     alone = make_work(tmp_path / "alone", source, some)
@@ -497,7 +520,7 @@ def test_a_cluster_that_loses_a_worker_measures_everything_once(
 @pytest.mark.skipif(not RAY, reason='ray is not installed; pip install "vtx-edge[ray]"')
 @pytest.mark.filterwarnings("ignore")
 def test_a_worker_with_another_model_is_found_out(
-    tmp_path: Path, source: Source, tiny_checkpoint: Make, cluster: Any
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make, cluster: Any
 ) -> None:
     other = tiny_checkpoint(Tiny(layers=6))
     with pytest.raises(DeviceError, match="another model on this machine"):
@@ -505,7 +528,7 @@ def test_a_worker_with_another_model_is_found_out(
     assert not content(tmp_path)
 
 
-def test_a_shard_holds_what_it_says(tmp_path: Path, source: Source) -> None:
+def test_a_shard_holds_what_it_says(tmp_path: Path, source: OpenedModel) -> None:
     work = make_work(tmp_path, source, items(5))
     measure(Measurer(source, MEASURE), work, QUIET)
     tensors = read_header(tmp_path / "train-00000.safetensors").tensors
