@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.card import read_card
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import DeviceError, RequestError, VtxError
+from vtx.runtime.policies import parse
 from vtx.runtime.scheduler.choosing import Chooser
 from vtx.runtime.scheduler.engine import Engine
 from vtx.runtime.server.limits import Limits
@@ -226,8 +228,8 @@ class Engines:
             height, width = m.image.sides
             facts = {
                 "layers": m.model.layers, "ks": m.variants, "default_k": depths.get(name, m.default_k),
-                "gates": m.gates, "reductions": m.reductions, "precision": m.precision,
-                "max_context": m.max_context, "batch": batch,
+                "gates": m.gates, "reductions": m.reductions, "methods": {spec: _about(spec) for spec in m.reductions},
+                "precision": m.precision, "videos": m.video is not None, "max_context": m.max_context, "batch": batch,
                 "image": {
                     "width": width, "height": height, "fit": self._fit or trained_fit(m.image),
                     "layout": m.layout.name, "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,
@@ -249,6 +251,12 @@ FIGURES: dict[str, Callable[[Engine], float]] = {
     "batched_passes_total": lambda engine: engine.batching.passes,
     "batched_tokens_total": lambda engine: engine.batching.tokens,
 }
+
+
+def _about(spec: str) -> str:
+    """A sentence about each method of a spec, as the file of the method begins."""
+    modules = dict.fromkeys(sys.modules[type(method).__module__] for method in parse(spec))
+    return " ".join((module.__doc__ or "").partition("\n")[0] for module in modules)
 
 
 def named(specs: tuple[str, ...]) -> dict[str, Path]:

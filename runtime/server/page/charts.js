@@ -64,17 +64,18 @@ export function fitted(source, image, scale = 1) {
 }
 
 // [layer, what left them out, the patches that enter] at each cut, the first being what entered the decoder.
-function cuts(facts, grid) {
-  if (facts.kept) return facts.kept.map((kept) => [kept.layer, kept.by, kept.patches[0] ?? []]);
+function cuts(facts, grid, number) {
+  if (facts.kept) return facts.kept.map((kept) => [kept.layer, kept.by, kept.patches[number] ?? []]);
   const all = [[1, "", Array.from({ length: grid * grid }, (_, index) => index)]];
   return facts.k ? [...all, [facts.k, "withdrawal", []]] : all;
 }
 
-// The picture once a cut, what has left darkened. For models whose picture is one view of patches in a square.
-export function survivors(facts, source, image) {
+// Picture `number` of the prompt once a cut, what has left darkened. For models whose picture is one view of patches in
+// a square.
+export function survivors(facts, source, image, number) {
   const list = element("div", "", { class: "cuts" });
-  const merged = new Set(facts.merged?.[0] ?? []);
-  for (const [layer, by, patches] of cuts(facts, image.grid)) {
+  const merged = new Set(facts.merged?.[number] ?? []);
+  for (const [layer, by, patches] of cuts(facts, image.grid, number)) {
     const canvas = fitted(source, image, Math.max(1, 240 / image.width));
     const lit = new Set();
     for (const patch of patches) {

@@ -48,7 +48,7 @@ def test_the_page_takes_nothing_from_elsewhere(served: Served) -> None:
     page = served.request("GET", "/")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert page.headers["x-content-type-options"] == "nosniff"
-    for path in ("/", "/page.js", "/page.css", "/charts.js"):
+    for path in ("/", "/page.js", "/page.css", "/charts.js", "/history.js"):
         content = served.request("GET", path).body.decode()
         assert content.strip()
         assert "http://" not in content.replace("http://www.w3.org/2000/svg", "")
@@ -101,7 +101,11 @@ def page(browser: Any, served: Served, request: Any) -> Iterator[Any]:
 def choose(page: Any, pane: int, depth: int, reduce: str) -> None:
     """Set a pane's slider to its `depth`-th K, and its reductions."""
     page.locator(f"#setting-{pane} input[type=range]").fill(str(depth))
-    page.locator(f"#setting-{pane} input[type=text]").fill(reduce)
+    menu = page.locator(f"#setting-{pane} select")
+    known = reduce in menu.locator("option").evaluate_all("options => options.map(option => option.value)")
+    menu.select_option(reduce if known else "another spec")
+    if not known:
+        page.locator(f"#setting-{pane} input[type=text]").fill(reduce)
 
 
 def test_two_settings_answer_side_by_side(page: Any, local: Model, tmp_path: Path) -> None:
@@ -113,7 +117,7 @@ def test_two_settings_answer_side_by_side(page: Any, local: Model, tmp_path: Pat
     choose(page, 1, 0, "fastv:k=3,ratio=0.5")
     assert page.locator("#setting-0 output").inner_text() == "3"
     page.locator("#question").fill("red?")
-    page.locator("#question").press("Control+Enter")
+    page.locator("#question").press("Enter")
     page.wait_for_selector("#pane-1 .cuts")
     image = local.open(tmp_path / "image.png")
     for pane, k, reduce in ((0, 3, "none"), (1, None, "fastv:k=3,ratio=0.5")):
@@ -129,11 +133,12 @@ def test_two_settings_answer_side_by_side(page: Any, local: Model, tmp_path: Pat
     assert page.locator("#pane-0 .turn h2").all_inner_texts() == ["red?", "how many?"]
     firsts = [page.locator(f"#pane-{pane} dd").all_inner_texts() for pane in (0, 1)]
     assert all(not any("cached" in shown for shown in pane) for pane in firsts), "each is computed from scratch"
+    assert page.locator(".cuts").count() == 4, "patches are shown at every turn"
 
 
 def test_an_answer_in_a_form_is_shown_parsed(page: Any, served: Served) -> None:
     pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
-    page.locator("summary").click()
+    page.locator("#guiding summary").click()
     page.locator("#example-choices").click()
     page.locator("#question").fill("red?")
     page.locator("#ask").click()
@@ -170,9 +175,124 @@ def test_the_camera_gives_a_picture(page: Any) -> None:
     page.locator("#camera").click()
     page.wait_for_selector("#video:not([hidden])")
     until(lambda: page.locator("#video").evaluate("video => video.videoWidth") > 0, "the camera gives frames")
-    page.locator("#camera").click()
-    page.wait_for_selector("#preview:not([hidden])")
+    page.locator("#snap").click()
+    page.wait_for_selector("#preview canvas")
     assert page.locator("#video").is_hidden()
+
+
+def test_a_live_camera_is_asked_about_frame_after_frame_until_it_is_stopped(page: Any) -> None:
+    page.locator("#camera").click()
+    page.wait_for_selector("#video:not([hidden])")
+    until(lambda: page.locator("#video").evaluate("video => video.videoWidth") > 0, "the camera gives frames")
+    page.locator("#question").fill("red?")
+    page.locator("#question").press("Enter")
+    until(lambda: "frame 3" in page.locator("#pane-0").inner_text(), "three frames were answered")
+    assert page.locator("#pane-0 .turn").count() == 1, "the newest answer replaces the one before"
+    assert page.locator("#pane-0 .cuts").count() == 1
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#ask:not([disabled])")
+    page.locator("#camera").click()
+    assert page.locator("#preview canvas").count() == 0
+
+
+def test_several_pictures_are_one_question_and_a_further_one_goes_with_the_next(
+    page: Any, local: Model, tmp_path: Path
+) -> None:
+    pictures = []
+    for number in (1, 2, 3):
+        pictures.append(tmp_path / f"{number}.png")
+        random_image(number).save(pictures[-1])
+    choose(page, 0, 0, "none")
+    page.locator("#file").set_input_files([str(picture) for picture in pictures[:2]])
+    until(lambda: page.locator("#preview canvas").count() == 2, "both pictures are shown")
+    page.locator("#question").fill("red?")
+    page.locator("#question").press("Enter")
+    page.wait_for_selector("#pane-0 .turn:nth-of-type(1) dl")
+    assert page.locator("#pane-0 .cuts").count() == 2, "the patches of each picture"
+    page.locator("#file").set_input_files(str(pictures[2]))
+    until(lambda: page.locator("#preview canvas").count() == 3, "and the third")
+    page.locator("#question").fill("how many?")
+    page.locator("#ask").click()
+    page.wait_for_selector("#pane-0 .turn:nth-of-type(2) dl")
+    parts = [{"type": "image", "image": str(picture)} for picture in pictures]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": [*parts[:2], {"type": "text", "text": "red?"}]}
+    ]  # fmt: skip
+    shown = page.locator(".text").evaluate_all("nodes => nodes.map(node => node.textContent)")
+    assert shown[0] == local.generate(turns, None, reduce="none").text
+    turns += [
+        {"role": "assistant", "content": shown[0]},
+        {"role": "user", "content": [parts[2], {"type": "text", "text": "how many?"}]},
+    ]
+    assert shown[1] == local.generate(turns, None, reduce="none").text
+    page.locator("#preview button").first.click()
+    assert page.locator(".turn").count() == 0, "a chat about a picture ends with it"
+    assert page.locator("#preview canvas").count() == 2
+
+
+def test_a_reload_keeps_the_chat_its_pictures_and_its_settings(page: Any, local: Model, tmp_path: Path) -> None:
+    random_image(1).save(tmp_path / "image.png")
+    page.locator("#file").set_input_files(str(tmp_path / "image.png"))
+    page.wait_for_selector("#preview canvas")
+    choose(page, 0, 1, "fastv:k=3,ratio=0.5")
+    page.locator("summary", has_text="Sampling").click()
+    page.locator("#max_tokens").fill("3")
+    page.locator("#temperature").fill("0.7")
+    page.locator("#seed").fill("5")
+    page.locator("#question").fill("red?")
+    page.locator("#question").press("Shift+Enter")
+    assert page.locator("#question").input_value() == "red?\n", "Shift+Enter begins a line"
+    page.locator("#question").press("Enter")
+    page.wait_for_selector("#pane-0 dl")
+    until(lambda: page.locator("#question").input_value() == "", "the answer is complete")
+    page.wait_for_selector("#ask:not([disabled])")
+    before = page.locator("#pane-0").inner_html()
+    page.reload()
+    page.wait_for_selector("#pane-0 .cuts")
+    assert page.locator("#pane-0").inner_html() == before
+    fields = {name: page.locator(f"#{name}").input_value() for name in ("max_tokens", "temperature", "seed", "top_p")}
+    assert fields == {"max_tokens": "3", "temperature": "0.7", "seed": "5", "top_p": ""}
+    assert page.locator("#setting-0 select").input_value() == "fastv:k=3,ratio=0.5"
+    assert "looks at least" in page.locator("#setting-0 .note").inner_text(), "the legend of the reduction"
+    for name in ("max_tokens", "temperature", "seed"):
+        page.locator(f"#{name}").fill("")
+    page.locator("#question").fill("how many?")
+    page.locator("#ask").click()
+    page.wait_for_selector("#pane-0 .turn:nth-of-type(2) dl")
+    assert page.locator("#pane-0 .turn:nth-of-type(2)").get_by_text("image cached").count() == 1
+    page.locator("#new").click()
+    page.reload()
+    page.wait_for_selector("#preview canvas")
+    assert page.locator(".turn").count() == 0
+
+
+def test_a_video_goes_with_the_question_if_the_model_takes_videos(page: Any, tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"clip")
+    page.locator("#file").set_input_files(str(tmp_path / "clip.mp4"))
+    until(lambda: "takes no videos" in page.locator("#status").inner_text(), "it is refused by name")
+    sent = list[Any]()
+
+    def models(route: Any) -> None:
+        listed = route.fetch().json()
+        listed["data"][0]["vtx"]["videos"] = True
+        route.fulfill(json=listed)
+
+    def chat(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data))
+        route.fulfill(status=400, json={"error": {"message": "no"}})
+
+    page.route("**/v1/models", models)
+    page.route("**/v1/chat/completions", chat)
+    page.reload()
+    until(lambda: "video" in (page.locator("#file").get_attribute("accept") or ""), "videos can be chosen")
+    page.locator("#file").set_input_files(str(tmp_path / "clip.mp4"))
+    page.wait_for_selector("#preview video")
+    page.locator("#question").fill("what happens?")
+    page.locator("#ask").click()
+    page.wait_for_selector("#pane-0 .wrong")
+    video, text = sent[0]["messages"][0]["content"]
+    assert video == {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,Y2xpcA=="}}
+    assert text == {"type": "text", "text": "what happens?"}
 
 
 def test_escape_stops_an_answer(page: Any) -> None:
