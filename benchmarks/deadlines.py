@@ -12,16 +12,14 @@ from __future__ import annotations
 import http.client
 import json
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from benchmarks.common import parser, report
-from benchmarks.pictures import picture
+from benchmarks.pictures import arriving, picture
 from benchmarks.serving import ANSWER_SECONDS, SERVE, running
 
 from vtx.runtime.host.machine import cores
@@ -67,17 +65,8 @@ def main() -> None:
 
 def under(port: int, rate: float, seed: int, given: Any, fixed: dict[str, Any]) -> dict[str, Any]:
     """Requests at this rate: the shares of those in time and refused at once, and what was chosen."""
-    rng, found, threads = np.random.default_rng(seed), list[dict[str, Any]](), list[threading.Thread]()
-    number, at = max(1, round(rate * given.seconds)), time.monotonic()
-    for n in range(number):
-        image = picture(100_000 * seed + n)
-        at += float(rng.exponential(1 / rate))
-        time.sleep(max(0.0, at - time.monotonic()))
-        words = (port, image, given.tokens, given.deadline, fixed)
-        threads.append(threading.Thread(target=lambda words=words: found.append(asked(*words))))
-        threads[-1].start()
-    for thread in threads:
-        thread.join()
+    found = arriving(rate, given.seconds, seed, lambda image: asked(port, image, given.tokens, given.deadline, fixed))
+    number = len(found)
     figures = [one["figure"] for one in found if one["figure"] is not None]
     return {
         "requests": number, "kept": sum(one["kept"] for one in found) / number,

@@ -14,13 +14,15 @@ import http.client
 import io
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -38,6 +40,7 @@ def main() -> None:
     given = args.parse_args()
     bundle = given_bundle(given)
     words = ["-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", "16", "--max-batch", "16"]
+    words += ["--timeout", str(int(ANSWER_SECONDS))]
     words += ["--threads", str(given.threads), "--device", given.device]
     words += ["--compute", given.compute] if given.compute else []
     pythons = {"vtx": Path(sys.executable), **({"other": given.other} if given.other else {})}
@@ -74,6 +77,23 @@ def picture(seed: int) -> str:
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+T = TypeVar("T")
+
+
+def arriving(rate: float, seconds: float, seed: int, send: Callable[[str], T]) -> list[T]:
+    """What `send` gives for new pictures that arrive at random at this rate (Poisson), each sent by a thread."""
+    rng, found, threads, at = np.random.default_rng(seed), list[T](), list[threading.Thread](), time.monotonic()
+    for n in range(max(1, round(rate * seconds))):
+        image = picture(100_000 * seed + n)
+        at += float(rng.exponential(1 / rate))
+        time.sleep(max(0.0, at - time.monotonic()))
+        threads.append(threading.Thread(target=lambda image=image: found.append(send(image))))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    return found
 
 
 def ask(port: int, question: str, tokens: int, image: str | None = None) -> None:

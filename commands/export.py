@@ -100,6 +100,8 @@ def _chosen_ks(
            metavar="KEY"),
     option("--release", str, "Number the signed bundle; devices refuse numbers below the highest they have answered "
            "with.", metavar="NAME=N"),
+    option("--until", str, "Last day of the signed release, in UTC; devices refuse it after that.",
+           metavar="YYYY-MM-DD"),
 )  # fmt: skip
 def export(
     model: str, ks: tuple[int, ...] | Literal["auto"], precision: str, vision_precision: str | None,
@@ -108,7 +110,7 @@ def export(
     gates: Path | None, calibration: str | None, images: Path | None, dialects: tuple[str, ...],
     reductions: tuple[str, ...], retain: float | None, max_memory: int | None, force: bool, as_json: bool,
     activation_aware: bool, allow_changed_answers: bool,
-    sign: Path | None, release: str | None, text_tower: str | None,
+    sign: Path | None, release: str | None, until: str | None, text_tower: str | None,
     tower: str | None, allow_pickle: bool, int4_block: str,
     arithmetic: str,
 ) -> None:  # fmt: skip
@@ -128,6 +130,7 @@ def export(
     from vtx.exporter.bundling.staging import check_target
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.runtime.bundle.spec.manifest import BundleRelease
+    from vtx.runtime.errors import BundleError
     from vtx.tools.data.items import SCENES, read_data
 
     if out is not None:
@@ -139,7 +142,12 @@ def export(
             raise click.UsageError(f"--release is {release!r:.60}; it must be a name and a number, e.g. kitchen=7")
         if key is None:
             raise click.UsageError("--release has no effect without --sign; add it")
-        numbered = BundleRelease(named, int(number))
+        try:
+            numbered = BundleRelease(named, int(number), until)
+        except BundleError as e:
+            raise click.UsageError(f"--until is {until!r:.60}; it must be a day, e.g. 2027-06-30") from e
+    elif until is not None:
+        raise click.UsageError("--until is the end of a release; add --release NAME=N")
     template = load_template(chat_template) if chat_template else None
     one_k = ks == "auto" and gates is None
     if calibration is not None and not one_k and retain is None and not activation_aware and arithmetic != "measured":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, NoReturn
 
 from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
@@ -10,13 +12,15 @@ from lmms_eval.models.registry_v2 import ModelManifest
 from tqdm import tqdm
 
 import vtx
+from vtx.runtime.api.options import Settings
+from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
 
 MANIFEST = ModelManifest(model_id="vtx", chat_class_path="vtx_lmms_eval.Vtx")
 MAX_NEW_TOKENS = 256  # for tasks that set none
 
 
 class Vtx(lmms):
-    """A bundle that answers one request after another.
+    """A bundle that answers several requests at a time, each as it does alone.
 
     Args:
         bundle: the bundle's directory.
@@ -27,6 +31,7 @@ class Vtx(lmms):
         compute: as for vtx-run.
         threads: as for vtx-run.
         fit: as for vtx-run; "pad" for LLaVA-1.5 as its authors evaluate it.
+        parallel: answers that are computed at the same time; questions about one image encode it once.
         batch_size: 1, which lmms-eval passes.
         max_batch_size: not used.
 
@@ -43,28 +48,37 @@ class Vtx(lmms):
         compute: str | None = None,
         threads: int | None = None,
         fit: str | None = None,
+        parallel: int = 8,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
         if str(batch_size) != "1":
-            raise ValueError(f"batch_size is {batch_size}; vtx answers one request after another, so it must be 1")
+            raise ValueError(f"batch_size is {batch_size}; it must be 1; set parallel in --model_args instead")
         self._model = vtx.load(bundle, device=device or "auto", compute=compute, threads=threads, fit=fit)
         self._k, self._reduce = k, reduce.replace(";", ",")
-        self._model.loaded.policy(
-            self._k, reduce=self._reduce
-        )  # refuses what the bundle lacks before the first request
+        # Refuses what the bundle lacks before the first request.
+        self._model.loaded.policy(self._k, reduce=self._reduce)
+        self._engine = Engine("lmms-eval", self._model, Capacity(parallel, parallel, kept=parallel))
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """The answers, in the order of the requests."""
-        results = []
-        for request in tqdm(requests, desc="vtx"):
+        results = dict[int, GenerationResult]()
+        with closing(self._engine.answers(self._asked(requests))) as answers:
+            for number, found in tqdm(answers, desc="vtx", total=len(requests)):
+                if isinstance(found, Exception):
+                    raise found
+                [answer] = found
+                counts = TokenCounts(input_tokens=answer.stats.prompt_tokens, output_tokens=len(answer.token_ids))
+                results[number] = GenerationResult(answer.text, counts)
+        return [results[number] for number in range(len(requests))]
+
+    def _asked(self, requests: list[Instance]) -> Iterator[tuple[int, list[AnswerRequest]]]:
+        for number, request in enumerate(requests):
             _, to_messages, generation, document, task, split = request.args
             messages = [_as_vtx(message) for message in to_messages(self.task_dict[task][split][document])]
-            answer = self._model.generate(messages, self._k, reduce=self._reduce, **_options(generation))
-            counts = TokenCounts(input_tokens=answer.stats.prompt_tokens, output_tokens=len(answer.token_ids))
-            results.append(GenerationResult(answer.text, counts))
-        return results
+            settings = Settings.of(self._k, None, {"reduce": self._reduce, **_options(generation)})
+            yield number, [AnswerRequest.of_chat(self._model.loaded, messages, settings)]
 
     def loglikelihood(self, requests: list[Instance]) -> NoReturn:
         """Refused: vtx gives the probabilities of its own answers, not those of given ones."""

@@ -8,10 +8,14 @@ import vlmeval.vlm
 from vlmeval.vlm.base import BaseModel
 
 import vtx
+from vtx.runtime.api.options import Settings
+from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
 
 
 class Vtx(BaseModel):
-    """A bundle that answers one message after another; the arguments come from the configuration.
+    """A bundle that answers several messages at a time; the arguments come from the configuration.
+
+    VLMEvalKit asks models with `is_api` from `--api-nproc` threads (4 by default).
 
     Args:
         bundle: the bundle's directory.
@@ -22,12 +26,13 @@ class Vtx(BaseModel):
         threads: as for vtx-run.
         fit: as for vtx-run; "pad" for LLaVA-1.5 as its authors evaluate it.
         max_new_tokens: tokens of an answer, at most.
+        parallel: answers that are computed at the same time, at most.
 
     """
 
     INTERLEAVE = True
     allowed_types = ("text", "image")
-    is_api = False
+    is_api = True
 
     def __init__(
         self,
@@ -39,17 +44,19 @@ class Vtx(BaseModel):
         threads: int | None = None,
         fit: str | None = None,
         max_new_tokens: int = 256,
+        parallel: int = 8,
     ) -> None:
         super().__init__()
         self._model = vtx.load(bundle, device=device, compute=compute, threads=threads, fit=fit)
-        self._k, self._reduce, self._new_tokens = k, reduce, max_new_tokens
+        self._settings = Settings.of(k, None, {"reduce": reduce, "max_new_tokens": max_new_tokens})
         self._model.loaded.policy(k, reduce=reduce)  # refuses what the bundle lacks before the first question
+        self._engine = Engine("vlmevalkit", self._model, Capacity(parallel, parallel, kept=parallel))
 
     def generate_inner(self, message: list[dict[str, Any]], dataset: str | None = None) -> str:
         """The answer to one message: texts, and images as paths."""
         content = [{"type": part["type"], part["type"]: part["value"]} for part in message]  # {"type": "text", "text"}
         messages = [{"role": "user", "content": content}]
-        return self._model.generate(messages, self._k, reduce=self._reduce, max_new_tokens=self._new_tokens).text
+        return self._engine.ask(AnswerRequest.of_chat(self._model.loaded, messages, self._settings)).text
 
 
 def register() -> None:

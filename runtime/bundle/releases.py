@@ -1,4 +1,5 @@
-"""Releases that this device has answered with, so that an older signed bundle does not take the place of a newer one.
+"""Releases that this device has answered with, so that an older signed bundle does not take the place of a newer one;
+and the end of a release.
 
     STATE/releases/KEY/NAME/NUMBER    an empty file for each release; KEY and NAME are hashes
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 
 from vtx.runtime.bundle.seal import PublicKey, write_durably
@@ -22,7 +24,16 @@ STATE = "VTX_STATE"
 
 
 def check_release(release: BundleRelease | None, key: PublicKey, subject: str) -> None:
-    """Raise BundleError for a release below one that was noted, or for none where this key's bundles have releases."""
+    """Raise BundleError for a release below one that was noted, or for none where this key's bundles have releases.
+
+    And for one whose last day has passed by this device's clock.
+    """
+    today = datetime.now(timezone.utc).date().isoformat()
+    if release is not None and release.until is not None and today > release.until:
+        raise BundleError(
+            f"{subject} may be used until {release.until}, and this device's clock says {today} (UTC); use a newer "
+            "bundle, or set the clock"
+        )
     of_key = _folder() / key.fingerprint
     try:
         if release is None:

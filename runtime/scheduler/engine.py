@@ -6,10 +6,10 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.loaded import LoadedBundle
+from vtx.runtime.api.messages import split_images
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
@@ -70,6 +71,13 @@ class AnswerRequest:
     ) -> AnswerRequest:
         """Raises RequestError for messages that cannot be asked about these images."""
         return cls(images, messages, loaded.prompt_ids(messages, images), settings)
+
+    @classmethod
+    def of_chat(cls, loaded: LoadedBundle, messages: Sequence[Mapping[str, Any]], settings: Settings) -> AnswerRequest:
+        """Of messages with their images, as `Model.generate` takes them. Raises as that does."""
+        images, turns = split_images(messages)
+        loaded.check_system(turns)
+        return cls.of(loaded, loaded.prepare_all(images, messages=turns), turns, settings)
 
 
 class Engine:
@@ -210,6 +218,13 @@ class Engine:
             for _, jobs, _ in running.values():
                 for job in jobs:
                     job.cancel()
+
+    def ask(self, asked: AnswerRequest) -> Answer:
+        """The answer to one request, next to those that other threads ask for. Raises what ended it."""
+        [(_, found)] = self.answers([(None, [asked])])
+        if isinstance(found, Exception):
+            raise found
+        return found[0]
 
     def fits(self, asked: AnswerRequest) -> bool:
         """True if K and V of a request's conversation are within the limit, next to those in use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
@@ -144,14 +145,24 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class BundleRelease:
-    """The number of a signed bundle among those of one name; devices that have answered with a higher one refuse it."""
+    """The number of a signed bundle among those of one name; devices that have answered with a higher one refuse it.
+
+    `until` is the last day on which it may be loaded, YYYY-MM-DD in UTC; None for no end.
+    """
 
     name: str
     number: int
+    until: str | None = optional(None)
 
     def __post_init__(self) -> None:
         sound = bool(self.name) and len(self.name) <= MAX_RELEASE_NAME and 1 <= self.number < 1 << 53
         require(sound, f"release {self.number} of {self.name[:40]!r}: a name and a number of at least 1 are needed")
+        if self.until is not None:
+            try:
+                sound = date.fromisoformat(self.until).isoformat() == self.until
+            except ValueError:
+                sound = False
+            require(sound, f"release: until is {self.until[:40]!r}; it must be a day, e.g. 2027-06-30")
 
 
 @dataclass(frozen=True, slots=True)

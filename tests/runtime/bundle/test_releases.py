@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,8 @@ def test_a_device_that_cannot_note_a_release_says_so(
         (["--release", "kitchen"], "must be a name and a number, e.g. kitchen=7"),
         (["--release", "kitchen=0", "--sign", "KEY"], "must be a name and a number"),
         (["--release", "kitchen=7"], "--release has no effect without --sign"),
+        (["--until", "2027-06-30"], "--until is the end of a release; add --release NAME=N"),
+        (["--release", "kitchen=7", "--sign", "KEY", "--until", "soon"], "must be a day, e.g. 2027-06-30"),
     ],
 )
 def test_a_release_is_a_name_and_a_number_of_a_signed_bundle(
@@ -122,6 +125,17 @@ def test_a_release_is_a_name_and_a_number_of_a_signed_bundle(
     done = CliRunner().invoke(cli.export, ["--model", "demo", *given])
     assert done.exit_code != 0
     assert message in done.stderr
+
+
+def test_a_release_is_refused_after_its_last_day(released: Callable[..., Path], keys: tuple[Path, Path]) -> None:
+    today = datetime.now(timezone.utc).date()
+    for days in (1, 400):
+        answers(released(BundleRelease("kitchen", 8, (today + timedelta(days)).isoformat())), keys[1])
+    ended = released(BundleRelease("kitchen", 9, (today - timedelta(1)).isoformat()))
+    with pytest.raises(BundleError, match=r"may be used until .*, and this device's clock says .*; use a newer bundle"):
+        answers(ended, keys[1])
+    with vtx.load(ended, device="cpu", threads=1):
+        pass  # nobody asks for a signature
 
 
 def test_a_manifest_with_an_unsound_release_is_refused(released: Callable[..., Path]) -> None:

@@ -191,6 +191,16 @@ def test_releases_are_noted_and_refused_as_in_python(
     check_same_refusal(folder, keys[1], "is release 5 of kitchen, and this device has answered with release 6")
     release(1, "hall")
     ask(folder, *question)
+    seal_manifest(folder, replace(made, release=BundleRelease("hall", 2, "2999-02-28")), SigningKey.load(keys[0]))
+    ask(folder, *question)
+    seal_manifest(folder, replace(made, release=BundleRelease("hall", 3, "2020-02-29")), SigningKey.load(keys[0]))
+    check_same_refusal(folder, keys[1], "may be used until 2020-02-29, and this device's clock says")
+    for wrong in ("2020-02-30", "2021-02-29", "2020-13-01", "2020-1-01", "20200101", "tomorrow", "2020-01-01 ", ""):
+        manifest = {**bundles.manifest(folder), "release": {"name": "hall", "number": 3, "until": wrong}}
+        bundles.write_manifest(folder, manifest)
+        with pytest.raises(BundleError, match="it must be a day"):
+            Bundle.open(folder)
+        assert b"it must be a day" in run("inspect", folder).stderr, wrong
     (tmp_path / "file").write_text("")
     release(7)
     monkeypatch.setenv("VTX_STATE", str(tmp_path / "file"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
-from vtx.runtime.errors import ImageError
+from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
@@ -203,3 +204,22 @@ def test_a_pool_counts_what_is_in_use(model: Model) -> None:
     for conversation in leased:
         pool.give_back(conversation, keep=False)
     assert pool.fits(len(good.ids))
+
+
+def test_threads_that_ask_at_once_get_the_answers_of_each_alone(model: Model) -> None:
+    """As VLMEvalKit asks: a call a message, from several threads."""
+    pictures = [random_image(number, (126, 126)) for number in (4, 5)]
+    asked = [
+        ([{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": words}]}], k)
+        for picture in pictures for words in WORDS for k in (None, 3)
+    ]  # fmt: skip
+    options = Options(6, ignore_eos=True)
+    alone = [model.generate(messages, k, options, reduce="none").token_ids for messages, k in asked]
+    with Engine("test", model, Capacity(4, 4, kept=4)) as engine, ThreadPoolExecutor(4) as threads:
+
+        def ask(one: tuple[Any, Any]) -> Answer:
+            return engine.ask(AnswerRequest.of_chat(model.loaded, one[0], Settings(one[1], options, "none")))
+
+        assert [answer.token_ids for answer in threads.map(ask, asked)] == alone
+        with pytest.raises(RequestError, match="K = 4 was not prebuilt"):
+            ask((asked[0][0], 4))

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <set>
 
 #include "bundle/fields.hpp"
@@ -268,6 +269,17 @@ std::string check_inside(const std::string& name, const std::string& where) {
 
 namespace {
 
+// True for YYYY-MM-DD of a day that exists.
+bool is_day(const std::string& text) {
+  int year = 0, month = 0, day = 0, end = 0;
+  if (text.size() != 10 || text.find_first_not_of("0123456789-") != std::string::npos ||
+      std::sscanf(text.c_str(), "%4d-%2d-%2d%n", &year, &month, &day, &end) != 3 || end != 10)
+    return false;
+  bool leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+  int days = month == 2 ? (leap ? 29 : 28) : (month == 4 || month == 6 || month == 9 || month == 11) ? 30 : 31;
+  return year >= 1 && month >= 1 && month <= 12 && day >= 1 && day <= days;
+}
+
 std::map<std::string, FileRecord> read_files(const Json& value) {
   std::map<std::string, FileRecord> files;
   const Fields object(value, "vtx.json: files");  // that it is one
@@ -415,10 +427,16 @@ Manifest read_manifest(const Json& root) {
   if (fields.has("arithmetic")) m.arithmetic = fields.texts("arithmetic");
   if (fields.has("release") && !fields.get("release").is_null()) {
     Fields release(fields.get("release"), "vtx.json: release");
-    m.release = {release.text("name"), release.whole("number", 1, (int64_t{1} << 53) - 1)};
+    m.release = {release.text("name"), release.whole("number", 1, (int64_t{1} << 53) - 1), ""};
     if (m.release->name.empty() || m.release->name.size() > 400)
       fail(Kind::bundle, "vtx.json: release ", m.release->number, " of '", m.release->name.substr(0, 40),
            "': a name and a number of at least 1 are needed; export again");
+    if (release.has("until") && !release.get("until").is_null()) {
+      m.release->until = release.text("until");
+      if (!is_day(m.release->until))
+        fail(Kind::bundle, "vtx.json: release: until is '", m.release->until.substr(0, 40),
+             "'; it must be a day, e.g. 2027-06-30; export again");
+    }
     release.done();
   }
   for (const Json& item : fields.list("stages")) {

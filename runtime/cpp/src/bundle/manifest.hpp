@@ -118,6 +118,7 @@ struct TextSettings {
 struct BundleRelease {
   std::string name;
   int64_t number = 0;
+  std::string until;  // the last day on which it may be loaded, YYYY-MM-DD in UTC; empty for no end
 };
 
 struct Manifest {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <ctime>
 #include <filesystem>
 #include <system_error>
 
@@ -32,6 +33,16 @@ fs::path of_key(const PublicKey& key) {
 
 fs::path of_name(const PublicKey& key, const std::string& name) { return of_key(key) / sha256_hex(name).substr(0, 32); }
 
+// This day in UTC, as YYYY-MM-DD.
+std::string today() {
+  std::time_t now = std::time(nullptr);
+  std::tm utc{};
+  char text[11] = "";
+  gmtime_r(&now, &utc);
+  std::strftime(text, sizeof text, "%Y-%m-%d", &utc);
+  return text;
+}
+
 // The highest number among the files of a directory, 0 if there is none.
 int64_t newest(const fs::path& folder) {
   int64_t found = 0;
@@ -46,6 +57,9 @@ int64_t newest(const fs::path& folder) {
 }  // namespace
 
 void check_release(const std::optional<BundleRelease>& release, const PublicKey& key, const std::string& folder) {
+  if (std::string now = today(); release && !release->until.empty() && now > release->until)
+    fail(Kind::bundle, "the bundle ", folder, " may be used until ", release->until, ", and this device's clock says ",
+         now, " (UTC); use a newer bundle, or set the clock");
   fs::path noted = release ? of_name(key, release->name) : of_key(key);
   try {
     if (!fs::exists(noted)) return;

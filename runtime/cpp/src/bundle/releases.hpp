@@ -11,7 +11,8 @@
 
 namespace vtxcore {
 
-// Throws Error(bundle) for a release below one that was noted, or for none where this key's bundles have releases.
+// Throws Error(bundle) for a release below one that was noted, for none where this key's bundles have releases, and for
+// one whose last day has passed by this device's clock.
 void check_release(const std::optional<BundleRelease>& release, const PublicKey& key, const std::string& folder);
 
 // Notes a release that answers are computed with. Throws Error(device) if that is not possible.
