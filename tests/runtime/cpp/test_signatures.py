@@ -200,7 +200,7 @@ def test_releases_are_noted_and_refused_as_in_python(
         bundles.write_manifest(folder, manifest)
         with pytest.raises(BundleError, match="it must be a day"):
             Bundle.open(folder)
-        assert b"it must be a day" in run("inspect", folder).stderr, wrong
+        assert b"it must be a day" in run("run", "--bundle", folder, *question[:4]).stderr, wrong
     (tmp_path / "file").write_text("")
     release(7)
     monkeypatch.setenv("VTX_STATE", str(tmp_path / "file"))
