@@ -16,19 +16,22 @@ from vtx.tools.common.loading import Loading
 if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Guide
 
-TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
+TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedbench", "choices", "exact")
 
 
 @command(
     epilog="vtx-eval pope coco_pope_adversarial.json --images val2014 --k none,16,8\n"
     "vtx-eval mme MME_Benchmark_release_version --samples 400 --reduce none --reduce fastv\n"
     "vtx-eval vqav2 questions.json --annotations annotations.json --images val2014 --samples 2000\n"
+    "vtx-eval scienceqa ScienceQA --protocol lmms-eval --max-new-tokens 16\n"
     'vtx-eval exact questions.jsonl --instruction "Answer in one word." --json'
 )
 @click.argument("task", type=click.Choice(TASKS, case_sensitive=False))
 @click.argument("data", type=PATH)
 @options(
     "bundle", "images",
+    option("--protocol", "authors", "Prompts and scores as the benchmark's authors have them, or as the tasks of "
+           "lmms-eval.", type=click.Choice(["authors", "lmms-eval"])),
     option("--annotations", Path, "File of VQAv2's answers."),
     option("--split", "test", "Split of ScienceQA."),
     "ks",
@@ -47,20 +50,22 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "exact")
     "report",
 )  # fmt: skip
 def evaluate(
-    task: str, data: Path, bundle: str | None, images: Path | None, annotations: Path | None, split: str,
+    task: str, data: Path, bundle: str | None, images: Path | None, protocol: str, annotations: Path | None, split: str,
     ks: tuple[Depth, ...], reduces: tuple[str, ...], instruction: str | None, samples: int | None, seed: int,
     max_new_tokens: int, guide: Guide | None, no_times: bool, parallel: int, loading: Loading,
     out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate a bundle on a benchmark, at every K and with every reduction: accuracy and cost.
 
-    TASK is the kind of DATA: a file of POPE, MME's directory, ScienceQA's problems.json, the questions of VQAv2 or
-    TextVQA, or lines of {"image", "question", "answer"}. An interrupted run resumes where it stopped.
+    TASK is the kind of DATA: a file of POPE, MME's directory, ScienceQA's problems.json, the questions of VQAv2,
+    TextVQA, GQA, VizWiz or SEED-Bench, lines of {"image", "question", "choices", "answer"} (choices), or of {"image",
+    "question", "answer"} (exact). An interrupted run resumes where it stopped.
     """
     end_on_sigterm()
     from vtx.runtime.units import counted, duration
     from vtx.tools.bench.methods import find_methods
     from vtx.tools.common.files import write_json
+    from vtx.tools.evaluation import formats, metrics
     from vtx.tools.evaluation.ask import TIMED, ask_all, check_methods, make_methods
     from vtx.tools.evaluation.formats import FORMATS
     from vtx.tools.evaluation.metrics import METRICS
@@ -71,8 +76,11 @@ def evaluate(
     named = make_methods(ks or (None,), reduces or ("none",)) if ks or reduces else ()
     folder = data if data.is_dir() else data.parent
     source = QuestionFiles(data, (images or folder).expanduser().resolve(), annotations, split)
-    suffix = FORMATS[task].instruction if instruction is None else instruction
-    questions = read_questions(FORMATS[task], source, instruction=suffix, samples=samples, seed=seed)
+    form, metric = FORMATS[task], METRICS[task]
+    if protocol == "lmms-eval":
+        form, metric = formats.LMMS_EVAL.get(task, form), metrics.LMMS_EVAL.get(task, metric)
+    suffix = form.instruction if instruction is None else instruction
+    questions = read_questions(form, source, instruction=suffix, samples=samples, seed=seed)
     for line in questions.skipped:
         note(f"skipped {line}")
     path = find_bundle(bundle, ks)
@@ -92,7 +100,9 @@ def evaluate(
             )  # fmt: skip
         for line in asked.skipped[len(questions.skipped) :]:
             note(f"skipped {line}")
-        made = make_report(task, METRICS[task], questions.source, asked, model, instruction=suffix, times=not no_times)
+        made = make_report(
+            task, metric, questions.source, asked, model, instruction=suffix, times=not no_times, protocol=protocol
+        )
     write_json(target / "report.json", made.to_dict())
     try:
         draw_report(made, target / "pareto.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.gated import WAIT
+from tests.support.lmms_prompts import CASES
 from tests.support.local_sets import LocalQuestion, answers_of, figures, local_sets
 from vtx.exporter.bundling.options import DEMO
 from vtx.runtime.api.load import load
@@ -115,6 +117,19 @@ def test_scores_of_the_suite_are_those_of_our_count(
                 assert results[f"local_{task}"][f"{theirs},none"] == pytest.approx(factor * ours[name]), (task, name)
                 scores.append(ours[name])
     assert len(set(scores)) > 3, "scores that differ show that they are not all 0 or all 1"
+
+
+@pytest.mark.parametrize("task", CASES)
+def test_prompts_that_we_expect_of_the_suite_are_its_own(task: str) -> None:
+    import yaml
+    from lmms_eval import tasks
+
+    case = CASES[task]
+    text = (Path(tasks.__file__).parent / case.definition).read_text()
+    settings = yaml.safe_load(re.sub(r"!function \S+", "", text)).get("lmms_eval_specific_kwargs", {}).get("default")
+    module, _, name = case.function.rpartition(".")
+    function = getattr(importlib.import_module(f"lmms_eval.tasks.{module}"), name)
+    assert function(dict(case.doc), *([settings] if settings else [])) == case.prompt
 
 
 def installed() -> bool:

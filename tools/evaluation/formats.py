@@ -1,11 +1,11 @@
-"""The files of POPE, MME, ScienceQA, VQAv2 and TextVQA as published, and plain questions and answers.
+"""The files of benchmarks as published, and plain questions and answers.
 
 They are untrusted: sizes are bounded, images are inside one directory, only the bad record is skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ MAX_CHOICES = 26
 MAX_ANSWERS = 64
 MIN_ANSWERS = 4  # of annotators; with fewer no answer would score 1
 SHORT = "Answer the question using a single word or phrase."
+UNANSWERABLE = f"When the provided information is insufficient, respond with 'Unanswerable'.\n{SHORT}"
 LETTER = "Answer with the option's letter from the given choices directly."
 IMAGE_ENDINGS = (".jpg", ".png", ".jpeg")
 
@@ -50,11 +51,11 @@ def _fields(record: Any) -> dict[str, Any]:
     return record
 
 
-def _text(record: dict[str, Any], key: str) -> str:
+def _text(record: dict[str, Any], key: str, *, strip: bool = True) -> str:
     value = record.get(key)
     if not isinstance(value, str) or not value.strip():
         raise RequestError(f"it has no {key}")
-    return value.strip()
+    return value.strip() if strip else value
 
 
 def _texts(value: Any, least: int, most: int, what: str) -> tuple[str, ...]:
@@ -124,16 +125,67 @@ def _science_problems(source: QuestionFiles) -> Iterator[Record]:
 
 
 def _science(record: dict[str, Any], source: QuestionFiles) -> TaskQuestion:
-    choices = _texts(record.get("choices"), 2, MAX_CHOICES, "choices")
-    right = record.get("answer")
-    if not isinstance(right, int) or not 0 <= right < len(choices):
-        raise RequestError(f"its answer is {right!r}, not the index of one of {len(choices)} choices")
-    name, hint, number = record.get("image"), record.get("hint"), record["number"]
+    name, number = record.get("image"), record["number"]
     paths = (inside(source.images, f"{source.split}/{number}/{name}"),) if isinstance(name, str) and name else ()
-    options = [f"{letter(n)}. {choice}" for n, choice in enumerate(choices)]
+    return _multiple_choice(record, paths, number, str(record.get("subject", "")))
+
+
+def _multiple_choice(record: dict[str, Any], paths: tuple[Path, ...], image: str, group: str) -> TaskQuestion:
+    """{"hint", "question", "choices", "answer"}: the index of a choice, or its letter."""
+    choices, right = _texts(record.get("choices"), 2, MAX_CHOICES, "choices"), record.get("answer")
+    letters = [letter(n) for n in range(len(choices))]
+    index = letters.index(right) if isinstance(right, str) and right in letters else right
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(choices):
+        raise RequestError(f"its answer is {right!r:.40}, not the index or letter of one of {len(choices)} choices")
+    hint, options = record.get("hint"), [f"{name}. {choice}" for name, choice in zip(letters, choices, strict=True)]
     context = [f"Context: {hint}"] if isinstance(hint, str) and hint else []
-    text = "\n".join([*context, _text(record, "question"), *options])
-    return TaskQuestion(paths, text, (letter(right),), number, str(record.get("subject", "")), len(choices))
+    text = "\n".join([*context, _text(record, "question", strip=False), *options])
+    return TaskQuestion(paths, text, (letters[index],), image, group, len(choices))
+
+
+def _choices(record: Any, source: QuestionFiles) -> TaskQuestion:
+    """{"image", "question", "choices", "answer", "hint", "category"}, a line each."""
+    fields = _fields(record)
+    images = named_files(fields, "image", source.images)
+    about = "\0".join(map(str, images)) or _text(fields, "question")
+    return _multiple_choice(fields, images, about, str(fields.get("category", "")))
+
+
+def _seed(record: Any, source: QuestionFiles) -> TaskQuestion:
+    fields = _fields(record)
+    name = _text(fields, "data_id")
+    choices = [fields.get(f"choice_{which}") for which in "abcd"]
+    return _multiple_choice(
+        {**fields, "choices": choices, "hint": ""},
+        (inside(source.images, name),),
+        name,
+        str(fields["question_type_id"]),
+    )
+
+
+def _gqa_records(source: QuestionFiles) -> Iterator[Record]:
+    return ((f"question {number}", fields) for number, fields in _object(source.data).items())
+
+
+def _gqa(record: Any, source: QuestionFiles) -> TaskQuestion:
+    fields = _fields(record)
+    name = f"{_text(fields, 'imageId')}.jpg"
+    question = _text(fields, "question", strip=False)
+    return TaskQuestion((inside(source.images, name),), question, (_text(fields, "answer"),), name)
+
+
+def _viz_wiz_records(source: QuestionFiles) -> Iterator[Record]:
+    value = parse_json(read_named(source.data, MAX_FILE, error=RequestError), source.data.name, error=RequestError)
+    if not isinstance(value, list):
+        raise RequestError(f"{source.data.name} holds a JSON {type(value).__name__}, not a list")
+    return ((f"question {number}", fields) for number, fields in enumerate(value, 1))
+
+
+def _viz_wiz(record: Any, source: QuestionFiles) -> TaskQuestion:
+    fields = _fields(record)
+    name = _text(fields, "image")
+    question, humans = _text(fields, "question", strip=False), _humans(fields.get("answers"))
+    return TaskQuestion((inside(source.images, name),), question, humans, name, str(fields.get("answer_type", "")))
 
 
 def letter(index: int) -> str:
@@ -167,18 +219,26 @@ def _vqa(record: dict[str, Any], source: QuestionFiles) -> TaskQuestion:
     if not isinstance(number, int) or not 0 <= number < 10**12:
         raise RequestError("its image_id is not a number of at most 12 digits")
     name = f"COCO_{record['subtype']}_{number:012d}.jpg"
-    answers = note.get("answers")
-    given = [a.get("answer") if isinstance(a, dict) else a for a in answers] if isinstance(answers, list) else None
-    humans = _texts(given, MIN_ANSWERS, MAX_ANSWERS, "answers")
     path, kind = inside(source.images, name), str(note.get("answer_type", ""))
-    return TaskQuestion((path,), _text(fields, "question"), humans, name, kind)
+    return TaskQuestion((path,), _text(fields, "question", strip=False), _humans(note.get("answers")), name, kind)
+
+
+def _humans(answers: Any) -> tuple[str, ...]:
+    """The answers of annotators, as texts or as objects."""
+    given = [a.get("answer") if isinstance(a, dict) else a for a in answers] if isinstance(answers, list) else None
+    return _texts(given, MIN_ANSWERS, MAX_ANSWERS, "answers")
 
 
 def _text_vqa(record: Any, source: QuestionFiles) -> TaskQuestion:
     fields = _fields(record)
     name = f"{_text(fields, 'image_id')}.jpg"
     answers = _texts(fields.get("answers"), MIN_ANSWERS, MAX_ANSWERS, "answers")
-    return TaskQuestion((inside(source.images, name),), _text(fields, "question"), answers, name)
+    return TaskQuestion((inside(source.images, name),), _text(fields, "question", strip=False), answers, name)
+
+
+def _listed(key: str) -> Callable[[QuestionFiles], Iterator[Record]]:
+    """The records of the list `key` of a JSON file."""
+    return lambda at: ((f"question {n}", r) for n, r in enumerate(_list(_object(at.data), key, at.data), 1))
 
 
 FORMATS: dict[str, Format] = {
@@ -186,9 +246,16 @@ FORMATS: dict[str, Format] = {
     "mme": Format(_mme_lines, _mme),
     "scienceqa": Format(_science_problems, _science, LETTER),
     "vqav2": Format(_vqa_records, _vqa, SHORT),
-    "textvqa": Format(
-        lambda at: ((f"question {n}", r) for n, r in enumerate(_list(_object(at.data), "data", at.data), 1)),
-        _text_vqa, SHORT,
-    ),
+    "textvqa": Format(_listed("data"), _text_vqa, SHORT),
+    "gqa": Format(_gqa_records, _gqa, SHORT),
+    "vizwiz": Format(_viz_wiz_records, _viz_wiz, UNANSWERABLE),
+    "seedbench": Format(_listed("questions"), _seed, LETTER),
+    "choices": Format(_lines, _choices, LETTER),
     "exact": Format(_lines, _exact),
-}  # fmt: skip
+}
+LMMS_EVAL = {  # where a task of lmms-eval puts its questions in another way
+    "mme": Format(_mme_lines, _mme, SHORT, lambda text: text.replace(" Please answer yes or no.", "")),
+    "scienceqa": Format(_science_problems, _science, LETTER, needs_image=True),  # scienceqa_img
+    "textvqa": Format(_listed("data"), _text_vqa, SHORT, str.capitalize),
+    "vizwiz": Format(_viz_wiz_records, _viz_wiz, UNANSWERABLE, str.capitalize),
+}

@@ -6,6 +6,7 @@ Answers become counts, a row per image; a figure is a function of the sum of the
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ NUMBERS = {
     "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
     "seven": "7", "eight": "8", "nine": "9", "ten": "10",
 }  # fmt: skip
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = {"a", "an", "the"}
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 PERIOD = re.compile(r"\.(?!\d)")
@@ -133,6 +135,30 @@ def judge_text_vqa(question: TaskQuestion, text: str) -> tuple[str, float]:
     return parsed, agreement(parsed, [normalize_text(human) for human in question.answers])
 
 
+def judge_plain_yes(question: TaskQuestion, text: str) -> tuple[str, float]:
+    """POPE as lmms-eval counts it: the whole answer is yes or no."""
+    parsed = text.strip().lower()
+    return parsed if parsed in ("yes", "no") else "other", float(parsed == question.answers[0])
+
+
+def judge_plain_letter(question: TaskQuestion, text: str) -> tuple[str, float]:
+    """ScienceQA as lmms-eval counts it: the letter alone, or before a full stop."""
+    parsed = text[0] if text[:1].isupper() and text[1:2] in ("", ".") else ""
+    return parsed, float(parsed == question.answers[0])
+
+
+def judge_first_letter(question: TaskQuestion, text: str) -> tuple[str, float]:
+    """SEED-Bench as lmms-eval counts it: the first character."""
+    parsed = text.strip()[:1]
+    return parsed, float(parsed == question.answers[0])
+
+
+def judge_without_punctuation(question: TaskQuestion, text: str) -> tuple[str, float]:
+    """Equal except for case and punctuation."""
+    parsed, right = (value.lower().translate(NO_PUNCTUATION) for value in (text.strip(), question.answers[0]))
+    return parsed, float(parsed == right)
+
+
 def judge_exact(question: TaskQuestion, text: str) -> tuple[str, float]:
     """Equal except for case, spaces around it and the final full stop."""
     parsed = plain(text)
@@ -166,8 +192,8 @@ def tally_mean(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, fl
 
 
 def tally_pope(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]]) -> Tally:
-    """True and false positives, false and true negatives, "yes" being positive."""
-    cells = [("yes", 1.0), ("yes", 0.0), ("no", 0.0), ("no", 1.0)]
+    """True and false positives, false and true negatives, "yes" being positive; and answers that are neither."""
+    cells = [("yes", 1.0), ("yes", 0.0), ("no", 0.0), ("no", 1.0), ("other", 0.0)]
     rows = np.array([[float(score == cell) for cell in cells] for score in scores])
     order, counts = _summed([question.image for question in questions], rows)
     figures: dict[str, Figure] = {
@@ -213,5 +239,12 @@ def _points(counts: Counts, groups: int) -> Counts:
 METRICS: dict[str, Metric] = {
     "pope": Metric(judge_pope, tally_pope), "mme": Metric(judge_mme, tally_mme),
     "scienceqa": Metric(judge_choice, tally_mean), "vqav2": Metric(judge_vqa, tally_mean),
-    "textvqa": Metric(judge_text_vqa, tally_mean), "exact": Metric(judge_exact, tally_mean),
+    "textvqa": Metric(judge_text_vqa, tally_mean), "vizwiz": Metric(judge_text_vqa, tally_mean),
+    "gqa": Metric(judge_without_punctuation, tally_mean), "seedbench": Metric(judge_choice, tally_mean),
+    "choices": Metric(judge_choice, tally_mean), "exact": Metric(judge_exact, tally_mean),
 }  # fmt: skip
+LMMS_EVAL = {  # where lmms-eval counts in another way
+    "pope": Metric(judge_plain_yes, tally_pope),
+    "scienceqa": Metric(judge_plain_letter, tally_mean),
+    "seedbench": Metric(judge_first_letter, tally_mean),
+}

@@ -57,11 +57,16 @@ class QuestionFiles:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The reader of a benchmark's files: their records, and the question of each record."""
+    """The reader of a benchmark's files: their records, and the question of each record.
+
+    `wording` gives the question as it is put; with `needs_image` questions without one are left out.
+    """
 
     records: Callable[[QuestionFiles], Iterable[Record]]
     question: Callable[[Any, QuestionFiles], TaskQuestion]
     instruction: str = ""
+    wording: Callable[[str], str] = str
+    needs_image: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +100,12 @@ def read_questions(
     for label, record in form.records(source):
         try:
             question = form.question(record, source)
+            if form.needs_image and not question.images:
+                continue
             question.check()
-            text = f"{question.text}\n{instruction}" if instruction else question.text
-            questions.append(replace(question, text=text, about=question.text))
+            asked = form.wording(question.text)
+            text = f"{asked}\n{instruction}" if instruction else asked
+            questions.append(replace(question, text=text, about=asked))
         except (RequestError, ImageError) as e:
             skipped.append(f"{label}: {e}")
     if samples is not None:

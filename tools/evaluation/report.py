@@ -84,6 +84,7 @@ class EvaluatedTask:
     instruction: str
     main: str
     shares: tuple[str, ...]
+    protocol: str = "authors"
 
     @property
     def factor(self) -> int:
@@ -108,8 +109,9 @@ class Evaluation:
 
 
 def make_report(
-    task: str, metric: Metric, source: str, asked: Asked, model: Model, *, instruction: str, times: bool
-) -> Evaluation:
+    task: str, metric: Metric, source: str, asked: Asked, model: Model, *, instruction: str, times: bool,
+    protocol: str = "authors",
+) -> Evaluation:  # fmt: skip
     """The whole report; without `times`, e.g. on a busy machine, it has none."""
     questions, by_question = asked.questions, asked.replies
     scores = [
@@ -154,7 +156,7 @@ def make_report(
             m.model.name, model.bundle.folder.name, m.model.layers, m.precision, backend.device, backend.compute
         ),
         task=EvaluatedTask(
-            task, source, len(questions), len(tallies[0].counts), asked.skipped, instruction, main, shares
+            task, source, len(questions), len(tallies[0].counts), asked.skipped, instruction, main, shares, protocol
         ),
         confidence=CONFIDENCE, methods=tuple(methods),
         front={cost: _front(methods, cost, main) for cost in COSTS if times or cost != "first_token_ms"},
