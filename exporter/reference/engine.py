@@ -74,7 +74,7 @@ class EngineReference:
             question, answer = np.split(prompt.ids[length:], [len(prompt.ids) - length - sample.last + 1])
             key = prefix_key(prompt, question if caches.two_way else None)
             if key != caches.prefix.key:
-                caches.prefix, caches.pruned_prefix = caches.embed(prompt, key, no_check), None
+                caches.enter(prompt, key, no_check)
             caches.prepare(self._full)
             asked = caches.embed_text(question, of_prompt=True)
             entering = [asked.then(caches.embed_text(answer)) if len(answer) else asked]

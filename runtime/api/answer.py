@@ -29,7 +29,8 @@ class Stats:
     `k` is the first layer without image tokens and None if they stayed; `exit_layer` is the last layer
     with them, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the prompt.
     `reused_layers`: in layers 1 to this one no image token was run, since an earlier question's caches hold them.
-    `reused_tokens`: tokens of the prompt that they served; system text and images count if no image token was run.
+    `reused_tokens`: tokens of the prompt that they served; system text and images count if no image token was run, and
+    of images that were replaced what stands before the first token that differs.
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
     `device` computes in `compute` (f32, bf16, int8 or f16), with weights stored in `precision`.
     `gate` holds the decisions of the gates, in the order they were asked, if K was "auto"; else None.

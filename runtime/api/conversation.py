@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress
-from vtx.runtime.api.loaded import LoadedBundle, opening_messages
+from vtx.runtime.api.loaded import Images, LoadedBundle, as_list, opening_messages
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
-from vtx.runtime.api.turns import Request, Turns
+from vtx.runtime.api.turns import Ended, Request, Turns
 from vtx.runtime.checks import check_text
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.guiding import listed_tools
@@ -38,6 +39,8 @@ class Conversation:
     conversation until its end: the next question of its own reader ends it, as `cancel()` from any thread does; other
     threads get a `ConversationBusyError` at once. For answers side by side open the image once for each thread.
     """
+
+    _encoded: EncodedImages
 
     def __init__(
         self,
@@ -71,6 +74,21 @@ class Conversation:
         """End a running answer and free the caches. The conversation can be used again and then starts afresh."""
         with self._turns.hold(Request(), closing=True):
             self._forget()
+
+    def replace(self, images: Images, *, fit: str | None = None) -> None:
+        """Ask about other images from now on, e.g. the next frame of a camera; `images` and `fit` are as in `open`.
+
+        A running answer is ended. What the caches hold of the prompt up to the first token that differs is not
+        computed again: system text, images that stay, and of images in tiles those before the first changed one. Chats
+        that were begun before cannot go on.
+        """
+        self.replace_prepared(self.loaded.prepare_all(as_list(images), fit))
+
+    def replace_prepared(self, images: tuple[PreparedImage, ...]) -> None:
+        """As `replace`, by images that are read already."""
+        with self._turns.hold(Request(), closing=True):
+            self.images = images
+            self._encoded = self._encoded.replaced(images)
 
     def ask(
         self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
@@ -152,8 +170,9 @@ class Conversation:
         if resume and policy.fixed:
             after = self._session.selection
         answering = AnswerInProgress(
-            loaded, messages, ids, policy, settings.options, self._lease, after=after, completed=completed
-        )
+            loaded, messages, ids, policy, settings.options, partial(self._lease, images), after=after,
+            completed=completed,
+        )  # fmt: skip
         return AnswerStream(answering)
 
     def agreement(self, ids: NDArray[np.int64]) -> tuple[int, int]:
@@ -181,9 +200,11 @@ class Conversation:
         return self._session.kv_slots * self.loaded.backend.kv_slot_bytes + self._encoded.bytes
 
     @contextmanager
-    def _lease(self, request: Request) -> Iterator[tuple[Session, EncodedImages]]:
+    def _lease(self, images: tuple[PreparedImage, ...], request: Request) -> Iterator[tuple[Session, EncodedImages]]:
         with self._turns.hold(request):
             self.loaded.check_open()
+            if images is not self.images:  # they were replaced before the answer began
+                raise Ended("cancelled")
             yield self._session, self._encoded
 
     def _forget(self) -> None:
@@ -203,6 +224,7 @@ class Chat:
 
     def __init__(self, conversation: Conversation, k: K, reduce: str | None) -> None:
         self._conversation, self._k, self._reduce = conversation, k, reduce
+        self._images = conversation.images
         self.messages: list[Message] = []
         self._about: str | None = None
         self._selection: Selection | None = None  # the question that selected the image tokens of this chat
@@ -217,6 +239,8 @@ class Chat:
     def stream(self, question: str, options: Options | None = None, **keywords: Unpack[OptionKeywords]) -> AnswerStream:
         """As `ask`, giving the text piece by piece."""
         check_text("the question", question)
+        if self._conversation.images is not self._images:
+            raise RequestError("the images of this chat were replaced; start another one with chat()")
         turn: Message = {"role": "user", "content": [{"type": "text", "text": question}]}
         messages = [*self.messages, turn] if self.messages else self._conversation.opening(question)
 

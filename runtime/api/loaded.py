@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Picture: TypeAlias = "ImageSource | Video"
+Images: TypeAlias = "Picture | Sequence[Picture]"
 
 
 class ImageKeywords(TypedDict, total=False):
@@ -57,6 +58,11 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """End a running answer and free the caches."""
+
+
+def as_list(images: Images) -> Sequence[Picture]:
+    """One image or video, or several, as a list."""
+    return cast("Sequence[Picture]", images if isinstance(images, list | tuple) else [images])
 
 
 def opening_parts(images: Sequence[PreparedImage], question: str) -> list[Part]:

@@ -16,11 +16,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.loaded import ImageKeywords, LoadedBundle, Picture
+from vtx.runtime.api.loaded import ImageKeywords, Images, LoadedBundle, as_list
 from vtx.runtime.api.options import DEFAULT, K, Options, QuestionKeywords, Settings
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
@@ -31,8 +31,6 @@ from vtx.runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from typing import Unpack
-
-Images: TypeAlias = "Picture | Sequence[Picture]"
 
 
 class Model:
@@ -84,8 +82,7 @@ class Model:
 
         """
         self.loaded.check_open()
-        many = cast("Sequence[Picture]", images if isinstance(images, list | tuple) else [images])
-        conversation = Conversation(self.loaded, self.loaded.prepare_all(many, fit), system)
+        conversation = Conversation(self.loaded, self.loaded.prepare_all(as_list(images), fit), system)
         if system is not None:
             self.loaded.check_system(conversation.opening("?"))
         return conversation

@@ -27,26 +27,35 @@ class ConversationPool:
         self._leased: list[Conversation] = []
         self.hits = self.misses = self.kept_bytes = 0
 
-    def lease(self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, reuse: bool = True) -> Conversation:
+    def lease(
+        self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, reuse: bool = True,
+        instead_of: Sequence[PreparedImage] = (),
+    ) -> Conversation:  # fmt: skip
         """The kept conversation about these images that shares most of the prompt `ids`, or a new one.
 
-        Without `reuse` it is new, and finds no image encoded.
+        A kept one about the images `instead_of`, which nobody asks about again, takes the new one's place. Without
+        `reuse` it is new, and finds no image encoded.
         """
-        conversation, best, keys = None, 0, [image.key for image in images]
+        conversation, best, keys = None, 0, _keys(images)
         for kept in self._kept if reuse else ():
             agreed, held = kept.agreement(ids)
             # One that agrees in less than half of what it holds is left for the request that continues it.
-            if [image.key for image in kept.images] == keys and agreed > best and 2 * agreed >= held:
+            if _keys(kept.images) == keys and agreed > best and 2 * agreed >= held:
                 conversation, best = kept, agreed
         if not reuse:
             conversation = Conversation(self._loaded, tuple(images), shares_images=False)
         elif conversation is None:
             self.misses += 1
-            conversation = Conversation(self._loaded, tuple(images))
+            before = _keys(instead_of)
+            former = next((kept for kept in reversed(self._kept) if before and _keys(kept.images) == before), None)
+            if former is not None:
+                self._kept.remove(former)
+                former.replace_prepared(tuple(images))
+            conversation = former or Conversation(self._loaded, tuple(images))
             is_image = ids == self._loaded.manifest.text.image_token_id
             prefix = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
-            for other in [*self._leased, *self._kept] if prefix else ():
-                if [image.key for image in other.images] == keys and other.agreement(ids)[0] >= prefix:
+            for other in [*self._leased, *self._kept] if prefix and former is None else ():
+                if _keys(other.images) == keys and other.agreement(ids)[0] >= prefix:
                     conversation.share_prefix(other)
                     break
         else:
@@ -85,3 +94,7 @@ class ConversationPool:
             self._kept.pop(0).close()
             sizes.pop(0)
         self.kept_bytes = sum(sizes)
+
+
+def _keys(images: Sequence[PreparedImage]) -> list[str]:
+    return [image.key for image in images]

@@ -54,8 +54,9 @@ class Capacity:
 class AnswerRequest:
     """A request whose images are read and whose prompt `ids` are known, before anything is computed.
 
-    `reuse`: it may begin with what the caches of earlier requests hold. `adapts`: K and reductions are chosen when it
-    begins, if the engine has a chooser.
+    `reuse`: it may begin with what the caches of earlier requests hold. `instead_of`: images that nobody asks about
+    again, e.g. the frame before, whose caches it may take over. `adapts`: K and reductions are chosen when it begins,
+    if the engine has a chooser.
     """
 
     images: tuple[PreparedImage, ...]
@@ -64,13 +65,16 @@ class AnswerRequest:
     settings: Settings
     reuse: bool = True
     adapts: bool = False
+    instead_of: tuple[PreparedImage, ...] = ()
 
     @classmethod
     def of(
-        cls, loaded: LoadedBundle, images: tuple[PreparedImage, ...], messages: Sequence[Message], settings: Settings
-    ) -> AnswerRequest:
+        cls, loaded: LoadedBundle, images: tuple[PreparedImage, ...], messages: Sequence[Message], settings: Settings,
+        instead_of: tuple[PreparedImage, ...] = (),
+    ) -> AnswerRequest:  # fmt: skip
         """Raises RequestError for messages that cannot be asked about these images."""
-        return cls(images, messages, loaded.prompt_ids(messages, images), settings)
+        ids = loaded.prompt_ids(messages, images)
+        return cls(images, messages, ids, settings, instead_of=instead_of)
 
     @classmethod
     def of_chat(cls, loaded: LoadedBundle, messages: Sequence[Mapping[str, Any]], settings: Settings) -> AnswerRequest:
@@ -133,7 +137,7 @@ class Engine:
 
         def begin() -> AnswerStream:
             nonlocal fresh
-            leased.append(self.pool.lease(asked.images, asked.ids, reuse=asked.reuse))
+            leased.append(self.pool.lease(asked.images, asked.ids, reuse=asked.reuse, instead_of=asked.instead_of))
             try:
                 settings, left = asked.settings, max(1e-3, ends_at - job.begun)
                 if left < math.inf:

@@ -37,6 +37,7 @@ class PrefixCaches:
         self.first_pruned = len(self.stages)
         self.prefix = self._empty_prefix()
         self.pruned_prefix: Prefix | None = None  # what `pruned` holds of it
+        self._former: Prefix | None = None  # what `pruned` holds of the prefix before, until another one runs there
         self._holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
         self._exit = len(self.stages)  # the stage before which all image tokens leave for certain
         self._text_only = True  # leave out the hidden states of image tokens that only another K would read
@@ -51,8 +52,18 @@ class PrefixCaches:
         assert prefix is not None
         return prefix
 
-    def embed(self, prompt: Prompt, key: Key, check: Check) -> Prefix:
-        """A prompt's prefix before the decoder, as `key` names it: its text embedded, its images encoded."""
+    def enter(self, prompt: Prompt, key: Key, check: Check) -> None:
+        """Begin with a prompt's prefix, as `key` names it. Of its leading tokens, what the caches hold stays.
+
+        Not where a token's K and V depend on those behind it.
+        """
+        prefix = self._embed(prompt, key, check)
+        prefix = prefix if self.two_way else prefix.after(self.prefix)
+        self._former, self.pruned_prefix = self.pruned_prefix if prefix.common else None, None
+        self.prefix = prefix
+
+    def _embed(self, prompt: Prompt, key: Key, check: Check) -> Prefix:
+        """A prompt's prefix before the decoder: its text embedded, its images encoded."""
         length = prompt.prefix_length
         if not length:
             return replace(self._empty_prefix(), key=key)
@@ -92,7 +103,7 @@ class PrefixCaches:
         if prefix.saved_kv:  # some of it is not in its caches
             return
         first = other.first_pruned
-        if pruned is None or first == len(self.stages):
+        if pruned is None or first == len(self.stages) or pruned.begun:
             pruned, first = None, len(self.stages)
         copied = [(self.full, other.full, number, prefix.size) for number in range(prefix.depth)]
         if pruned is not None:
@@ -100,7 +111,7 @@ class PrefixCaches:
         for mine, theirs, number, size in copied:
             mine[number] = self._backend.stage(number, theirs[number].capacity)
             mine[number].write(np.arange(size), theirs[number].read(np.arange(size)), length=size)
-        self.prefix, self.pruned_prefix = prefix, pruned
+        self.prefix, self.pruned_prefix = replace(prefix, begun=prefix.begun[: prefix.depth]), pruned
 
     def _empty_prefix(self) -> Prefix:
         hidden = np.zeros((0, self._width), np.float32)
@@ -120,6 +131,8 @@ class PrefixCaches:
         cuts = policy.partial_cuts
         self._holding = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
         self._exit = next((n for n, stage in enumerate(self.stages) if stage.first == policy.exit), len(self.stages))
+        if self.prefix.common and (self._holding or len(self.prefix.begun) < self._exit):
+            self.prefix = self.prefix.whole_from(int(np.argmax(self.prefix.is_vision)))
         missing = [number for number in self._holding if not self.prefix.held(number)]
         if self.prefix.depth < self._exit and not self.prefix.held(self.prefix.depth):
             missing.append(self.prefix.depth)  # image tokens were to leave there, and now continue
@@ -148,7 +161,7 @@ class PrefixCaches:
             if number not in self.full:
                 self.full[number] = self._backend.stage(number, self.capacity)
         elif waiting:  # no slot for tokens that never enter it
-            wanted, held = self.capacity - (len(prefix.present) - prefix.size), self.pruned.get(number)
+            wanted, held = self._room(prefix), self.pruned.get(number)
             withdrawn = not (prefix.present & prefix.is_vision).any()
             if held is None or held.capacity < wanted or (withdrawn and held.capacity > wanted):
                 held = None
@@ -159,12 +172,16 @@ class PrefixCaches:
             cache.keep(prefix.size)
             return cache.append(suffix, following, query=query)
 
-        cache.keep(0)
-        tokens, positions = TokenStates(prefix.boundaries[-1], prefix.inputs), prefix.positions
+        start = prefix.start
+        cache.keep(start)
+        inputs = {name: each[start:] for name, each in prefix.inputs.items()}
+        states = prefix.boundaries[-1]
+        tokens = TokenStates(states[len(states) - prefix.size + start :], inputs)
+        positions = prefix.positions[start:]
         kept: Ids | None = None  # the indices of those whose hidden states are needed afterwards; None: all
         leaves = whole and number + 1 == self._exit and number + 1 not in self._holding
         if cache.selects_outputs and self._text_only and leaves:
-            kept = np.flatnonzero(~prefix.is_vision)
+            kept = np.flatnonzero(~prefix.is_vision[start:])
         together = self.two_way or (not query and len(suffix) <= QUESTION_ROWS)
         behind = suffix if together else suffix.part(0, 0)
         hidden, ran = tokens.hidden, suffix.hidden[:0]
@@ -187,12 +204,20 @@ class PrefixCaches:
         cache.keep(prefix.size)
         return cache.append(suffix, following, query=query)
 
+    def _room(self, pruned: Prefix) -> int:
+        """Slots of the context without those of tokens that are gone."""
+        return self.capacity - (len(pruned.present) - pruned.size)
+
     def remove(self, number: int, removal: Removal) -> Prefix:
         """Remove image tokens before stage `number`. The rest runs anew, unless the same ones left before."""
         before, first = self.pruned_prefix, self.first_pruned == len(self.stages)
         pruned = (self.prefix if first or before is None else before).without(removal, number)
         again = first and before is not None and before.removals == pruned.removals and not removal.kept.any()
         if not again:
+            former, self._former = self._former, None
+            held = [self.pruned.get(n) for n in range(number, len(self.stages))]
+            if former is not None and all(cache and cache.capacity == self._room(pruned) for cache in held):
+                pruned = pruned.after_removal(former, self.prefix.common, len(self.stages))
             self.pruned_prefix = pruned
         self.first_pruned = number if first else self.first_pruned
         return pruned

@@ -172,12 +172,18 @@ class EncodedImages:
     shared: ImageCache | None = None
     tiles: ImageCache | None = None
     seconds: float = 0.0  # spent on encoding and selecting so far
-    _encoded: dict[Hashable, ImageTokens] = field(default_factory=dict)  # the newest last
+    _encoded: dict[tuple[Hashable, ...], ImageTokens] = field(default_factory=dict)  # by image first; the newest last
 
     @property
     def bytes(self) -> int:
         """Bytes of pixels and encoded images. Shared ones count for each holder."""
         return sum(map(nbytes, self._encoded.values())) + sum(image.views.nbytes for image in self.images)
+
+    def replaced(self, images: tuple[PreparedImage, ...]) -> EncodedImages:
+        """Of these images instead; those that are among both stay encoded."""
+        keys = {image.key for image in images}
+        encoded = {key: tokens for key, tokens in self._encoded.items() if key[0] in keys}
+        return EncodedImages(self.backend, images, self.shared, self.tiles, _encoded=encoded)
 
     def prompt(
         self,

@@ -69,6 +69,10 @@ class Prefix:
     leaves there, those between if tokens may leave there, else the text's only; after a removal the last alone.
     `inputs` [size, width] are read by stages in addition. `saved_kv` is missing from the caches of full stages.
     `removals`: at which boundary which image tokens stayed, and whether all took new positions.
+
+    The first `common` tokens are those of an earlier prefix: their K and V are in the caches of the next
+    `len(begun)` stages after `first`, and `begun` has the hidden states of the text tokens among them after each. Of
+    them, boundaries after these stages hold the text's only.
     """
 
     key: Key
@@ -82,6 +86,8 @@ class Prefix:
     saved_kv: tuple[SavedKV, ...] = ()
     removals: tuple[tuple[int, bytes, bool], ...] = ()
     first: int = 0
+    common: int = 0
+    begun: tuple[HiddenStates, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -91,13 +97,71 @@ class Prefix:
     def size(self) -> int:
         return len(self.positions)
 
+    @property
+    def start(self) -> int:
+        """The number of leading tokens that the next stage need not run."""
+        return self.common if len(self.boundaries) <= len(self.begun) else 0
+
     def deeper(self, hidden: HiddenStates, *, hold: bool) -> Prefix:
-        """With its hidden states after one more stage; `hold` the image tokens' of the boundary before."""
+        """With its tokens' hidden states after one more stage, those from `start` on; `hold` the image's before it."""
+        if self.start:
+            hidden = np.concatenate([self.begun[len(self.boundaries) - 1], hidden])
         if self.removals:
-            return replace(self, boundaries=(hidden,), first=self.first + 1)
+            return replace(self, boundaries=(hidden,), first=self.first + 1, begun=self.begun[1:])
         last = self.boundaries[-1]
-        before = last if hold or not self.depth else last[~self.is_vision]
+        before = last if hold or not self.depth else last[~self.is_vision[self._tokens_of(last)]]
         return replace(self, boundaries=(*self.boundaries[:-1], before, hidden))
+
+    def _tokens_of(self, hidden: HiddenStates) -> Mask:
+        """A mask of the tokens whose hidden states a boundary holds: all, all but the `common` image's, or the text."""
+        is_text = ~self.is_vision[self.present]
+        for mask in (np.ones(self.size, bool), is_text | (np.arange(self.size) >= self.common)):
+            if len(hidden) == mask.sum():
+                return mask
+        return is_text
+
+    def text_states(self, count: int) -> tuple[HiddenStates, ...]:
+        """The hidden states of the text among the first `count` tokens after each stage so far."""
+        text = ~self.is_vision
+        found = [hidden[text[self._tokens_of(hidden)]] for hidden in self.boundaries[1:]]
+        return tuple(hidden[: int(text[:count].sum())] for hidden in found)
+
+    def agreement(self, other: Prefix) -> int:
+        """The number of leading tokens with which another prefix begins, too, before the decoder."""
+        count = min(self.size, other.size)
+        if not count or self.positions.shape[1:] != other.positions.shape[1:]:
+            return 0
+        same = self.is_vision[:count] == other.is_vision[:count]
+        pairs: list[tuple[NDArray[Any], NDArray[Any]]] = [
+            (each, other.inputs[name]) for name, each in self.inputs.items()
+        ]
+        for mine, others in [*pairs, (self.positions, other.positions), (self.boundaries[0], other.boundaries[0])]:
+            same &= (mine[:count] == others[:count]).reshape(count, -1).all(1)
+        return count if same.all() else int(np.argmin(same))
+
+    def after(self, other: Prefix) -> Prefix:
+        """Begin where caches hold another prefix: what both have in common is not run again."""
+        count = 0 if other.saved_kv else self.agreement(other)
+        if not count or not other.depth:
+            return self
+        return replace(self, common=count, begun=other.text_states(count))
+
+    def after_removal(self, other: Prefix, common: int, stages: int) -> Prefix:
+        """As `after`, for what is left of both, if that is text and `other` has run; before, `common` tokens agreed."""
+        mine, others = self.removals, other.removals
+        alike = len(mine) == len(others) == 1 and (mine[0][0], mine[0][2]) == (others[0][0], others[0][2])
+        images = any((prefix.present & prefix.is_vision).any() for prefix in (self, other))
+        count = int(self.present[:common].sum())
+        if not alike or images or other.depth < stages or not count:
+            return self
+        if not np.array_equal(self.positions[:count], other.positions[:count]):
+            return self
+        return replace(self, common=count, begun=(other.boundaries[0][:0],) * (stages - self.first))
+
+    def whole_from(self, token: int) -> Prefix:
+        """With hidden states to come of all tokens from this one on, not only of those after the `common` ones."""
+        count = min(self.common, token)
+        return replace(self, common=count, begun=tuple(hidden[:count] for hidden in self.begun) if count else ())
 
     def held(self, boundary: int) -> bool:
         """True if the image tokens' hidden states at a boundary are there, or can still come."""
@@ -110,7 +174,7 @@ class Prefix:
         present = self.present.copy()
         present[self.present] = stays
         hidden = self.boundaries[boundary - self.first]
-        hidden = hidden[stays] if len(hidden) == self.size else hidden
+        hidden = hidden[stays[self._tokens_of(hidden)]]
         assert len(hidden) == stays.sum(), "image tokens continue whose hidden states were not held"
         positions, following = self.positions[stays], self.next_position
         if removal.renumbers:
@@ -118,7 +182,7 @@ class Prefix:
         return replace(
             self, positions=positions, next_position=following, boundaries=(hidden,), present=present, first=boundary,
             inputs={name: each[stays] for name, each in self.inputs.items()},
-            removals=(*self.removals, (boundary, removal.kept.tobytes(), removal.renumbers)),
+            removals=(*self.removals, (boundary, removal.kept.tobytes(), removal.renumbers)), common=0, begun=(),
         )  # fmt: skip
 
 

@@ -58,7 +58,8 @@ class PrefillResult:
 
     `k` is the first layer without image tokens, None if some stayed. `images` are the image tokens that entered,
     `reused_layers`: in layers 1 to this one no image token was run, since the caches of an earlier question hold them.
-    `reused_tokens`: tokens of the prompt that they served; the prefix counts if no image token was run.
+    `reused_tokens`: tokens of the prompt that they served; the prefix counts if no image token was run, or the part of
+    it that an earlier prefix has in common with it.
     `cuts`: the layers before which some left. A chat's next turn continues after `selection`.
     """
 
@@ -160,9 +161,8 @@ class Session:
             known = key == self.caches.prefix.key
             reused = known and length > 0 and self.caches.prefix.depth > 0
             if not known:
-                entering = self.caches.embed(prompt, key, check)
+                self.caches.enter(prompt, key, check)
                 self._suffix, self.selection = [], None
-                self.caches.pruned_prefix, self.caches.prefix = None, entering
             agreed = 0  # tokens of the suffix that the caches hold
             if after is None or not after.leads_to(key, policy, suffix):
                 hidden = self._select(Selection(key, policy, tuple(suffix)))
@@ -319,7 +319,7 @@ class Session:
             k=None if exit_stage is None else stages[exit_stage].first,
             reused_image=reused,
             reused_layers=stages[first_run - 1].last if reused and first_run else 0,
-            reused_tokens=reused_suffix + (prefix.size if reused and not image_ran else 0),
+            reused_tokens=reused_suffix + (prefix.size if reused and not image_ran else 0 if reused else prefix.common),
             vision_tokens=int(prefix.is_vision.sum()),
             slots=tuple(slots),
             vision_kept=tuple(vision_kept),

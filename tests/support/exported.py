@@ -16,7 +16,8 @@ from tests.support.bundles import export_anew, shared
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
-from vtx.runtime.api.model import Model, Picture
+from vtx.runtime.api.loaded import Picture
+from vtx.runtime.api.model import Model
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.methods.withdraw import Full, Withdraw
 from vtx.runtime.session.session import PrefillResult, Prompt, Session

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.model import Model, Picture
+from vtx.runtime.api.loaded import Picture
+from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 
 Setting = tuple[int | str | None, str]  # K and reductions

@@ -11,7 +11,8 @@ from PIL import Image
 from tests.support.exported import greedy, prompt
 from tests.support.reference import Reference
 from tests.support.tiny import prompt_messages
-from vtx.runtime.api.model import Model, Picture
+from vtx.runtime.api.loaded import Picture
+from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.session.session import Prompt
 

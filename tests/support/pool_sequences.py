@@ -40,7 +40,8 @@ IMAGE_BYTES = 1 << 15  # of encoded images: one or two, so that they leave and c
 class Request:
     """One request: a new question, or with `chat` that client's next turn, sent with all turns before it.
 
-    `leaves`: the round after which its client goes, None: never. `late`: the answer runs out of time then instead.
+    `instead_of`: the number of images that nobody asks about again. `leaves`: the round after which its client goes,
+    None: never. `late`: the answer runs out of time then instead.
     """
 
     question: int
@@ -50,6 +51,7 @@ class Request:
     leaves: int | None = None
     late: bool = False
     reuse: bool = True
+    instead_of: int | None = None
 
 
 def requests(settings: int, conversations: int) -> st.SearchStrategy[list[Request]]:
@@ -63,6 +65,7 @@ def requests(settings: int, conversations: int) -> st.SearchStrategy[list[Reques
         leaves=st.none() | st.none() | st.none() | st.integers(0, ROUNDS - 1),
         late=st.booleans(),
         reuse=st.integers(0, 5).map(bool),
+        instead_of=st.none() | st.integers(0, conversations - 1),
     )
     return st.lists(request, min_size=2, max_size=10)
 
@@ -133,7 +136,8 @@ class PoolSequences:
         images, (k, reduce) = self._prepared[request.images], self.settings[request.setting]
         messages, sampling = self._messages(request.images, request.setting, asked), NotedSampling()
         ids = self.model.loaded.prompt_ids(messages, images)
-        conversation = pool.lease(images, ids, reuse=request.reuse)
+        former = () if request.instead_of is None else self._prepared[request.instead_of]
+        conversation = pool.lease(images, ids, reuse=request.reuse, instead_of=former)
         stream = conversation.stream_messages(
             messages, Settings(k, replace(OPTIONS, sampling=sampling), reduce), resume=True
         )

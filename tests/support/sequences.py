@@ -40,14 +40,18 @@ class End:
 
 @dataclass(frozen=True)
 class Step:
-    """One call: `chat` None is an independent question; `end` None reads the answer to its end."""
+    """One call: `chat` None is an independent question; `end` None reads the answer to its end.
+
+    `via`: the number of the conversation in which these `images` replace those before; None: that of the images.
+    """
 
     question: int
     setting: int
     chat: int | None = None
     end: End | None = None
-    images: int = 0  # which conversation
+    images: int = 0  # which ones
     lookup: int = 0  # tokens of a draft
+    via: int | None = None
 
 
 def steps(settings: int, conversations: int = 1) -> st.SearchStrategy[list[Step]]:
@@ -62,6 +66,7 @@ def steps(settings: int, conversations: int = 1) -> st.SearchStrategy[list[Step]
         end=st.none() | st.none() | end,
         images=st.integers(0, conversations - 1),
         lookup=st.sampled_from(DRAFTS),
+        via=st.none() | st.integers(0, conversations - 1),
     )
     return st.lists(step, min_size=2, max_size=8)
 
@@ -155,17 +160,24 @@ class Sequences:
 
     def _check(self, sequence: Sequence[Step]) -> None:
         conversations = [self.model.open(list(images)) for images in self.images]
+        shown = [*range(len(conversations))]  # the images of each
         chats: dict[tuple[int, int], tuple[Chat, int, list[int]]] = {}
         left: list[AnswerStream] = []
         for step in sequence:
             setting, before, chat = step.setting, list[int](), None
+            via = step.images if step.via is None else step.via
+            if shown[via] != step.images:
+                conversations[via].replace(list(self.images[step.images]))
+                shown[via] = step.images
+                chats = {which: chat for which, chat in chats.items() if which[0] != via}
+                self.counts["replaced"] += 1
             if step.chat is not None:
                 k, reduce = self.settings[setting]
-                new = conversations[step.images].chat(k, reduce=reduce), setting, list[int]()
-                chat, setting, before = chats.setdefault((step.images, step.chat), new)
+                new = conversations[via].chat(k, reduce=reduce), setting, list[int]()
+                chat, setting, before = chats.setdefault((via, step.chat), new)
             sampling = NotedSampling()
             options = replace(OPTIONS, sampling=sampling, prompt_lookup=step.lookup)
-            stream = self._stream(conversations[step.images], chat, step, options)
+            stream = self._stream(conversations[via], chat, step, options)
             answer = self._read(stream, step.end)
             left.append(stream)  # held, so that nothing ends it but the next question
             wanted, logits = self._fresh_answer(step.images, setting, (*before, step.question))

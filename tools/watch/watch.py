@@ -57,6 +57,7 @@ class Watched:
         self.source, self.newest = source, newest
         self.look: Look | None = None
         self.looks = 0  # the number of the last one, of those of all sources
+        self.asked: tuple[PreparedImage, ...] = ()  # the last frame that was run
         self.silent = False
         self.config, self.standing = config, dict[str, QuestionState]()
         self.configure(config)
@@ -201,7 +202,8 @@ class Watcher:
         question = standing.question
         try:
             messages = opening_messages(config.system, look.images, question.ask)
-            request = AnswerRequest.of(self._loaded, look.images, messages, standing.settings)
+            request = AnswerRequest.of(self._loaded, look.images, messages, standing.settings, watched.asked)
+            watched.asked = look.images
             fits = partial(self._engine.fits, request)
             look.running = self._engine.job(request, partial(self._emit, watched, look, standing), fits=fits)
             self._engine.scheduler.submit(look.running)

@@ -333,6 +333,16 @@ def test_a_wall_clock_that_jumps_changes_only_the_time_that_is_told(engine: Engi
         assert run.show(picture(2), seconds=9.5)[0]["time"].startswith("1970-01-01T00:00:01")
 
 
+def test_a_frame_takes_over_the_caches_of_the_one_before(engine: Engine, model: Model) -> None:
+    run, kept = Run(engine, source(system="Be brief.")), list[int]()
+    for seed in range(4):
+        (event,) = run.show(picture(seed))
+        with model.open(picture(seed), system="Be brief.") as fresh:
+            assert event["answer"] == fresh.ask(FIRST.ask, max_new_tokens=4).text
+        kept.append(engine.pool.kept_bytes)
+    assert max(kept) < 2 * kept[0]  # one conversation
+
+
 def test_what_is_kept_of_frames_that_are_gone_is_bounded(engine: Engine) -> None:
     run = Run(engine, source())
     kept = [(len(run.show(picture(seed))), engine.images.bytes, engine.pool.kept_bytes) for seed in range(40)]
