@@ -28,7 +28,7 @@ file in `exporter/checkpoint/families/`. This page is made from the code by `pyt
 compares them.
 
 Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's, Qwen's,
-FastViTHD.
+FastViTHD, SigLIP 2's for images at their own resolution.
 Precisions, K, gates, calibration and streaming export work alike for every family: they see passes of the tower, and
 tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
 for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; engines of
@@ -88,6 +88,11 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "image_token_index": 257152, "projection_dim": 3072,
         "text_config": {"model_type": "gemma", "vocab_size": 257216, "num_hidden_layers": 18},
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 224},
+    },
+    "lfm2_vl": {
+        "image_token_id": 396,
+        "text_config": {"hidden_size": 2048, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+        "vision_config": {"hidden_size": 1152, "num_attention_heads": 16, "num_patches": 256},
     },
     "qwen2_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 3584}},
     "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 1280}},
@@ -152,7 +157,7 @@ def _cpp(family: Family, config: ModelConfig) -> str:
 
 
 def _tensorrt(_: Family, config: ModelConfig) -> str:
-    if config.vision.native:
+    if config.vision.native or config.vision.naflex:
         return f"no: {NOT_BUILT}"
     if config.text.two_way:
         return f"no: {BOTH_WAYS}"
@@ -193,9 +198,13 @@ FACTS: Columns = {
 TOKENS: Columns = {"tokens of an image": _tokens, "tokens of a video": _video}
 USES: Columns = {
     "libvtx": _cpp, "TensorRT": _tensorrt, "`vtx-tune`": _tune,
-    "`--show-tokens`": lambda _, c: "no: images have any shape" if c.vision.native else "yes", "`--fit`": _fit,
+    "`--show-tokens`": lambda _, c: "no: images have any shape" if c.vision.native or c.vision.naflex else "yes",
+    "`--fit`": _fit,
     "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
-    "`--max-pixels`": lambda _, c: "yes" if c.vision.native else "no: images are not seen at their own resolution",
+    "`--max-pixels`": lambda _, c: (
+        "yes" if c.vision.native else "no: tiles have one size" if c.vision.naflex
+        else "no: images are not seen at their own resolution"
+    ),
 }  # fmt: skip
 REDUCTIONS: Columns = {f"`{spec}`": _reduction(spec) for spec in _SPECS}
 

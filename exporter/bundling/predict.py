@@ -55,7 +55,7 @@ def predict(
     text = config.text
     slot = 2 * text.kv_heads * text.head_dim * KV_DTYPES[kv_dtype].bytes
     answering = answering_memory(
-        layers=text.layers, hidden=text.hidden, heads=text.heads, kv_heads=text.kv_heads, head_dim=text.head_dim,
+        layers=text.attending, hidden=text.hidden, heads=text.heads, kv_heads=text.kv_heads, head_dim=text.head_dim,
         image_tokens=min(config.layout.max_tokens, max_context), max_context=max_context,
         kv_bytes=KV_DTYPES[kv_dtype].bytes,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def predict(
     return Prediction(
         disk=sum(file.size for file in plan.files) + small, linked=sum(file.size for file in plan.files if file.whole),
         export_memory=export_base() + max(writing, checking, measuring), run_memory=resident + answering,
-        kv_full=slot * text.layers, work=sum(file.work for file in plan.files),
+        kv_full=slot * text.attending, work=sum(file.work for file in plan.files),
     )  # fmt: skip
 
 

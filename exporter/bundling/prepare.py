@@ -12,7 +12,7 @@ from pathlib import Path
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import Prediction, predict, small_files
 from vtx.exporter.checkpoint.assembly import open_checkpoint
-from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.loader import Checkpoint
@@ -31,16 +31,22 @@ from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_w
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
+from vtx.runtime.bundle.spec.names import SLOTTED, STATEFUL
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
-from vtx.runtime.policies.base import Needs, Policy
+from vtx.runtime.policies.base import Needs, Policy, Reduction
 from vtx.runtime.policies.make import NOT_RENUMBERED, TEXT_TOWER_FIX, check_depth, check_layout, check_patches
 from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.vision.layouts import spec_of
 from vtx.tools.estimate.plan import DEFAULT_CONTEXT
+
+NO_STATES = (
+    "layers with a convolution keep a state, which vtx's TensorRT backend does not hold, so the bundle has no trt "
+    "graphs; use onnxruntime or OpenVINO"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,10 @@ class Plan:
         stages, inputs = list[StageSpec](), self.config.token_inputs
         for first, after in spans:
             read = tuple(inputs[n].name for n in inputs if first <= n < after)
-            stages.append(StageSpec(first, after - 1, after - 1 in queries, read))
+            convolved = self.config.text.conv_layers
+            kinds = tuple(STATEFUL if layer in convolved else SLOTTED for layer in range(first, after))
+            caches = kinds if STATEFUL in kinds else ()
+            stages.append(StageSpec(first, after - 1, after - 1 in queries, read, caches))
         return tuple(stages)
 
     @property
@@ -213,6 +222,9 @@ def plan_export(options: ExportOptions) -> Plan:
     small = small_files(config, context, len(ks), layers * len(options.dialects), written)
     unused = unused_weights(checkpoint, weights.stored, tied=config.text.tied)
     disagreements = ([UNTIED] if stated.text.tied != config.text.tied else []) + ([unused] if unused else [])
+    if config.text.conv_layers and "trt" in options.dialects:
+        options = replace(options, dialects=tuple(name for name in options.dialects if name != "trt"))
+        disagreements.append(NO_STATES)
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context,
         predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config)),
@@ -249,12 +261,29 @@ def _image_settings(checkpoint: Checkpoint, config: ModelConfig, family: Family)
 def _of_side(settings: ImageSettings, config: ModelConfig, kind: str) -> ImageSettings:
     """The settings, which must give images of the tower's size."""
     side, (height, width) = config.vision.image, settings.sides
-    if (height, width) != (side, side) and not (config.vision.native and settings.own_size):
+    if (height, width) != (side, side) and not (settings.own_size and (config.vision.native or config.vision.naflex)):
         raise UnsupportedModelError(
             f"the {kind} processor gives {height} x {width} pixels, the tower needs {side} x {side}; "
             "correct preprocessor_config.json"
         )
     return settings
+
+
+def _check_convolutions(part: Reduction, c: TextConfig) -> None:
+    """Raise UnsupportedModelError if a reduction needs what layers with a convolution do not have."""
+    needs, convolved = part.needs(), c.conv_layers
+    read = set(needs.scored) | ({cut - 1 for cut in needs.cuts} if needs.final_norm else set())
+    if convolved and needs.shrinks is not None:
+        raise UnsupportedModelError(
+            f"{part.name} takes tokens out of the caches after the prompt, and layers with a convolution keep a state, "
+            "from which none can be taken; use fastv, or dart behind a layer"
+        )
+    if wrong := sorted(read & set(convolved)):
+        others = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
+        raise UnsupportedModelError(
+            f"{part.name} reads the attention of layer {wrong[0]}, which is a convolution in this model; name a layer "
+            f"with attention: {', '.join(map(str, others))}"
+        )
 
 
 def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> VideoSpec | None:
@@ -308,6 +337,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                     f"{part.name} looks into the tower's blocks of patches, and this model's tower is one of "
                     "convolutions; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
                 )
+            _check_convolutions(part, config.text)
             if own.tower_layers and max(own.tower_layers) > (used := max(config.feature_layers)):
                 raise UnsupportedModelError(
                     f"{part.name} looks at block {max(own.tower_layers)} of the tower, and this model uses {used} of "

@@ -8,13 +8,13 @@ from typing import Any
 
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
 from vtx.runtime.bundle.spec.manifest import TokenInput
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, RopeSpec
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, RopeSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
 
 MAX_POSITIONS = (1 << 24) - 1
-TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma")
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2")
 # text models whose positions have three parts, qwen3 rotates by interleaved ones
 THREE_PART = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
@@ -26,6 +26,9 @@ VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 @dataclass(frozen=True, slots=True)
 class TextConfig:
     """A decoder of the llama family; `qk_norm`: an RMS norm over each head of queries and keys, unrotated.
+
+    `conv_layers`, counted from 1, have in place of attention a gated convolution of each channel over the last
+    `conv_taps` tokens, with biases if `conv_bias`.
 
     `factors` are pairs of a pattern of weights' canonical names, and what these weights of a checkpoint are multiplied
     by wherever they are read, `shifts` the same of what is added to them then; a bundle holds the results.
@@ -54,6 +57,14 @@ class TextConfig:
     shifts: tuple[tuple[str, float], ...] = ()
     scaled_embedding: bool = False
     two_way: str | None = None
+    conv_layers: tuple[int, ...] = ()
+    conv_taps: int = 1
+    conv_bias: bool = False
+
+    @property
+    def attending(self) -> int:
+        """The number of layers with attention."""
+        return self.layers - len(self.conv_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,9 @@ class VisionConfig:
     side, in patches, of the windows that blocks attend within, except `full_blocks`, counted from 0. `maps`: blocks,
     counted from 0, of whose output a merger of its own makes a map; the first is added to the image's tokens after
     decoder layer 1, the second after layer 2, and so on (deepstack). `patch_bias`: patches have a bias.
+
+    `naflex`: images keep their own resolution, and the table of positions is stretched to each image's patches,
+    bilinear; `image` is then the side of a tile.
 
     `stage_blocks` and `stage_widths`: the numbers of blocks and of channels of the stages of a convolutional tower,
     which counts as one layer.
@@ -102,6 +116,7 @@ class VisionConfig:
     post_norm: bool = False
     stage_blocks: tuple[int, ...] = ()
     stage_widths: tuple[int, ...] = ()
+    naflex: bool = False
 
     @property
     def grid(self) -> int:
@@ -148,7 +163,8 @@ class ModelConfig:
     """One model: decoder, tower, projector, and the layout of an image's views and tokens.
 
     `feature_layers` are indices into the tower's hidden states, 0 the embeddings. `projector_norm_eps` is the epsilon
-    of a norm on the features, None without a norm; `projector_layers` is the number of the projector's matrices.
+    of a norm on the features, None without a norm; `projector_layers` is the number of the projector's matrices, and
+    `projector_hidden` their width in between, if it is not the decoder's.
     """
 
     text: TextConfig
@@ -161,11 +177,14 @@ class ModelConfig:
     layout: Layout
     projector_norm_eps: float | None = None
     projector_layers: int = 2
+    projector_hidden: int | None = None
     video: VideoConfig | None = None
 
     @property
     def projector_width(self) -> int:
         """Numbers between the projector's matrices."""
+        if self.projector_hidden is not None:
+            return self.projector_hidden
         return self.vision.hidden * self.vision.shuffle**2 if self.vision.native else self.text.hidden
 
     @property
@@ -281,30 +300,62 @@ def text_config_of(parsed: Any) -> TextConfig:
     family = THREE_PART.get(config.model_type, config.model_type)
     positions = size(config, "max_position_embeddings", MAX_POSITIONS)
     window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if unknown := sorted({*map(str, layer_types or ())} - ATTENTION_KINDS):
+    kinds = {"conv", "full_attention"} if family == "lfm2" else ATTENTION_KINDS
+    if unknown := sorted({*map(str, layer_types or ())} - kinds):
         raise UnsupportedModelError(
-            f"layers of the kind {unknown[0]!r:.40} are not supported; vtx exports {', '.join(sorted(ATTENTION_KINDS))}"
+            f"layers of the kind {unknown[0]!r:.40} are not supported; vtx exports {', '.join(sorted(kinds))}"
         )
     if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
         positions = min(positions, window)  # attention is full up to here
-    eps, factors = number(vars(config), "rms_norm_eps"), tuple[tuple[str, float], ...]()
+    layers, ffn = size(config, "num_hidden_layers", MAX_LAYERS), size(config, "intermediate_size")
+    eps = number(vars(config), "norm_eps" if family == "lfm2" else "rms_norm_eps")
+    factors, more = tuple[tuple[str, float], ...](), dict[str, Any]()
     if family == "granite":
         eps, factors = _granite(config, eps, head_dim)
+    if family == "lfm2":
+        ffn, more = _lfm2(config, layers, ffn)
     biases, gemma = family in ("llama", "granite", "gemma"), family == "gemma"
     return TextConfig(
-        family=family, layers=size(config, "num_hidden_layers", MAX_LAYERS), hidden=hidden,
-        ffn=size(config, "intermediate_size"), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        family=family, layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         vocab=size(config, "vocab_size", 1 << 22), eps=eps,
-        activation=str(config.hidden_act), qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
+        activation="silu" if family == "lfm2" else str(config.hidden_act),
+        qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
         o_bias=(biases or family == "qwen3") and bool(getattr(config, "attention_bias", False)),
         mlp_bias=biases and bool(getattr(config, "mlp_bias", False)), tied=bool(parsed.tie_word_embeddings),
         rope=read_rope(
             config, head_dim, three_part=config.model_type in THREE_PART, interleaved=family == "qwen3"
         ),
         max_positions=positions,
-        qk_norm=family == "qwen3", factors=factors, shifts=((GEMMA_NORMS, 1.0),) if gemma else (),
-        scaled_embedding=gemma,
+        qk_norm=family in ("qwen3", "lfm2"), factors=factors, shifts=((GEMMA_NORMS, 1.0),) if gemma else (),
+        scaled_embedding=gemma, **more,
     )  # fmt: skip
+
+
+def _lfm2(config: Any, layers: int, ffn: int) -> tuple[int, dict[str, Any]]:
+    """The width of LFM2's MLP, and its convolutions."""
+    if config.block_auto_adjust_ff_dim:
+        ffn, multiple = int(2 * ffn / 3), size(config, "block_multiple_of")
+        if config.block_ffn_dim_multiplier is not None:
+            ffn = int(number(vars(config), "block_ffn_dim_multiplier") * ffn)
+        ffn = -(-ffn // multiple) * multiple
+        if not 1 <= ffn <= MAX_WIDTH:
+            raise CheckpointError(
+                f"config.json: block_ffn_dim_multiplier makes an MLP of width {ffn}, outside 1..{MAX_WIDTH}; correct "
+                "config.json"
+            )
+    kinds, taps = config.layer_types, config.conv_L_cache
+    if len(kinds) != layers:
+        raise CheckpointError(
+            f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers {layers}; correct config.json"
+        )
+    convolved = tuple(number for number, kind in enumerate(kinds, 1) if kind == "conv")
+    if len(convolved) == layers:
+        raise UnsupportedModelError("none of this model's layers has attention; vtx exports models with one at least")
+    if convolved and (isinstance(taps, bool) or not isinstance(taps, int) or not 2 <= taps <= MAX_TAPS):
+        raise UnsupportedModelError(
+            f"conv_L_cache {taps!r:.40} is not supported; vtx exports convolutions over 2 to {MAX_TAPS} tokens"
+        )
+    return ffn, {"conv_layers": convolved, "conv_taps": taps if convolved else 1, "conv_bias": bool(config.conv_bias)}
 
 
 def _granite(config: Any, eps: float, head_dim: int) -> tuple[float, tuple[tuple[str, float], ...]]:

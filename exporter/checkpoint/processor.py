@@ -77,7 +77,8 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
     square, pads, normalize = (_flag(values, key) for key in ("default_to_square", "do_pad", "do_normalize"))
     mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
     if kind.own_size:
-        if not _flag(values, "do_resize") or _flag(values, "do_center_crop") or pads:
+        unseen = bool(kind.defaults.get("do_pad"))  # of patches, which the tower's mask hides
+        if not _flag(values, "do_resize") or _flag(values, "do_center_crop") or (pads and not unseen):
             raise UnsupportedModelError(
                 f"{kind.name} without do_resize, or with do_center_crop or do_pad, is not supported; vtx only resizes "
                 "its images"

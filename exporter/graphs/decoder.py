@@ -15,6 +15,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, StageAttention, linear_tensors
+from vtx.exporter.graphs.short_convolution import Convolutions, convolution_tensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.precision import KV_DTYPES
@@ -23,17 +24,22 @@ from vtx.runtime.precision import KV_DTYPES
 def layer_tensors(c: TextConfig, layer: int) -> Shapes:
     """Canonical names and shapes of the weights of `layer`, counted from 1."""
     p = f"text.layers.{layer - 1}"
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    q, kv, convolved = c.heads * c.head_dim, c.kv_heads * c.head_dim, layer in c.conv_layers
     yield f"{p}.input_layernorm.weight", (c.hidden,)
     yield f"{p}.post_attention_layernorm.weight", (c.hidden,)
-    for name, out, into, bias in (
+    mixers = (
         ("self_attn.q_proj", q, c.hidden, c.qkv_bias), ("self_attn.k_proj", kv, c.hidden, c.qkv_bias),
         ("self_attn.v_proj", kv, c.hidden, c.qkv_bias), ("self_attn.o_proj", c.hidden, q, c.o_bias),
+    )  # fmt: skip
+    for name, out, into, bias in (
+        *(() if convolved else mixers),
         ("mlp.gate_proj", c.ffn, c.hidden, c.mlp_bias), ("mlp.up_proj", c.ffn, c.hidden, c.mlp_bias),
         ("mlp.down_proj", c.hidden, c.ffn, c.mlp_bias),
     ):  # fmt: skip
         yield from linear_tensors(f"{p}.{name}", out, into, bias=bias)
-    for name in ("q_norm", "k_norm") if c.qk_norm else ():
+    if convolved:
+        yield from convolution_tensors(c, f"{p}.conv")
+    for name in ("q_norm", "k_norm") if c.qk_norm and not convolved else ():
         yield f"{p}.self_attn.{name}.weight", (c.head_dim,)
 
 
@@ -72,6 +78,8 @@ def build_stage(
     """
     total = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
     attention = b.dialect.stage_attention(b, c, kv_type)
+    convolved = [layer for layer in range(first, last + 1) if layer in c.conv_layers]
+    convolutions = Convolutions(b, c, convolved) if convolved else None
     delta: ir.Value | None = None
     for layer in range(first, last + 1):
         prefix = f"text.layers.{layer - 1}"
@@ -80,7 +88,10 @@ def build_stage(
             x = b.dialect.norm(b, total, norm, c.eps)
         else:
             x, total = b.dialect.add_norm(b, delta, total, norm, c.eps)
-        delta, q = _attention(b, c, x, f"{prefix}.self_attn", attention, layer)
+        if convolutions is not None and layer in convolved:
+            delta = convolutions.mix(x, f"{prefix}.conv", layer)
+        else:
+            delta, q = _attention(b, c, x, f"{prefix}.self_attn", attention, layer)
         x, total = b.dialect.add_norm(b, delta, total, f"{prefix}.post_attention_layernorm.weight", c.eps)
         gate = activate(b, b.linear(x, f"{mlp}.gate_proj", bias=c.mlp_bias), c.activation)
         up = b.linear(x, f"{mlp}.up_proj", bias=c.mlp_bias)
@@ -93,6 +104,8 @@ def build_stage(
     if query:
         b.output(b.to_float32(attention.join(q)), names.QUERY, FLOAT, ["tokens", c.heads * c.head_dim])
     attention.finish()
+    if convolutions is not None:
+        convolutions.finish()
 
 
 def _attention(

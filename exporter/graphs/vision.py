@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
@@ -13,7 +14,8 @@ from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, 
 from vtx.exporter.graphs.convolutional import build_convolutional, convolutional_tensors
 from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows, received_attention
-from vtx.exporter.graphs.native import build_native, native_tensors
+from vtx.exporter.graphs.naflex import naflex_embeddings, naflex_squares
+from vtx.exporter.graphs.native import Grid, build_native, native_tensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 
@@ -33,14 +35,16 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
     width = feature_width(c)
     if c.projector_norm_eps is not None:
         yield from norm_tensors("projector.norm", width)
-    for number, name in enumerate(projector_layers(c)):
-        yield from linear_tensors(name, c.text.hidden, c.text.hidden if number else width, bias=c.projector_bias)
+    widths = [width, *[c.projector_width] * (c.projector_layers - 1), c.text.hidden]
+    for name, (into, out) in zip(projector_layers(c), pairwise(widths), strict=True):
+        yield from linear_tensors(name, out, into, bias=c.projector_bias)
     if c.layout.newline:
         yield NEWLINE, (c.text.hidden,)
 
 
 def _tower_tensors(v: VisionConfig, used: int, last_attention: bool) -> Shapes:
-    yield "vision.embeddings.patch_embedding.weight", (v.hidden, 3, v.patch, v.patch)
+    kernel = (3 * v.patch**2,) if v.naflex else (3, v.patch, v.patch)
+    yield "vision.embeddings.patch_embedding.weight", (v.hidden, *kernel)
     batch = (1,) if v.batch_axis else ()
     positions = v.position_grid**2 + v.class_token if v.position_grid else v.states
     yield "vision.embeddings.position_embedding.weight", (*batch, positions, v.hidden)
@@ -112,9 +116,14 @@ def build_vision(
         )
         build_native(b, c)
         return
-    pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1 if merges else "images", 3, v.image, v.image]))
+    images, sides = 1 if merges or v.naflex else "images", ("height", "width") if v.naflex else (v.image, v.image)
+    pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [images, 3, *sides]))
     tau = b.input(names.TAU, FLOAT, [1]) if merges else None
-    x = build_convolutional(b, v, pixels) if v.stage_blocks else _embeddings(b, v, pixels)
+    grid: Grid | None = None
+    if v.naflex:
+        x, grid = naflex_embeddings(b, v, pixels)
+    else:
+        x = build_convolutional(b, v, pixels) if v.stage_blocks else _embeddings(b, v, pixels)
     tower, of_block = _Tower([x]), list[ir.Value]()
     if v.stage_blocks:
         tower.states.append(x)
@@ -129,11 +138,12 @@ def build_vision(
         tower.states.append(x)
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
     features = _features(b, c, chosen)
-    hidden = _project(b, c, b.reshape(_grouped(b, c, features), -1, feature_width(c)))
-    removes = merges and b.dialect.sizes_from_values
+    grouped = _grouped(b, c, features) if grid is None else naflex_squares(b, v, features, grid)
+    hidden = _project(b, c, b.reshape(grouped, -1, feature_width(c)))
+    removes = (merges and b.dialect.sizes_from_values) or v.naflex
     out = b.to_float32(b.reshape(hidden, *((1, -1) if removes else (-1, c.view_tokens)), c.text.hidden))
     count = "tokens" if removes else c.view_tokens
-    b.output(out, names.FEATURES, FLOAT, [1 if merges else "images", count, c.text.hidden])
+    b.output(out, names.FEATURES, FLOAT, [images, count, c.text.hidden])
     if tower.merged:
         for value, name in ((tower.merged.patch_index, names.PATCH_INDEX), (tower.merged.merged, names.MERGED)):
             b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, [count])
@@ -228,7 +238,7 @@ def _last_block(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[ir.Value, ir
 
 def _shape(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[int, int, int]:
     """The shape of the tower's hidden states, with -1 for a size known only at run time."""
-    removed = tower.merged is not None and b.dialect.sizes_from_values
+    removed = (tower.merged is not None and b.dialect.sizes_from_values) or c.vision.naflex
     return (1, -1, c.vision.hidden) if removed else (-1, c.vision.states, c.vision.hidden)
 
 

@@ -118,9 +118,12 @@ class Reference:
         for source in images:
             image = load_image(source)
             views = layout.views(image, settings)
-            features, *further = self._towers(views)
-            maps.append(further)
-            states = np.split(features.cpu().numpy(), len(views))
+            if isinstance(views, list):  # of different sizes
+                states = [self.features(view[None]).cpu().numpy() for view in views]
+            else:
+                features, *further = self._towers(views)
+                maps.append(further)
+                states = np.split(features.cpu().numpy(), len(views))
             encoded = [ImageTokens.one_per_patch(view) for view in states]
             tokens.append(layout.arrange(encoded, *image.size, newline))
         if not tokens:
@@ -145,11 +148,21 @@ class Reference:
         w, name = self._weights.read, "vision.embeddings"
         kernel = w(f"{name}.patch_embedding.weight")
         bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
-        x = F.conv2d(torch.from_numpy(pixels).to(kernel.device), kernel, bias, stride=v.patch)
+        seen = torch.from_numpy(pixels).to(kernel.device)
+        if v.naflex:
+            kernel = kernel.reshape(-1, v.patch, v.patch, 3).permute(0, 3, 1, 2)
+        x = F.conv2d(seen, kernel, bias, stride=v.patch)
+        high, wide = x.shape[2:]
         x = x.flatten(2).transpose(1, 2)
         if v.class_token:
             x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)
-        x = x + self._positions(w(f"{name}.position_embedding.weight"))
+        table = w(f"{name}.position_embedding.weight")
+        if v.naflex and v.position_grid:
+            square = table.T.reshape(1, v.hidden, v.position_grid, v.position_grid)
+            stretched = F.interpolate(square, (high, wide), mode="bilinear", antialias=True)
+            x = x + stretched.flatten(2).transpose(1, 2)
+        else:
+            x = x + self._positions(table)
         if v.pre_norm:
             x = self._layer_norm(x, "vision.pre_layrnorm")
         states = [x]
@@ -160,12 +173,12 @@ class Reference:
         first = int(c.select == "default")
         chosen = torch.cat([states[number][:, first:] for number in c.feature_layers], -1)
         if v.shuffle > 1:
-            missing = -v.grid % v.shuffle
-            grid = F.pad(chosen.reshape(len(x), v.grid, v.grid, -1), (0, 0, 0, missing, 0, missing))
-            side = grid.shape[1] // v.shuffle
-            blocks = grid.reshape(len(x), side, v.shuffle, side, v.shuffle, -1).transpose(2, 3)
+            below, right = -high % v.shuffle, -wide % v.shuffle
+            grid = F.pad(chosen.reshape(len(x), high, wide, -1), (0, 0, 0, right, 0, below))
+            down, across = (side // v.shuffle for side in grid.shape[1:3])
+            blocks = grid.reshape(len(x), down, v.shuffle, across, v.shuffle, -1).transpose(2, 3)
             blocks = blocks.transpose(1, 2) if v.shuffle_by_columns else blocks
-            chosen = blocks.reshape(len(x), side**2, -1)
+            chosen = blocks.reshape(len(x), down * across, -1)
         return [self._projected(chosen)]
 
     def _projected(self, chosen: Tensor) -> Tensor:
@@ -216,15 +229,16 @@ class Reference:
     def keys_values(
         self, sample: Sample, report: Callable[[int], None] = lambda _: None
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each layer's number from 1, its rotated K and its V, [kv_heads, n, head_dim], without withdrawal.
+        """The number from 1 of each layer with attention, its rotated K and its V, without withdrawal.
 
-        `report` gets 1 a layer.
+        K and V are [kv_heads, n, head_dim]. `report` gets 1 a layer.
         """
         (stream,) = self._enter([sample])
         for layer in range(1, self.config.text.layers + 1):
             cache, weights = list[Tensor](), self._layer_weights(layer, keep=False)
             stream.run(self.config.text, layer, weights, cache=cache)
-            yield layer, cache[0][0], cache[1][0]
+            if layer not in self.config.text.conv_layers:
+                yield layer, cache[0][0], cache[1][0]
             report(1)
 
     def greedy(
@@ -366,6 +380,15 @@ def _decoder_layer(
         return y.reshape(*y.shape[:2], -1, c.head_dim).transpose(1, 2)
 
     y = _rms(x, weight("input_layernorm.weight"), c.eps)
+    if weights("conv.in_proj.weight") is not None:
+        first, gate, last = linear(y, "conv.in_proj").chunk(3, -1)
+        columns = F.pad((first * last).transpose(1, 2), (c.conv_taps - 1, 0))
+        if cache is not None:
+            columns = torch.cat((cache[0], columns[..., c.conv_taps - 1 :]), 2) if cache else columns
+            cache[:] = [columns]
+        mixed = F.conv1d(columns, weight("conv.conv.weight"), weights("conv.conv.bias"), groups=c.hidden)
+        x = x + linear(gate * mixed[..., -x.shape[1] :].transpose(1, 2), "conv.out_proj")
+        return x + _mlp(c, x, weight, linear)
     q, k, v = (heads(linear(y, f"self_attn.{part}_proj")) for part in "qkv")
     if c.qk_norm:
         q, k = (_rms(part, weight(f"self_attn.{name}_norm.weight"), c.eps) for part, name in ((q, "q"), (k, "k")))
@@ -385,8 +408,12 @@ def _decoder_layer(
     else:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=count > 1)
     x = x + linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
+    return x + _mlp(c, x, weight, linear)
+
+
+def _mlp(c: TextConfig, x: Tensor, weight: Callable[[str], Tensor], linear: Callable[[Tensor, str], Tensor]) -> Tensor:
     y = _rms(x, weight("post_attention_layernorm.weight"), c.eps)
-    return x + linear(_activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+    return linear(_activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -177,6 +177,10 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
             "not know; tune a "
             "llama, mistral, qwen2 or qwen3"
         )
+    if config.text.conv_layers:
+        raise UnsupportedModelError(
+            f"{name} has layers with a convolution, which vtx-tune does not know; tune a llama, mistral, qwen2 or qwen3"
+        )
     if config.text.rope.sections:
         raise UnsupportedModelError(
             f"{name} has positions of three parts, which vtx-tune does not know; tune a model of LLaVA's kin"

@@ -68,9 +68,13 @@ def channels(c: TextConfig, layer: int) -> tuple[Channels, ...]:
     p, heads = f"text.layers.{layer - 1}", c.heads * c.head_dim
     qkv = tuple(f"{p}.self_attn.{part}_proj.weight" for part in "qkv")
     both = tuple(f"{p}.mlp.{part}_proj.weight" for part in ("gate", "up"))
-    return (
+    attention = (
         Channels(qkv, f"{p}.input_layernorm.weight", c.hidden, c.hidden),
         Channels((f"{p}.self_attn.o_proj.weight",), qkv[2], heads, c.head_dim, c.heads // c.kv_heads),
+    )
+    convolution = (Channels((f"{p}.conv.in_proj.weight",), f"{p}.input_layernorm.weight", c.hidden, c.hidden),)
+    return (
+        *(convolution if layer in c.conv_layers else attention),
         Channels(both, f"{p}.post_attention_layernorm.weight", c.hidden, c.hidden),
         Channels((f"{p}.mlp.down_proj.weight",), both[1], c.ffn, c.ffn),
     )

@@ -237,7 +237,10 @@ class LoadedBundle:
         width, height = image.size
         note_discarded(width, height, settings)
         views = layout.views(image, settings)
-        key = hashlib.sha256(views.tobytes()).hexdigest()
+        digest = hashlib.sha256()
+        for view in views:
+            digest.update(view.tobytes())
+        key = digest.hexdigest()
         # Tiles alone do not tell how much of them is padding, nor an image's sides from their product.
         if len(views) > 1 or settings.own_size:
             key += f" of {width}x{height}" + " released" * (fit == "released")

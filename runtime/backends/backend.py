@@ -51,7 +51,16 @@ class StageCache(Protocol):
         """The rotated keys of the stage's last layer, [kv_heads, length, head_dim] float32."""
 
     def keep(self, length: int) -> None:
-        """Forget every slot from `length` on."""
+        """Forget every slot from `length` on; `length` must be its own `nearest`."""
+
+    def mark(self, length: int) -> None:
+        """Make this length one that `keep` can go back to, as soon as a run reaches it."""
+
+    def nearest(self, length: int) -> int:
+        """The largest length, at most this, that `keep` can go back to: this one, unless layers keep a state."""
+
+    def copy(self, other: Any, length: int) -> None:
+        """Begin with the first `length` slots of another cache of this stage, one that `mark` has named there."""
 
     def read(self, slots: Ids) -> Any:
         """A copy of the K/V of some slots, rising, on the backend's device; only `write` reads it."""

@@ -83,7 +83,7 @@ def answering_memory(
 def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
     m = bundle.manifest
     return weights_in_memory(bundle, floats) + answering_memory(
-        layers=m.model.layers, hidden=m.model.hidden, heads=m.model.heads, kv_heads=m.model.kv_heads,
+        layers=m.model.attending, hidden=m.model.hidden, heads=m.model.heads, kv_heads=m.model.kv_heads,
         head_dim=m.model.head_dim, image_tokens=min(m.layout.max_tokens, m.max_context), max_context=m.max_context,
         kv_bytes=KV_DTYPES[m.kv_dtype].bytes,
     )  # fmt: skip

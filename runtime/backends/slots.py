@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vtx.runtime.backends.allocation import forget, zeros_in_small_pages
+from vtx.runtime.backends.states import StateHistory
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
@@ -84,13 +85,15 @@ class SlotCounter(ABC):
 
     Slots are forgotten by lowering `length`. `lane`: the cache's lane in a pool, None outside a pool. `resident`: slots
     that hold memory: those that were ever filled, in blocks, or all of them if the engine reserves its caches whole.
+    `states` are those of layers that keep a state, None if the stage has none.
     """
 
     selects_outputs = False
     reserved_whole = False
     lane: Lane | None = None
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, states: StateHistory | None = None) -> None:
+        self.states = states
         self.capacity, self.resident = capacity, capacity if self.reserved_whole else 0
         self.length = 0
 
@@ -117,7 +120,33 @@ class SlotCounter(ABC):
     def keep(self, length: int) -> None:
         """Forget every slot from `length` on."""
         assert length <= self.length, f"a cache of {self.length} tokens cannot keep {length}"
+        if self.states is not None:
+            self.states.keep(length)
         self.length = length
+
+    def mark(self, length: int) -> None:
+        """See `StageCache`."""
+        if self.states is not None:
+            self.states.marks.add(length)
+
+    def nearest(self, length: int) -> int:
+        """See `StageCache`."""
+        return length if self.states is None else self.states.nearest(length)
+
+    def copy(self, other: SlotCounter, length: int) -> None:
+        """See `StageCache`."""
+        slots = np.arange(length)
+        self.write(slots, other.read(slots), length=length)
+        if self.states is not None and other.states is not None:
+            self.states.take(other.states, length)
+
+    @abstractmethod
+    def read(self, slots: Ids) -> Any:
+        """See `StageCache`."""
+
+    @abstractmethod
+    def write(self, slots: Ids, kv: Any, *, length: int) -> None:
+        """See `StageCache`."""
 
     @abstractmethod
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:

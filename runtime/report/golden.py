@@ -18,6 +18,7 @@ from vtx.runtime.policies.make import make_policy
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.vision.layout import Views
 from vtx.runtime.vision.preprocess import without_notes
 
 QUESTION = "What is in the picture?"
@@ -53,9 +54,13 @@ def golden_image() -> Image.Image:
     return Image.fromarray(np.stack((red, green, blue), -1).astype(np.uint8))
 
 
-def golden_pixels(views: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The views of the golden picture as they are kept: a single one [3, height, width], more [views, 3, ...]."""
-    return views[0] if len(views) == 1 else views
+def golden_pixels(views: Views) -> NDArray[np.float32]:
+    """The views of the golden picture as they are kept: a single one [3, height, width], more [views, 3, ...].
+
+    Of views of different sizes the first one.
+    """
+    first: NDArray[np.float32] = views[0]
+    return first if len(views) == 1 or isinstance(views, list) else views
 
 
 def key_of(k: int | None) -> str:

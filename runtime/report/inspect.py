@@ -20,9 +20,10 @@ INT8_KV = (
 
 def kv_bytes(manifest: Manifest, k: int | None, *, text: int, vision: int) -> int:
     """Bytes of filled KV slots after a prompt of `text` and `vision` tokens: layers 1..K-1 hold both."""
-    layers = manifest.model.layers
-    full = layers if k is None else k - 1
-    return manifest.kv_slot_bytes() * (full * (text + vision) + (layers - full) * text)
+    convolved = manifest.model.conv_layers
+    attending = [layer for layer in range(1, manifest.model.layers + 1) if layer not in convolved]
+    full = sum(k is None or layer < k for layer in attending)
+    return manifest.kv_slot_bytes() * (full * vision + len(attending) * text)
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
@@ -64,6 +65,11 @@ def images_seen(facts: Mapping[str, Any]) -> str:
     image, parameters = facts["image"], facts["layout"]["parameters"]
     if image["height"] is None:
         least, most = (f"{parameters[name]:,}" for name in ("min_pixels", "max_pixels"))
+        if facts["max_tiles"] > 1:
+            return (
+                f"images: at their own resolution, {least} to {most} pixels, larger ones in up to {facts['max_tiles']} "
+                "tiles, the whole image one of them (--max-tiles)"
+            )
         return f"images: at their own resolution, {least} to {most} pixels (--max-pixels)"
     size = f"{image['width']}x{image['height']} pixels"
     if facts["max_tiles"] > 1:

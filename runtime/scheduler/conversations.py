@@ -77,7 +77,7 @@ class ConversationPool:
     def fits(self, tokens: int) -> bool:
         """True if K and V of one more conversation with this many tokens are within the limit, next to those in use."""
         manifest, slot = self._loaded.manifest, self._loaded.backend.kv_slot_bytes
-        more = min(tokens, manifest.max_context) * manifest.model.layers * slot
+        more = min(tokens, manifest.max_context) * manifest.model.attending * slot
         return sum(conversation.cache_bytes for conversation in self._leased) + more <= self._limit
 
     def close(self) -> None:

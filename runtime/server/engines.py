@@ -174,7 +174,7 @@ class Engines:
 
     def _opened(self, name: str, model: Model) -> Engine:
         blank = Image.new("RGB", (64, 64))
-        model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[:1])  # loads it now
+        model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[0][None])  # loads it now
         return Engine(name, model, self._limits, self._choosers.get(name))
 
     def _make_room(self, name: str, needed: int) -> None:

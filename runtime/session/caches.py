@@ -31,6 +31,7 @@ class PrefixCaches:
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self._backend, self._token_inputs = backend, manifest.token_inputs
         self.two_way = manifest.model.two_way is not None  # all tokens of a prompt see each other
+        self._stateful = bool(manifest.model.conv_layers)
         self.stages, self.capacity, self._width = manifest.stages, manifest.max_context, manifest.model.hidden
         self.full: dict[int, StageCache] = {}
         self.pruned: dict[int, StageCache] = {}
@@ -55,10 +56,10 @@ class PrefixCaches:
     def enter(self, prompt: Prompt, key: Key, check: Check) -> None:
         """Begin with a prompt's prefix, as `key` names it. Of its leading tokens, what the caches hold stays.
 
-        Not where a token's K and V depend on those behind it.
+        Not where a token's K and V depend on those behind it, nor where layers keep a state, which cannot be cut back.
         """
         prefix = self._embed(prompt, key, check)
-        prefix = prefix if self.two_way else prefix.after(self.prefix)
+        prefix = prefix if self.two_way or self._stateful else prefix.after(self.prefix)
         self._former, self.pruned_prefix = self.pruned_prefix if prefix.common else None, None
         self.prefix = prefix
 
@@ -110,7 +111,7 @@ class PrefixCaches:
             copied += [(self.pruned, other.pruned, number, pruned.size) for number in range(first, pruned.depth)]
         for mine, theirs, number, size in copied:
             mine[number] = self._backend.stage(number, theirs[number].capacity)
-            mine[number].write(np.arange(size), theirs[number].read(np.arange(size)), length=size)
+            mine[number].copy(theirs[number], size)
         self.prefix, self.pruned_prefix = replace(prefix, begun=prefix.begun[: prefix.depth]), pruned
 
     def _empty_prefix(self) -> Prefix:
@@ -174,6 +175,7 @@ class PrefixCaches:
 
         start = prefix.start
         cache.keep(start)
+        cache.mark(prefix.size)
         inputs = {name: each[start:] for name, each in prefix.inputs.items()}
         states = prefix.boundaries[-1]
         tokens = TokenStates(states[len(states) - prefix.size + start :], inputs)

@@ -19,6 +19,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, Policy, PromptText
 from vtx.runtime.session.prefix import Check, Prompt, no_check
 from vtx.runtime.session.session import Selection
+from vtx.runtime.vision.layout import Views
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
@@ -27,13 +28,13 @@ PROJECTED = "projected by"  # of an image's derived arrays, the merged tokens th
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """One preprocessed image: its `views` [views, 3, height, width] float32, a hash of them, and its form in a prompt.
+    """One preprocessed image: its `views`, each [3, height, width] float32, a hash of them, and its form in a prompt.
 
     `size` is its width and height before that; `arrange` makes the image's tokens from those of its views. A video is
     one too, of the `kind` "video": each frame is a view, and `size` that of the first.
     """
 
-    views: NDArray[np.float32]
+    views: Views
     key: str
     in_prompt: PromptImage
     size: tuple[int, int]
@@ -177,7 +178,9 @@ class EncodedImages:
     @property
     def bytes(self) -> int:
         """Bytes of pixels and encoded images. Shared ones count for each holder."""
-        return sum(map(nbytes, self._encoded.values())) + sum(image.views.nbytes for image in self.images)
+        return sum(map(nbytes, self._encoded.values())) + sum(
+            view.nbytes for image in self.images for view in image.views
+        )
 
     def replaced(self, images: tuple[PreparedImage, ...]) -> EncodedImages:
         """Of these images instead; those that are among both stay encoded."""

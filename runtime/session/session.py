@@ -54,7 +54,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """The outcome of a prefill. Per-layer lists start with layer 1; `slots` count right after the prompt.
+    """The outcome of a prefill. Per-layer lists start with layer 1; `slots` count right after the prompt, 0 in layers
+    without K and V.
 
     `k` is the first layer without image tokens, None if some stayed. `images` are the image tokens that entered,
     `reused_layers`: in layers 1 to this one no image token was run, since the caches of an earlier question hold them.
@@ -116,7 +117,7 @@ class Session:
     def kv_slots(self) -> int:
         """Slots of all layers that hold memory."""
         caches = [*self.caches.full.items(), *self.caches.pruned.items()]
-        return sum(cache.resident * self._stages[number].layers for number, cache in caches)
+        return sum(cache.resident * len(self._stages[number].cached) for number, cache in caches)
 
     def agreement(self, ids: Ids) -> tuple[int, int]:
         """The number of leading tokens of a prompt about these images that the conversation has, and of all it has.
@@ -172,7 +173,7 @@ class Session:
                     self._reused_stages = len(self._stages)
                 else:
                     self._select(after)
-                agreed = common_prefix(self._suffix, suffix)
+                agreed = self._held(common_prefix(self._suffix, suffix))
                 self._suffix = self._suffix[:agreed]
                 tokens = self.caches.embed_text(prompt.ids[length + agreed :])
                 for number, layout in enumerate(self._layouts):
@@ -183,6 +184,8 @@ class Session:
                     tokens = tokens.after(cache.append(tokens, positions))
                 self._suffix, hidden = suffix, tokens.hidden
                 agreed = agreed if cached else 0
+            for cache in self.decoding_caches:
+                cache.mark(cache.length)
             self.state = hidden[-1]
             return self._result(self._backend.head(hidden[-1:])[0], reused, agreed)
         finally:
@@ -211,6 +214,14 @@ class Session:
         for cache in self.decoding_caches:
             cache.keep(cache.length - len(tokens))
         return logits
+
+    def _held(self, agreed: int) -> int:
+        """The most tokens of the suffix, up to `agreed`, that every stage's cache can go back to."""
+        for number, layout in enumerate(self._layouts):
+            nearest = self.caches.cache(number).nearest(layout.slots + agreed) - layout.slots
+            if nearest < agreed:
+                return self._held(nearest)
+        return agreed
 
     def _append(self, ids: Sequence[int]) -> HiddenStates:
         """Run these next tokens in one pass; the states [tokens, hidden] of the last layer."""
@@ -312,7 +323,8 @@ class Session:
         image_ran = any(kept[first_run:])
         slots, vision_kept = list[int](), list[int]()
         for number, stage in enumerate(stages):
-            slots += [self.caches.cache(number).length] * stage.layers
+            length = self.caches.cache(number).length
+            slots += [length * (layer in stage.cached) for layer in range(stage.first, stage.last + 1)]
             vision_kept += [kept[number]] * stage.layers
         return PrefillResult(
             logits=logits,

@@ -21,6 +21,8 @@ from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.preprocess import fitted
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
+Views = NDArray[np.float32] | list[NDArray[np.float32]]  # a list if their sizes differ
+
 
 class Layout(ABC):
     """A layout of images. The defaults are those of a layout with one view an image, without newlines or text."""
@@ -89,8 +91,8 @@ class Layout(ABC):
         return 1
 
     @abstractmethod
-    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
-        """The tower's inputs for an image, one view at a time: float32 [views, 3, height, width]."""
+    def views(self, image: Image.Image, settings: ImageSettings) -> Views:
+        """The tower's inputs for an image, one view at a time: float32 [views, 3, height, width], or a list of them."""
 
     def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         """The tokens of an image of this size from those of its views; `newline` [1, hidden], [0, hidden] if none."""

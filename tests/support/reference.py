@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from tests.support.families.fast_vlm import load_fast_vlm
+from tests.support.families.lfm2_vl import PillowProcessor, with_common_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tests.support.tiny import Message
 
 Inputs = dict[str, Any]
+OF_PATCHES = ("pixel_attention_mask", "spatial_shapes")
 Answers = TypeVar("Answers", bound="Callable[..., Any]")
 
 
@@ -80,6 +82,8 @@ class Reference:
         self.template = self.processor.chat_template or self.tokenizer.chat_template
         inner = self.model.model
         self.decoder: Any = inner.text_model if hasattr(inner, "text_model") else inner.language_model
+        if self.model.config.model_type == "lfm2_vl":
+            with_common_names(self.decoder)
         self.layers = len(self.decoder.layers)
         text = self.decoder.config  # what Granite multiplies with; transformers 5 leaves the last one out in LlavaNext
         self.scale = getattr(text, "embedding_multiplier", 1.0)
@@ -108,6 +112,17 @@ class Reference:
             # its own processor needs another package, for numbers in words; an image's text is Idefics3's
             "smolvlm": ("SmolVLMImageProcessorPil", "Idefics3Processor"),
         }
+        if config.model_type == "lfm2_vl":
+            from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+
+            class OnPillow(Lfm2VlProcessor):
+                def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
+                    return None
+
+            settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+            return OnPillow(PillowProcessor(settings), tokenizer, chat_template=template)
         if config.model_type not in processors:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
         of_images, of_all = (getattr(transformers, name) for name in processors[config.model_type])
@@ -219,7 +234,9 @@ class Reference:
         vision = self._vision(inputs)
         full_layers = self._full_layers(k)
         text = int((~vision).sum())
-        return [len(vision)] * full_layers + [text] * (self.layers - full_layers)
+        slots = [len(vision)] * full_layers + [text] * (self.layers - full_layers)
+        attends = [getattr(layer, "is_attention_layer", True) for layer in self.decoder.layers]
+        return [count * there for count, there in zip(slots, attends, strict=True)]
 
     def _full_layers(self, k: int | None) -> int:
         if k is None:
@@ -238,7 +255,7 @@ class Reference:
         vision = self._vision(inputs)
         rows = self.decoder.embed_tokens(inputs["input_ids"])
         if inputs.get("pixel_values") is not None:
-            names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw")
+            names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw", *OF_PATCHES)
             pictures = {name: inputs[name] for name in names if name in inputs}
             features = self.model.model.get_image_features(**self._named(pictures)).pooler_output
             rows[0, inputs["input_ids"][0] == self.image_token] = torch.cat(list(features)).to(rows.dtype)
@@ -294,7 +311,8 @@ class Reference:
             mask[..., : count - answered, : count - answered] = 0
         rope = self.decoder.rotary_emb(rows, position_ids=positions)
         for layer in layers:
-            rows = layer(rows, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+            seen = mask if getattr(layer, "is_attention_layer", True) else None  # a convolution sees its neighbours
+            rows = layer(rows, attention_mask=seen, position_ids=positions, position_embeddings=rope)
         return rows
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.clip import Clip
-from tests.support.reference import Inputs, Reference, computed_once
+from tests.support.reference import OF_PATCHES, Inputs, Reference, computed_once
 from tests.support.selection import divprune, hiprune, visionzip
 from tests.support.tiny import MARKED
 
@@ -186,6 +186,7 @@ class Statement:
             "qwen2_vl",
             "qwen2_5_vl",
             "qwen3_vl",
+            "lfm2_vl",
             *MARKED,
         ):
             return self._given(inputs)
@@ -198,7 +199,7 @@ class Statement:
 
     def _given(self, inputs: Inputs) -> list[Image]:
         """Images whose tokens are no patches, as transformers makes them; each, or each tile, is a run."""
-        names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw")
+        names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw", *OF_PATCHES)
         pictures = {name: inputs[name] for name in names if name in inputs}
         found = self._reference.model.model.get_image_features(**pictures)
         features = torch.cat([*found.pooler_output])
@@ -469,6 +470,8 @@ class Statement:
 
     def _layer(self, layer: Any, x: Tensor, rows: list[Row], past: Cache | None) -> tuple[Tensor, Tensor, Cache]:
         """One layer over x [n, hidden]: its output, its attention [heads, n, all], and the cache with the new rows."""
+        if hasattr(layer, "conv"):
+            return self._convolved(layer, x, rows, past)
         attend, y = layer.self_attn, layer.input_layernorm(x)
         q, k, v = (
             proj(y).view(len(y), -1, attend.head_dim).transpose(0, 1)
@@ -493,6 +496,24 @@ class Statement:
         added = getattr(layer, "residual_multiplier", 1.0)
         x = x + attend.o_proj(mixed) * added
         return x + layer.mlp(layer.post_attention_layernorm(x)) * added, full, Cache(k, v, rows)
+
+    @staticmethod
+    def _convolved(layer: Any, x: Tensor, rows: list[Row], past: Cache | None) -> tuple[Tensor, Tensor, Cache]:
+        """As `_layer`, of LFM2's layers without attention: a sum over the rows before, those that ran here."""
+        conv = layer.conv
+        first, gate, last = conv.in_proj(layer.input_layernorm(x)).chunk(3, -1)
+        new = first * last
+        seen = new if past is None else torch.cat([past.key, new])
+        kernel = conv.conv.weight[:, 0].T  # [taps, hidden]
+        before, taps = len(seen) - len(new), len(kernel)
+        mixed = []
+        for at in range(before, len(seen)):
+            own = [(seen[at - back], kernel[taps - 1 - back]) for back in range(min(taps, at + 1))]
+            mixed.append(torch.stack([column * weight for column, weight in own]).sum(0))
+        added = torch.stack(mixed) + (0 if conv.conv.bias is None else conv.conv.bias)
+        x = x + conv.out_proj(gate * added)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return x, torch.zeros(0), Cache(seen, seen, [*([] if past is None else past.rows), *rows])
 
     def logits(self, row: Tensor) -> Tensor:
         out: Tensor = self._head(self._decoder.norm(row)).float()

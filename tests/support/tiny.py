@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "idefics3": "Idefics3ForConditionalGeneration",
     "fast_vlm": "FastVlmForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
+    "lfm2_vl": "Lfm2VlForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -82,6 +83,7 @@ PROCESSORS = {
     "idefics3": "Idefics3Processor",
     "fast_vlm": "LlavaProcessor",
     "paligemma": "PaliGemmaProcessor",
+    "lfm2_vl": "Lfm2VlProcessor",
 }
 MARKED = ("smolvlm", "idefics3")
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -107,9 +109,9 @@ class Tiny:
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "lisa", "internvl_chat",
-        "smolvlm", "idefics3", "fast_vlm", "paligemma",
+        "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl",
     ] = "llava"  # fmt: skip
-    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite", "gemma"] = "llama"
+    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2"] = "llama"
     layers: int = 8
     hidden: int = 64
     heads: int = 4
@@ -125,7 +127,7 @@ class Tiny:
     theta: float = 10_000.0
     context: int = 256
     multipliers: tuple[float, float, float, float] = (12.0, 0.11, 0.22, 4.0)  # of granite
-    vision: Literal["clip", "siglip", "internvl", "fastvit"] = "clip"
+    vision: Literal["clip", "siglip", "siglip2", "internvl", "fastvit"] = "clip"
     vision_layers: int = 4
     stage_blocks: tuple[int, ...] = (1, 2, 1, 2, 1)  # of fastvit
     stage_widths: tuple[int, ...] = (8, 16, 32, 32, 64)
@@ -149,6 +151,8 @@ class Tiny:
     aspect: Literal["pad", "anyres"] | None = None  # of the original layout
     pickled: bool = False
     maps: tuple[int, ...] = (0, 1, 2)  # qwen3_vl's layers of the tower that give maps
+    attending: tuple[int, ...] = (1, 4, 6)  # lfm2's layers with attention, from 0; the others are convolutions
+    taps: int = 3
 
     @property
     def image_token(self) -> str:
@@ -178,6 +182,10 @@ class Tiny:
             return ["<img>", "</img>", "<|im_start|>", "<|im_end|>"]
         if self.family in MARKED:
             return [*MARKS, *["<global-img>"] * (self.family == "smolvlm")]
+        if self.family == "lfm2_vl":
+            places = [(1, 1), (1, 2), (1, 3), (2, 1), (3, 1)]
+            tiles = [f"<|img_row_{row}_col_{column}|>" for row, column in places]
+            return ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *tiles]
         videos = self.family in VIDEOS or self.family.startswith("qwen")
         return list(AROUND.values()) if self.family == "internvl" else [VIDEO_TOKEN] * videos
 
@@ -208,6 +216,8 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         return (make_vila if tiny.family == "vila" else make_original)(folder, tiny, seed)
     if tiny.family.startswith("qwen"):
         return _make_qwen(folder, tiny, seed)
+    if tiny.family == "lfm2_vl":
+        return _make_lfm2(folder, tiny, seed)
     if tiny.family == "internvl_chat":
         from tests.support.families.internvl_chat import make_internvl_chat
 
@@ -239,6 +249,20 @@ def _make_qwen(folder: Path, tiny: Tiny, seed: int) -> Path:
     if tiny.names == "hub" and tiny.family != "qwen3_vl":
         weights = {qwen.hub_name(name): tensor for name, tensor in weights.items()}
     _write_weights(folder, tiny, weights)
+    return folder
+
+
+def _make_lfm2(folder: Path, tiny: Tiny, seed: int) -> Path:
+    from transformers import AutoConfig
+
+    from tests.support.families import lfm2_vl
+
+    settings = lfm2_vl.settings(tiny, write_tokenizer(folder, tiny))
+    _write_json(folder / "config.json", settings)
+    _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    _write_json(folder / "preprocessor_config.json", lfm2_vl.image_settings(tiny))
+    (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
+    _write_weights(folder, tiny, _weights(AutoConfig.for_model(**settings), tiny, seed))
     return folder
 
 
@@ -572,7 +596,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.exp(noise * 0.3)
     if "norm" in name or "layrnorm" in name or "ln_q" in name or name.endswith("bn.weight"):
         # The last norm widens the logits, so that embeddings can stay narrow: wide ones, tied, repeat the last token.
-        return (1 + noise * 0.2) * (3 if name == "model.language_model.norm.weight" else 1)
+        wider = {"model.language_model.norm.weight": 3, "model.language_model.embedding_norm.weight": 2}
+        return (1 + noise * 0.2) * wider.get(name, 1)
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         noise *= 0.1
         noise[[0, 1, 3, -1]] *= 0.1  # <unk>, <s>, <pad> and <image> are never the answer
@@ -594,7 +619,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _rename(name: str, tiny: Tiny) -> str:
-    if tiny.names == "new" or tiny.family in MARKED or tiny.family.startswith("qwen"):
+    if tiny.names == "new" or tiny.family in (*MARKED, "lfm2_vl") or tiny.family.startswith("qwen"):
         return name
     name = name.removeprefix("model.")
     if name.startswith("language_model."):

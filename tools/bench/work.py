@@ -23,7 +23,7 @@ from vtx.tools.estimate.flops import (
     prefill_flops,
     text_tower_flops,
 )  # fmt: skip
-from vtx.tools.estimate.sizes import ModelSize, NativeSize, bundle_size
+from vtx.tools.estimate.sizes import ModelSize, NaflexSize, NativeSize, bundle_size
 
 FLOATING = ("F32", "F16", "BF16")
 # Weights of a bundle have vtx's names, or those of the checkpoint if its files are used unchanged.
@@ -58,13 +58,14 @@ class WorkCounter:
         self.width = self.decoder.ffn
 
     def count(self, prefill: Sequence[Call], decode: Sequence[Call]) -> WorkCount:
-        appends = [(self._stages[c.stage].layers, c) for c in prefill if c.stage is not None and c.tokens]
+        stages = [range(stage.first, stage.last + 1) for stage in self._stages]
+        appends = [(stages[c.stage], c) for c in prefill if c.stage is not None and c.tokens]
         flops = [
             append_flops(self.decoder, layers, c.tokens, c.filled) - 2 * c.spared * self.decoder.macs_after_attention
             for layers, c in appends
         ]
         tokens = sum(call.name == "head" for call in decode)
-        slots = sum(self._stages[c.stage].layers * (c.filled + c.tokens) for c in decode if c.stage is not None)
+        slots = sum(len(self._stages[c.stage].cached) * (c.filled + c.tokens) for c in decode if c.stage is not None)
         return WorkCount(
             vision_flops=self.count_vision(prefill),
             prefill_flops=2 * self.decoder.head_macs + sum(flops),
@@ -90,13 +91,13 @@ class WorkCounter:
         """
         vision, text = self._size.vision, self._text_tower
         passes = [c.tokens for c in prefill if c.name == "vision"]
-        if isinstance(vision, NativeSize):
+        if isinstance(vision, NativeSize | NaflexSize):
             return sum(encode_flops(vision.seeing(tokens), 1) for tokens in passes)
         whole = 0 if vision is None else vision.view_tokens
         seen = sum(encode_flops(vision, 1, merged=max(0, whole - tokens)) for tokens in passes)
         frames = [c.tokens for c in prefill if c.name == "video"]
         seen += sum(encode_flops(vision and replace(vision, view_tokens=tokens), 1) for tokens in frames)
-        if not isinstance(vision, NativeSize) and vision is not None:
+        if vision is not None:
             seen += sum(2 * vision.projector_token_macs * c.tokens for c in prefill if c.name == "project")
         if text is None:
             return seen

@@ -50,7 +50,8 @@ def calflops(size: DecoderSize, tokens: Sequence[int]) -> float:
     the head is spread over the layers.
     """
     _check_layers(size, tokens)
-    return 2 * sum(tokens) * (size.layer_macs + size.head_macs / size.layers)
+    head = sum(tokens) * size.head_macs / size.layers
+    return 2 * (sum(count * size.macs_of([layer]) for layer, count in enumerate(tokens, 1)) + head)
 
 
 def total_flops(size: DecoderSize, tokens: Sequence[int], vision: VisionSize | None = None, views: int = 0) -> int:
@@ -85,13 +86,15 @@ def prefill_flops(size: DecoderSize, tokens: Sequence[int]) -> int:
 def decode_flops(size: DecoderSize, slots: Sequence[int]) -> int:
     """FLOPs of one more token when `slots` KV slots are filled per layer; the token attends to itself as well."""
     _check_layers(size, slots)
-    attention = sum(attention_macs(size, 1, filled + 1) for filled in slots)
-    return 2 * (size.layers * size.layer_macs + attention + size.head_macs)
+    attention = sum(attention_macs(size, 1, filled + 1, layer) for layer, filled in enumerate(slots, 1))
+    return 2 * (size.macs_of(size.every) + attention + size.head_macs)
 
 
-def append_flops(size: DecoderSize, layers: int, tokens: int, filled: int) -> int:
-    """FLOPs of `layers` layers for `tokens` more tokens after `filled` filled KV slots, without the head."""
-    return 2 * layers * (tokens * size.layer_macs + attention_macs(size, tokens, filled + tokens))
+def append_flops(size: DecoderSize, layers: Iterable[int], tokens: int, filled: int) -> int:
+    """FLOPs of the `layers`, by their numbers, for `tokens` more tokens after `filled` ones, without the head."""
+    return 2 * sum(
+        tokens * size.macs_of([layer]) + attention_macs(size, tokens, filled + tokens, layer) for layer in layers
+    )
 
 
 def ahead_flops(size: DecoderSize, kept: Sequence[int], ahead: Iterable[int], *, text: int) -> int:
@@ -99,18 +102,21 @@ def ahead_flops(size: DecoderSize, kept: Sequence[int], ahead: Iterable[int], *,
 
     `kept` are the image tokens of each layer. A layer where none leave, or all of them at a withdrawal, runs once.
     """
-    before = (kept[layer - 2] for layer in ahead if 0 < kept[layer - 1] < kept[layer - 2])
-    return sum(append_flops(size, 1, text + count, 0) for count in before)
+    again = (layer for layer in ahead if 0 < kept[layer - 1] < kept[layer - 2])
+    return sum(append_flops(size, [layer], text + kept[layer - 2], 0) for layer in again)
 
 
-def attention_macs(size: DecoderSize, tokens: int, slots: int) -> int:
-    """The two products of one layer's attention: `tokens` queries on `slots` keys and values, no causal saving."""
-    return 2 * tokens * slots * size.heads * size.head_dim
+def attention_macs(size: DecoderSize, tokens: int, slots: int, layer: int = 0) -> int:
+    """The two products of a layer's attention, if it has any: `tokens` queries on `slots` keys, no causal saving."""
+    return 0 if layer in size.conv_layers else 2 * tokens * slots * size.heads * size.head_dim
 
 
 def decoder_macs(size: DecoderSize, tokens: Sequence[int]) -> int:
     _check_layers(size, tokens)
-    return sum(count * size.layer_macs + attention_macs(size, count, count) for count in tokens)
+    return sum(
+        count * size.macs_of([layer]) + attention_macs(size, count, count, layer)
+        for layer, count in enumerate(tokens, 1)
+    )
 
 
 def _check_layers(size: DecoderSize, tokens: Sequence[int]) -> None:
@@ -121,6 +127,10 @@ def _check_layers(size: DecoderSize, tokens: Sequence[int]) -> None:
 
 
 def kv_bytes(size: DecoderSize, slots: Sequence[int], element_bytes: int) -> tuple[int, ...]:
-    """Bytes of the KV cache per layer when `slots` are filled: after a prefill, its tokens per layer."""
+    """Bytes of the KV cache per layer when `slots` are filled: after a prefill, its tokens per layer.
+
+    None in layers with a convolution, whose states are some kilobytes each, however many tokens there are.
+    """
     _check_layers(size, slots)
-    return tuple(count * size.slot_elements * element_bytes for count in slots)
+    each = size.slot_elements * element_bytes
+    return tuple(0 if layer in size.conv_layers else count * each for layer, count in enumerate(slots, 1))

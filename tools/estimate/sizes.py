@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,8 @@ MOMENTS = 2  # of a video that a patch's kernel covers; for still images the gra
 class DecoderSize:
     """Sizes of a decoder of the llama family; `kv_heads` below `heads` is grouped-query attention.
 
-    `qk_norm`: queries and keys have a norm.
+    `qk_norm`: queries and keys have a norm. `conv_layers`, counted from 1, have a convolution over `conv_taps` tokens
+    in place of attention, and keep no K and V.
     """
 
     layers: int
@@ -52,12 +53,29 @@ class DecoderSize:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = optional(False)
+    conv_layers: tuple[int, ...] = optional(())
+    conv_taps: int = optional(1)
 
     @property
     def layer_macs(self) -> int:
-        """Multiply-accumulates of one layer's matrices for one token; also the number of their weights."""
+        """Multiply-accumulates of an attention layer's matrices for one token; also the number of their weights."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.ffn
+
+    def macs_of(self, layers: Iterable[int]) -> int:
+        """`layer_macs` of these layers together, each with attention or a convolution."""
+        convolution = 4 * self.hidden**2 + self.conv_taps * self.hidden + 3 * self.hidden * self.ffn
+        return sum(convolution if layer in self.conv_layers else self.layer_macs for layer in layers)
+
+    @property
+    def every(self) -> range:
+        """The numbers of all layers."""
+        return range(1, self.layers + 1)
+
+    @property
+    def attending(self) -> int:
+        """The number of layers with attention."""
+        return self.layers - len(self.conv_layers)
 
     @property
     def macs_after_attention(self) -> int:
@@ -77,15 +95,15 @@ class DecoderSize:
     def small_parameters(self) -> int:
         """Norms and biases of all layers, and the final norm."""
         qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
-        layer = 2 * self.hidden + self.qkv_bias * qkv + self.o_bias * self.hidden
-        layer += self.mlp_bias * (2 * self.ffn + self.hidden) + self.qk_norm * 2 * self.head_dim
-        return self.layers * layer + self.hidden
+        attention = self.qkv_bias * qkv + self.o_bias * self.hidden + self.qk_norm * 2 * self.head_dim
+        layer = 2 * self.hidden + self.mlp_bias * (2 * self.ffn + self.hidden)
+        return self.layers * layer + self.attending * attention + self.hidden
 
     @property
     def parameters(self) -> int:
         """All weights: layers, embedding, final norm, and the head unless it is the embedding."""
         tables = self.head_macs * (1 if self.tied else 2)
-        return self.layers * self.layer_macs + self.small_parameters + tables
+        return self.macs_of(self.every) + self.small_parameters + tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +222,36 @@ class NativeSize(VisionSize):
 
 
 @dataclass(frozen=True, slots=True)
+class NaflexSize(VisionSize):
+    """A SigLIP tower of images at their own resolution or in tiles, with a table of `positions` and a final norm.
+
+    The projector has a width of `between` between its matrices, and a norm before them if `projector_norm`. `patches`
+    and `view_tokens` describe a tile.
+    """
+
+    between: int = 1
+    positions: int = 1
+    projector_norm: bool = True
+
+    def seeing(self, tokens: int) -> NaflexSize:
+        views = max(1, -(-tokens // self.view_tokens))
+        each = max(1, -(-tokens // views))
+        return replace(self, patches=self.features * each, view_tokens=each, image_tokens=views * each, views=views)
+
+    @property
+    def projector_token_macs(self) -> int:
+        return self.between * (self.features * self.hidden + self.out)
+
+    @property
+    def parameters(self) -> int:
+        h, wide = self.hidden, self.features * self.hidden
+        layer = 4 * h * h + 2 * h * self.ffn + 4 * h + self.ffn + h + 4 * h
+        embeddings = h * 3 * self.patch**2 + h + self.positions * h
+        projector = self.projector_token_macs + self.projector_bias * (self.between + self.out)
+        return self.used * layer + embeddings + 2 * h + projector + self.projector_norm * 2 * wide
+
+
+@dataclass(frozen=True, slots=True)
 class ConvolutionalSize(VisionSize):
     """A tower of convolutions in stages, which counts as one layer; the last `ATTENDING` stages have attention."""
 
@@ -296,10 +344,9 @@ class ModelSize:
 def _known(name: str, decoder: Any, vision: Any, layout: Any, **_: Any) -> ModelSize:
     read = Strict().read
     kept = layout and read(layouts()[layout["name"]], layout["parameters"], name)
-    tower = read(
-        NativeSize if "window" in vision else ConvolutionalSize if "widths" in vision else VisionSize, vision, name
-    )
-    return ModelSize(name, "known", read(DecoderSize, decoder, name), tower, kept)
+    kinds = {"window": NativeSize, "widths": ConvolutionalSize, "between": NaflexSize}
+    kind = next((kind for field, kind in kinds.items() if field in vision), VisionSize)
+    return ModelSize(name, "known", read(DecoderSize, decoder, name), read(kind, vision, name), kept)
 
 
 _MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
@@ -318,7 +365,7 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
     """Sizes of a model; an image counts with its maximum of tokens and views."""
     decoder = DecoderSize(
         m.layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab, m.tied, m.qkv_bias, m.o_bias,
-        m.mlp_bias, "qk_norm" in m.flags,
+        m.mlp_bias, "qk_norm" in m.flags, m.conv_layers, m.conv_taps,
     )  # fmt: skip
     tower = m.tower
     if "native" in tower.flags:
@@ -334,6 +381,11 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
     kind: Callable[..., VisionSize] = VisionSize
     if tower.stage_blocks:
         kind = partial(ConvolutionalSize, blocks=tower.stage_blocks, widths=tower.stage_widths)
+    if "naflex" in tower.flags:
+        kind = partial(
+            NaflexSize, between=m.projector.intermediate, positions=(tower.position_grid or 1) ** 2,
+            projector_norm=m.projector.norm_eps is not None,
+        )  # fmt: skip
     vision = kind(
         layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,

@@ -10,7 +10,7 @@ from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_head
-from vtx.tools.estimate.sizes import ConvolutionalSize, DecoderSize, ModelSize, NativeSize, VisionSize
+from vtx.tools.estimate.sizes import ConvolutionalSize, DecoderSize, ModelSize, NaflexSize, NativeSize, VisionSize
 
 SCALE_BYTES = 2
 SOURCE = "F16"  # of the checkpoint; bfloat16 has the same size
@@ -46,12 +46,16 @@ def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
 
 
 def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
-    q, kv, n = size.heads * size.head_dim, size.kv_heads * size.head_dim, size.layers
+    q, kv, n = size.heads * size.head_dim, size.kv_heads * size.head_dim, size.attending
     yield WeightGroup("text.layers.0.self_attn.q_proj.weight", (q, size.hidden), n)
     yield WeightGroup("text.layers.0.self_attn.k_proj.weight", (kv, size.hidden), 2 * n)
     yield WeightGroup("text.layers.0.self_attn.o_proj.weight", (size.hidden, q), n)
-    yield WeightGroup("text.layers.0.mlp.up_proj.weight", (size.ffn, size.hidden), 2 * n)
-    yield WeightGroup("text.layers.0.mlp.down_proj.weight", (size.hidden, size.ffn), n)
+    if convolved := len(size.conv_layers):
+        yield WeightGroup("text.layers.0.conv.in_proj.weight", (3 * size.hidden, size.hidden), convolved)
+        yield WeightGroup("text.layers.0.conv.conv.weight", (size.hidden, 1, size.conv_taps), convolved)
+        yield WeightGroup("text.layers.0.conv.out_proj.weight", (size.hidden, size.hidden), convolved)
+    yield WeightGroup("text.layers.0.mlp.up_proj.weight", (size.ffn, size.hidden), 2 * size.layers)
+    yield WeightGroup("text.layers.0.mlp.down_proj.weight", (size.hidden, size.ffn), size.layers)
 
 
 def head_weights(size: DecoderSize) -> Iterator[WeightGroup]:
@@ -63,6 +67,7 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     """The exported part of the towers, and the projector."""
     hidden, layers, wide = size.hidden, size.towers * size.used, size.features * size.hidden
     gated, between = (size.gated, wide) if isinstance(size, NativeSize) else (False, size.out)
+    between = size.between if isinstance(size, NaflexSize) else between
     if isinstance(size, ConvolutionalSize):
         tower = [WeightGroup("vision.stages.0.qkv.weight", shape, count) for shape, count in size.matrices()]
     else:

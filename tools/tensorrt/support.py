@@ -14,7 +14,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.profiles import Profile
 from vtx.tools.estimate.plan import ENGINE_COSTS, EngineCost
-from vtx.tools.estimate.sizes import ModelSize, NativeSize
+from vtx.tools.estimate.sizes import ModelSize, NaflexSize, NativeSize
 from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS
 
@@ -121,7 +121,7 @@ def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack:
 def _tensorrt(
     software: str, release: Release, lacks: frozenset[str], model: ModelSize, parts: Mapping[str, Precisions]
 ) -> EngineSupport:
-    whole = NOT_BUILT if isinstance(model.vision, NativeSize) else None
+    whole = NOT_BUILT if isinstance(model.vision, NativeSize | NaflexSize) else None
     if model.vision is not None and model.vision.towers > 1:
         whole = NO_FRAMES
     obstacles = dict[str, str | None]()

@@ -171,7 +171,7 @@ class OpenvinoBackend(HostBackend):
         def read() -> Any:
             model = self._read(file, graphs.stage_of(m, spec, DIALECT))
             page_caches(model, spec.cached, m.model.heads)
-            select_outputs(model)
+            select_outputs(model, whole=spec.last not in spec.cached)
             return model
 
         model = read()

@@ -55,10 +55,18 @@ class OpenvinoStageBatch:
             BLOCKS: np.concatenate(blocks), BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
             FILLED: np.array(past.max() + 1, np.int32), OUTPUTS: np.arange(len(tokens), dtype=np.int32),
         }  # fmt: skip
+        states = [cache.states for cache in caches if cache.states is not None]
+        ends = np.ones(1, np.int64)
+        if states:
+            past_states = [state.at(cache.length) for state, cache in zip(states, caches, strict=True)]
+            inputs |= {names.STATE: np.stack(past_states, 1), names.STATE_ENDS: ends}
         with self._lock, run_failures(ENGINE, self._stage.name):
             for name, array in inputs.items():
                 self._request.set_tensor(name, self._context.shared(array))
             run_request(self._request)
+            for number, state in enumerate(states):
+                made = self._request.get_tensor(names.STATE_OUT).data
+                state.put(caches[number].length, ends, made[:, number])
         for cache in caches:
             cache.fill(cache.length + 1)
         return out

@@ -15,6 +15,7 @@ from vtx.runtime.backends.failures import run_failures
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request, run_row
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST
 from vtx.runtime.backends.slots import LanePool, SlotCounter
+from vtx.runtime.backends.states import StateHistory
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
@@ -71,13 +72,12 @@ class OpenvinoStageCache(SlotCounter):
     that has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
     """
 
-    selects_outputs = True
-
     def __init__(
         self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, capacity: int,
         pool: LanePool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(capacity)
+        super().__init__(capacity, StateHistory(spec, context.model) if spec.stateful else None)
+        self.selects_outputs = spec.last in spec.cached
         self._context, self._stage, self._reads = context, stage, spec.inputs
         self._request, many = stage.request(), stage.for_many
         self._for_many, self._ran = None if many is None else many.create_infer_request(), self._request
@@ -164,10 +164,17 @@ class OpenvinoStageCache(SlotCounter):
                     self._block_begins[1] = 0  # until they are set
                     self._set(BLOCKS, self._context.shared(self._block_numbers[:blocks]))
                     self._block_begins[1] = blocks
+                if self.states is not None:
+                    ends = self.states.ends(self.length, count)
+                    past = np.ascontiguousarray(self.states.at(self.length)[:, None])
+                    self._set(names.STATE, self._context.shared(past))
+                    self._set(names.STATE_ENDS, self._context.shared(ends))
                 if count == 1:
                     run_row(self._ran, out)
                 else:
                     run_request(self._ran)
+                if self.states is not None:
+                    self.states.put(self.length, ends, self._ran.get_tensor(names.STATE_OUT).data)
             finally:
                 for name in own_rope:
                     self._set(name, self._context.shared(rope[name]))

@@ -69,13 +69,18 @@ def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def select_outputs(model: Any) -> None:
+def select_outputs(model: Any, *, whole: bool = False) -> None:
     """Add the input `OUTPUTS`: the last layer computes K and V of all tokens, and everything after for these only.
 
-    So are token inputs that are added after it. `model` is an openvino.Model whose caches are paged already, and is
-    changed. Raises BundleError.
+    So are token inputs that are added after it. If the last layer keeps a state, it needs all tokens, and only the
+    result is selected from. `model` is an openvino.Model whose caches are paged already, and is changed. Raises
+    BundleError.
     """
     selected, nodes = add_parameter(model, OUTPUTS, [-1], "i32"), model.get_ordered_ops()
+    if whole:
+        _gather(model.output(names.HIDDEN_OUT).get_node().input(0), selected)
+        model.validate_nodes_and_infer_types()
+        return
     last = max(n for n, node in enumerate(nodes) if node.get_type_name() == "PagedAttentionExtension")
     for node in (node for node in nodes[last:] if node.get_type_name() == "Add"):
         for given in node.inputs():

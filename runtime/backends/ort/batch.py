@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.ort.cache import OrtStage, OrtStageCache
+from vtx.runtime.backends.ort.cache import OrtStage, OrtStageCache, state_arrays
 from vtx.runtime.backends.slots import LanePool
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -22,11 +22,11 @@ BINDINGS = 32  # that a stage keeps
 class Run:
     """A binding over one lane for each token, and the arrays that it reads and writes."""
 
-    inputs: dict[str, NDArray[np.float32]]
+    inputs: dict[str, NDArray[Any]]
     positions: NDArray[np.int64]
     last: NDArray[np.int32]
     total: NDArray[np.int32]
-    out: HiddenStates
+    outputs: dict[str, HiddenStates]
     binding: Any
     seen: NDArray[np.int64] | None = None
 
@@ -70,18 +70,30 @@ class OrtStageBatch:
         run.last[:], run.total[0] = lengths[order], lengths.max() + 1
         if run.seen is not None:
             run.seen[:, 0] = lengths[order] + 1
+        stateful = [(cache, cache.states) for cache in caches if cache.states is not None]
+        for number, place in enumerate(order if stateful else ()):
+            cache, states = stateful[place]
+            run.inputs[names.STATE][:, number] = states.at(cache.length)
         self._stage.graph.run_bound(run.binding)
+        for number, place in enumerate(order if stateful else ()):
+            cache, states = stateful[place]
+            states.put(cache.length, np.ones(1, np.int64), run.outputs[names.STATE_OUT][:, number])
         for cache in caches:
             cache.fill(cache.length + 1)
         out = np.empty_like(tokens.hidden)
-        out[order] = run.out
+        out[order] = run.outputs[names.HIDDEN_OUT]
         return out
 
     def _bind(self, first: int, count: int) -> Run:
         """A run over `count` lanes from `first` on."""
-        inputs = {name: np.zeros((count, width), np.float32) for name, width in self._stage.widths.items()}
+        inputs: dict[str, NDArray[Any]] = {}
+        for name, width in self._stage.widths.items():
+            inputs[name] = np.zeros((count, width), np.float32)
         positions, last, total = np.zeros((count, 1), np.int64), np.zeros(count, np.int32), np.zeros(1, np.int32)
-        out = np.empty_like(inputs[names.HIDDEN])
+        outputs = {names.HIDDEN_OUT: np.empty_like(inputs[names.HIDDEN])}
+        if (states := self._stage.new_states()) is not None:
+            past, new = state_arrays(states, count, np.ones(1, np.int64))
+            inputs, outputs = {**inputs, **past}, {**outputs, **new}
         given: dict[str, NDArray[Any]] = {
             **inputs, names.POSITIONS: positions, names.LAST_SLOT: last, names.TOTAL_SLOTS: total,
         }  # fmt: skip
@@ -89,8 +101,8 @@ class OrtStageBatch:
         if seen is not None:
             given[names.SEEN_SLOTS] = seen
         kv = self.pool.kv[:, :, first : first + count]
-        buffers = list(map(self._stage.context.value, kv.reshape(-1, *kv.shape[2:])))
-        return Run(inputs, positions, last, total, out, self._stage.bind(given, out, buffers), seen)
+        buffers = list(map(self._stage.context.value, kv.reshape(2 * len(kv), *kv.shape[2:])))
+        return Run(inputs, positions, last, total, outputs, self._stage.bind(given, outputs, buffers), seen)
 
     def _gather(self, caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
         """Bring caches into lanes that follow each other; their lanes [n]."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.slots import LanePool, SlotCounter, seen_slots
+from vtx.runtime.backends.states import StateHistory
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
@@ -60,7 +61,10 @@ class OrtStage:
             if each.name in spec.inputs:
                 self.widths[names.token_input(each.name)] = each.width
 
-    def bind(self, inputs: Mapping[str, NDArray[Any]], out: HiddenStates, kv: Sequence[Any]) -> Any:
+    def new_states(self) -> StateHistory | None:
+        return StateHistory(self.spec, self.context.model) if self.spec.stateful else None
+
+    def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, HiddenStates], kv: Sequence[Any]) -> Any:
         """A binding of the graph over host arrays, which the caller holds, and over the layers' keys and values.
 
         `inputs` may hold rotary tables of these tokens alone.
@@ -68,7 +72,8 @@ class OrtStage:
         binding, value = self.graph.session.io_binding(), self.context.value
         for name, array in inputs.items():
             binding.bind_ortvalue_input(name, value(array))
-        binding.bind_ortvalue_output(names.HIDDEN_OUT, value(out))
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, value(array))
         for name, constant in self.constants.items():
             if name not in inputs:
                 binding.bind_ortvalue_input(name, constant)
@@ -76,6 +81,16 @@ class OrtStage:
             binding.bind_ortvalue_input(past, buffer)
             binding.bind_ortvalue_output(present, buffer)
         return binding
+
+
+def state_arrays(
+    states: StateHistory, conversations: int, ends: Ids
+) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float32]]]:
+    """Empty inputs and outputs of a run for the states after `ends` of its tokens, by name."""
+    layers, columns, hidden = states.shape
+    given = np.empty((layers, conversations, columns, hidden), np.float32)
+    made = np.empty((layers, conversations, len(ends) * columns, hidden), np.float32)
+    return {names.STATE: given, names.STATE_ENDS: ends}, {names.STATE_OUT: made}
 
 
 class OrtStageCache(SlotCounter):
@@ -90,7 +105,7 @@ class OrtStageCache(SlotCounter):
     bound_once = True
 
     def __init__(self, stage: OrtStage, capacity: int, pool: LanePool | None = None) -> None:
-        super().__init__(capacity)
+        super().__init__(capacity, stage.new_states())
         self._stage, self._context, self._pool = stage, stage.context, pool
         self.lane = pool.take() if pool is not None else None
         if pool is not None and self.lane is not None:
@@ -105,6 +120,9 @@ class OrtStageCache(SlotCounter):
         self._row, self._row_position = dict[str, NDArray[np.float32]](), np.zeros((1, 1), np.int64)
         for name, width in stage.widths.items():
             self._row[name] = np.zeros((1, width), np.float32)
+        self._row_state, self._row_state_out = dict[str, NDArray[Any]](), dict[str, NDArray[np.float32]]()
+        if self.states is not None:
+            self._row_state, self._row_state_out = state_arrays(self.states, 1, np.ones(1, np.int64))
         self.kv, self.buffers, self.row_binding = self.buffers_at(None if self.lane is None else self.lane.number)
 
     def buffers_at(self, number: int | None) -> tuple[NDArray[Any], list[Any], Any]:
@@ -113,9 +131,10 @@ class OrtStageCache(SlotCounter):
         shape = (len(self._stage.kv_names) // 2, 2, 1, model.kv_heads, capacity, model.head_dim)
         kv, buffers = self._allocate(shape, np.dtype(self._context.kv_dtype), number)
         inputs: dict[str, NDArray[Any]] = {
-            **self._row, names.POSITIONS: self._row_position, **self._slots, **self._row_seen,
+            **self._row, names.POSITIONS: self._row_position, **self._slots, **self._row_seen, **self._row_state,
         }  # fmt: skip
-        return kv, buffers, self._stage.bind(inputs, self._row_out, buffers)
+        outputs = {names.HIDDEN_OUT: self._row_out, **self._row_state_out}
+        return kv, buffers, self._stage.bind(inputs, outputs, buffers)
 
     def filled(self) -> NDArray[Any]:
         """A copy of K and V of the filled slots."""
@@ -129,7 +148,7 @@ class OrtStageCache(SlotCounter):
             kv = self._pool.kv[:, :, number : number + 1]
         else:
             kv = zeros_in_small_pages(shape, kv_type)
-        return kv, list(map(self._context.value, kv.reshape(-1, *kv.shape[2:])))
+        return kv, list(map(self._context.value, kv.reshape(2 * len(kv), *kv.shape[2:])))
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         hidden, count = tokens.hidden, len(tokens.hidden)
@@ -146,7 +165,11 @@ class OrtStageCache(SlotCounter):
                 seen[:] = self.length + 1
             for name, row in self._row.items():
                 row[:] = own[name]
+            if self.states is not None:
+                self._row_state[names.STATE][:, 0] = self.states.at(self.length)
             self._stage.graph.run_bound(self.row_binding)
+            if self.states is not None:
+                self.states.put(self.length, np.ones(1, np.int64), self._row_state_out[names.STATE_OUT])
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
         out, inputs = np.empty_like(hidden), {names.POSITIONS: positions[None].copy(), **self._slots}
@@ -154,11 +177,19 @@ class OrtStageCache(SlotCounter):
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
         for name, array in own.items():
             inputs[name] = np.ascontiguousarray(array)
-        binding = self._stage.bind(inputs, out, self.buffers)
+        outputs, ends = {names.HIDDEN_OUT: out}, np.zeros(0, np.int64)
+        if self.states is not None:
+            ends = self.states.ends(self.length, count)
+            given, made = state_arrays(self.states, 1, ends)
+            given[names.STATE][:, 0] = self.states.at(self.length)
+            inputs, outputs = {**inputs, **given}, {**outputs, **made}
+        binding = self._stage.bind(inputs, outputs, self.buffers)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)
             binding.bind_ortvalue_output(names.QUERY, self._context.value(self.query))
         self._stage.graph.run_bound(binding)
+        if self.states is not None:
+            self.states.put(self.length, ends, outputs[names.STATE_OUT])
         return out
 
     def attention(self, *, last_only: bool = False) -> Scores:

@@ -95,8 +95,13 @@ def text_tower(m: Manifest) -> GraphIO:
     return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.TEXT_EMBEDDING: Tensor("float32", (1, width))})
 
 
-def stage(m: Manifest, dialect: str, *, query: bool, reads: Sequence[str] = ()) -> GraphIO:
-    """A stage that reads these token inputs; names of what each layer has contain `{layer}`."""
+def stage(
+    m: Manifest, dialect: str, *, query: bool, reads: Sequence[str] = (), stateful: int | str | None = None
+) -> GraphIO:
+    """A stage that reads these token inputs, with that number of layers with a state, None without any.
+
+    Names of what each layer has contain `{layer}`.
+    """
     past, present = CACHE_SLOTS.get(dialect, (m.max_context, m.max_context))
     table = Tensor("float32", (m.max_context if dialect == "trt" else "max_context", m.model.head_dim // 2))
     inputs = {
@@ -111,6 +116,10 @@ def stage(m: Manifest, dialect: str, *, query: bool, reads: Sequence[str] = ()) 
         inputs |= {name(LAYER): _scale(m) for name in (names.key_scale, names.value_scale)}
     outputs = {names.HIDDEN_OUT: hidden(m)}
     outputs |= {name(LAYER): cache(m, dialect, present) for name in (names.present_key, names.present_value)}
+    if stateful is not None:
+        inputs[names.STATE] = Tensor("float32", (stateful, "conversations", m.model.conv_taps - 1, m.model.hidden))
+        inputs[names.STATE_ENDS] = Tensor("int64", ("ends",))
+        outputs[names.STATE_OUT] = Tensor("float32", (stateful, "conversations", "columns", m.model.hidden))
     if query:
         outputs[names.QUERY] = _query(m)
     return GraphIO(inputs, outputs)
@@ -118,7 +127,7 @@ def stage(m: Manifest, dialect: str, *, query: bool, reads: Sequence[str] = ()) 
 
 def stage_of(m: Manifest, spec: StageSpec, dialect: str) -> GraphIO:
     """A stage of a bundle, with the names of its own layers."""
-    io = stage(m, dialect, query=spec.query, reads=spec.inputs)
+    io = stage(m, dialect, query=spec.query, reads=spec.inputs, stateful=len(spec.stateful) or None)
     inputs, outputs = (
         {
             name.replace(LAYER, str(layer)): tensor

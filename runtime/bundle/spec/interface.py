@@ -51,6 +51,12 @@ def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
     if m.token_inputs:
         reading = graphs.stage(m, dialect, query=False, reads=[each.name for each in m.token_inputs]).inputs
         entries["token_inputs"] = {name: tensor for name, tensor in reading.items() if name not in stage.inputs}
+    if m.model.conv_layers:
+        keeping = graphs.stage(m, dialect, query=False, stateful="layers")
+        for side, given, known in (
+            ("inputs", keeping.inputs, stage.inputs), ("outputs", keeping.outputs, stage.outputs),
+        ):  # fmt: skip
+            entries[f"state_{side}"] = {name: tensor for name, tensor in given.items() if name not in known}
     declared: dict[str, Any] = json_value(entries)
     return declared
 

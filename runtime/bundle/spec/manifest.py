@@ -10,7 +10,7 @@ from typing import Any
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, TextTowerSpec, require
-from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, kv_type
+from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, STATEFUL, kv_type
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
@@ -84,9 +84,17 @@ class StageSpec:
     @property
     def cached(self) -> tuple[int, ...]:
         """The layers that keep K and V in slots."""
+        return self._keeping(SLOTTED)
+
+    @property
+    def stateful(self) -> tuple[int, ...]:
+        """The layers that keep a state."""
+        return self._keeping(STATEFUL)
+
+    def _keeping(self, wanted: str) -> tuple[int, ...]:
         layers = range(self.first, self.last + 1)
         kinds = self.caches or (SLOTTED,) * self.layers
-        return tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == SLOTTED)
+        return tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +274,15 @@ class Manifest:
                 )
             require(
                 len(kinds) in (0, stage.layers)
-                and bool(cached := stage.cached)
-                and (not stage.query or cached[-1] == stage.last),
-                f"{where} declares caches {kinds}; it needs one kind a layer, and slots in at least one, the last one "
-                "if it gives queries",
+                and bool(stage.cached or stage.stateful)
+                and (not stage.query or stage.last in stage.cached),
+                f"{where} declares caches {kinds}; it needs one kind a layer, slots or a state in at least one, and "
+                "slots in the last one if it gives queries",
+            )
+            require(
+                set(stage.stateful) == set(self.model.conv_layers) & set(range(stage.first, stage.last + 1)),
+                f"{where} keeps states in layers {list(stage.stateful)}, the model has convolutions in "
+                f"{list(self.model.conv_layers)!s:.60}",
             )
 
     def _check_dialects(self) -> None:

@@ -11,6 +11,7 @@ from vtx.runtime.strict import UPGRADE, optional
 
 MAX_LAYERS = 512
 MAX_SIZE = (1 << 31) - 1
+MAX_TAPS = 16  # of a convolution in the decoder
 MAX_SEGMENT = 1 << 12  # ids of the text tower; CLIP has 77
 PARTS = 3  # of a position: time, row and column
 TWO_WAY = ("prompt",)  # tokens that see each other both ways
@@ -169,6 +170,8 @@ class ModelSpec:
 
     `flags` name what else the graphs compute: the exporter's flags, which no runtime needs to know. `two_way`: the
     tokens that see each other both ways, one of `TWO_WAY`; None: every token sees itself and those before.
+    `conv_layers`, counted from 1, have in place of attention a convolution over `conv_taps` tokens each, the last one
+    the token itself.
     """
 
     name: str
@@ -192,9 +195,18 @@ class ModelSpec:
     projector: ProjectorSpec
     flags: tuple[str, ...] = optional(())
     two_way: str | None = optional(None)
+    conv_layers: tuple[int, ...] = optional(())
+    conv_taps: int = optional(1)
 
     def __post_init__(self) -> None:
         _check_sizes("model", self)
+        convolved = list(self.conv_layers)
+        require(
+            all(1 <= layer <= self.layers for layer in convolved) and convolved == sorted({*convolved})
+            and (not convolved or 2 <= self.conv_taps <= MAX_TAPS),
+            f"convolutions of {self.conv_taps} taps in the layers {convolved!s:.60} do not fit {self.layers} layers; "
+            f"they have 2 to {MAX_TAPS} taps",
+        )  # fmt: skip
         require(self.layers <= MAX_LAYERS, f"{self.layers} layers, the limit is {MAX_LAYERS}")
         kv_heads, frequencies = self.kv_heads, len(self.rope.frequencies)
         if self.two_way not in (None, *TWO_WAY):
@@ -205,6 +217,11 @@ class ModelSpec:
         require(self.heads % kv_heads == 0, f"{self.heads} heads cannot share {kv_heads} key/value heads evenly")
         fits = 2 * frequencies == self.head_dim
         require(fits, f"{frequencies} rotary frequencies do not fit heads of {self.head_dim}")
+
+    @property
+    def attending(self) -> int:
+        """The number of layers with attention, which alone keep K and V."""
+        return self.layers - len(self.conv_layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,15 @@ If the manifest's `two_way` says that tokens see each other both ways, stages re
     stage    seen_slots [1, tokens] int64, the number of the cache's first slots that a token sees: those up to its own,
              or up to the last token's of those that it sees both ways
 
+Layers with a short convolution keep a state: the columns of the last tokens, zeros before the first. A stage with such
+layers has one input and one output for all of them, and gives the states after as many of the run's tokens as are asked
+for. Several conversations run with one token each:
+
+    stage    state [layers, conversations, columns, hidden] f32,
+             state_ends [ends] int64, numbers of the run's tokens
+                                                             -> state_out [layers, conversations, ends * columns,
+                                                                hidden] f32, one state after the other
+
 Hidden states are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but
 int8 is for `ort` graphs only, with a scale for each channel; other dialects have float16 instead:
 
@@ -118,8 +127,10 @@ ODDS_ORDER = ("stay", "withdraw")
 TOKEN_INPUT = "token_input."  # begins the names of token inputs in graphs
 # Among the inputs of tokens in a run, [tokens, 1]: those with the same number see each other both ways; -1: with none.
 GROUP = "group"
-SLOTTED, UNCACHED = "slots", "none"
-CACHE_KINDS = (SLOTTED, UNCACHED)  # what a layer keeps of the tokens it has seen: K and V in slots, or nothing
+# What a layer keeps of the tokens it has seen: K and V in slots, nothing, or a state, the columns of the last ones.
+SLOTTED, UNCACHED, STATEFUL = "slots", "none", "state"
+CACHE_KINDS = (SLOTTED, UNCACHED, STATEFUL)
+STATE, STATE_ENDS, STATE_OUT = "state", "state_ends", "state_out"
 
 
 def token_input(name: str) -> str:

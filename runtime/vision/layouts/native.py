@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS, TowerSpec
 from vtx.runtime.errors import BundleError, ImageError, RequestError
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, image_layout
+from vtx.runtime.vision.layout import Layout, Views, image_layout
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS
 from vtx.runtime.vision.preprocess import normalised
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, Patches
@@ -96,7 +95,7 @@ class Native(Layout):
         columns, rows = self._grid(width, height)
         return columns * rows
 
-    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
+    def views(self, image: Image.Image, settings: ImageSettings) -> Views:
         image = to_rgb(image)
         columns, rows = self._grid(*image.size)
         try:
@@ -122,7 +121,7 @@ class Native(Layout):
                 "cut off some of its longer side"
             )
         unit = self.unit
-        columns, rows = round(width / unit), round(height / unit)
+        columns, rows = self._rounded(width, height)
         if columns * rows * unit**2 > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
             return max(1, math.floor(width / shrink / unit)), max(1, math.floor(height / shrink / unit))
@@ -130,3 +129,7 @@ class Native(Layout):
             enlarge = math.sqrt(self.min_pixels / (height * width))
             return math.ceil(width * enlarge / unit), math.ceil(height * enlarge / unit)
         return columns, rows
+
+    def _rounded(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tokens next to an image's size, whatever its pixels."""
+        return round(width / self.unit), round(height / self.unit)

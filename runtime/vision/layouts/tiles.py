@@ -54,18 +54,18 @@ class Tiles(Layout):
         return self.tokens * self.passes(width, height)
 
     def passes(self, width: int, height: int) -> int:
-        columns, rows = self._grid(width, height)
+        columns, rows = self.grid(width, height)
         return columns * rows + (columns * rows > 1)
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image, side = to_rgb(image), self.tile
-        columns, rows = self._grid(*image.size)
+        columns, rows = self.grid(*image.size)
         resized = image.resize((columns * side, rows * side), Image.Resampling[settings.resample.upper()])
         corners = [(x * side, y * side) for y in range(rows) for x in range(columns)]
         tiles = [resized.crop((x, y, x + side, y + side)) for x, y in corners]
         return np.stack([preprocess(tile, settings) for tile in (tiles if len(tiles) == 1 else [*tiles, image])])
 
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
+    def grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows: the nearest shape; of equal ones the largest whose tiles the image fills by half."""
         grids = [
             (columns, rows)

@@ -38,6 +38,8 @@ PUBLISHED = {  # parameters that the model cards on the hub state
     "qwen3-vl-4b": 4_437_815_808,
     "qwen3-vl-8b": 8_767_123_696,
     "smolvlm2-500m": 507_482_304,
+    "lfm2-vl-450m": 450_822_656,
+    "lfm2-vl-1.6b": 1_584_804_000,
 }
 
 

@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused_by_name(folder: Path) -> None:
     refused(replace(first, inputs=("other",)), r"reads token inputs \['other'\], the bundle declares \['map', 'bias'\]")
     refused(replace(first, caches=("window",) * first.layers), "'window' are unknown to this vtx")
     refused(replace(first, caches=("slots",) * (first.layers + 1)), "it needs one kind a layer")
-    refused(replace(first, caches=("none",) * first.layers), "slots in at least one")
+    refused(replace(first, caches=("none",) * first.layers), "slots or a state in at least one")
     with pytest.raises(BundleError, match="hold a name twice"):
         replace(manifest, token_inputs=(*manifest.token_inputs, manifest.token_inputs[0]))
     with pytest.raises(BundleError, match="must be in 1"):
