@@ -25,7 +25,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import MAX_DRAFT
+from vtx.runtime.api.options import MAX_DRAFT, Options
 from vtx.runtime.backends.states import RECENT, TRIED
 from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import CheckpointError, DeviceError, ImageError, RequestError, UnsupportedModelError
@@ -282,3 +282,13 @@ def test_tensorrt_graphs_are_left_out_and_the_reason_is_said(
     assert [*plan.dialects] == ["ort", "plain"]
     with pytest.raises(DeviceError):
         load(folder, device="tensorrt")
+
+
+def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(model: Model) -> None:
+    options = Options(4, ignore_eos=True, logprobs=True)
+    with model.open([random_image(0, HIGH)]) as conversation:
+        conversation.ask("red?", 5, options)
+        conversation.replace([random_image(1, HIGH)])
+        found = conversation.ask("red?", 5, options)
+    with model.open([random_image(1, HIGH)]) as fresh:
+        assert found.token_ids == fresh.ask("red?", 5, options).token_ids
