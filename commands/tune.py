@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from vtx.commands.shared.options import need_exporter, option, options
+from vtx.commands.shared.options import PRECISION, need_exporter, option, options
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 
 
@@ -24,7 +24,10 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     option("--k", str, "K during training: around N, or from LOW to HIGH.", required=True, metavar="N|LOW-HIGH"),
     "model", "images", "items",
     option("--held-out", 250, "Items to evaluate on, of other images; or 0."),
-    option("--full-share", 0.2, "Share of images that all layers see."),
+    option("--full-share", 0.2, "Share of images that all layers see; 1: the control, the same training without "
+           "withdrawal."),
+    option("--judge-precision judged", PRECISION, "Judge by the engines of temporary bundles of this precision "
+           "[default: in float32 on the CPU, slower]."),
     option("--kl-weight", 1.0, "Weight of the KL to the teacher."),
     option("--ce-weight", 1.0, "Weight of DATA's answers' loss."),
     option("--hidden-weight", 0.0, "Weight of the final hidden states."),
@@ -48,7 +51,8 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     "report",
 )  # fmt: skip
 def tune(
-    data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float, kl_weight: float,
+    data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float,
+    judged: str | None, kl_weight: float,
     ce_weight: float, hidden_weight: float, rank: int, alpha: int, layers: str | None, full: bool, lr: float,
     epochs: float, steps: int | None, batch: int, questions: int, max_tokens: int, max_new_tokens: int, dtype: str,
     checkpointing: bool, save_every: int, seed: int, out: Path | None, as_json: bool,
@@ -68,7 +72,7 @@ def tune(
         LossWeights(kl_weight, ce_weight, hidden_weight),
         Learning(rank, alpha, Learning.parse_layers(layers) if layers else None, full),
         Schedule(lr, epochs, batch, save_every, seed, steps), Packing(questions, max_tokens, max_new_tokens),
-        dtype, checkpointing,  # type: ignore[arg-type]  # click has checked it
+        dtype, checkpointing, judged,  # type: ignore[arg-type]  # click has checked it
     )  # fmt: skip
     target = out or Path(f"vtx-tuned-{Path(model).expanduser().absolute().name}")
     main = is_main_process()

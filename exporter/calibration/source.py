@@ -21,7 +21,6 @@ from vtx.exporter.reference.prompts import Source
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.card import manifest_digest
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import PRECISIONS
@@ -51,8 +50,9 @@ class OpenedModel(Source):
         """What measurements of it depend on."""
         if self.engine is None:
             return [self.fingerprint, self.version()]
-        backend = self.engine.backend
-        return [self.fingerprint, manifest_digest(self.engine.bundle), backend.device, backend.compute]
+        manifest, backend = self.engine.manifest, self.engine.backend
+        files = sorted((name, record.sha256) for name, record in manifest.files.items())
+        return [self.fingerprint, json_value([files, manifest.variants, backend.device, backend.compute])]
 
     @property
     def measured_by(self) -> str | None:

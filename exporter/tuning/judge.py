@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from vtx.exporter.bundling.export import run_export
+from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
 from vtx.exporter.calibration.choosing import Choice, Choosing, choose_by_accuracy
 from vtx.exporter.calibration.report import CalibrationReport, images_of, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
+from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.units import Progress
+from vtx.tools.common.loading import Loading
 from vtx.tools.data.intervals import MeanInterval, mean_intervals
 from vtx.tools.data.items import Data, Item
 
@@ -39,26 +44,43 @@ class TuningComparison:
 
 
 def judge(
-    before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Progress
-) -> TuningComparison:
+    before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Progress,
+    precision: str | None = None,
+) -> TuningComparison:  # fmt: skip
     """Curves of both over K, the earliest K within a point of full depth, and the accuracy lost at full depth.
+
+    With a `precision` both are exported to it, cut at every K, and measured by their engines.
 
     An answer that the data do not give is the untuned model's own at full depth; so the accuracy of both models is the
     share of right answers if the data have them, else of answers equal to that model's.
     """
     options = CalibrationOptions(k_from=2, max_new_tokens=max_new_tokens)
-    answered = Data("items held out", tuple(items))
+    answered, models = Data("items held out", tuple(items)), {"before": before, "after": open_source(str(merged))}
+    if precision is not None:
+        models = {name: _deployed(model, precision, out / f".{name}", report) for name, model in models.items()}
     if any(item.answer is None for item in items):
-        own = calibrate(before, answered, options, out / "own", _phase(report, "teacher"))
+        own = calibrate(models["before"], answered, options, out / "own", _phase(report, "teacher"))
         texts = dict(zip(dict.fromkeys(item.digest() for item in items), own.results, strict=True))
         filled = [item if item.answer else replace(item, answer=texts[item.digest()].answer) for item in items]
         answered = Data("items held out", tuple(filled))
     reports = {}
-    for name, source in (("before", before), ("after", open_source(str(merged)))):
+    for name, source in models.items():
         measured = calibrate(source, answered, options, out / name, _phase(report, name))
         reports[name] = make_report(source, answered.source, measured, Choosing(max_drop=MAX_DROP))
         write_report(reports[name], out / name)
+    for name in models if precision is not None else ():  # until here an interrupted judgement finds its bundles
+        shutil.rmtree(out / f".{name}")
     return compared(reports["before"], reports["after"])
+
+
+def _deployed(model: OpenedModel, precision: str, folder: Path, report: Progress) -> OpenedModel:
+    """A temporary bundle of a checkpoint, cut at every K, on its engine."""
+    assert isinstance(model.origin, Plan), "only checkpoints are tuned"
+    if not (folder / MANIFEST).exists():
+        every = tuple(range(2, model.config.text.layers + 1))
+        options = replace(model.origin.options, ks=every, precision=precision, head_precision=None)
+        run_export(plan_export(options), folder, force=True, report=report)
+    return open_source("", folder, engine=Loading())
 
 
 def _phase(report: Progress, name: str) -> Progress:

@@ -142,7 +142,11 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """Everything a tuning depends on. `full_share` of the images are seen without withdrawal, so that it stays good."""
+    """Everything a tuning depends on. `full_share` of the images are seen without withdrawal, so that it stays good.
+
+    With 1 it is the control: what the data teach the same weights without any withdrawal. `judged` is the precision of
+    the bundles whose engines judge it, None for the reference in float32.
+    """
 
     depths: Depths
     model: str = DEMO
@@ -157,12 +161,13 @@ class TuneOptions:
     packing: Packing = field(default_factory=Packing)
     dtype: Dtype = "auto"
     checkpointing: bool = True
+    judged: str | None = None
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.held_out < 0:
             raise RequestError(f"--items is {self.items} and --held-out {self.held_out}; at least 1 and 0")
-        if not 0 <= self.full_share < 1:
-            raise RequestError(f"--full-share is {self.full_share}; it must be at least 0 and below 1")
+        if not 0 <= self.full_share <= 1:
+            raise RequestError(f"--full-share is {self.full_share}; it must be from 0 to 1")
 
 
 def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:

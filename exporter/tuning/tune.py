@@ -28,7 +28,7 @@ from vtx.exporter.tuning.state import StateFile, seconds_of_steps
 from vtx.exporter.tuning.train import ImageEncoder, Trainer
 from vtx.exporter.tuning.write import Changed, model_card
 from vtx.runtime.bundle.files import replacing
-from vtx.runtime.errors import DeviceError, ExportError
+from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import write_json
@@ -117,6 +117,11 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
         seed, shuffle = options.schedule.seed, options.data != SCENES
         learn, held_out = split_items(data.items, options.items, options.held_out, seed, shuffle=shuffle)
     questions, skipped = read_questions(source, learn, options.packing)
+    if options.full_share == 1 and (not options.weights.ce or all(question.answer is None for question in questions)):
+        raise RequestError(
+            "--full-share 1 trains without withdrawal, where only the data's answers teach anything; give data with "
+            "answers and a --ce-weight above 0"
+        )
     check_skipped(data.source, len(questions), skipped, "items", "")
     make_folder(out)
     all_skipped = (*data.skipped, *skipped)
@@ -216,7 +221,10 @@ def _finish(
     judged = None
     if work.held_out:
         card = out / MERGED / write.CARD
-        judged = judge(work.source, out / MERGED, work.held_out, options.packing.max_new_tokens, out / JUDGED, report)
+        judged = judge(
+            work.source, out / MERGED, work.held_out, options.packing.max_new_tokens, out / JUDGED, report,
+            options.judged,
+        )  # fmt: skip
         try:
             with replacing(card) as partial:
                 partial.write_text(model_card(work.source.name, options, record, judged), encoding="utf-8")

@@ -51,7 +51,7 @@ def test_a_k_that_cannot_be_is_refused(k: str) -> None:
         lambda: Schedule(batch=0),
         lambda: Schedule(steps=0),
         lambda: Packing(questions=0),
-        lambda: TuneOptions(Depths(2, 3), full_share=1.0),
+        lambda: TuneOptions(Depths(2, 3), full_share=1.1),
         lambda: TuneOptions(Depths(2, 3), items=0),
     ],
 )

@@ -26,10 +26,12 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.tuning import train
+from vtx.exporter.tuning.judge import judge
 from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
 from vtx.exporter.tuning.tune import open_workspace, run
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
+from vtx.tools.data.items import Item
 
 pytestmark = pytest.mark.skipif(
     not (importlib.util.find_spec("peft") and importlib.util.find_spec("accelerate")),
@@ -215,6 +217,38 @@ def test_the_report_has_both_curves_and_the_card_says_what_was_done(
     for part in ("judged", "training", "changed_layers"):
         assert json.loads(again.stdout)[part] == report[part]
     assert json.loads(again.stdout)["cost"]["seconds"] == report["cost"]["seconds"] > 0
+
+
+def test_engines_judge_as_the_reference_does_and_again_from_what_was_measured(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    before, merged = open_source(str(tiny_checkpoint(TINY))), tiny_checkpoint(TINY, 1)
+    items = [Item((random_image(n),), QUESTIONS[n % 2]) for n in range(3)]
+    expected = judge(before, merged, items, 4, tmp_path / "reference", QUIET)
+    made = judge(before, merged, items, 4, tmp_path / "engines", QUIET, "fp32")
+    for ours, truth in zip(made.curve, expected.curve, strict=True):
+        assert (ours["k"], ours["gained"]) == (truth["k"], truth["gained"])
+        for name in ("before", "after"):
+            assert ours[name]["right"] == truth[name]["right"]
+            assert ours[name]["kl"].mean == pytest.approx(truth[name]["kl"].mean, rel=1e-3, abs=1e-7)
+    assert {path.name for path in (tmp_path / "engines").iterdir()} == {"own", "before", "after"}
+    assert judge(before, merged, items, 4, tmp_path / "engines", QUIET, "fp32") == made
+
+
+def test_the_control_trains_without_withdrawal_on_answers_of_the_data(
+    data: Path, options: TuneOptions, tmp_path: Path
+) -> None:
+    control = replace(options, full_share=1.0)
+    assert {train.Order(6, control).k(n) for n in range(100)} == {None}
+    with pytest.raises(RequestError, match="only the data's answers teach anything"):
+        open_workspace(replace(control, weights=LossWeights(ce=0.0)), tmp_path, QUIET)
+    lines = [json.loads(line) for line in data.read_text().splitlines()]
+    bare = data.with_name("bare.jsonl")
+    bare.write_text("".join(json.dumps({**line, "answer": ""}) + "\n" for line in lines))
+    with pytest.raises(RequestError, match="give data with answers"):
+        open_workspace(replace(control, data=str(bare)), tmp_path, QUIET)
+    report = tune(replace(control, held_out=0), tmp_path, QUIET, QUIET)
+    assert report["changed_layers"]
 
 
 # ---- what can go wrong -----------------------------------------------------------------------------------------------
