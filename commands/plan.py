@@ -54,7 +54,7 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
            "--profile [default: the first that answers]."),
     option("--jetpack", str, "Release of JetPack, for --profile of a Jetson [default: the newest in it].",
            metavar="VERSION"),
-    option("--max-context", int, "Slots of the bundle's KV cache; TensorRT's trt graphs set all aside in every layer "
+    option("--max-context", int, "Slots of the bundle's KV cache; onnxruntime on CUDA sets all aside in every layer "
            "[default: 4096]."),
     option("--json as_json", bool, "One JSON object on stdout, and nothing else."),
     "plot",

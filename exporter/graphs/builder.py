@@ -204,7 +204,6 @@ class StageAttention(Protocol):
 class Dialect(ABC):
     """One operator set. `compute` is the type of the arithmetic; hidden states cross a graph's boundary in float32.
 
-    `capacity`: slots of every cache if the graphs fix them; then no size may depend on a tensor's values.
     `sizes_from_values`: the number of tokens may depend on a tensor's values; else a mask hides tokens.
     """
 
@@ -212,11 +211,16 @@ class Dialect(ABC):
     opsets: Mapping[str, int]
     ir_version: int
     compute: ir.DataType = FLOAT
-    capacity: int | None = None
     sizes_from_values: bool = False
 
+    def cache_shape(self, kv_heads: int, slots: str, head_dim: int) -> tuple[int | str, ...]:
+        return (1, kv_heads, slots, head_dim)
+
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
-        """A layer's first `total` [1] int64 keys [1, kv_heads, slots, head_dim], or all if a mask hides the rest."""
+        """A layer's first `total` [1] int64 keys [1, kv_heads, slots, head_dim], or all if a mask hides the rest.
+
+        `keys` are as in a cache.
+        """
         return keys
 
     @abstractmethod

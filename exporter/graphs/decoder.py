@@ -131,13 +131,11 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     """Head-mean softmax attention of the last tokens of a cache over its filled slots, their sum and maximum.
 
     `query` [tokens, heads * head_dim] are the rotated queries of the tokens in the last slots, so token i sees the
-    slots up to total_slots - tokens + i. The largest intermediate is [heads, tokens, slots] float32. If a dialect
-    fixes the number of slots, a mask hides the empty ones, and the outputs are as long as the buffer, 0 beyond the
-    filled slots (MustDrop Eq. 8 and 10).
+    slots up to total_slots - tokens + i. The largest intermediate is [heads, tokens, slots] float32
+    (MustDrop Eq. 8 and 10).
     """
-    capacity = b.dialect.capacity
     query = b.input(names.QUERY, FLOAT, ["tokens", c.heads * c.head_dim])
-    key = b.input(names.KEY, kv_type, [1, c.kv_heads, capacity or "capacity", c.head_dim])
+    key = b.input(names.KEY, kv_type, b.dialect.cache_shape(c.kv_heads, "capacity", c.head_dim))
     total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
     key = b.dialect.filled(b, key, total)
     if kv_type != FLOAT:
@@ -163,6 +161,5 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         largest = b.op("ReduceMax", mean, axes=[0], keepdims=0)
     else:
         largest = b.op("ReduceMax", mean, b.constant([0]), keepdims=0)
-    length = capacity or "slots"
-    b.output(b.op("ReduceSum", mean, b.constant([0]), keepdims=0), names.ATTENTION_SUM, FLOAT, [length])
-    b.output(largest, names.ATTENTION_MAX, FLOAT, [length])
+    b.output(b.op("ReduceSum", mean, b.constant([0]), keepdims=0), names.ATTENTION_SUM, FLOAT, ["slots"])
+    b.output(largest, names.ATTENTION_MAX, FLOAT, ["slots"])

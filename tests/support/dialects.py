@@ -97,10 +97,10 @@ class _Cache:
         self._layers, self._reads = spec.cached, spec.inputs
         model = backend.manifest.model
         self._axes = model.rope.axes
-        empty = np.zeros(
-            (1, model.kv_heads, self.first_slots(), model.head_dim),
-            names.kv_type(backend.dialect, backend.manifest.kv_dtype),
-        )
+        self._axis = 1 if backend.dialect in names.SLOTS_FIRST else 2  # that of the slots
+        sizes = [model.kv_heads, model.head_dim]
+        sizes.insert(self._axis - 1, self.first_slots())
+        empty = np.zeros((1, *sizes), names.kv_type(backend.dialect, backend.manifest.kv_dtype))
         self._kv = {name(n): empty for n in self._layers for name in (names.past_key, names.past_value)}
         self._query: HiddenStates = np.zeros((0, model.heads * model.head_dim), np.float32)
         self.length = 0
@@ -128,13 +128,22 @@ class _Cache:
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
         found = _run(self._session, inputs | self.told(len(hidden)))
         for n in self._layers:
-            self._kv[names.past_key(n)] = found[names.present_key(n)]
-            self._kv[names.past_value(n)] = found[names.present_value(n)]
+            self._take(names.past_key(n), found[names.present_key(n)])
+            self._take(names.past_value(n), found[names.present_value(n)])
         if query:
             self._query = found[names.QUERY]
         self.length += len(hidden)
         out: HiddenStates = found[names.HIDDEN_OUT]
         return out if outputs is None else out[outputs]
+
+    def _take(self, past: str, present: NDArray[Any]) -> None:
+        """Keep what a stage gave."""
+        self._kv[past] = present
+
+    def _slots(self, name: str, slots: Any) -> NDArray[Any]:
+        """Some slots of a layer's K or V [1, kv_heads, slots, head_dim], a view of all of them for a slice."""
+        kv = self._kv[name] if self._axis == 2 else self._kv[name].swapaxes(1, 2)
+        return kv[:, :, slots]
 
     def attention(self, *, last_only: bool = False) -> Scores:
         query = self._query[-1:] if last_only else self._query
@@ -143,7 +152,7 @@ class _Cache:
         return found[names.ATTENTION_SUM][: self.length], found[names.ATTENTION_MAX][: self.length]
 
     def keys(self) -> HiddenStates:
-        keys: HiddenStates = self._kv[names.past_key(self._layers[-1])][0, :, : self.length].astype(np.float32)
+        keys: HiddenStates = self._slots(names.past_key(self._layers[-1]), slice(self.length))[0].astype(np.float32)
         return keys
 
     def keep(self, length: int) -> None:
@@ -151,14 +160,15 @@ class _Cache:
         self.length = length
 
     def read(self, slots: Ids) -> Tensors:
-        return {name: kv[:, :, slots] for name, kv in self._kv.items()}
+        return {name: self._slots(name, slots) for name in self._kv}
 
     def write(self, slots: Ids, kv: Tensors, *, length: int) -> None:
         """Slots from the end of a grown cache on make it longer."""
         for name, rows in kv.items():
-            room = max(0, length - self._kv[name].shape[2])
-            self._kv[name] = np.pad(self._kv[name], ((0, 0), (0, 0), (0, room), (0, 0)))
-            self._kv[name][:, :, slots] = rows
+            room = [(0, 0)] * 4
+            room[self._axis] = (0, max(0, length - self._kv[name].shape[self._axis]))
+            self._kv[name] = np.pad(self._kv[name], room)
+            self._slots(name, slice(None))[:, :, slots] = rows
         self.length = length
         self.keep(length)
 
@@ -178,7 +188,7 @@ class GrownCache(_Cache):
         self._kv = {name: kv[:, :, :length] for name, kv in self._kv.items()}
 
 
-class FixedCache(_Cache):
+class AppendedCache(_Cache):
     """The `trt` dialect's: K and V of `max_context` slots, of which `length` are filled; others hold what they hold."""
 
     def first_slots(self) -> int:
@@ -187,5 +197,9 @@ class FixedCache(_Cache):
     def told(self, rows: int) -> Tensors:
         return {names.TOTAL_SLOTS: np.array([self.length + rows], np.int32)}
 
+    def _take(self, past: str, present: NDArray[Any]) -> None:
+        self._kv[past] = self._kv[past].copy()
+        self._kv[past][:, self.length : self.length + present.shape[1]] = present
 
-CACHES: dict[str, type[_Cache]] = {"plain": GrownCache, "trt": FixedCache}
+
+CACHES: dict[str, type[_Cache]] = {"plain": GrownCache, "trt": AppendedCache}

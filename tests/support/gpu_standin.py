@@ -3,7 +3,7 @@
 The device's memory is this process's, by real addresses. A stream is a queue: nothing runs before something waits for
 it. An engine's file names the ONNX graph it was built from, which onnxruntime runs on the CPU. What would be undefined
 on a GPU is an assertion here: memory that is not there any more, sizes outside the profile, tensors without an address,
-a cache whose past and present are not one buffer, a value set twice.
+new slots within those that are read, a value set twice.
 """
 
 from __future__ import annotations
@@ -361,13 +361,14 @@ class Context:
             self.engine.logger.log(1, "this kernel cannot be captured")
             return False
         assert set(self.addresses) == {*self.engine.inputs, *self.engine.outputs}, "a tensor has no address"
-        for past in self.engine.inputs:
-            if past.startswith("past_"):
-                in_place = self.addresses[past] == self.addresses[past.replace("past_", "present_")]
-                assert in_place == ("total_slots" in self.engine.inputs), "a cache in place, or a past that is kept"
         shapes, addresses = {name: self._shape(name) for name in self.engine.inputs}, dict(self.addresses)
         for name, shape in shapes.items():
-            self.gpu.holds(addresses[name], int(np.prod(shape)) * self._type(name)().itemsize)
+            nbytes = int(np.prod(shape)) * self._type(name)().itemsize
+            self.gpu.holds(addresses[name], nbytes)
+            if name.startswith("past_"):
+                for present in (name for name in self.engine.outputs if name.startswith("present_")):
+                    apart = not 0 <= addresses[present] - addresses[name] < nbytes
+                    assert apart, f"{present} is written into what {name} reads"
         self.gpu.queue(lambda: self._run(shapes, addresses))
         return True
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from vtx.runtime.backends.engines import EXPANDED, KEPT, Floats
 from vtx.runtime.backends.memory import RUN_BASE
+from vtx.runtime.backends.slots import BLOCK
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.host.profiles import Figure, Profile
@@ -108,13 +109,14 @@ class EngineCost:
     """An engine's use of memory for a model.
 
     `floats`: bytes of a float weight there, by its stored type, None: all weights as stored. `wide`: arithmetic and
-    activations are float32. `whole`: K/V have `max_context` slots in every layer, all of which a token reads.
-    `buffers`: of K/V; `passes`: times that a token reads or writes them.
+    activations are float32. `whole`: K/V have `max_context` slots in every layer; else as many as are filled, rounded
+    up to `step`. `buffers`: of K/V; `passes`: times that a token reads or writes those that are filled.
     """
 
     floats: Floats | None = None
     wide: bool = False
     whole: bool = False
+    step: int = 1
     buffers: int = 1
     passes: int = 1
     note: str = "weights as stored, K/V grow with the tokens"
@@ -125,10 +127,14 @@ _WIDENED = "floats are widened to float32 and computed in it"
 ENGINE_COSTS: Mapping[tuple[str, str], EngineCost] = {  # by device and dialect
     ("cpu", "ort"): EngineCost(EXPANDED, wide=True, note=f"{_WIDENED}, K/V grow with the tokens"),
     ("openvino", "plain"): EngineCost(KEPT, wide=True),
-    ("cuda", "ort"): EngineCost(EXPANDED, wide=True, note=f"{_WIDENED}, K/V grow with the tokens"),
-    ("tensorrt", "trt"): EngineCost(whole=True, note="weights as stored, --max-context slots of K/V at every K"),
-    # K/V are read, joined to the new token's in the other buffer, and read there
-    ("tensorrt", "plain"): EngineCost(EXPANDED, wide=True, buffers=2, passes=3, note=f"{_WIDENED}, K/V are held twice"),
+    ("cuda", "ort"): EngineCost(
+        EXPANDED, wide=True, whole=True, note=f"{_WIDENED}, --max-context slots of K/V at every K"
+    ),
+    # on TensorRT, K/V are read, joined to the new token's in other memory, and read there
+    ("tensorrt", "trt"): EngineCost(step=BLOCK, passes=3),
+    ("tensorrt", "plain"): EngineCost(
+        EXPANDED, wide=True, step=BLOCK, buffers=2, passes=3, note=f"{_WIDENED}, K/V are held twice"
+    ),
 }
 DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
 
@@ -331,9 +337,10 @@ def _cost(
 ) -> PrecisionCost:  # fmt: skip
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
-    reserved = [max(max_context, work.slots) if engine.whole else count + work.new_tokens for count in slots]
+    used = [-(-(count + work.new_tokens) // engine.step) * engine.step for count in slots]
+    reserved = [max(max_context, work.slots)] * len(used) if engine.whole else used
     kv = engine.buffers * sum(flops.kv_bytes(model.decoder, reserved, element))
-    read = kv if engine.whole else engine.passes * sum(cache)
+    read = engine.passes * sum(cache)
     stored = weights.stored_bytes(weights.all_weights(model), precisions)
     held = stored if engine.floats is None else weights.resident(model, precisions, engine.floats)
     wide = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"

@@ -8,7 +8,7 @@ vision   one image
 head     a few tokens: only the last one is sampled
 gate     the tokens of a question
 text_tower   a question in the tower's own ids
-score    up to 256 tokens over a cache, which has a fixed size in the `trt` dialect
+score    up to 256 tokens over a cache
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.tools.tensorrt.graph import SeenGraph
 
-TOKENS, IMAGES, PAST, CAPACITY, MAX_CONTEXT = "tokens", "images", "past", "capacity", "max_context"
+TOKENS, IMAGES, CAPACITY, MAX_CONTEXT = "tokens", "images", "capacity", "max_context"
+PAST, SLOTS = "past", "slots"  # of a cache of the `plain` and of the `trt` dialect
 PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
 SCORE_TOKENS = 256
@@ -34,9 +35,9 @@ def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     likely = min(longest, m.layout.max_tokens + 64)
     table: Profile = {MAX_CONTEXT: (slots,) * 3}
     if not apart:
-        return ({**table, TOKENS: (1, likely, longest), PAST: (0, 0, slots - 1)},)
-    decode: Profile = {**table, TOKENS: (1, 1, 1), PAST: (0, filled, slots - 1)}
-    return decode, {**table, TOKENS: (2, likely, longest), PAST: (0, 0, slots - 2)}
+        return ({**table, TOKENS: (1, likely, longest), PAST: (0, 0, slots - 1), SLOTS: (0, 0, slots)},)
+    decode: Profile = {**table, TOKENS: (1, 1, 1), PAST: (0, filled, slots - 1), SLOTS: (0, filled, slots)}
+    return decode, {**table, TOKENS: (2, likely, longest), PAST: (0, 0, slots - 2), SLOTS: (0, 0, slots)}
 
 
 def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tuple[Profile, ...]:

@@ -20,7 +20,7 @@ def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataTy
     """
     if name == "trt":
         compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else ARITHMETIC[PRECISIONS[precision].arithmetic]
-        return Trt(compute=compute, capacity=max_context)
+        return Trt(compute=compute, max_context=max_context)
     if name == "plain":
         opset = PRECISIONS[precision].opset
         return Plain(opsets={"": opset}, ir_version=10 if opset > 17 else 8)

@@ -38,8 +38,8 @@ class HeadsApart:
         joined = join_heads(self._b, x, self._c.heads * self._c.head_dim)
         return self._b.op("Squeeze", joined, self._b.constant([0]))
 
-    def _past(self, layer: int, slots: int | str) -> tuple[ir.Value, ir.Value]:
-        """The layer's K and V as inputs, [1, kv_heads, slots, head_dim]."""
+    def _past(self, layer: int, slots: str) -> tuple[ir.Value, ir.Value]:
+        """The layer's K and V as inputs."""
         shape = self._shape(slots)
         key = self._b.input(names.past_key(layer), self._kv_type, shape)
         return key, self._b.input(names.past_value(layer), self._kv_type, shape)
@@ -47,9 +47,9 @@ class HeadsApart:
     def _keep(self, layer: int, key: ir.Value, value: ir.Value) -> None:
         self._presents += [(key, names.present_key(layer)), (value, names.present_value(layer))]
 
-    def _finish(self, slots: int | str) -> None:
+    def _finish(self, slots: str) -> None:
         for present, name in self._presents:
             self._b.output(present, name, self._kv_type, self._shape(slots))
 
-    def _shape(self, slots: int | str) -> tuple[int | str, ...]:
-        return (1, self._c.kv_heads, slots, self._c.head_dim)
+    def _shape(self, slots: str) -> tuple[int | str, ...]:
+        return self._b.dialect.cache_shape(self._c.kv_heads, slots, self._c.head_dim)

@@ -1,7 +1,8 @@
 """The dialect of TensorRT 10.15 or later and TensorRT-RTX: standard operators of opset 24, every type written down.
 
-These releases are strongly typed, so the graph states the precision of the arithmetic. A cache has a fixed number of
-slots; K and V are scattered into it, and a mask in the graph hides the empty slots.
+These releases are strongly typed, so the graph states the precision of the arithmetic. A cache has any number of slots,
+one after the other, and a mask in the graph hides those that are not filled; K and V of the new tokens are outputs.
+TensorRT's own update of a cache in place needs a fixed number of slots: in every layer, that of the longest context.
 """
 
 from __future__ import annotations
@@ -17,22 +18,30 @@ from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect
 from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
+HEADS_FIRST = [0, 2, 1, 3]  # of [1, slots, kv_heads, head_dim], and back
+
 
 @dataclass(frozen=True)
 class Trt(Dialect):
-    """ONNX opset 24, with caches of `capacity` slots. Norms are float32 whatever `compute` is, as in Hugging Face."""
+    """ONNX opset 24, tables of `max_context` rows. Norms are float32 whatever `compute` is, as in Hugging Face."""
 
     name: str = "trt"
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 24})
     ir_version: int = 10
+    max_context: int = 0
 
     def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
         y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)
         return b.from_float32(y)
 
+    def cache_shape(self, kv_heads: int, slots: str, head_dim: int) -> tuple[int | str, ...]:
+        return (1, slots, kv_heads, head_dim)
+
+    def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
+        return b.op("Transpose", keys, perm=HEADS_FIRST)
+
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> TrtAttention:
-        assert self.capacity is not None
-        return TrtAttention(b, c, kv_type, self.capacity)
+        return TrtAttention(b, c, kv_type, self.max_context)
 
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
@@ -53,37 +62,44 @@ class TrtAttention(HeadsApart):
     Its causal flag counts from the first slot, which is wrong for every chunk but the first.
     """
 
-    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, capacity: int) -> None:
+    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, max_context: int) -> None:
         super().__init__(b, c, kv_type)
-        self._capacity = capacity
-        shape = [capacity, c.head_dim // 2]
+        shape = [max_context, c.head_dim // 2]
         self._tables = [b.from_float32(b.input(name, FLOAT, shape)) for name in (names.COS, names.SIN)]
-        total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
-        tokens = b.op("Shape", self._positions, start=1, end=2)
-        self._first = b.op("Sub", total, tokens)
-        # [1, 1, tokens, capacity]: a token sees the slots up to its own
-        zero, one = b.constant(np.array(0)), b.constant(np.array(1))
-        own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), self._first)
-        slots = b.op("Range", zero, b.constant(np.array(capacity)), one)
-        own = b.op("Unsqueeze", own, b.constant([1]))
-        if self._seen_slots is not None:
-            own = b.op("Sub", self._seen_slots, one)
-        seen = b.op("GreaterOrEqual", own, b.op("Unsqueeze", slots, b.constant([0])))
-        self._mask = b.op("Unsqueeze", seen, b.constant([0, 1]))
+        self._total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
+        self._mask: ir.Value | None = None
 
     def rotate(self, x: ir.Value, heads: int) -> ir.Value:
         return self._b.op("RotaryEmbedding", x, *self._tables, self._positions)
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        b, (past_key, past_value) = self._b, self._past(layer, self._capacity)
+        b, (past_key, past_value) = self._b, self._past(layer, "slots")
         compute, kv_type = b.dialect.compute, self._kv_type
         if compute != kv_type:  # cast the few new tokens, not the cache
             q, k, v = (b.op("Cast", x, to=kv_type.value) for x in (q, k, v))
-        key = b.op("TensorScatter", past_key, k, self._first, axis=2)
-        value = b.op("TensorScatter", past_value, v, self._first, axis=2)
-        self._keep(layer, key, value)
-        y = b.op("Attention", q, key, value, self._mask, scale=self._c.head_dim**-0.5)
+        if self._mask is None:
+            self._mask = self._seen(past_key)
+        new = [b.op("Transpose", x, perm=HEADS_FIRST) for x in (k, v)]
+        self._keep(layer, *new)
+        joined = [b.op("Concat", past, x, axis=1) for past, x in zip((past_key, past_value), new, strict=True)]
+        key_value = [b.op("Transpose", x, perm=HEADS_FIRST) for x in joined]
+        y = b.op("Attention", q, *key_value, self._mask, scale=self._c.head_dim**-0.5)
         return y if compute == kv_type else b.op("Cast", y, to=compute.value)
 
+    def _seen(self, past: ir.Value) -> ir.Value:
+        """[1, 1, tokens, slots + tokens]: a token sees the filled slots up to its own, or up to `seen_slots`."""
+        b = self._b
+        zero, one = b.constant(np.array(0)), b.constant(np.array(1))
+        tokens, slots = b.op("Shape", self._positions, start=1, end=2), b.op("Shape", past, start=1, end=2)
+        filled = b.op("Sub", self._total, tokens)
+        own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), filled)
+        every = b.op("Range", zero, b.op("Squeeze", slots), one)
+        every = b.op("Where", b.op("Less", every, filled), every, b.constant([1 << 30]))
+        last = b.op("Unsqueeze", own, b.constant([1]))
+        if self._seen_slots is not None:
+            last = b.op("Sub", self._seen_slots, one)
+        slot = b.op("Unsqueeze", b.op("Concat", every, own, axis=0), b.constant([0]))
+        return b.op("Unsqueeze", b.op("LessOrEqual", slot, last), b.constant([0, 1]))
+
     def finish(self) -> None:
-        self._finish(self._capacity)
+        self._finish("tokens")

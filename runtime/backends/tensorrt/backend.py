@@ -1,4 +1,4 @@
-"""The TensorRT backend: engines of the bundle's `trt` graphs, K and V in device memory, updated in place.
+"""The TensorRT backend: engines of the bundle's graphs, K and V in device memory.
 
 TensorRT and TensorRT-RTX are one API under two names. All work of a backend goes to one stream, one call after the
 other; device memory for inputs and outputs is owned once, by tensor name.
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.backends.tensorrt.growing import GrowingStageCache
@@ -194,19 +195,15 @@ class TensorrtBackend:
         return out
 
     def _check_memory(self) -> None:
-        """Raise DeviceError if the engines and one cache a stage exceed the free memory of the device."""
+        """Raise DeviceError if the engines and the caches of a short question exceed the free memory of the device."""
         m = self._manifest
         engines = sum(record.bytes for record in self.engine_set.engines.values())
-        slot = m.model.layers * self.kv_slot_bytes * (2 if self._grows else 1)
-        caches = m.max_context * slot
+        slots = min(m.max_context, m.layout.max_tokens + QUESTION_ROWS)
+        caches = slots * m.model.layers * self.kv_slot_bytes * (2 if self._grows else 1)
         free, total = self.cuda.memory()
         if engines + caches > free:
-            fitting = max(0, free - engines) // slot
-            cure = (
-                f"--max-context {fitting} would fit" if fitting > m.layout.max_tokens else "even the engines do not fit"
-            )
             raise DeviceError(
-                f"the engines take {size(engines)} and a context of {m.max_context} slots {size(caches)}, "
-                f"{size(free)} of {size(total)} of the device is free; {cure}; export with it or with a smaller "
-                "--precision, or end other programs on the GPU"
+                f"the engines take {size(engines)} and K/V of one image and a question, {slots} slots, {size(caches)}; "
+                f"{size(free)} of {size(total)} of the device is free; export with a smaller --precision, or end other "
+                "programs on the GPU"
             )

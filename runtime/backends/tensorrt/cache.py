@@ -1,9 +1,11 @@
 """K and V of one stage in device memory, and the stage's runs over them.
 
-The buffer is [layers, 2] parts of [kv_heads, slots, head_dim] with as many slots as the engine was built for; each
-layer's K and V are bound as input and output at one address. Decoding one token is recorded into a CUDA graph once and
-launched from then on: three small arrays in, the stage, one token's hidden state out. The graph and all memory go from
-one conversation to the next. Prompts run in as many parts as the engine's profile asks for.
+The buffer is [layers, 2] parts of [slots, kv_heads, head_dim]. It has the slots that the conversation needs, and is
+replaced by a longer one as that grows: tokens that have left the decoder take no memory behind the cut. A stage reads
+the slots before its tokens and writes theirs; the slot of a single token is copied behind the others afterwards.
+Decoding one token is recorded into a CUDA graph once and launched from then on: three small arrays in, the stage, one
+token's hidden state out. The graph and all memory go from one conversation to the next. Prompts run in as many parts as
+the engine's profile asks for.
 """
 
 from __future__ import annotations
@@ -11,85 +13,145 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.slots import SlotCounter
+from vtx.runtime.backends.slots import BLOCK, SlotCounter
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Graph
 from vtx.runtime.backends.tensorrt.engine import Context
-from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
+from vtx.runtime.backends.tensorrt.loaded import ALIGNMENT, NEW_SLOTS, StageMemory, TensorrtCacheContext, aligned
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 log = logging.getLogger(__name__)
+PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, names.present_value))
 DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSlots:
-    """K/V of some slots, [layers, 2, kv_heads, count, head_dim], on the device."""
+    """K/V of some slots, packed as in their cache, on the device."""
 
     buffer: Buffer
     count: int
 
 
-class InPlaceMemory:
+class DeviceSlots:
     """A stage's K and V with what is bound to them: its context for one token, that token's arrays, the CUDA graph."""
 
-    def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str) -> None:
-        cuda, hidden = context.cuda, context.model.hidden
-        self._cuda, self.capacity = cuda, context.max_context
-        size = 2 * len(spec.cached) * context.bytes_of(self.capacity)
-        self.kv = Buffer(cuda, size, f"the KV cache of layers {spec.first} to {spec.last}")
-        self.queries = Queries(context)
+    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
+        cuda, hidden = shared.cuda, shared.model.hidden
+        self._shared, self._spec, self.capacity = shared, spec, capacity
+        self.part, self.parts = shared.bytes_of(capacity), 2 * len(spec.cached)
+        self.kv = Buffer(cuda, self.parts * self.part, f"the KV cache of layers {spec.first} to {spec.last}")
+        self.queries = Queries(shared)
         self.hidden, self.hidden_out = (cuda.pinned((1, hidden), np.float32) for _ in range(2))
         self.position = cuda.pinned((1, 1), np.int64)
-        self.inputs = {name: cuda.pinned((1, width), np.float32) for name, width in context.widths(spec).items()}
+        self.inputs = {name: cuda.pinned((1, width), np.float32) for name, width in shared.widths(spec).items()}
         self.total = cuda.pinned((1,), np.int32)
-        self.decode = context.engines.new_context(graph, DECODE)
+        self.decode = shared.engines.new_context(graph, DECODE)
+        self.bind(self.decode, 1, capacity, *self.new_slots(1))
         self.steps = 0  # of one token, so far
-        self.recordable = self.decode.capturable
+        self.recordable = True
         self.recorded: Graph | None = None
         self.clear()
 
     def clear(self) -> None:
-        self._cuda.zero(self.kv)  # masked slots must still be numbers
-        self._cuda.wait()
+        self._shared.cuda.zero(self.kv)  # masked slots must still be numbers
+        self._shared.cuda.wait()
+
+    def take_over(self, other: DeviceSlots, length: int) -> None:
+        row, cuda = self._shared.row_bytes, self._shared.cuda
+        self.recordable = self.recordable and other.recordable
+        cuda.copy_rows(self.kv.address, self.part, other.kv.address, other.part, length * row, self.parts)
+        cuda.wait()
+
+    def new_slots(self, tokens: int) -> tuple[int, int]:
+        """The address of the first part of the buffer for new K and V, and the bytes from one part to the next."""
+        return self._shared.engines.address(NEW_SLOTS), aligned(tokens * self._shared.row_bytes)
+
+    def put(self, start: int, tokens: int) -> None:
+        """Copy new K and V from their buffer to the slots from `start` on."""
+        shared, (source, pitch) = self._shared, self.new_slots(tokens)
+        to, width = self.kv.address + start * shared.row_bytes, tokens * shared.row_bytes
+        shared.cuda.copy_rows(to, self.part, source, pitch, width, self.parts)
+
+    def bind(self, to: Context, tokens: int, filled: int, new: int, pitch: int, queries: int | None = None) -> None:
+        """Bind a context for `tokens` tokens after `filled` slots; K and V go to `new`, a part each `pitch` bytes."""
+        shared, address, model = self._shared, self._shared.engines.address, self._shared.model
+        addresses = {
+            **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS, names.TOTAL_SLOTS)},
+            **{name: buffer.address for name, buffer in shared.rope.items()},
+        }
+        shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (tokens, model.hidden), names.POSITIONS: (1, tokens)}
+        if self._spec.query:
+            addresses[names.QUERY] = queries or address(names.QUERY)
+        for number, layer in enumerate(self._spec.cached):
+            for half, (past, present) in enumerate(PAST_AND_PRESENT):
+                part = 2 * number + half
+                addresses |= {past(layer): self.kv.address + part * self.part, present(layer): new + part * pitch}
+                shapes[past(layer)] = (1, filled, model.kv_heads, model.head_dim)
+        for name, width in shared.widths(self._spec).items():
+            shapes[names.token_input(name)] = (tokens, width)
+            addresses[names.token_input(name)] = address(names.token_input(name))
+        to.bind(shapes, addresses)
 
 
 class DeviceCache(SlotCounter):
     """A `StageCache` on the device but for its runs: K and V of each layer in turn lie in parts of equal size."""
 
-    reserved_whole = True
-    _queries: Queries
-
-    def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int, part: int) -> None:
+    def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         super().__init__(capacity)
         self._context, self._spec, self._graph = context, spec, graph
-        self._parts, self._part = 2 * len(spec.cached), part  # number, bytes
+        self._parts = 2 * len(spec.cached)
+        self._held: list[Any] = []  # its memory, once it has any
+        context.give_back_with(self, spec.first, self._held)
+
+    @property
+    def memory(self) -> Any:
+        return self._held[0]
 
     @abstractmethod
-    def _lay_out(self, length: int) -> tuple[int, int]:
-        """Make room for `length` slots, the first of which stay: the address of K and V, and the slots of a part."""
+    def _make(self, capacity: int) -> StageMemory: ...
+
+    @abstractmethod
+    def _last_keys(self) -> tuple[int, tuple[int, ...]]:
+        """The address and shape of the keys of the stage's last layer."""
 
     @abstractmethod
     def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None) -> HiddenStates: ...
 
+    @abstractmethod
+    def _move(self, slots: Ids, kept: SavedSlots, length: int, *, out: bool) -> None:
+        """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
+
+    def _make_room(self, slots: int) -> None:
+        """Have memory for `slots` slots. If there is not enough, the cache stays as it is."""
+        if self._held and self.memory.capacity >= slots:
+            return
+        capacity = min(self.capacity, -(-slots // BLOCK) * BLOCK)
+        longer = self._context.borrow(self._spec.first, capacity, self._make)
+        if self._held and self.length:
+            longer.take_over(self.memory, self.length)
+        self._held[:] = [longer]
+        self.resident = longer.capacity
+
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         longest, out = self._context.engines.longest(self._graph), []
         with self._context.cuda:
+            self._make_room(self.length + len(tokens))
             if len(tokens) == 1 and not query:
                 return self._decode_one(tokens, positions)
             if query:
-                self._queries.room(len(tokens))
+                self.memory.queries.room(len(tokens))
             for start in range(0, len(tokens), longest):
                 end = min(start + longest, len(tokens))
-                address = self._queries.address(start) if query else None
+                address = self.memory.queries.address(start) if query else None
                 out.append(self._run_part(tokens.part(start, end), positions[start:end], self.length + end, address))
         return out[0] if len(out) == 1 else np.concatenate(out)  # most prompts are one part
 
@@ -98,23 +160,22 @@ class DeviceCache(SlotCounter):
 
     def attention(self, *, last_only: bool = False) -> Scores:
         with self._context.cuda:
-            address, slots = self._lay_out(self.length)
-            key = address + (self._parts - 2) * self._part
-            return self._queries.attention(key, slots, self.length, last_only=last_only)
+            queries: Queries = self.memory.queries
+            return queries.attention(*self._last_keys(), self.length, last_only=last_only)
 
     def keys(self) -> NDArray[np.float32]:
-        cuda, model = self._context.cuda, self._context.model
+        cuda = self._context.cuda
         with cuda:
-            address, slots = self._lay_out(self.length)
-            keys = np.empty((model.kv_heads, slots, model.head_dim), self._context.kv_dtype)
-            cuda.copy_out(keys, address + (self._parts - 2) * self._part)
+            address, shape = self._last_keys()
+            keys = np.empty(shape[1:], self._context.kv_dtype)
+            cuda.copy_out(keys, address)
             cuda.wait()
-        return keys[:, : self.length].astype(np.float32)
+        return keys.astype(np.float32)
 
     def read(self, slots: Ids) -> SavedSlots:
         context = self._context
         with context.cuda:
-            nbytes = max(1, self._parts * context.model.kv_heads * len(slots) * context.slot_bytes)
+            nbytes = max(1, self._parts * len(slots) * context.row_bytes)
             kept = SavedSlots(Buffer(context.cuda, nbytes, "K/V set aside"), len(slots))
             self._move(slots, kept, self.length, out=True)
         return kept
@@ -122,67 +183,51 @@ class DeviceCache(SlotCounter):
     def write(self, slots: Ids, kv: SavedSlots, *, length: int) -> None:
         assert len(slots) == kv.count
         with self._context.cuda:
+            self._make_room(length)
             self._move(slots, kv, length, out=False)
         self.fill(length)
 
-    def _move(self, slots: Ids, kept: SavedSlots, length: int, *, out: bool) -> None:
-        """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
-        unit, heads, cuda = self._context.slot_bytes, self._context.model.kv_heads, self._context.cuda
-        address, laid_out = self._lay_out(length)
-        cache_pitch, packed_pitch = laid_out * unit, kept.count * unit
-        for start, first, count in runs(slots):
-            for part in range(self._parts):
-                cache = address + part * self._part + first * unit
-                packed = kept.buffer.address + part * heads * packed_pitch + start * unit
-                ends = [(packed, packed_pitch), (cache, cache_pitch)]
-                (to, to_pitch), (source, pitch) = ends if out else reversed(ends)
-                cuda.copy_rows(to, to_pitch, source, pitch, count * unit, heads)
-        cuda.wait()
-
 
 class TensorrtStageCache(DeviceCache):
-    """`StageCache` updated in place. `capacity` is the requested one; `memory` is as long as the engine wants."""
+    """`StageCache` over engines that read filled slots and write new ones behind them."""
 
-    def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
-        super().__init__(context, spec, graph, capacity, context.bytes_of(context.max_context))
-        make = partial(InPlaceMemory, context, spec, graph)
-        self.memory = context.borrow(self, spec.first, context.max_context, make)
-        self._queries = self.memory.queries
+    def _make(self, capacity: int) -> DeviceSlots:
+        return DeviceSlots(self._context, self._spec, self._graph, capacity)
 
-    def _lay_out(self, length: int) -> tuple[int, int]:
-        return self.memory.kv.address, self._context.max_context
+    def _last_keys(self) -> tuple[int, tuple[int, ...]]:
+        memory, model = self.memory, self._context.model
+        return memory.kv.address + (self._parts - 2) * memory.part, (1, self.length, model.kv_heads, model.head_dim)
+
+    def keys(self) -> NDArray[np.float32]:
+        return super().keys().transpose(1, 0, 2)
+
+    def _move(self, slots: Ids, kept: SavedSlots, length: int, *, out: bool) -> None:
+        row, cuda = self._context.row_bytes, self._context.cuda
+        for start, first, count in runs(slots):
+            packed = (kept.buffer.address + start * row, kept.count * row)
+            ends = [packed, (self.memory.kv.address + first * row, self.memory.part)]
+            (to, to_pitch), (source, pitch) = ends if out else reversed(ends)
+            cuda.copy_rows(to, to_pitch, source, pitch, count * row, self._parts)
+        cuda.wait()
 
     def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None) -> HiddenStates:
-        engines, cuda, count = self._context.engines, self._context.cuda, len(tokens)
-        context = self.memory.decode if count == 1 else engines.context(self._graph, PREFILL)
-        self._bind(context, count, queries)
-        for name, array in self._context.inputs_of(self._spec, tokens, positions).items():
+        shared, memory, count = self._context, self.memory, len(tokens)
+        engines, cuda, start = shared.engines, shared.cuda, total - count
+        context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
+        in_place = shared.row_bytes % ALIGNMENT == 0  # else no slot but the first has an address that TensorRT takes
+        new = (memory.kv.address + start * shared.row_bytes, memory.part) if in_place else memory.new_slots(count)
+        memory.bind(context, count, start, *new, queries)
+        for name, array in shared.inputs_of(self._spec, tokens, positions).items():
             cuda.copy_in(engines.address(name), array)
-        self.memory.total[0] = total
-        cuda.copy_in(engines.address(names.TOTAL_SLOTS), self.memory.total)
+        memory.total[0] = total
+        cuda.copy_in(engines.address(names.TOTAL_SLOTS), memory.total)
         context.enqueue()
-        out = np.empty((count, self._context.model.hidden), np.float32)
+        if not in_place:
+            memory.put(start, count)
+        out = np.empty((count, shared.model.hidden), np.float32)
         cuda.copy_out(out, engines.address(names.HIDDEN_OUT))
         cuda.wait()
         return out
-
-    def _bind(self, context: Context, count: int, queries: int | None = None) -> None:
-        address = self._context.engines.address
-        addresses = {
-            **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS, names.TOTAL_SLOTS)},
-            **{name: buffer.address for name, buffer in self._context.rope.items()},
-        }
-        if self._spec.query:
-            addresses[names.QUERY] = queries or address(names.QUERY)
-        for number, layer in enumerate(self._spec.cached):
-            key = self.memory.kv.address + number * 2 * self._part
-            addresses |= {name(layer): key for name in (names.past_key, names.present_key)}
-            addresses |= {name(layer): key + self._part for name in (names.past_value, names.present_value)}
-        shapes = {names.HIDDEN: (count, self._context.model.hidden), names.POSITIONS: (1, count)}
-        for name, width in self._context.widths(self._spec).items():
-            shapes[names.token_input(name)] = (count, width)
-            addresses[names.token_input(name)] = address(names.token_input(name))
-        context.bind(shapes, addresses)
 
     def _decode_one(self, tokens: TokenStates, positions: Ids) -> HiddenStates:
         """One token: the first step is queued, the second recorded, and later ones launch the recording."""
@@ -190,9 +235,8 @@ class TensorrtStageCache(DeviceCache):
         memory.hidden[:], memory.position[:], memory.total[0] = tokens.hidden, positions, self.length + 1
         for name, array in memory.inputs.items():
             array[:] = tokens.inputs[name]
-        self._bind(memory.decode, 1)
         if memory.recorded is None and memory.steps and memory.recordable:
-            memory.recorded = cuda.record(self._queue_one)
+            memory.recorded = cuda.record(self._queue_one) if memory.decode.capturable else None
             memory.recordable = memory.recorded is not None
             if not memory.recordable:
                 log.warning("%s cannot be recorded into a CUDA graph; its tokens are queued one by one", self._graph)
@@ -200,9 +244,10 @@ class TensorrtStageCache(DeviceCache):
             memory.recorded.launch()
         else:
             self._queue_one()
+        memory.put(self.length, 1)
         cuda.wait()
         memory.steps += 1
-        return memory.hidden_out.copy()
+        return np.array(memory.hidden_out)
 
     def _queue_one(self) -> None:
         memory, cuda, address = self.memory, self._context.cuda, self._context.engines.address

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
 from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, make_logger
 from vtx.runtime.bundle import fingerprint
@@ -23,6 +24,7 @@ from vtx.runtime.errors import ContextError, DeviceError
 from vtx.runtime.vision.tokens import Ids, TokenStates
 
 ALIGNMENT = 256  # bytes, of every address bound to TensorRT (NvInferRuntime.h, setTensorAddress)
+NEW_SLOTS = "new K and V"  # the buffer for those that an engine cannot write where they belong
 WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are not float32
 
 
@@ -113,7 +115,16 @@ class LoadedEngines:
         if files.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
+        if self._set.dialect == ENGINES["tensorrt"].dialect:
+            row = m.kv_slot_bytes(self._set.dialect) // 2
+            at_once = most if row % ALIGNMENT else 1
+            sizes[NEW_SLOTS] = 2 * max(len(stage.cached) for stage in m.stages) * aligned(row * at_once)
         return sizes
+
+
+def aligned(nbytes: int) -> int:
+    """The number of bytes from one address that TensorRT takes to the next one behind so many."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
@@ -133,6 +144,9 @@ class StageMemory(Protocol):
     def clear(self) -> None:
         """Make it as good as new."""
 
+    def take_over(self, other: Any, length: int) -> None:
+        """Begin with the first `length` slots of shorter memory."""
+
 
 Memory = TypeVar("Memory", bound=StageMemory)
 
@@ -151,10 +165,9 @@ class TensorrtCacheContext:
     token_inputs: tuple[TokenInput, ...] = ()
     unused: dict[int, list[Any]] = field(default_factory=dict)  # memory of each stage that no cache has now
 
-    def borrow(self, cache: object, stage: int, capacity: int, make: Callable[[], Memory]) -> Memory:
+    def borrow(self, stage: int, capacity: int, make: Callable[[int], Memory]) -> Memory:
         """Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new.
 
-        It comes back when the cache is gone; so the next image allocates nothing, and finds its CUDA graph recorded.
         All unused memory is freed if the device has too little for new one.
         """
         unused = self.unused.setdefault(stage, [])
@@ -165,19 +178,25 @@ class TensorrtCacheContext:
             memory.clear()
         else:
             try:
-                memory = make()
+                memory = make(capacity)
             except DeviceError:
                 if not any(self.unused.values()):
                     raise
                 for kept in self.unused.values():
                     kept.clear()
-                memory = make()
-        weakref.finalize(cache, unused.append, memory).atexit = False
+                memory = make(capacity)
         return memory
+
+    def give_back_with(self, cache: object, stage: int, held: list[Any]) -> None:
+        """Have the memory in `held` come back when the cache is gone.
+
+        So the next image allocates nothing, and finds its CUDA graph recorded.
+        """
+        weakref.finalize(cache, self.unused.setdefault(stage, []).extend, held).atexit = False
 
     def bytes_of(self, slots: int) -> int:
         """Bytes of K or V of one layer for these slots, so that what follows them is aligned."""
-        return -(-self.model.kv_heads * slots * self.slot_bytes // ALIGNMENT) * ALIGNMENT
+        return aligned(slots * self.row_bytes)
 
     def widths(self, spec: StageSpec) -> dict[str, int]:
         """Numbers per token of each token input that a stage reads."""
@@ -194,3 +213,8 @@ class TensorrtCacheContext:
     def slot_bytes(self) -> int:
         """Bytes of one slot of one head, K or V."""
         return self.model.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one slot of all heads, K or V."""
+        return self.model.kv_heads * self.slot_bytes

@@ -15,7 +15,7 @@ class Queries:
 
     def __init__(self, context: TensorrtCacheContext) -> None:
         self._context, self._score, model = context, context.score, context.model
-        self._width, self._key = model.heads * model.head_dim, (1, model.kv_heads, model.head_dim)
+        self._width = model.heads * model.head_dim
         self._buffer: Buffer | None = None
         self._count = 0
 
@@ -31,18 +31,18 @@ class Queries:
         assert self._buffer is not None
         return self._buffer.address + 4 * self._width * token
 
-    def attention(self, key: int, slots: int, length: int, *, last_only: bool) -> Scores:
-        """The attention of these tokens to the first `length` of the `slots` slots whose keys are at address `key`."""
+    def attention(self, key: int, shape: tuple[int, ...], length: int, *, last_only: bool) -> Scores:
+        """The attention of these tokens to the `length` slots whose keys of this shape are at address `key`."""
         assert self._buffer is not None
         assert self._score is not None
         engines, cuda = self._context.engines, self._context.cuda
         context, longest = engines.context(self._score, 0), engines.longest(self._score)
         shared = {n: engines.address(n) for n in (names.TOTAL_SLOTS, names.ATTENTION_SUM, names.ATTENTION_MAX)}
-        total, most, part = np.zeros(slots, np.float32), np.zeros(slots, np.float32), np.empty(slots, np.float32)
+        total, most, part = (np.zeros(length, np.float32) for _ in range(3))
         for start in range(self._count - 1 if last_only else 0, self._count, longest):
             end = min(start + longest, self._count)
             filled = np.array([length - (self._count - end)], np.int32)  # its last token fills the last of these slots
-            shapes = {names.QUERY: (end - start, self._width), names.KEY: (*self._key[:2], slots, self._key[2])}
+            shapes = {names.QUERY: (end - start, self._width), names.KEY: shape}
             cuda.copy_in(shared[names.TOTAL_SLOTS], filled)
             context.bind(shapes, {names.QUERY: self.address(start), names.KEY: key, **shared})
             context.enqueue()
@@ -50,4 +50,4 @@ class Queries:
                 cuda.copy_out(part, shared[name])
                 cuda.wait()
                 add(out, part, out=out)
-        return total[:length], most[:length]
+        return total, most

@@ -16,7 +16,8 @@ from vtx.runtime.precision import KV_DTYPES
 LAYER = "{layer}"
 TOKENS, IMAGES, HEIGHT, WIDTH = "tokens", "images", "height", "width"
 STATES = "states"  # tokens within the tower
-CACHE_SLOTS = {"ort": ("capacity", "capacity"), "plain": ("past", "past + tokens")}  # of past and present
+# Of past and present.
+CACHE_SLOTS = {"ort": ("capacity", "capacity"), "plain": ("past", "past + tokens"), "trt": ("slots", TOKENS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def stage(
 
     Names of what each layer has contain `{layer}`.
     """
-    past, present = CACHE_SLOTS.get(dialect, (m.max_context, m.max_context))
+    past, present = CACHE_SLOTS[dialect]
     table = Tensor("float32", (m.max_context if dialect == "trt" else "max_context", m.model.head_dim // 2))
     inputs = {
         names.HIDDEN: hidden(m), names.POSITIONS: Tensor("int64", (1, TOKENS)), names.COS: table, names.SIN: table,
@@ -140,24 +141,25 @@ def stage_of(m: Manifest, spec: StageSpec, dialect: str) -> GraphIO:
 
 
 def score(m: Manifest, dialect: str) -> GraphIO:
-    slots = m.max_context if dialect == "trt" else "slots"
     inputs = {
         names.QUERY: _query(m),
-        names.KEY: cache(m, dialect, m.max_context if dialect == "trt" else "capacity"),
+        names.KEY: cache(m, dialect, "capacity"),
         names.TOTAL_SLOTS: Tensor("int32", (1,)),
     }
     if KV_DTYPES[inputs[names.KEY].dtype].scaled:
         inputs[names.KEY_SCALE] = _scale(m)
     outputs = (names.ATTENTION_SUM, names.ATTENTION_MAX)
-    return GraphIO(inputs, {name: Tensor("float32", (slots,)) for name in outputs})
+    return GraphIO(inputs, {name: Tensor("float32", ("slots",)) for name in outputs})
 
 
 def hidden(m: Manifest) -> Tensor:
     return Tensor("float32", (TOKENS, m.model.hidden))
 
 
-def cache(m: Manifest, dialect: str, slots: int | str) -> Tensor:
-    return Tensor(names.kv_type(dialect, m.kv_dtype), (1, m.model.kv_heads, slots, m.model.head_dim))
+def cache(m: Manifest, dialect: str, slots: str) -> Tensor:
+    heads = m.model.kv_heads
+    sizes = (slots, heads) if dialect in names.SLOTS_FIRST else (heads, slots)
+    return Tensor(names.kv_type(dialect, m.kv_dtype), (1, *sizes, m.model.head_dim))
 
 
 def _token_inputs(declared: Sequence[TokenInput]) -> dict[str, Tensor]:

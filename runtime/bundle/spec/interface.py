@@ -12,8 +12,9 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import json_value
 
-# The form of a stage's K and V: one buffer that a graph reads and writes, or an output that is the next input.
-CACHES = {"ort": "in place", "trt": "in place", "plain": "grows"}
+# The form of a stage's K and V: one buffer that a graph reads and writes, one that it reads and the runtime puts new
+# tokens' into, or an output that is the next input.
+CACHES = {"ort": "in place", "trt": "appended", "plain": "grows"}
 
 
 def declare(m: Manifest) -> dict[str, Any]:

@@ -78,8 +78,8 @@ A stage's inputs for KV slots, and the shape of a cache, differ by dialect:
     ort      last_slot [1] int32, the index of the last filled slot, and total_slots [1] int32, the number of filled
              ones, both with the new tokens; caches [1, kv_heads, capacity, head_dim], past and present the same buffer
     plain    nothing; past [1, kv_heads, past, head_dim], present [1, kv_heads, past + tokens, head_dim]
-    trt      total_slots [1] int32, as above; caches [1, kv_heads, max_context, head_dim], past and present the same
-             buffer if the engine wants it so
+    trt      total_slots [1] int32, as above; past [1, slots, kv_heads, head_dim], of which the filled ones are seen;
+             present [1, tokens, kv_heads, head_dim], K and V of the new tokens alone. A score's key has past's axes
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ TOTAL_SLOTS = "total_slots"
 SEEN_SLOTS = "seen_slots"
 SLOTS = {"ort": (LAST_SLOT, TOTAL_SLOTS), "plain": (), "trt": (TOTAL_SLOTS,)}  # inputs of a stage, by dialect
 DIALECTS = tuple(SLOTS)
+SLOTS_FIRST = ("trt",)  # dialects whose caches have the axis of slots before that of heads
 LOGITS = "logits"
 ODDS = "odds"
 QUERY = "query"

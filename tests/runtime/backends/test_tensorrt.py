@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,10 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
-from vtx.runtime.backends.tensorrt.cuda import Buffer
+from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
+from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
+from vtx.runtime.backends.tensorrt.growing import GrowingStageCache
+from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
@@ -43,6 +49,7 @@ WORDS = [
     "cdpruner:keep=5",
 ]
 STEPS = 6
+FRAMES = int(os.environ.get("VTX_TEST_FRAMES", "30"))
 
 
 # --- the numbers ----------------------------------------------------------------------------------
@@ -163,17 +170,15 @@ def test_no_memory_is_taken_while_decoding(with_engines: Path, device: Gpu) -> N
     model = open_model(with_engines)
     asked = prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)])
     greedy(model, asked, None, 3)
-    calls = ("cudaMalloc", "cudaHostAlloc")
-    held = model.backend.stage(0, 16)  # the memory of the answer
-    before = device.calls["cudaMalloc"]
-    cache = model.backend.stage(0, 16)
-    after_cache = [device.calls[call] for call in calls]
     rows = np.zeros((1, model.manifest.model.hidden), np.float32)
+    held, cache = model.backend.stage(0, 16), model.backend.stage(0, 16)
+    held.append(TokenStates(rows), np.zeros(1, np.int64))  # the memory of the answer
+    before, counts = device.calls["cudaMalloc"], []
     for position in range(8):
         cache.append(TokenStates(rows), np.array([position]))
-    assert held.length == 0
-    assert after_cache[0] == before + 1  # the cache itself, one buffer
-    assert [device.calls[call] for call in calls] == after_cache
+        counts.append([device.calls[call] for call in ("cudaMalloc", "cudaHostAlloc")])
+    assert counts[0][0] == before + 1  # the cache itself, one buffer
+    assert counts == counts[:1] * 8
 
 
 def test_everything_is_given_back(with_engines: Path, device: Gpu) -> None:
@@ -206,8 +211,8 @@ def test_saved_slots_come_back_where_they_are_put(slots: list[int], with_engines
 
 
 def _content(cache: Any, m: Manifest) -> Any:
-    shape = (m.stages[1].layers, 2, m.model.kv_heads, m.max_context, m.model.head_dim)
-    return gpu_standin.view(cache.memory.kv.address, shape, np.float32).copy()
+    shape = (m.stages[1].layers, 2, cache.memory.capacity, m.model.kv_heads, m.model.head_dim)
+    return gpu_standin.view(cache.memory.kv.address, shape, np.float32).swapaxes(2, 3).copy()
 
 
 # --- what goes from one conversation to the next --------------------------------------------------
@@ -235,29 +240,116 @@ def test_the_next_image_allocates_and_records_nothing(
     assert len(set(used)) == 1
 
 
+def test_an_application_that_asks_about_frames_holds_no_more_after_the_first(with_engines: Path, device: Gpu) -> None:
+    model, stages = open_model(with_engines), 3
+    seen: list[tuple[Counter[str], int]] = []
+    for frame in range(FRAMES):
+        before = device.calls.copy()
+        with model.open([random_image(frame)]) as image:
+            for question in QUESTIONS[:2]:
+                image.ask(question, 3, Options(STEPS, ignore_eos=True))
+        gc.collect()
+        seen.append((device.calls - before, device.used))
+    first, *others = (calls for calls, _ in seen)
+    assert first["cudaMalloc"] >= 2 * stages
+    assert not any(calls[name] for calls in others for name in ALLOCATIONS)
+    assert len({used for _, used in seen}) == 1
+    assert len({calls["cudaStreamSynchronize"] for calls in others}) == 1
+    assert len(model.backend.engines._contexts) <= len(model.backend.engine_set.engines) + stages  # type: ignore[attr-defined]
+
+
 def test_a_conversation_starts_on_slots_that_hold_numbers(with_engines: Path, device: Gpu) -> None:
     model = open_model(with_engines)
     cache: Any = model.backend.stage(1, 16)
+    rows = TokenStates(np.zeros((1, model.manifest.model.hidden), np.float32))
+    cache.append(rows, np.zeros(1, np.int64))
     kept = gpu_standin.view(cache.memory.kv.address, (cache.memory.kv.nbytes,), np.uint8)
     kept[...] = 0xFF  # NaN
     memory = cache.memory
     del cache
     again: Any = model.backend.stage(1, 16)
+    again.append(rows, np.zeros(1, np.int64))
     assert again.memory is memory
-    model.backend.cuda.wait()  # type: ignore[attr-defined]
-    assert not kept.any()
+    assert np.isfinite(kept.view(np.float32)).all()
 
 
 def test_unused_memory_makes_room_for_what_does_not_fit_beside_it(grown: Path, device: Gpu) -> None:
     model = open_model(grown)
-    small = model.backend.stage(0, 16)
-    del small
-    left = device.total - device.used
-    device.total = device.used + left // 10**9  # nothing is free but the unused memory
-    cache: Any = model.backend.stage(0, 15)
+    rows = np.zeros((40, model.manifest.model.hidden), np.float32)
+    cache: Any = model.backend.stage(0, 80)
+    cache.append(TokenStates(rows), np.arange(40))
     del cache
+    device.total = device.used  # nothing is free but the unused memory
+    cache, other = model.backend.stage(0, 80), model.backend.stage(1, 80)
+    other.append(TokenStates(rows[:20]), np.arange(20))
     with pytest.raises(DeviceError, match="the KV cache of layers 1 to 1 needs"):
-        model.backend.stage(0, 4000)
+        cache.append(TokenStates(rows), np.arange(40))
+    assert cache.length == 0
+    del other
+    cache.append(TokenStates(rows), np.arange(40))
+
+
+def test_a_cache_that_cannot_grow_stays_as_it_is(with_engines: Path, device: Gpu) -> None:
+    ours, reference = open_model(with_engines), load(with_engines, device="cpu", threads=THREADS)
+    rows = np.random.default_rng(0).standard_normal((40, ours.manifest.model.hidden)).astype(np.float32)
+    mine, theirs = (model.backend.stage(1, 80) for model in (ours, reference))
+    for cache in (mine, theirs):
+        cache.append(TokenStates(rows[:31]), np.arange(31))
+    device.total, total = device.used, device.total
+    with pytest.raises(DeviceError, match="the KV cache of layers 2 to 2 needs"):
+        mine.append(TokenStates(rows[31:]), np.arange(31, 40))
+    device.total = total
+    out = [cache.append(TokenStates(rows[31:]), np.arange(31, 40)) for cache in (mine, theirs)]
+    np.testing.assert_allclose(*out, atol=1e-4)
+    assert (mine.length, mine.resident) == (40, 64)
+
+
+class Ledger(Gpu):
+    """Counts memory, and has none."""
+
+    def cudaMalloc(self, nbytes: int) -> Any:
+        self.next += 1 << 40
+        self.sizes[self.next] = nbytes
+        return gpu_standin.Error.cudaSuccess, self.next
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.next = 0
+
+    def cudaFree(self, address: int) -> Any:
+        del self.sizes[address]
+        return (gpu_standin.Error.cudaSuccess,)
+
+    def holds(self, address: int, nbytes: int) -> None: ...
+
+    def queue(self, work: Any) -> None: ...
+
+
+@pytest.mark.parametrize("dialect", ["trt", "plain"])
+@pytest.mark.parametrize(("k", "slots"), [(None, 32 * 736), (17, 16 * 736 + 16 * 160), (9, 8 * 736 + 24 * 160)])
+def test_tokens_that_have_left_take_no_memory_behind_the_cut(k: int | None, slots: int, dialect: str) -> None:
+    """LLaVA-1.5-7B in float16: 576 image tokens, 65 of text, an answer of 64, in steps of 32 slots."""
+    device = Ledger()
+    cuda = Cuda(device)
+    runs = SimpleNamespace(bind=lambda *_: None, enqueue=lambda: None, capturable=False)
+    engines: Any = SimpleNamespace(
+        address=lambda _: 0, longest=lambda _: 1024, new_context=lambda *_: runs, context=lambda *_: runs
+    )
+    model: Any = SimpleNamespace(hidden=4096, heads=32, kv_heads=32, head_dim=128)
+    shared = TensorrtCacheContext(engines, cuda, model, np.dtype(np.float16), 4096, {}, None)
+    kind = {"trt": TensorrtStageCache, "plain": GrowingStageCache}[dialect]
+    held = []
+    for first, last, seen in ((1, 8, True), (9, 16, k != 9), (17, 32, k is None)):
+        spec: Any = SimpleNamespace(
+            first=first, last=last, cached=tuple(range(first, last + 1)), query=False, inputs=()
+        )
+        cache = kind(shared, spec, "", 4096)
+        for tokens in [(576 if seen else 0) + 65] + 64 * [1]:
+            cache.append(TokenStates(np.zeros((tokens, 4096), np.float32)), np.arange(tokens))
+        held.append(cache)
+    assert sum(device.sizes.values()) == slots * 2 * 32 * 128 * 2 * (2 if dialect == "plain" else 1)
+    assert sum(cache.resident * len(cache._spec.cached) for cache in held) == slots
 
 
 REFUSALS = ("cudaStreamBeginCapture", "execute", "cudaStreamEndCapture", "cudaGraphInstantiate")

@@ -80,7 +80,7 @@ def test_a_precision_without_an_engine_has_no_times() -> None:
 
 
 def test_memory_and_times_are_those_of_the_engine() -> None:
-    """The trt graphs hold and read every slot at every K, the plain ones compute in float32 and hold K and V twice."""
+    """TensorRT's K and V grow by 32 slots; the plain graphs compute in float32 and hold them twice; CUDA holds all."""
     words = ["--model", "llava-1.5-7b", "--profile", "agx-orin-64", "--precision", "fp16", "--k", "none,9"]
 
     def at(*more: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -89,10 +89,15 @@ def test_memory_and_times_are_those_of_the_engine() -> None:
 
     slot = 2 * 32 * 32 * 128 * 2  # K and V of 32 layers and heads, in bytes
     newest, older = at(), at("--jetpack", "6.2")
-    assert [cost["kv_held_bytes"] for cost in newest] == [4096 * slot] * 2
-    assert newest[0]["latency_ms"]["decode_per_token"] == newest[1]["latency_ms"]["decode_per_token"]
-    assert at("--max-context", "1024")[0]["kv_held_bytes"] == 1024 * slot
-    assert at("--max-context", "16")[0]["kv_held_bytes"] == (64 + 576 + 256) * slot  # what the plan asks at least
+    whole, text = 64 + 576 + 256, 64 + 256
+    assert [cost["kv_held_bytes"] * 32 for cost in newest] == [32 * whole * slot, (8 * whole + 24 * text) * slot]
+    assert newest[0]["latency_ms"]["decode_per_token"] > newest[1]["latency_ms"]["decode_per_token"]
+    shorter = at("--text", "65", "--max-new-tokens", "64")  # 705 and 129 slots
+    assert [cost["kv_held_bytes"] * 32 for cost in shorter] == [32 * 736 * slot, (8 * 736 + 24 * 160) * slot]
+    words[3] = "rtx-4090"
+    for most, held in (("1024", 1024), ("16", whole)):  # at least what the plan asks
+        on_cuda = at("--device", "cuda", "--max-context", most)
+        assert [cost["kv_held_bytes"] for cost in on_cuda] == [held * slot] * 2
     assert older[0]["kv_held_bytes"] == 2 * (64 + 576 + 256) * slot
     assert older[1]["kv_held_bytes"] < older[0]["kv_held_bytes"]
     assert older[0]["resident_weights_bytes"] > 1.9 * newest[0]["resident_weights_bytes"]

@@ -24,7 +24,7 @@ from vtx.runtime.precision import PRECISIONS
 from vtx.tools.tensorrt.build import EnginePlan, build_engines, plan_engines
 from vtx.tools.tensorrt.child import BuildRequest, build
 from vtx.tools.tensorrt.graph import load_graph
-from vtx.tools.tensorrt.profiles import Shapes
+from vtx.tools.tensorrt.profiles import Shapes, input_shapes, stage_profiles
 from vtx.tools.tensorrt.targets import TARGETS, load_tensorrt
 
 trt = pytest.importorskip("tensorrt_rtx", reason='needs pip install "vtx-edge[rtx]"')
@@ -103,11 +103,33 @@ def test_the_network_that_is_built_keeps_types_and_caches(precision: str, bundle
     inputs = {network.get_input(n).name: network.get_input(n) for n in range(network.num_inputs)}
     cache = inputs["past_key.16"]
     kind = {"float16": trt.DataType.HALF, "float32": trt.DataType.FLOAT}[m.kv_dtype]
-    assert (tuple(cache.shape), cache.dtype) == ((1, m.model.kv_heads, m.max_context, m.model.head_dim), kind)
+    assert (tuple(cache.shape), cache.dtype) == ((1, -1, m.model.kv_heads, m.model.head_dim), kind)
     assert not any(tensor.is_shape_tensor for tensor in inputs.values())
     held = {network.get_layer(n).type for n in range(network.num_layers)}
-    assert trt.LayerType.KV_CACHE_UPDATE in held
+    assert trt.LayerType.ATTENTION_INPUT in held
     assert (trt.LayerType.DEQUANTIZE in held) == (m.precision in ("int8", "int4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["SM89", "SM120"])
+@pytest.mark.parametrize(("precision", "fused"), [("fp16", True), ("fp32", False)])
+def test_attention_to_any_number_of_slots_has_a_fused_kernel_in_half_precision(
+    precision: str, fused: bool, card: str, bundles: Callable[[str], Bundle]
+) -> None:
+    """Not computed from its parts, as vtx-build allows where there is none."""
+    bundle = bundles(precision)
+    m = bundle.manifest
+    graph = load_graph(bundle.path(m.dialects["trt"].stages[1]))
+    builder = trt.Builder(trt.Logger(trt.Logger.INTERNAL_ERROR))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    assert trt.OnnxParser(network, trt.Logger(trt.Logger.ERROR)).parse_from_file(str(bundle.path(graph.name)))
+    config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+    for name, shapes in input_shapes(graph, stage_profiles(m, apart=False)[0]).items():
+        profile.set_shape(name, *shapes)
+    config.add_optimization_profile(profile)
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(getattr(trt.ComputeCapability, card), 0)
+    assert (builder.build_serialized_network(network, config) is not None) == fused
 
 
 @pytest.mark.slow
@@ -139,8 +161,6 @@ def test_a_build_tells_of_its_phases(bundle: Bundle, tmp_path: Path) -> None:
 
 
 def _shapes(job: Any) -> tuple[Shapes, ...]:
-    from vtx.tools.tensorrt.profiles import input_shapes
-
     return tuple(input_shapes(job.graph, profile) for profile in job.profiles)
 
 

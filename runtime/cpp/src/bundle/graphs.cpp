@@ -16,6 +16,7 @@ TensorSpec hidden(const Manifest& m, const char* name = names::kHidden) {
 TensorSpec query(const Manifest& m) { return {names::kQuery, "float32", {"tokens", m.model.heads * m.model.head_dim}}; }
 
 TensorSpec cache(const Manifest& m, const std::string& dialect, const std::string& name, const Size& slots) {
+  if (dialect == "trt") return {name, m.kv_type(dialect), {int64_t{1}, slots, m.model.kv_heads, m.model.head_dim}};
   return {name, m.kv_type(dialect), {int64_t{1}, m.model.kv_heads, slots, m.model.head_dim}};
 }
 
@@ -46,7 +47,9 @@ Json io(const GraphIO& graph) {
 }
 
 Json dialect_json(const Manifest& m, const std::string& dialect) {
-  Json::Object out{{"cache", dialect == "plain" ? "grows" : "in place"},
+  Json::Object out{{"cache", dialect == "plain" ? "grows"
+                             : dialect == "trt" ? "appended"
+                                                : "in place"},
                    {"kv_dtype", m.kv_type(dialect)},
                    {"vision", io(vision_io(m, dialect))},
                    {"embed", io(embed_io(m))},
@@ -118,10 +121,9 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
 }
 
 GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query, const StageSpec* stage) {
-  Size past = m.max_context, present = m.max_context, rows = "max_context";
-  if (dialect == "ort") past = present = "capacity";
+  Size past = "capacity", present = "capacity", rows = "max_context";
   if (dialect == "plain") past = "past", present = "past + tokens";
-  if (dialect == "trt") rows = m.max_context;
+  if (dialect == "trt") past = "slots", present = "tokens", rows = m.max_context;
   GraphIO out{{hidden(m),
                {names::kPositions, "int64", {int64_t{1}, "tokens"}},
                {names::kCos, "float32", {rows, m.model.head_dim / 2}},
@@ -150,11 +152,9 @@ GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query,
 }
 
 GraphIO score_io(const Manifest& m, const std::string& dialect) {
-  Size slots = "slots", capacity = "capacity";
-  if (dialect == "trt") slots = capacity = m.max_context;
-  GraphIO out{{query(m), cache(m, dialect, names::kKey, capacity), one(names::kTotalSlots)}, {}};
+  GraphIO out{{query(m), cache(m, dialect, names::kKey, "capacity"), one(names::kTotalSlots)}, {}};
   if (m.kv_type(dialect) == "int8") out.inputs.push_back(scale(m, names::kKeyScale));
-  for (const char* name : {names::kAttentionSum, names::kAttentionMax}) out.outputs.push_back({name, "float32", {slots}});
+  for (const char* name : {names::kAttentionSum, names::kAttentionMax}) out.outputs.push_back({name, "float32", {"slots"}});
   return out;
 }
 

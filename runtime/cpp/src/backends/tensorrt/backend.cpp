@@ -18,6 +18,8 @@ namespace {
 
 using Lock = Cuda::Use;
 
+constexpr int64_t kQuestionSlots = 256;  // of text in a forecast
+
 // The bundle's engines for this machine, and the library that runs them.
 struct Found {
   EngineSet engines;
@@ -102,17 +104,16 @@ class TensorrtBackend : public GraphBackend {
     }
   }
 
-  // The engines and one cache a stage must fit what the device has free.
+  // The engines and the caches of a short question must fit what the device has free.
   void check_memory() {
-    int64_t engines = 0, slot = m_.model.layers * kv_slot_bytes * (grows_ ? 2 : 1);
+    int64_t engines = 0, slots = std::min(m_.max_context, m_.layout.max_tokens + kQuestionSlots);
+    int64_t caches = slots * m_.model.layers * kv_slot_bytes * (grows_ ? 2 : 1);
     for (const auto& [graph, record] : set_.engines) engines += record.bytes;
     auto [left, total] = cuda_.memory();
-    if (engines + m_.max_context * slot <= left) return;
-    int64_t fitting = std::max<int64_t>(0, left - engines) / slot;
-    fail(Kind::device, "the engines take ", size_text(engines), " and a context of ", m_.max_context, " slots ",
-         size_text(m_.max_context * slot), ", ", size_text(left), " of ", size_text(total), " of the device is free; ",
-         fitting > m_.layout.max_tokens ? cat("--max-context ", fitting, " would fit") : "even the engines do not fit",
-         "; export with it or with a smaller --precision, or end other programs on the GPU");
+    if (engines + caches <= left) return;
+    fail(Kind::device, "the engines take ", size_text(engines), " and K/V of one image and a question, ", slots, " slots, ",
+         size_text(caches), "; ", size_text(left), " of ", size_text(total),
+         " of the device is free; export with a smaller --precision, or end other programs on the GPU");
   }
 
   EngineSet set_;

@@ -11,29 +11,65 @@ namespace {
 using Lock = Cuda::Use;
 
 // A stage's K and V with what is bound to them: its context for one token, that token's arrays, the CUDA graph.
-struct InPlaceMemory : StageMemory {
-  InPlaceMemory(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph)
-      : StageMemory(context.manifest.max_context), cuda(context.cuda), part_bytes(context.bytes_of(capacity)),
-        kv(cuda, 2 * static_cast<size_t>(spec.layers()) * part_bytes,
-           cat("the KV cache of layers ", spec.first, " to ", spec.last)),
-        queries(context), token(cuda, hidden(context)), token_out(cuda, hidden(context)), position(cuda, 1), total(cuda, 1),
-        decode(context.engines.new_context(graph, kDecode)), recordable(decode->capturable()) {
+struct DeviceSlots : StageMemory {
+  DeviceSlots(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph, int64_t slots)
+      : StageMemory(slots), shared(context), spec(stage), cuda(context.cuda), row(context.row_bytes()),
+        parts(static_cast<size_t>(2 * stage.layers())), part(context.bytes_of(slots)),
+        kv(cuda, parts * part, cat("the KV cache of layers ", stage.first, " to ", stage.last)), queries(context),
+        token(cuda, hidden()), token_out(cuda, hidden()), position(cuda, 1), total(cuda, 1),
+        decode(context.engines.new_context(graph, kDecode)) {
     for (const TokenInput& each : context.manifest.token_inputs)
       if (std::count(spec.inputs.begin(), spec.inputs.end(), each.name) > 0)
         inputs[each.name] = std::make_unique<Pinned<float>>(cuda, static_cast<size_t>(each.width));
-    InPlaceMemory::clear();
+    bind(*decode, 1, capacity, new_slots(), aligned(row), nullptr);
+    DeviceSlots::clear();
   }
-  ~InPlaceMemory() override {
+  ~DeviceSlots() override {
     if (recorded) cuda.forget(recorded);
   }
   void clear() override {
     cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
     cuda.wait();
   }
-  static size_t hidden(const TensorrtCacheContext& context) { return static_cast<size_t>(context.manifest.model.hidden); }
+  void take_over(const StageMemory& other, int64_t length) override {
+    const auto& shorter = static_cast<const DeviceSlots&>(other);
+    recordable = recordable && shorter.recordable;
+    cuda.copy_rows(kv.address(), part, shorter.kv.address(), shorter.part, static_cast<size_t>(length) * row, parts);
+    cuda.wait();
+  }
+  size_t hidden() const { return static_cast<size_t>(shared.manifest.model.hidden); }
+  uint8_t* slot(int64_t number) const { return kv.address() + static_cast<size_t>(number) * row; }
+  uint8_t* last_key() const { return kv.address() + (parts - 2) * part; }
+  // The buffer for new K and V that the engine cannot write where they belong.
+  uint8_t* new_slots() const { return shared.engines.address(kNewSlots); }
 
+  // Copies new K and V from that buffer to the slots from `start` on.
+  void put(int64_t start, size_t tokens) {
+    cuda.copy_rows(slot(start), part, new_slots(), aligned(tokens * row), tokens * row, parts);
+  }
+
+  // Binds a context for `tokens` tokens after `filled` slots; their K and V go to `fresh`, a part each `pitch` bytes.
+  void bind(Context& context, size_t tokens, int64_t filled, uint8_t* fresh, size_t pitch, uint8_t* query) {
+    Shapes shapes;
+    Addresses addresses;
+    bind_stage(shared, spec, tokens, query, shapes, addresses);
+    addresses[names::kTotalSlots] = shared.engines.address(names::kTotalSlots);
+    uint8_t* past = kv.address();
+    for (int64_t layer = spec.first; layer <= spec.last; ++layer)
+      for (auto [in, out] : {std::pair(names::kPastKey, names::kPresentKey), {names::kPastValue, names::kPresentValue}}) {
+        std::string number = std::to_string(layer);
+        shapes[in + number] = {1, filled, shared.manifest.model.kv_heads, shared.manifest.model.head_dim};
+        addresses[in + number] = past;
+        addresses[out + number] = fresh;
+        past += part, fresh += pitch;
+      }
+    context.bind(shapes, addresses);
+  }
+
+  TensorrtCacheContext& shared;
+  const StageSpec spec;
   Cuda& cuda;
-  const size_t part_bytes;  // of a layer's K or V
+  const size_t row, parts, part;  // bytes of a slot, number of parts, bytes of a part
   Buffer kv;
   Queries queries;
   Pinned<float> token, token_out;  // the one token of a step
@@ -41,34 +77,31 @@ struct InPlaceMemory : StageMemory {
   Pinned<int64_t> position;
   Pinned<int32_t> total;
   std::unique_ptr<Context> decode;
-  bool recordable, ran = false;
+  bool recordable = true, ran = false;
   void* recorded = nullptr;
 };
 
 class TensorrtStageCache : public StageCache {
  public:
   TensorrtStageCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph, int64_t asked)
-      : StageCache(asked), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda),
-        slots_(static_cast<size_t>(context.manifest.max_context)),
-        heads_(static_cast<size_t>(context.manifest.model.kv_heads)), parts_(static_cast<size_t>(2 * spec.layers())),
-        memory_(borrow<InPlaceMemory>(context, spec.first, context.manifest.max_context,
-                                      [&] { return std::make_unique<InPlaceMemory>(context, spec, graph); })) {}
+      : StageCache(asked), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda) {}
 
   ~TensorrtStageCache() override { give_back(context_, spec_.first, std::move(memory_)); }
 
   Scores attention(bool last_only) override {
     Lock held(cuda_);
-    return memory_->queries.attention(last_key(), context_.manifest.max_context, length, last_only);
+    const ModelSpec& model = context_.manifest.model;
+    return memory_->queries.attention(memory_->last_key(), {1, length, model.kv_heads, model.head_dim}, length, last_only);
   }
 
   Rows keys() override {
     Lock held(cuda_);
-    return read_keys(context_, last_key(), slots_, static_cast<size_t>(length));
+    return read_keys(context_, memory_->last_key(), static_cast<size_t>(length), false);
   }
 
   SavedSlots read(const Ids& slots) override {
     Lock held(cuda_);
-    size_t bytes = parts_ * heads_ * slots.size() * context_.slot_bytes();
+    size_t bytes = static_cast<size_t>(2 * spec_.layers()) * context_.row_bytes() * slots.size();
     SavedSlots kept(bytes);
     if (bytes == 0) return kept;
     Buffer packed(cuda_, bytes, "saved K and V");
@@ -80,6 +113,7 @@ class TensorrtStageCache : public StageCache {
 
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
     Lock held(cuda_);
+    room(filled);
     if (!kv.empty()) {
       Buffer packed(cuda_, kv.size(), "saved K and V");
       cuda_.copy_in(packed.address(), kv.data(), kv.size());
@@ -92,6 +126,7 @@ class TensorrtStageCache : public StageCache {
  protected:
   Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids*) override {
     Lock held(cuda_);
+    room(length + static_cast<int64_t>(tokens.count()));
     if (tokens.count() == 1 && !query) return one(tokens, positions);
     auto longest = static_cast<size_t>(context_.engines.longest(graph_));
     return in_parts(
@@ -100,57 +135,39 @@ class TensorrtStageCache : public StageCache {
   }
 
  private:
-  uint8_t* last_key() const {
-    return memory_->kv.address() + static_cast<size_t>(spec_.layers() - 1) * 2 * memory_->part_bytes;
-  }
+  void room(int64_t slots) { make_room(context_, spec_, graph_, slots, capacity, length, memory_); }
 
   // Copies slots between the cache and a packed buffer, run by run.
   void move(const Ids& slots, uint8_t* packed, bool out) {
-    size_t unit = context_.slot_bytes(), pitch = slots_ * unit, packed_pitch = slots.size() * unit;
-    for (const SlotRun& run : slot_runs(slots))
-      for (size_t part = 0; part < parts_; ++part) {
-        uint8_t* in_cache = memory_->kv.address() + part * memory_->part_bytes + run.first * unit;
-        uint8_t* in_packed = packed + part * heads_ * packed_pitch + run.start * unit;
-        if (out)
-          cuda_.copy_rows(in_packed, packed_pitch, in_cache, pitch, run.count * unit, heads_);
-        else
-          cuda_.copy_rows(in_cache, pitch, in_packed, packed_pitch, run.count * unit, heads_);
-      }
-  }
-
-  void bind(Context& context, size_t count, uint8_t* query) {
-    Shapes shapes;
-    Addresses addresses;
-    bind_stage(context_, spec_, count, query, shapes, addresses);
-    addresses[names::kTotalSlots] = context_.engines.address(names::kTotalSlots);
-    uint8_t* key = memory_->kv.address();
-    for (int64_t layer = spec_.first; layer <= spec_.last; ++layer, key += 2 * memory_->part_bytes) {
-      std::string number = std::to_string(layer);
-      for (const char* name : {names::kPastKey, names::kPresentKey}) addresses[name + number] = key;
-      for (const char* name : {names::kPastValue, names::kPresentValue})
-        addresses[name + number] = key + memory_->part_bytes;
+    DeviceSlots& m = *memory_;
+    size_t pitch = slots.size() * m.row;
+    for (const SlotRun& run : slot_runs(slots)) {
+      uint8_t *in_cache = m.slot(static_cast<int64_t>(run.first)), *in_packed = packed + run.start * m.row;
+      if (out)
+        cuda_.copy_rows(in_packed, pitch, in_cache, m.part, run.count * m.row, m.parts);
+      else
+        cuda_.copy_rows(in_cache, m.part, in_packed, pitch, run.count * m.row, m.parts);
     }
-    context.bind(shapes, addresses);
   }
 
   // One token: the first run as it comes, the second recorded, from then on launched; all as they come if TensorRT or the
   // driver cannot record them.
   Rows one(const TokenStates& tokens, const Ids& positions) {
-    InPlaceMemory& m = *memory_;
+    DeviceSlots& m = *memory_;
     const Rows& rows = tokens.hidden;
     std::copy(rows.data.begin(), rows.data.end(), m.token.data());
     for (auto& [name, row] : m.inputs) std::copy_n(tokens.inputs.at(name).row(0), row->bytes() / sizeof(float), row->data());
     *m.position.data() = positions[0];
     *m.total.data() = static_cast<int32_t>(length + 1);
-    bind(*m.decode, 1, nullptr);
     if (m.recorded == nullptr && m.ran && m.recordable) {
-      m.recorded = cuda_.record([this] { queue_one(); });
+      if (m.decode->capturable()) m.recorded = cuda_.record([this] { queue_one(); });
       m.recordable = m.recorded != nullptr;
     }
     if (m.recorded)
       cuda_.launch(m.recorded);
     else
       queue_one();
+    m.put(length, 1);
     cuda_.wait();
     m.ran = true;
     Rows out(1, rows.width);
@@ -159,7 +176,7 @@ class TensorrtStageCache : public StageCache {
   }
 
   void queue_one() {
-    InPlaceMemory& m = *memory_;
+    DeviceSlots& m = *memory_;
     const LoadedEngines& engines = context_.engines;
     cuda_.copy_in(engines.address(names::kHidden), m.token.data(), m.token.bytes());
     for (const auto& [name, row] : m.inputs)
@@ -171,14 +188,19 @@ class TensorrtStageCache : public StageCache {
   }
 
   Rows many(const TokenStates& tokens, const Ids& positions, size_t start, size_t count, uint8_t* queries) {
+    DeviceSlots& m = *memory_;
     LoadedEngines& engines = context_.engines;
-    Context& used = count == 1 ? *memory_->decode : engines.context(graph_, kPrefill);
-    Rows out(count, InPlaceMemory::hidden(context_));
-    bind(used, count, queries);
-    *memory_->total.data() = static_cast<int32_t>(length + static_cast<int64_t>(start + count));
+    Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
+    Rows out(count, m.hidden());
+    int64_t filled = length + static_cast<int64_t>(start);
+    bool in_place = m.row % kAlignment == 0;  // else no slot but the first has an address that TensorRT takes
+    m.bind(used, count, filled, in_place ? m.slot(filled) : m.new_slots(), in_place ? m.part : aligned(count * m.row),
+           queries);
+    *m.total.data() = static_cast<int32_t>(filled + static_cast<int64_t>(count));
     copy_tokens(context_, spec_, tokens, positions, start, count);
-    cuda_.copy_in(engines.address(names::kTotalSlots), memory_->total.data(), memory_->total.bytes());
+    cuda_.copy_in(engines.address(names::kTotalSlots), m.total.data(), m.total.bytes());
     used.enqueue();
+    if (!in_place) m.put(filled, count);
     cuda_.copy_out(out.data.data(), engines.address(names::kHiddenOut), out.data.size() * sizeof(float));
     cuda_.wait();
     return out;
@@ -188,8 +210,7 @@ class TensorrtStageCache : public StageCache {
   const StageSpec spec_;
   const std::string graph_;
   Cuda& cuda_;
-  const size_t slots_, heads_, parts_;  // of K and V: slots of a head, heads of a part, parts
-  std::unique_ptr<InPlaceMemory> memory_;
+  std::unique_ptr<DeviceSlots> memory_;
 };
 
 }  // namespace
@@ -200,6 +221,7 @@ std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, c
 }
 
 void give_back(TensorrtCacheContext& shared, int64_t stage, std::unique_ptr<StageMemory> memory) noexcept {
+  if (!memory) return;
   try {
     Cuda::Use held(shared.cuda);
     shared.unused[stage].push_back(std::move(memory));
@@ -234,24 +256,22 @@ uint8_t* Queries::address(size_t token) const {
          4 * token * static_cast<size_t>(context_.manifest.model.heads * context_.manifest.model.head_dim);
 }
 
-Scores Queries::attention(uint8_t* key, int64_t slots, int64_t length, bool last_only) {
+Scores Queries::attention(uint8_t* key, const Ids& shape, int64_t length, bool last_only) {
   auto longest = static_cast<size_t>(context_.engines.longest(context_.score));
-  Scores out{Floats(static_cast<size_t>(slots)), Floats(static_cast<size_t>(slots))};
+  Scores out{Floats(static_cast<size_t>(length)), Floats(static_cast<size_t>(length))};
   for (size_t start = last_only ? count_ - 1 : 0; start < count_; start += longest) {
     size_t end = std::min(start + longest, count_);
-    Scores part = run(start, end, key, slots, length - static_cast<int64_t>(count_ - end));
+    Scores part = run(start, end, key, shape, length, length - static_cast<int64_t>(count_ - end));
     for (size_t slot = 0; slot < out.first.size(); ++slot) {
       out.first[slot] += part.first[slot];
       out.second[slot] = std::max(out.second[slot], part.second[slot]);
     }
   }
-  out.first.resize(static_cast<size_t>(length));
-  out.second.resize(static_cast<size_t>(length));
   return out;
 }
 
 // The scores of tokens `start` to `end`, the last of which fills slot `filled` - 1: none sees a later one.
-Scores Queries::run(size_t start, size_t end, uint8_t* key, int64_t slots, int64_t filled) {
+Scores Queries::run(size_t start, size_t end, uint8_t* key, const Ids& shape, int64_t length, int64_t filled) {
   const ModelSpec& model = context_.manifest.model;
   LoadedEngines& engines = context_.engines;
   Cuda& cuda = context_.cuda;
@@ -260,13 +280,12 @@ Scores Queries::run(size_t start, size_t end, uint8_t* key, int64_t slots, int64
   Addresses addresses{{names::kQuery, address(start)}, {names::kKey, key}};
   for (const char* name : {names::kTotalSlots, names::kAttentionSum, names::kAttentionMax})
     addresses[name] = engines.address(name);
-  Shapes shapes{{names::kQuery, {static_cast<int64_t>(end - start), width}},
-                {names::kKey, {1, model.kv_heads, slots, model.head_dim}}};
+  Shapes shapes{{names::kQuery, {static_cast<int64_t>(end - start), width}}, {names::kKey, shape}};
   Context& context = engines.context(context_.score, 0);
   cuda.copy_in(addresses[names::kTotalSlots], &total, sizeof total);
   context.bind(shapes, addresses);
   context.enqueue();
-  Scores out{Floats(static_cast<size_t>(slots)), Floats(static_cast<size_t>(slots))};
+  Scores out{Floats(static_cast<size_t>(length)), Floats(static_cast<size_t>(length))};
   cuda.copy_out(out.first.data(), addresses[names::kAttentionSum], out.first.size() * sizeof(float));
   cuda.copy_out(out.second.data(), addresses[names::kAttentionMax], out.second.size() * sizeof(float));
   cuda.wait();
@@ -311,17 +330,17 @@ void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, con
   context.cuda.copy_in(context.engines.address(names::kPositions), positions.data() + start, count * sizeof(int64_t));
 }
 
-Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t slots, size_t length) {
+Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length, bool heads_first) {
   auto heads = static_cast<size_t>(context.manifest.model.kv_heads);
   auto dim = static_cast<size_t>(context.manifest.model.head_dim);
-  std::string raw(heads * slots * context.slot_bytes(), '\0');
+  std::string raw(heads * length * context.slot_bytes(), '\0');
   if (!raw.empty()) context.cuda.copy_out(raw.data(), key, raw.size());
   context.cuda.wait();
   Rows out(length, heads * dim);
   for (size_t head = 0; head < heads; ++head)
     for (size_t slot = 0; slot < length; ++slot)
-      widen(raw.data() + (head * slots + slot) * context.slot_bytes(), context.manifest.kv_type(context.dialect), dim,
-            out.row(slot) + head * dim);
+      widen(raw.data() + (heads_first ? head * length + slot : slot * heads + head) * context.slot_bytes(),
+            context.manifest.kv_type(context.dialect), dim, out.row(slot) + head * dim);
   return out;
 }
 

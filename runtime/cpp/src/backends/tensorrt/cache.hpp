@@ -1,13 +1,17 @@
 // K and V of one stage in device memory, and the stage's runs over them.
 //
-// Engines of the `trt` dialect update caches in place: one buffer [layers, 2, kv_heads, slots, head_dim] with as many
-// slots as the engine was built for; each layer's K and V are bound as input and output at one address. Decoding one
-// token is recorded into a CUDA graph once and launched from then on.
+// A conversation's memory of a stage has the slots that it needs, and is replaced by a longer one as it grows: tokens that
+// have left the decoder take no memory behind the cut.
+//
+// Engines of the `trt` dialect read the slots before their tokens, of one buffer of [layers, 2] parts of
+// [slots, kv_heads, head_dim], and write those of their tokens; the slot of a single token is copied behind the others
+// afterwards. Decoding one token is recorded into a CUDA graph once and launched from then on.
 //
 // Engines of the `plain` dialect have caches that grow: a past of [1, kv_heads, slots, head_dim] for each layer goes in,
 // a present longer by the new tokens comes out, so two buffers take turns.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -26,6 +30,8 @@ struct StageMemory {
   explicit StageMemory(int64_t slots) : capacity(slots) {}
   virtual ~StageMemory() = default;
   virtual void clear() = 0;  // makes it as good as new
+  // Begins with the first `length` slots of shorter memory of the same kind.
+  virtual void take_over(const StageMemory& other, int64_t length) = 0;
   const int64_t capacity;
 };
 
@@ -40,22 +46,23 @@ struct TensorrtCacheContext {
   std::map<int64_t, std::vector<std::unique_ptr<StageMemory>>> unused = {};  // of each stage, by its first layer
 
   // Bytes of K or V of one layer for these slots, so that what follows them is aligned.
-  size_t bytes_of(int64_t slots) const {
-    size_t bytes = static_cast<size_t>(manifest.model.kv_heads * slots) * slot_bytes();
-    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  }
+  size_t bytes_of(int64_t slots) const { return aligned(static_cast<size_t>(slots) * row_bytes()); }
   // Bytes of one slot of one head, K or V.
   size_t slot_bytes() const { return static_cast<size_t>(manifest.model.head_dim * manifest.kv_bytes(dialect)); }
+  // Bytes of one slot of all heads, K or V.
+  size_t row_bytes() const { return static_cast<size_t>(manifest.model.kv_heads) * slot_bytes(); }
 };
+
+constexpr int64_t kSlotBlock = 32;  // slots by which memory grows
 
 // Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new. A cache gives it back as it
 // goes; so the next image allocates nothing, and finds its CUDA graph recorded. All unused memory is freed if the device
 // has too little for new one.
 template <typename Memory>
-std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, int64_t stage, int64_t capacity,
-                               const std::function<std::unique_ptr<Memory>()>& make) {
-  Cuda::Use held(shared.cuda);
-  auto& unused = shared.unused[stage];
+std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, const StageSpec& spec, const std::string& graph,
+                               int64_t capacity) {
+  auto make = [&] { return std::make_unique<Memory>(shared, spec, graph, capacity); };
+  auto& unused = shared.unused[spec.first];
   auto best = unused.end();
   for (auto it = unused.begin(); it != unused.end(); ++it)
     if ((*it)->capacity >= capacity && (best == unused.end() || (*it)->capacity < (*best)->capacity)) best = it;
@@ -76,6 +83,17 @@ std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, int64_t stage, int6
   }
 }
 
+// Has memory for `slots` slots, at most `limit` of them: if there is too little, longer memory that takes over the first
+// `length`. If that fails, all stays as it is.
+template <typename Memory>
+void make_room(TensorrtCacheContext& shared, const StageSpec& spec, const std::string& graph, int64_t slots, int64_t limit,
+               int64_t length, std::unique_ptr<Memory>& memory) {
+  if (memory && memory->capacity >= slots) return;
+  auto longer = borrow<Memory>(shared, spec, graph, std::min(limit, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock));
+  if (memory && length > 0) longer->take_over(*memory, length);
+  memory = std::move(longer);
+}
+
 // Gives it back.
 void give_back(TensorrtCacheContext& shared, int64_t stage, std::unique_ptr<StageMemory> memory) noexcept;
 
@@ -87,11 +105,11 @@ class Queries {
   void room(size_t count);
   // Where the query of that token is to be written.
   uint8_t* address(size_t token) const;
-  // What these tokens give to the first `length` of the `slots` slots whose keys lie at `key`.
-  Scores attention(uint8_t* key, int64_t slots, int64_t length, bool last_only);
+  // What these tokens give to the `length` slots whose keys, of this shape, lie at `key`.
+  Scores attention(uint8_t* key, const Ids& shape, int64_t length, bool last_only);
 
  private:
-  Scores run(size_t start, size_t end, uint8_t* key, int64_t slots, int64_t filled);
+  Scores run(size_t start, size_t end, uint8_t* key, const Ids& shape, int64_t length, int64_t filled);
 
   const TensorrtCacheContext& context_;
   std::optional<Buffer> buffer_;
@@ -123,8 +141,8 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
 void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const Ids& positions,
                  size_t start, size_t count);
 
-// Keys [kv_heads, slots, head_dim] as they lie on the device, of which `length` slots are filled, as numbers, all heads
-// side by side.
-Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t slots, size_t length);
+// The keys of `length` slots on the device as numbers, all heads side by side; `heads_first`: [kv_heads, length, head_dim]
+// there, else [length, kv_heads, head_dim].
+Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length, bool heads_first);
 
 }  // namespace vtxcore

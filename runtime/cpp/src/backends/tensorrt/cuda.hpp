@@ -105,6 +105,8 @@ class Buffer {
 };
 
 constexpr size_t kAlignment = 256;  // bytes, of every address bound to TensorRT (NvInferRuntime.h, setTensorAddress)
+// The bytes from one such address to the next one behind `bytes` bytes.
+inline size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 // Host memory that the device reads and writes by itself: `count` values.
 template <typename Value>

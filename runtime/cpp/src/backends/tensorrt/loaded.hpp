@@ -35,7 +35,8 @@ class Context {
   Addresses addresses_;
 };
 
-constexpr int kDecode = 0, kPrefill = -1;  // of an engine's profiles, which may be one and the same
+constexpr char kNewSlots[] = "new K and V";  // the buffer for those that an engine cannot write where they belong
+constexpr int kDecode = 0, kPrefill = -1;    // of an engine's profiles, which may be one and the same
 
 // The engines of every graph. All of them share their working memory and, by name, their inputs and outputs.
 class LoadedEngines {
