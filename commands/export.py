@@ -94,6 +94,9 @@ def _chosen_ks(
            "over layers and the questions of --calibration [for the demo: scenes].", metavar="TOKENS"),
     option("--max-memory", str, "Refuse an export that is predicted to need more, e.g. 2GB.", callback=size_of,
            metavar="SIZE"),
+    option("--cameras", str, "Names of the pictures of a model that answers with actions, in the order of "
+           "its training.",           metavar="NAME,...",
+           callback=lambda _, __, value: tuple(filter(None, map(str.strip, (value or "").split(","))))),
     option("--force", bool, "Replace an existing bundle."),
     option("--json as_json", bool, "Print the bundle's contents as vtx-inspect --json does."),
     option("--sign", Path, "Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.",
@@ -112,7 +115,7 @@ def export(
     activation_aware: bool, allow_changed_answers: bool,
     sign: Path | None, release: str | None, until: str | None, text_tower: str | None,
     tower: str | None, allow_pickle: bool, int4_block: str,
-    arithmetic: str,
+    arithmetic: str, cameras: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run.
 
@@ -181,7 +184,7 @@ def export(
     options = ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
         head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
-        allow_changed_answers, measured, numbered,
+        allow_changed_answers, measured, numbered, cameras,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")

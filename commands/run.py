@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Guide
     from vtx.runtime.vision.video import Video
 
+MAX_STATE = 1 << 20  # bytes
+
 
 @command(
     epilog='vtx-run image.jpg "What color is the circle?"\n'
@@ -54,6 +56,10 @@ if TYPE_CHECKING:
     click.option("--prompt-lookup", type=int, default=0, metavar="N", help="Draft up to N tokens from the prompt and "
                  "the answer so far and verify them in one pass [default: 0, none]."),
     "guide",
+    option("--act", Path, "The robot's state, a JSON list of numbers in a file; all arguments but the last, the "
+           "instruction, are pictures of its cameras (or NAME=PICTURE). Prints actions as JSON.", metavar="STATE"),
+    option("--steps", int, "With --act: Euler steps [default: the checkpoint's].", metavar="N"),
+    option("--normalized", bool, "With --act: the state is normalised, and so are the actions."),
     "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
 )  # fmt: skip
 def run(
@@ -61,9 +67,13 @@ def run(
     about: str | None, show_tokens: Path | None, gate_threshold: float, more: tuple[str, ...],
     videos: tuple[str, ...], frames: int | None, text_only: bool, chat: bool, as_json: bool,
     max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
-    prompt_lookup: int, guide: Guide | None, loading: Loading,
+    prompt_lookup: int, guide: Guide | None, act: Path | None, steps: int | None, normalized: bool,
+    loading: Loading,
 ) -> None:  # fmt: skip
     """Answer questions about an image or a video. Several questions reuse it."""
+    if act is not None:
+        _act(act, arguments, bundle, hub_model, precision, k, seed, steps, loading, normalized=normalized)
+        return
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
     if not questions:
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
@@ -125,6 +135,36 @@ def run(
                 raise RequestError(
                     f"cannot write the picture {show_tokens} ({e.strerror}); name another output file"
                 ) from e
+
+
+def _act(
+    state: Path, arguments: Sequence[str], bundle: str | None, hub_model: str | None, precision: str | None, k: Depth,
+    seed: int | None, steps: int | None, loading: Loading, *, normalized: bool,
+) -> None:  # fmt: skip
+    """Print the actions for the state in a file, the pictures and the instruction that `arguments` end with."""
+    from vtx.commands.export import find_bundle
+    from vtx.runtime.bundle.files import read_named
+    from vtx.runtime.bundle.safetensors import parse_json
+    from vtx.runtime.errors import RequestError
+
+    *pictures, instruction = arguments
+    if not pictures:
+        raise click.UsageError('no picture given: vtx-run --act state.json camera.jpg "instruction"')
+    given = parse_json(read_named(state, MAX_STATE, error=RequestError), str(state), error=RequestError)
+    if not isinstance(given, list):
+        raise RequestError(f"{state} is not a JSON list of numbers, which is the robot's state")
+    folder = find_bundle(bundle, (k,), hub_model, precision)
+    with loading.load(folder) as model:
+        named = dict(picture.split("=", 1) for picture in pictures if "=" in picture)
+        cameras = named if len(named) == len(pictures) and model.manifest.action else pictures
+        actions = model.act(cameras, instruction, given, k=k, seed=seed, steps=steps, normalized=normalized)
+        seconds = model.actor.seconds
+        say_json(
+            {
+                "instruction": instruction, "image": pictures, "bundle": str(folder), "actions": actions.tolist(),
+                "seconds": {"tower": seconds.tower, "prompt": seconds.prompt, "expert": seconds.expert},
+            }
+        )  # fmt: skip
 
 
 def _read(

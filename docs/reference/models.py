@@ -173,7 +173,7 @@ def _tune(family: Family, config: ModelConfig) -> str:
 
 
 def _fit(_: Family, config: ModelConfig) -> str:
-    if config.vision.native:
+    if config.vision.native or config.action:
         return "no: images keep their shape"
     return "yes" if config.layout.max_views == 1 else "no: tiles show all of any shape"
 
@@ -196,10 +196,17 @@ FACTS: Columns = {
     "image processors": lambda family, _: ", ".join(f"`{kind.name}`" for kind in family.processors),
 }
 TOKENS: Columns = {"tokens of an image": _tokens, "tokens of a video": _video}
+
+
+def _shown(_: Family, config: ModelConfig) -> str:
+    if config.action:
+        return "no: the model answers with actions"
+    return "no: images have any shape" if config.vision.native or config.vision.naflex else "yes"
+
+
 USES: Columns = {
     "libvtx": _cpp, "TensorRT": _tensorrt, "`vtx-tune`": _tune,
-    "`--show-tokens`": lambda _, c: "no: images have any shape" if c.vision.native or c.vision.naflex else "yes",
-    "`--fit`": _fit,
+    "`--show-tokens`": _shown, "`--fit`": _fit,
     "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
     "`--max-pixels`": lambda _, c: (
         "yes" if c.vision.native else "no: tiles have one size" if c.vision.naflex

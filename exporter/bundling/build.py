@@ -25,6 +25,7 @@ from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_score, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.encoder import build_text_tower
+from vtx.exporter.graphs.expert import build_expert
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.vision import IMAGES, VIDEO, build_projector, build_vision
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
@@ -138,7 +139,9 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
             inputs=plan.config.token_inputs,
         )  # fmt: skip
         write(file, precisions.decoder, build, kv)
-    write(graphs.head, precisions.head, lambda b: build_head(b, text))
+    action = plan.config.action
+    build_last = partial(build_head, c=text) if action is None else partial(build_expert, c=text, a=action)
+    write(graphs.head, precisions.head, build_last)
     if graphs.score:
         write(graphs.score, precisions.decoder, lambda b: build_score(b, text, kv))
     for k, file in zip(plan.gated_ks, graphs.gates, strict=True):
@@ -146,6 +149,7 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
 
 
 def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:
+    from vtx.exporter.reference.acting import record_golden_actions
     from vtx.exporter.reference.golden import record_golden, record_kv_scales
     from vtx.exporter.reference.model import Reference
 
@@ -156,7 +160,8 @@ def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:
     text = Text(parse_tokenizer(plan.tokenizer, ExportError), plan.template, plan.text)
     if scaled:
         record_kv_scales(folder / spec.KV_SCALES, reference, text, plan.image, layer)
-    record_golden(folder / spec.GOLDEN, reference, text, plan.image, [None, *plan.ks], layer)
+    record = record_golden if plan.config.action is None else record_golden_actions
+    record(folder / spec.GOLDEN, reference, text, plan.image, [None, *plan.ks], layer)
 
 
 def _manifest(
@@ -204,7 +209,7 @@ def _manifest(
         tokenizer=spec.TOKENIZER, chat_template=spec.TEMPLATE, rope=spec.ROPE, golden=spec.GOLDEN,
         kv_scales=spec.KV_SCALES if KV_TYPES[precisions.kv].scaled else None,
         text_tower=plan.text_tower.spec if plan.text_tower else None, image=plan.image, text=plan.text, files=records,
-        record=record, video=plan.video,
+        record=record, video=plan.video, action=plan.config.action,
     )  # fmt: skip
 
 

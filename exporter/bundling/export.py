@@ -62,7 +62,7 @@ def run_export(
         fill(folder, plan, journal, report)
         if plan.options.retain is not None:
             fit_thresholds(folder, plan.options.retain, report)
-        if wanted := plan.options.arithmetic:
+        if (wanted := plan.options.arithmetic) and plan.config.action is None:
             manifest = Bundle.open(folder, check=False).manifest
             if kinds := candidates(manifest, always=wanted.always):
                 drawn = Data("the drawn scenes", scene_items(SAMPLES // PER_SCENE, PER_SCENE))

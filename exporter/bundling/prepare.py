@@ -15,7 +15,7 @@ from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.family import Family
-from vtx.exporter.checkpoint.loader import Checkpoint
+from vtx.exporter.checkpoint.loader import Checkpoint, read_settings
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor, read_video_settings
 from vtx.exporter.checkpoint.text import read_template, read_text
@@ -23,6 +23,7 @@ from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_to
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.encoder import text_tower_tensors
+from vtx.exporter.graphs.expert import expert_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
 from vtx.exporter.graphs.merge import SIDE
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
@@ -168,6 +169,9 @@ def plan_export(options: ExportOptions) -> Plan:
     checkpoint = replace(checkpoint, factors=stated.text.factors, shifts=stated.text.shifts)
     if family.adjust is not None:
         stated = family.adjust(stated, read_image_processor(checkpoint.folder))
+    if family.statistics is not None:
+        stated = family.statistics(stated, read_settings(checkpoint.folder, "processor_config.json"))
+    stated = _acting(stated, options)
     for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):
         check_activation(activation)
     config = replace(stated, text=with_own_head(stated.text, checkpoint))
@@ -207,12 +211,14 @@ def plan_export(options: ExportOptions) -> Plan:
     sources = checkpoint
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
     needed += decoder_tensors(config.text)
+    if config.action is not None:
+        needed += expert_tensors(config.text, config.action)
     if text_tower is not None:
         needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
         sources = replace(checkpoint, tensors={**checkpoint.tensors, **text_tower.checkpoint.tensors})
     scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
     weights = plan_weights(sources, needed, precisions, scaled)
-    if config.text.tied:
+    if config.text.tied and config.action is None:
         precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
     texts = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
@@ -230,6 +236,21 @@ def plan_export(options: ExportOptions) -> Plan:
         predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config)),
         precisions, text_tower, reductions, _video(checkpoint, config, family), tuple(disagreements),
     )  # fmt: skip
+
+
+def _acting(config: ModelConfig, options: ExportOptions) -> ModelConfig:
+    """The configuration with the names of `--cameras`, and a refusal of what needs answers in words."""
+    if config.action is None:
+        if options.cameras:
+            raise RequestError("--cameras names the pictures of a model that answers with actions; leave it out")
+        return config
+    check_activation(config.action.activation)
+    if options.gates or options.text_tower or options.aware or options.calibration:
+        raise UnsupportedModelError(
+            "models that answer with actions take --k and --precision alone: gates, calibration and "
+            "activation-aware scaling are for answers in words; leave them out"
+        )
+    return replace(config, action=replace(config.action, cameras=options.cameras))
 
 
 def _check_ks(ks: Sequence[int], layers: int) -> None:
@@ -318,6 +339,8 @@ def load_template(path: Path) -> str:
 def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
     """Read and check the specs of `--reduce`. Raises RequestError, UnsupportedModelError."""
     needs, specs, vision = Needs(), list[str](), config.vision
+    if texts and config.action is not None:
+        raise UnsupportedModelError("models that answer with actions take no reductions, but --k; leave --reduce out")
     for text in texts:
         parts = parse(text)
         check_depth(parts, config.text.layers)

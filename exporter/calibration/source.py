@@ -11,6 +11,7 @@ from pathlib import Path
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name
 from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.graphs.decoder import decoder_tensors
@@ -22,7 +23,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
-from vtx.runtime.errors import BundleError
+from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.strict import json_value
@@ -80,10 +81,16 @@ def open_source(
         return _of_bundle(Bundle.open(bundle), None if engine is None else engine.load(bundle))
     options = ExportOptions(model, precision="fp32", template=template, tower=tower, allow_pickle=allow_pickle)
     plan = plan_export(options)
+    _check_answers(plan.name, plan.config)
     if all(entry.source.dtype == "F16" for file in plan.weights.files for entry in file.entries):
         plan = plan_export(replace(options, precision="fp16"))
     source = plan.source()
     return OpenedModel(**{field.name: getattr(source, field.name) for field in fields(source)}, origin=plan)
+
+
+def _check_answers(name: str, config: ModelConfig) -> None:
+    if config.action is not None:
+        raise RequestError(f"{name} answers with actions, and what is measured here are answers in words")
 
 
 def _of_bundle(bundle: Bundle, engine: Model | None) -> OpenedModel:
@@ -104,6 +111,7 @@ def _of_bundle(bundle: Bundle, engine: Model | None) -> OpenedModel:
             stored = bundle.header(file).tensors
             tensors |= {canonical_name(name): info for name, info in stored.items()}
     checkpoint, model = Checkpoint(bundle.folder, json_value(manifest.model), tensors, None), config_of(manifest)
+    _check_answers(manifest.model.name, model)
     for name, shape in (*vision_tensors(model), *decoder_tensors(model.text)) if engine is None else ():
         checkpoint.require(name, shape)
     recorded = manifest.record.get("source")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
+from vtx.runtime.bundle.spec.action_spec import ActionSpec
 from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, RopeSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
@@ -164,7 +165,8 @@ class ModelConfig:
 
     `feature_layers` are indices into the tower's hidden states, 0 the embeddings. `projector_norm_eps` is the epsilon
     of a norm on the features, None without a norm; `projector_layers` is the number of the projector's matrices, and
-    `projector_hidden` their width in between, if it is not the decoder's.
+    `projector_hidden` their width in between, if it is not the decoder's. `action`: the expert of a model that
+    answers with actions.
     """
 
     text: TextConfig
@@ -179,6 +181,7 @@ class ModelConfig:
     projector_layers: int = 2
     projector_hidden: int | None = None
     video: VideoConfig | None = None
+    action: ActionSpec | None = None
 
     @property
     def projector_width(self) -> int:

@@ -42,7 +42,8 @@ class ImageProcessor:
 
     `own_size`: images keep their own resolution, which the image layout rounds. `tiled`: its size is the size of a
     tile, which neither resizing nor cropping may change. `pads`: `do_pad` makes each image square with the mean colour,
-    instead of padding a batch to one size. `size` is the key of the size.
+    instead of padding a batch to one size. `within`: images keep their shape in a square of its size, at the top left.
+    `size` is the key of the size.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ImageProcessor:
     tiled: bool = False
     pads: bool = False
     own_size: bool = False
+    within: bool = False
     size: str = "size"
 
 
@@ -110,9 +112,9 @@ class Family:
     `video_processor` prepares video frames, if the family has videos and treats their frames unlike images.
     `adjust` adds settings of the image processor's file, `template` the edits that transformers' processor makes to a
     prompt after the chat template. `prompt` is the chat template of checkpoints that have none, since it is the work of
-    transformers' processor; it prints the whole prompt, and the tokenizer adds nothing. `seg_token` marks a segment of
-    the image, whose state answers give out. A family with an `original` layout is recognised by its `architecture`
-    alone.
+    transformers' processor; it prints the whole prompt, and the tokenizer adds nothing. `statistics` adds those of
+    `processor_config.json`. `seg_token` marks a segment of the image, whose state answers give out. A family with an
+    `original` layout is recognised by its `architecture` alone.
     """
 
     model_type: str
@@ -124,6 +126,7 @@ class Family:
     adjust: Callable[[ModelConfig, Config], ModelConfig] | None = None
     template: Callable[[str], str] | None = None
     prompt: str | None = None
+    statistics: Callable[[ModelConfig, Config], ModelConfig] | None = None
     original: OriginalLayout | None = None
     seg_token: str | None = None
 

@@ -76,6 +76,14 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
     values = {**kind.defaults, **{key: value for key, value in config.items() if value is not None}}
     square, pads, normalize = (_flag(values, key) for key in ("default_to_square", "do_pad", "do_normalize"))
     mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
+    if kind.within:
+        sides = {*dict(values["size"]).values(), *dict(values["pad_size"]).values()}
+        if len(sides) != 1 or {*values["size"]} != {"max_height", "max_width"} or not pads or not values["do_resize"]:
+            raise UnsupportedModelError(
+                f"{kind.name} with size {_show(values['size'])} and pad_size {_show(values['pad_size'])} is not "
+                "supported; vtx fits images into a square (max_height, max_width) and pads them to it"
+            )
+        values |= {"size": {"height": min(sides), "width": min(sides)}}
     if kind.own_size:
         unseen = bool(kind.defaults.get("do_pad"))  # of patches, which the tower's mask hides
         if not _flag(values, "do_resize") or _flag(values, "do_center_crop") or (pads and not unseen):
@@ -89,7 +97,9 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
     pad = None
     if pads and kind.pads:
         pad = int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)
-    elif pads and "pad_size" in values:  # without it, only images of a batch with several sizes are padded
+    elif (
+        pads and "pad_size" in values and not kind.within
+    ):  # without it, only images of a batch with several sizes are padded
         raise UnsupportedModelError(
             f"{kind.name} with pad_size is not supported; vtx pads only as LlavaImageProcessor does"
         )
@@ -115,6 +125,7 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
             pad=pad, resize=resize, resample=_FILTERS[resample], crop=crop,
             rescale=values["rescale_factor"] if _flag(values, "do_rescale") else 1.0,
             mean=mean if normalize else (0.0, 0.0, 0.0), std=std if normalize else (1.0, 1.0, 1.0),
+            within=kind.within,
         )  # fmt: skip
     except BundleError as error:
         raise CheckpointError(f"{kind.name}: {error}") from error

@@ -46,7 +46,7 @@ def config_of(manifest: Manifest) -> ModelConfig:
         feature_layers=tower.feature_layers, select=tower.select, projector_activation=m.projector.activation,
         projector_bias=m.projector.bias, projector_norm_eps=m.projector.norm_eps, projector_layers=m.projector.layers,
         projector_hidden=m.projector.intermediate,
-        image_token_id=manifest.text.image_token_id, layout=read_layout(manifest.layout, tower),
+        image_token_id=manifest.text.image_token_id, layout=read_layout(manifest.layout, tower), action=manifest.action,
     )  # fmt: skip
 
 

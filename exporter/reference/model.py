@@ -241,6 +241,28 @@ class Reference:
                 yield layer, cache[0][0], cache[1][0]
             report(1)
 
+    def prefix_keys_values(
+        self, sample: Sample, ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None
+    ) -> dict[int | None, list[tuple[Tensor, Tensor]]]:
+        """By K, each layer's rotated K and V of the tokens that are there, [kv_heads, tokens, head_dim]."""
+        (stream,), depths = self._enter([sample]), sorted(k for k in ks if k is not None)
+        found: dict[int | None, list[tuple[Tensor, Tensor]]] = {k: [] for k in ks}
+        groups = stream.groups[~stream.is_vision]
+        for layer in range(1, self.config.text.layers + 1):
+            weights, cache, apart = self._layer_weights(layer, keep=True), list[Tensor](), list[Tensor]()
+            if layer in depths:
+                stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
+            stream.run(self.config.text, layer, weights, cache=cache)
+            if len(stream.withdrawn):
+                stream.withdrawn = _decoder_layer(
+                    self.config.text, stream.withdrawn, stream.text_positions, weights, groups=groups, cache=apart
+                )
+            for k in ks:
+                here = cache if k is None or layer < k else [part[depths.index(k)][None] for part in apart]
+                found[k].append((here[0][0], here[1][0]))
+            report(1)
+        return found
+
     def greedy(
         self, samples: Sequence[Sample], end_ids: Collection[int], max_new_tokens: int,
         report: Callable[[int], None] = lambda _: None,
@@ -294,7 +316,7 @@ class Reference:
         streams = []
         for sample in samples:
             is_vision = torch.from_numpy(sample.ids == self.config.image_token_id)
-            hidden = self._embedded(sample.ids)
+            hidden = self._embedded(np.where(is_vision.numpy(), 0, sample.ids))  # an image's id may be in no table
             hidden[is_vision] = sample.features.hidden
             withdrawn = hidden.new_zeros(0, int((~is_vision).sum()), hidden.shape[1])
             positions = torch.from_numpy(sample.features.positions(is_vision.numpy()))
@@ -308,6 +330,16 @@ class Reference:
         """The hidden states [n, hidden] of text tokens on their way into the decoder."""
         text, hidden = self.config.text, self._weights.read(EMBEDDING, ids)
         return hidden * text.hidden**0.5 if text.scaled_embedding else hidden
+
+    def weight(self, name: str) -> Tensor:
+        return self._weights.read(name)
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries or keys [heads, n, head_dim], rotated by their positions [n]."""
+        return _rotate(self.config.text, x, positions)
+
+    def activated(self, x: Tensor, name: str) -> Tensor:
+        return _activate(x, name)
 
     def _positions(self, table: Tensor) -> Tensor:
         """The table [..., positions, hidden], resized if it has another grid than the patches."""

@@ -106,7 +106,8 @@ class LoadedBundle:
             self.default_k, self.default_reduce = card.chosen.configuration.k, card.chosen.configuration.reduce
         self.text = Text(
             *text_files(bundle.read), manifest.text, max_context=manifest.max_context,
-            or_more_context=manifest.or_more_context, vocab=manifest.model.vocab,
+            or_more_context=manifest.or_more_context,
+            vocab=max(manifest.model.vocab, manifest.text.image_token_id + 1),  # which may be in no table
         )  # fmt: skip
         self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)
         self._newline = (

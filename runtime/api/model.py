@@ -18,6 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vtx.runtime.api.acting import Actor, Cameras
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.loaded import ImageKeywords, Images, LoadedBundle, as_list
@@ -46,6 +50,7 @@ class Model:
     ) -> None:  # fmt: skip
         self.loaded = LoadedBundle(bundle, backend, load_ms, why, card=card, **images)
         self.bundle, self.backend, self.manifest = bundle, backend, bundle.manifest
+        self._actor: Actor | None = None
 
     def __enter__(self) -> Model:
         return self
@@ -86,6 +91,41 @@ class Model:
         if system is not None:
             self.loaded.check_system(conversation.opening("?"))
         return conversation
+
+    def act(
+        self, images: Cameras, instruction: str, state: ArrayLike, *, k: K = DEFAULT, noise: ArrayLike | None = None,
+        seed: int | None = None, steps: int | None = None, normalized: bool = False,
+    ) -> NDArray[np.float32]:  # fmt: skip
+        """The next actions of a robot, [horizon, numbers of an action] float32; only of a model that has an expert.
+
+        Args:
+            images: the pictures of the cameras, as `open` takes them, in the order of training, or by the names that
+                the bundle was exported with. One that has not changed since the last call keeps its tokens.
+            instruction: what to do, in words.
+            state: the robot's state, in its own units.
+            k: the first layer without image tokens, for the prompt and the expert, or None; the bundle's default.
+            noise: [horizon, width] from which the actions are made; drawn when left out.
+            seed: draws the same noise again.
+            steps: Euler steps from noise to actions; when left out, the checkpoint's number.
+            normalized: `state` is normalised, and so are the actions; both have the model's full widths.
+
+        Raises:
+            RequestError: other cameras, a state or noise of another shape or with NaN, no statistics in the bundle, or
+                a model that answers in words.
+            ContextError: the pictures and the instruction do not fit.
+            BundleError: the actions are not numbers; they are not given out.
+
+        """
+        return self.actor.act(
+            images, instruction, state, k=k, noise=noise, seed=seed, steps=steps, normalized=normalized
+        )
+
+    @property
+    def actor(self) -> Actor:
+        """What `act` uses: it knows how long the last actions took, and which pictures were new."""
+        if self._actor is None:
+            self._actor = Actor(self.loaded)
+        return self._actor
 
     def ask(
         self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from vtx.runtime.backends.slots import CACHES_OF_ONE, SlotCounter
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
 
@@ -81,6 +82,25 @@ class HostBackend(ABC):
             return self.vision(pixels)
         graph = self._tower(name, graphs.video(self._manifest), declared.image)
         return ImageTokens.of(graph.run({names.PIXELS: pixels}))
+
+    def expert(
+        self, prompt: Sequence[Any], state: NDArray[np.float32], positions: Ids
+    ) -> Callable[[NDArray[np.float32], float], NDArray[np.float32]]:
+        m, scales = self._manifest, read_kv_scales(self._bundle) if self._manifest.kv_scales else {}
+        given: dict[str, NDArray[Any]] = dict(zip((names.COS, names.SIN), read_rope(self._bundle), strict=True))
+        given |= {names.ROBOT_STATE: state[None], names.POSITIONS: positions}
+        for stage, kv in zip(m.stages, prompt, strict=True):
+            layers = kv.reshape(len(stage.cached), 2, m.model.kv_heads, -1, m.model.head_dim).astype(np.float32)
+            for layer, pair in zip(stage.cached, layers, strict=True):
+                kinds = (names.past_key, names.key_scale), (names.past_value, names.value_scale)
+                for part, (name, scale) in zip(pair, kinds, strict=True):
+                    given[name(layer)] = part * scales[scale(layer)][0] if scales else part
+
+        def step(actions: NDArray[np.float32], time: float) -> NDArray[np.float32]:
+            now = {names.ACTIONS: actions, names.TIME: np.full((1, 1), time, np.float32)}
+            return self._head.run(given | now)[names.CHANGE]
+
+        return step
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
         return contract.of_each(self._head.name, self._head.run({names.HIDDEN: hidden})[names.LOGITS], len(hidden))

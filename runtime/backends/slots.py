@@ -67,7 +67,7 @@ class LanePool:
 
 
 def seen_slots(tokens: TokenStates, length: int) -> Ids:
-    """How many of the first slots each token [n] sees that comes after `length` filled ones, its own among them.
+    """The number of first slots that each token [n] sees which follows `length` filled ones, its own among them.
 
     Tokens of one group, which stand together, see as far as the last of them.
     """

@@ -135,5 +135,7 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
         if stage.query:
             yield GraphPart("score", number), inputs, limit
         hidden = reference.run(GraphPart("stage", number), inputs)[names.HIDDEN_OUT]
+    if m.action is not None:  # its head is one step of an expert, which reads no hidden states
+        return
     head_limit = max(limit, PRECISIONS[m.head_precision].tolerance)
     yield GraphPart("head"), {names.HIDDEN: hidden[-HEAD_TOKENS:]}, head_limit

@@ -17,6 +17,8 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.prompt.messages import Part
+from vtx.runtime.session.acting import Acting
+from vtx.runtime.session.prefix import no_check
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.layout import Views
 from vtx.runtime.vision.preprocess import without_notes
@@ -27,6 +29,7 @@ DECODED_TOKENS = 128  # the image's first ones, with which the decoder is checke
 PIXEL_TOLERANCE = 1e-5
 # Engines round the inputs of integer matrices differently: the choice among tokens of nearly equal scores may differ.
 OTHER_CHOICES = 0.25
+STATE, NOISE = "state", "noise"  # of actions
 LARGEST = "largest"  # [layers] float32: the largest magnitude in each layer on the golden prompt
 FLOAT16_END = 65504.0
 MAX_GOLDEN = 1 << 28  # bytes: logits of 500 variants over a vocabulary of 128,000
@@ -63,6 +66,10 @@ def golden_pixels(views: Views) -> NDArray[np.float32]:
     return first if len(views) == 1 or isinstance(views, list) else views
 
 
+def actions_key(k: int | None) -> str:
+    return f"actions.{k or 'none'}"
+
+
 def key_of(k: int | None) -> str:
     return f"logits.{k or 'none'}"
 
@@ -78,9 +85,14 @@ def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
     """The golden vectors by name: ids [tokens], pixels [.., 3, height, width], features [n, hidden], logits [vocab]."""
     m = bundle.manifest
     stored = bundle.arrays(m.golden, MAX_GOLDEN)
-    sizes: dict[str, tuple[int | None, ...]] = {key_of(k): (m.model.vocab,) for k in (None, *m.variants)}
-    sizes |= {"ids": (), "pixels": (3, *m.image.sides), "features": (m.model.hidden,)}  # None: any
+    ks = (None, *m.variants)
+    sizes: dict[str, tuple[int | None, ...]] = {key_of(k): (m.model.vocab,) for k in ks}
     axes = {"ids": (1,), "pixels": (3, 4), "features": (2,)}
+    if m.action is not None:
+        table = m.action.horizon, m.action.width
+        sizes = {STATE: (m.action.state,), NOISE: table, **{actions_key(k): table for k in ks}}
+        axes |= dict.fromkeys((NOISE, *map(actions_key, ks)), (2,))
+    sizes |= {"ids": (), "pixels": (3, *m.image.sides), "features": (m.model.hidden,)}  # None: any
     for name, last in sorted(sizes.items()):
         if name not in stored:
             raise BundleError(f"{m.golden} lacks {name!r}; export the bundle again")
@@ -141,6 +153,13 @@ def check_golden(model: Model) -> Iterator[Check]:
     limit = logits_limit(manifest, model.backend.compute)
     prompt_ids = decoded_ids(own_ids, manifest.text.image_token_id)
     tokens = encoded.take(np.arange(min(DECODED_TOKENS, len(encoded))))
+    if manifest.action is not None:
+        for k in (None, *manifest.variants):
+            acting = Acting(model.backend, manifest)
+            given = acting.prompt(prompt_ids, tokens.hidden, k, "golden", no_check)
+            found = acting.steps(given, len(prompt_ids), stored[STATE], stored[NOISE], manifest.action.steps)
+            yield Check(f"actions at K = {k or 'none'}", _distance(found, stored[actions_key(k)]), limit)
+        return
     for k in (None, *manifest.variants):
         session = Session(model.backend, manifest)
         prompt = Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, (("golden", lambda: tokens),))

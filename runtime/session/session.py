@@ -92,6 +92,8 @@ class Session:
     """
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
+        if manifest.action is not None:
+            raise RequestError(f"{manifest.model.name} answers with actions, not in words; use act, or vtx-run --act")
         self._backend, self._stages, self._image_token = backend, manifest.stages, manifest.text.image_token_id
         self._manifest = manifest
         self.caches, self.capacity = PrefixCaches(backend, manifest), manifest.max_context

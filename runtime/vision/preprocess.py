@@ -48,6 +48,8 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
             square = Image.new("RGB", (side, side), settings.pad)
             square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
             image = square
+        if settings.within:
+            return _within(image, settings)
         width, height = resized_size(*image.size, settings.resize)
         if settings.resize is not None:
             if max(width, height) > MAX_RESIZED_SIDE or width * height > MAX_RESIZED_PIXELS:
@@ -63,6 +65,17 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
         return normalised(image.crop((left, top, left + shown_width, top + shown_height)), settings)
     except MemoryError as error:
         raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
+
+
+def _within(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
+    height, width = settings.size
+    scale = min(height / image.height, width / image.width)
+    sides = max(1, int(image.width * scale)), max(1, int(image.height * scale))
+    out = np.zeros((3, height, width), np.float32)
+    out[:, : sides[1], : sides[0]] = normalised(
+        image.resize(sides, Image.Resampling[settings.resample.upper()]), settings
+    )
+    return out
 
 
 def normalised(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
@@ -89,7 +102,7 @@ def resized_size(width: int, height: int, resize: int | tuple[int, int] | None) 
 
 def trained_fit(settings: ImageSettings) -> str:
     """The one of `FITS` that the checkpoint's settings apply; `none` if images keep their shape."""
-    if settings.own_size:
+    if settings.own_size or settings.within:
         return "none"
     if settings.pad:
         return "pad"
@@ -105,6 +118,8 @@ def fitted(settings: ImageSettings, fit: str | None) -> ImageSettings:
         return settings
     if fit not in FITS:
         raise RequestError(f"fit is {str(fit)[:20]!r}; it must be one of {', '.join(FITS)}, or left out")
+    if settings.within:
+        raise RequestError(f"fit {fit!r} has no effect here: pictures keep their shape; leave it out")
     if fit == trained_fit(settings):
         return settings
     height, width = settings.size

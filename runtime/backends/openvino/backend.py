@@ -104,7 +104,8 @@ class OpenvinoBackend(HostBackend):
         self._context = OpenvinoCacheContext(openvino, m.model, kv, rope, score, key_type, most, m.token_inputs)
         self.kv_slot_bytes = self._context.slot_bytes
         first = {names.HIDDEN: np.zeros((1, m.model.hidden), np.float32)}
-        head = partial(self._graph, files.head, graphs.head(m), m.head_precision, first)
+        # an expert's slots are not known yet
+        head = partial(self._graph, files.head, graphs.head(m), m.head_precision, None if m.action else first)
         loads: list[Callable[[], Any]] = [head, *(partial(self._load_stage, *each) for each in m.stage_files(DIALECT))]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
         self._head, *self.stages = load_each(loads, self.threads if self._roomy else 1, sizes)
@@ -155,7 +156,7 @@ class OpenvinoBackend(HostBackend):
         """
         model = self._read(name, promised)
         if image is not None and not image.own_size:
-            model.reshape({names.PIXELS: [1, 3, *image.size]})
+            model.reshape({names.PIXELS: [-1 if self._manifest.action else 1, 3, *image.size]})
         with releasing_pages(model, at_once=not self._roomy):
             compiled = self._compile(name, model, precision, **({} if image is None else self.tower_settings))
             graph = OpenvinoGraph(name, compiled, promised.outputs)

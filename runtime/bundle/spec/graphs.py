@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.action_spec import ActionSpec
 from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec, TokenInput
 from vtx.runtime.precision import KV_DTYPES
 
@@ -42,7 +43,22 @@ def embed(m: Manifest) -> GraphIO:
 
 
 def head(m: Manifest) -> GraphIO:
+    if m.action is not None:
+        return _expert(m, m.action)
     return GraphIO({names.HIDDEN: hidden(m)}, {names.LOGITS: Tensor("float32", (TOKENS, m.model.vocab))})
+
+
+def _expert(m: Manifest, a: ActionSpec) -> GraphIO:
+    table = Tensor("float32", ("max_context", m.model.head_dim // 2))
+    change = Tensor("float32", (a.horizon, a.width))
+    inputs = {
+        names.ROBOT_STATE: Tensor("float32", (1, a.state)), names.ACTIONS: change, names.TIME: Tensor("float32", (1, 1)),
+        names.POSITIONS: Tensor("int64", (a.horizon + 1,)), names.COS: table, names.SIN: table,
+    }  # fmt: skip
+    for layer in range(1, m.model.layers + 1):
+        kv = Tensor("float32", (m.model.kv_heads, f"slots.{layer}", m.model.head_dim))
+        inputs |= {names.past_key(layer): kv, names.past_value(layer): kv}
+    return GraphIO(inputs, {names.CHANGE: change})
 
 
 def gate(m: Manifest) -> GraphIO:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import optional
 
 MAX_INPUT_SIDE = 2_048  # of what a vision tower takes
 RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # Pillow's filters, by Pillow's numbers
@@ -16,7 +17,8 @@ class ImageSettings:
 
     `pad` is the RGB background of a square around the picture, or None; `resize` the shortest edge, or (height, width),
     or None; `crop` the centre's (height, width), or None. With none of the three the image layout resizes pictures, and
-    each has its own size. Raises BundleError.
+    each has its own size. `within`: pictures keep their shape within `resize`, at the top left; the rest is 0. Raises
+    BundleError.
     """
 
     pad: tuple[int, int, int] | None
@@ -26,6 +28,7 @@ class ImageSettings:
     rescale: float
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    within: bool = optional(False)
 
     def __post_init__(self) -> None:
         edge = (self.resize,) if isinstance(self.resize, int) else self.resize
@@ -45,6 +48,7 @@ class ImageSettings:
             ("mean", _within(self.mean, 3, -1e6, 1e6), "3 numbers from -1e6 to 1e6"),
             ("std", _within(self.std, 3, 1e-6, 1e6), "3 numbers from 1e-6 to 1e6"),
             ("crop", bool(fixed), "set unless resize alone fixes height and width"),
+            ("within", not self.within or (isinstance(self.resize, tuple) and not self.pad and not self.crop), "false"),
         )
         for key, fits, wanted in checks:
             if not fits:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
+from vtx.runtime.bundle.spec.action_spec import ActionSpec
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, TextTowerSpec, require
 from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, STATEFUL, kv_type
@@ -183,7 +184,8 @@ class Manifest:
     dialect. `token_inputs` are inputs of stages per token. `text_tower` is CLIP's, `video` declares videos; None if the
     bundle has none. `arithmetic` names the types of arithmetic next to float32 that were measured to keep its answers.
     `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of the bundle but the manifest.
-    `release` numbers signed bundles. `record` says how the bundle was made and is not interpreted.
+    `release` numbers signed bundles. `record` says how the bundle was made and is not interpreted. `action`: the model
+    answers with actions, and the head is its expert.
     """
 
     format: int
@@ -215,6 +217,7 @@ class Manifest:
     token_inputs: tuple[TokenInput, ...] = optional(())
     arithmetic: tuple[str, ...] = optional(())
     release: BundleRelease | None = optional(None)
+    action: ActionSpec | None = optional(None)
 
     def __post_init__(self) -> None:
         parts = self.precision, self.vision_precision, self.head_precision

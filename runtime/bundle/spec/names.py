@@ -67,6 +67,13 @@ for. Several conversations run with one token each:
                                                              -> state_out [layers, conversations, ends * columns,
                                                                 hidden] f32, one state after the other
 
+In a bundle whose model answers with actions, the head is one step of its expert:
+
+    head     robot_state [1, size] f32, actions [horizon, width] f32, time [1, 1] f32,
+             position_ids [1 + horizon] int64, cos, sin,
+             past_key.N, past_value.N [kv_heads, slots, head_dim] f32, the prompt's,
+             of any number of slots in each layer            -> change [horizon, width] f32
+
 Hidden states are float32 at every graph's boundary, whatever it computes in; K and V have the bundle's KV type, but
 int8 is for `ort` graphs only, with a scale for each channel; other dialects have float16 instead:
 
@@ -101,6 +108,7 @@ SLOTS = {"ort": (LAST_SLOT, TOTAL_SLOTS), "plain": (), "trt": (TOTAL_SLOTS,)}  #
 DIALECTS = tuple(SLOTS)
 SLOTS_FIRST = ("trt",)  # dialects whose caches have the axis of slots before that of heads
 LOGITS = "logits"
+ROBOT_STATE, ACTIONS, TIME, CHANGE = "robot_state", "actions", "time", "change"  # of an expert
 ODDS = "odds"
 QUERY = "query"
 KEY = "key"

@@ -1,0 +1,105 @@
+"""The actions of a model with an expert, in plain PyTorch: no graph, no cache that lasts; and its golden vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vtx.exporter.reference.golden import golden_ids
+from vtx.exporter.reference.model import Reference, Sample
+from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.prompt.text import Text
+from vtx.runtime.report import golden
+
+SEED = 20
+
+
+def actions_of(
+    reference: Reference, sample: Sample, ks: Sequence[int | None], state: Tensor, noise: Tensor,
+    report: Callable[[int], None] = lambda _: None,
+) -> dict[int | None, Tensor]:  # fmt: skip
+    """The actions [horizon, width] at each K, for a normalised state [state] and noise [horizon, width]."""
+    spec = reference.config.action
+    assert spec is not None
+    prompt = reference.prefix_keys_values(sample, ks, report)
+    found, count = dict[int | None, Tensor](), len(sample.ids)
+    for k in ks:
+        actions = noise.clone()
+        for step in range(spec.steps):
+            time, change = 1 - step / spec.steps, 1 / spec.steps
+            actions = actions - change * _velocity(reference, prompt[k], state, actions, time, count)
+        found[k] = actions
+    return found
+
+
+def _velocity(
+    reference: Reference, prompt: Sequence[tuple[Tensor, Tensor]], state: Tensor, actions: Tensor, time: float,
+    count: int,
+) -> Tensor:  # fmt: skip
+    """The expert's answer for one moment; the prompt has `count` positions."""
+    spec, text, read = reference.config.action, reference.config.text, reference.weight
+    assert spec is not None
+
+    def linear(x: Tensor, name: str, bias: str | None = None) -> Tensor:
+        return F.linear(x, read(f"head.{name}.weight"), None if bias is None else read(f"head.{name}.bias"))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], read(f"head.{name}.weight"), spec.eps)
+
+    def heads(x: Tensor, name: str) -> Tensor:
+        return linear(x, name).reshape(len(x), -1, text.head_dim).transpose(0, 1)
+
+    half = spec.hidden // 2
+    periods = spec.min_period * (spec.max_period / spec.min_period) ** torch.linspace(0, 1, half)
+    angles = 2 * math.pi / periods * time
+    moment = torch.cat((angles.sin(), angles.cos())).expand(len(actions), -1)
+    y = torch.cat((linear(actions, "action_in_proj", "bias"), moment), 1)
+    y = linear(F.silu(linear(y, "action_time_mlp_in", "bias")), "action_time_mlp_out", "bias")
+    x = torch.cat((linear(state[None], "state_proj", "bias"), y))
+    positions = torch.arange(count, count + len(x))
+    for layer, (old_keys, old_values) in enumerate(prompt):
+        p = f"layers.{layer}"
+        y = norm(x, f"{p}.input_layernorm")
+        q, k, v = (heads(y, f"{p}.self_attn.{part}_proj") for part in "qkv")
+        q, k = (reference.rotated(part, positions) for part in (q, k))
+        keys, values = torch.cat((old_keys, k), 1), torch.cat((old_values, v), 1)
+        sharing, seen = len(q) // len(keys), torch.ones(len(x), keys.shape[1], dtype=torch.bool)
+        seen[0, -len(actions) :] = False
+        y = F.scaled_dot_product_attention(
+            q, keys.repeat_interleave(sharing, 0), values.repeat_interleave(sharing, 0), attn_mask=seen
+        )
+        x = x + linear(y.transpose(0, 1).flatten(1), f"{p}.self_attn.o_proj")
+        y = norm(x, f"{p}.post_attention_layernorm")
+        gate = reference.activated(linear(y, f"{p}.mlp.gate_proj"), spec.activation)
+        x = x + linear(gate * linear(y, f"{p}.mlp.up_proj"), f"{p}.mlp.down_proj")
+    return linear(norm(x[1:], "norm"), "action_out_proj", "bias")
+
+
+def record_golden_actions(
+    path: Path, reference: Reference, text: Text, settings: ImageSettings, ks: Sequence[int | None],
+    report: Callable[[int], None],
+) -> None:  # fmt: skip
+    """As `record_golden`, for a model that answers with actions: a fixed state and noise, and the actions at each K."""
+    config, image, spec = reference.config, golden.golden_image(), reference.config.action
+    assert spec is not None
+    ids, pixels = golden_ids(text, config.layout), golden.golden_pixels(config.layout.views(image, settings))
+    decoded, drawn = golden.decoded_ids(ids, config.image_token_id), np.random.default_rng(SEED)
+    state = drawn.standard_normal(spec.state, np.float32)
+    noise = drawn.standard_normal((spec.horizon, spec.width), np.float32)
+    with torch.inference_mode():
+        features = reference.encode([image], settings)
+        sample = Sample(decoded, features.first(golden.DECODED_TOKENS))
+        found = actions_of(reference, sample, ks, torch.from_numpy(state), torch.from_numpy(noise), report)
+    tensors: dict[str, NDArray[np.generic]] = {
+        "ids": ids, "pixels": pixels, "features": features.hidden[: golden.FEATURE_TOKENS].numpy(),
+        golden.STATE: state, golden.NOISE: noise, **{golden.actions_key(k): a.numpy() for k, a in found.items()},
+    }  # fmt: skip
+    write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

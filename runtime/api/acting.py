@@ -1,0 +1,131 @@
+"""Actions of a loaded bundle: what the caller gives, checked, and actions in the robot's units."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vtx.runtime.api.loaded import LoadedBundle, Picture, opening_parts
+from vtx.runtime.api.options import DEFAULT, K
+from vtx.runtime.bundle.spec.action_spec import MAX_STEPS
+from vtx.runtime.checks import check_whole
+from vtx.runtime.errors import RequestError
+from vtx.runtime.session.acting import Acting, ActionSeconds
+
+if TYPE_CHECKING:
+    from vtx.runtime.session.prefix import Check
+
+Cameras: TypeAlias = "Picture | Sequence[Picture] | Mapping[str, Picture]"
+SMALLEST = 1e-8  # is added to each deviation, as the checkpoint's processor does
+
+
+class Actor:
+    """Actions for one robot at a time: pictures and prompts of the last answer are kept. Safe for many threads."""
+
+    def __init__(self, loaded: LoadedBundle) -> None:
+        if loaded.manifest.action is None:
+            raise RequestError(f"{loaded.manifest.model.name} answers in words, not with actions; use ask")
+        self._loaded, self._spec = loaded, loaded.manifest.action
+        self._acting, self._lock = Acting(loaded.backend, loaded.manifest), threading.Lock()
+
+    @property
+    def seconds(self) -> ActionSeconds:
+        """How long the parts of the last answer took."""
+        return self._acting.seconds
+
+    @property
+    def encoded(self) -> int:
+        """How many pictures ran through the tower for the last answer; others were there before."""
+        return self._acting.encoded
+
+    def act(
+        self, images: Cameras, instruction: str, state: ArrayLike, *, k: K = DEFAULT, noise: ArrayLike | None = None,
+        seed: int | None = None, steps: int | None = None, normalized: bool = False, check: Check | None = None,
+    ) -> NDArray[np.float32]:  # fmt: skip
+        """See `Model.act`; `check` is called before every stage and step and may raise, to stop there."""
+        loaded, spec = self._loaded, self._spec
+        loaded.check_open()
+        pictures = self._ordered(images)
+        given = self._state(state, normalized=normalized)
+        start = self._noise(noise, seed)
+        if not isinstance(instruction, str) or not instruction.strip():
+            raise RequestError(f"the instruction is {instruction!r:.40}; say in words what to do")
+        count = spec.steps if steps is None else steps
+        check_whole("steps", count, 1, MAX_STEPS)
+        depth = loaded.policy(k, reduce=None).exit
+        if not normalized and spec.actions_mean is None:
+            raise self._without_statistics("actions")
+        prepared = loaded.prepare_all(pictures)
+        content = opening_parts(prepared, instruction)
+        ids = loaded.text.prompt([{"role": "user", "content": content}], [image.in_prompt for image in prepared])
+        with self._lock:
+            views = [image.pixels for image in prepared]
+            checks = () if check is None else (check,)
+            actions = self._acting.act(ids, views, given, start, depth, count, *checks)
+        if normalized:
+            return actions
+        mean, std = (np.array(values, np.float32) for values in (spec.actions_mean, spec.actions_std))
+        own: NDArray[np.float32] = actions[:, : len(mean)] * (std + np.float32(SMALLEST)) + mean
+        return own
+
+    def _ordered(self, images: Cameras) -> Sequence[Picture]:
+        """The pictures in the order of the bundle's cameras."""
+        names = self._spec.cameras
+        if isinstance(images, Mapping):
+            if not names:
+                raise RequestError(
+                    "this bundle names no cameras; give a list of pictures, or export with --cameras NAME,NAME"
+                )
+            missing, unknown = [n for n in names if n not in images], [n for n in images if n not in names]
+            if missing or unknown:
+                wrong = f"lack {', '.join(missing)}" if missing else f"hold {', '.join(map(str, unknown))}"
+                raise RequestError(f"the pictures {wrong}; this bundle's cameras are {', '.join(names)}")
+            return [images[name] for name in names]
+        pictures: Sequence[Any] = images if isinstance(images, list | tuple) else [images]
+        if not pictures or (names and len(pictures) != len(names)):
+            wanted = f"{len(names)} cameras: {', '.join(names)}" if names else "at least one camera"
+            raise RequestError(f"{len(pictures)} pictures are given, and this bundle has {wanted}")
+        return pictures
+
+    def _state(self, state: ArrayLike, *, normalized: bool) -> NDArray[np.float32]:
+        """The state [size] as the expert takes it."""
+        spec = self._spec
+        known = spec.state if normalized or spec.state_mean is None else len(spec.state_mean)
+        numbers = self._numbers("state", state, (known,))
+        if not normalized:
+            if spec.state_mean is None:
+                raise self._without_statistics("states")
+            mean, std = (np.array(values, np.float32) for values in (spec.state_mean, spec.state_std))
+            numbers = (numbers - mean) / (std + np.float32(SMALLEST))
+        return np.pad(numbers, (0, spec.state - known))
+
+    def _noise(self, noise: ArrayLike | None, seed: int | None) -> NDArray[np.float32]:
+        shape = self._spec.horizon, self._spec.width
+        if noise is None:
+            if seed is not None:
+                check_whole("seed", seed, 0, (1 << 63) - 1)
+            return np.random.default_rng(seed).standard_normal(shape, np.float32)
+        if seed is not None:
+            raise RequestError("noise and seed are both given; the noise is all that a seed decides, so leave one out")
+        return self._numbers("noise", noise, shape)
+
+    def _numbers(self, what: str, given: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        try:
+            numbers = np.asarray(given, np.float32)
+        except (TypeError, ValueError) as e:
+            raise RequestError(f"{what} is not an array of numbers ({e}); give {list(shape)} of them") from e
+        if numbers.shape != shape:
+            raise RequestError(f"{what} has the shape {list(numbers.shape)}, this model's is {list(shape)}")
+        if not np.isfinite(numbers).all():
+            raise RequestError(f"{what} holds {int((~np.isfinite(numbers)).sum())} values that are not numbers")
+        return numbers
+
+    def _without_statistics(self, what: str) -> RequestError:
+        return RequestError(
+            f"this bundle has no means and deviations of {what}, as the checkpoint's processor_config.json has none; "
+            "add them there and export again, or give a normalised state and take normalised actions (normalized=True)"
+        )

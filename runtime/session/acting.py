@@ -1,0 +1,137 @@
+"""Actions: cameras and an instruction through the stages once, then the expert's steps over their K and V."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.backends.backend import Backend, StageCache
+from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.errors import BundleError, ContextError
+from vtx.runtime.session.prefix import Check, no_check
+from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
+
+Numbers = NDArray[np.float32]
+Step = Callable[[Numbers, float], Numbers]  # actions so far and the time to their change
+
+
+@runtime_checkable
+class ActingBackend(Protocol):
+    """A `Backend` that runs an expert."""
+
+    def expert(self, prompt: Sequence[Any], state: Numbers, positions: Ids) -> Step:
+        """The steps of the expert for a state [size] at `positions` [1 + horizon].
+
+        `prompt` is what `StageCache.read` returned of each stage's slots.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSeconds:
+    """How long the parts of an answer took: the tower, the prompt in the decoder, the expert."""
+
+    tower: float
+    prompt: float
+    expert: float
+
+
+class Acting:
+    """The caches of a model that answers with actions. Not safe for two threads at once.
+
+    A picture that was there last time, at whatever place, keeps its tokens; a prompt of the same pictures, words and K
+    its K and V. `seconds` are of the last answer, and `encoded` the pictures that ran through the tower for it.
+    """
+
+    def __init__(self, backend: Backend, manifest: Manifest) -> None:
+        assert manifest.action is not None, "models that answer in words are refused before"
+        self.backend, self.manifest, self._spec = backend, manifest, manifest.action
+        self.seconds, self.encoded = ActionSeconds(0, 0, 0), 0
+        self._pictures: Mapping[bytes, HiddenStates] = {}
+        self._stages: dict[int, StageCache] = {}
+        self._prompt: tuple[Any, list[Any]] | None = None
+
+    def features(self, views: Sequence[Numbers]) -> tuple[list[bytes], HiddenStates]:
+        """The tokens of all pictures [3, height, width], and their keys; new ones run through the tower in one pass."""
+        keys = [hashlib.sha256(view.tobytes()).digest() for view in views]
+        new = {key: view for key, view in zip(keys, views, strict=True) if key not in self._pictures}
+        known = dict(self._pictures)
+        if new:
+            tokens = self.backend.vision(np.stack([*new.values()])).hidden
+            known |= zip(new, np.split(tokens, len(new)), strict=True)
+        self.encoded, self._pictures = len(new), {key: known[key] for key in keys}
+        return keys, np.concatenate([known[key] for key in keys])
+
+    def prompt(self, ids: Ids, features: HiddenStates, k: int | None, key: object, check: Check) -> list[Any]:
+        """K and V of a prompt's tokens in every stage; image tokens leave before layer `k`.
+
+        Equal keys mean equal images.
+        """
+        room = self.manifest.max_context
+        taken = len(ids) + self._spec.horizon + 1
+        if taken > room:
+            raise ContextError(
+                f"the prompt and the actions take {taken} tokens, {len(features)} of them for images, and {room} fit "
+                f"into this bundle; give fewer cameras or a shorter instruction{self.manifest.or_more_context}"
+            )
+        key = ids.tobytes(), k, key
+        if self._prompt is not None and self._prompt[0] == key:
+            return self._prompt[1]
+        self._prompt = None
+        is_image = ids == self.manifest.text.image_token_id
+        hidden = np.empty((len(ids), self.manifest.model.hidden), np.float32)
+        hidden[is_image], hidden[~is_image] = features, self.backend.embed(ids[~is_image]).hidden
+        positions, found = np.arange(len(ids)), list[Any]()
+        for number, stage in enumerate(self.manifest.stages):
+            check()
+            if stage.first == k:
+                hidden, positions = hidden[~is_image], positions[~is_image]
+            if number not in self._stages:
+                self._stages[number] = self.backend.stage(number, room)
+            cache, group = self._stages[number], np.zeros((len(hidden), 1), np.float32)
+            cache.keep(0)
+            hidden = cache.append(TokenStates(hidden, {names.GROUP: group}), positions)
+            found.append(cache.read(np.arange(len(positions))))
+        self._prompt = key, found
+        return found
+
+    def act(
+        self, ids: Ids, views: Sequence[Numbers], state: Numbers, noise: Numbers, k: int | None, steps: int,
+        check: Check = no_check,
+    ) -> Numbers:  # fmt: skip
+        """The actions [horizon, width] for a normalised state [size], from noise [horizon, width].
+
+        `check` is called before every stage and step and may raise, to stop there. Raises ContextError; BundleError:
+        the actions are not numbers.
+        """
+        times = [perf_counter()]
+        keys, features = self.features(views)
+        times.append(perf_counter())
+        prompt = self.prompt(ids, features, k, tuple(keys), check)
+        times.append(perf_counter())
+        actions = self.steps(prompt, len(ids), state, noise, steps, check)
+        self.seconds = ActionSeconds(*np.diff([*times, perf_counter()]).tolist())
+        return actions
+
+    def steps(
+        self, prompt: Sequence[Any], length: int, state: Numbers, noise: Numbers, steps: int, check: Check = no_check
+    ) -> Numbers:
+        """The actions after `steps` Euler steps of time from 1 to 0, behind a prompt of `length` positions."""
+        assert isinstance(self.backend, ActingBackend), "engines without an expert are refused when a bundle is loaded"
+        step = self.backend.expert(prompt, state, np.arange(length, length + self._spec.horizon + 1))
+        actions, change = noise, np.float32(-1 / steps)
+        for number in range(steps):
+            check()
+            actions = actions + change * step(actions, 1 - number / steps)
+        if not np.isfinite(actions).all():
+            raise BundleError(
+                "the actions are not numbers, so they are withheld; export with --precision fp32, or leave out "
+                "--compute"
+            )
+        return actions

@@ -1,0 +1,252 @@
+"""pi0: actions of an expert that reads the prompt's K and V, against transformers and a statement by masks.
+
+`VTX_CONFIGURATIONS=20` sets how many random configurations are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.bundles import ORT, export, export_with, reseal
+from tests.support.commands import invoke
+from tests.support.exported import THREADS, Models
+from tests.support.families.pi0 import STATISTICS, Judge, TinyPi0, make_pi0
+from tests.support.tiny import random_image
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.errors import BundleError, ContextError, RequestError
+from vtx.runtime.report.golden import check_golden
+
+TOLERANCE = 1e-4
+TINY = TinyPi0()
+KS = (3, 5, 8)
+WORDS = "red square left"
+PICTURES = [random_image(0, (80, 60)), random_image(1, (40, 90))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("pi0")
+    return export(make_pi0(made / "checkpoint", TINY), made / "bundle", KS, dialects=(*ORT, "plain")).folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[Model]:
+    with load(folder, device="cpu", threads=THREADS) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    return Judge(TINY)
+
+
+def drawn(tiny: TinyPi0, seed: int) -> tuple[Any, Any]:
+    chance = np.random.default_rng(seed)
+    state = chance.standard_normal(tiny.state, np.float32)
+    return state, chance.standard_normal((tiny.horizon, tiny.width), np.float32)
+
+
+def compare(model: Model, judge: Judge, images: list[Image.Image], seed: int, ks: tuple[int, ...], steps: int) -> None:
+    state, noise = drawn(judge.tiny, seed)
+    ids = judge.ids(model.loaded.text.tokenizer, WORDS, len(images))
+    pixels = torch.stack([judge.pixels(image) for image in images])
+    wanted = judge.sampled(ids, pixels, state, noise, steps)
+    for k in (None, *ks):
+        found = model.act(images, WORDS, state, k=k, noise=noise, steps=steps, normalized=True)
+        stated = judge.withdrawn(ids, pixels, state, noise, k, steps)
+        np.testing.assert_allclose(found, stated, atol=TOLERANCE, rtol=0)
+        if k is None:
+            np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=0)
+        else:
+            assert np.abs(found - wanted).max() > TOLERANCE
+
+
+@pytest.mark.parametrize("cameras", [1, 3])
+def test_actions_are_those_of_transformers_and_of_the_statement(model: Model, judge: Judge, cameras: int) -> None:
+    images = [random_image(number, ((80, 60), (40, 90), (56, 56))[number]) for number in range(cameras)]
+    compare(model, judge, images, cameras, KS, 10)
+
+
+def test_the_golden_actions_hold(model: Model) -> None:
+    checks = list(check_golden(model))
+    assert [check.name for check in checks][3:] == [f"actions at K = {k}" for k in ("none", *KS)]
+    assert all(check.passed for check in checks), checks
+
+
+def test_other_golden_actions_are_found(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
+    stored = Bundle.open(copy).arrays("golden.safetensors", 1 << 20)
+    stored["actions.5"] = stored["actions.3"]
+    write_safetensors(copy / "golden.safetensors", stored, None)
+    reseal(copy, "golden.safetensors")
+    with load(copy, device="cpu", threads=THREADS) as other:
+        failed = [check.name for check in check_golden(other) if not check.passed]
+    assert failed == ["actions at K = 5"]
+
+
+def test_openvino_gives_the_same_actions(model: Model, folder: Path) -> None:
+    pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
+    state, noise = drawn(TINY, 1)
+    with load(folder, device="openvino", threads=1) as other:
+        for k in (None, 5):
+            found = [m.act(PICTURES, WORDS, state, k=k, noise=noise, normalized=True) for m in (model, other)]
+            np.testing.assert_allclose(found[0], found[1], atol=TOLERANCE, rtol=0)
+
+
+def test_only_a_camera_with_another_picture_runs_through_the_tower(folder: Path) -> None:
+    state, noise = drawn(TINY, 1)
+    with load(folder, device="cpu", threads=THREADS) as own, load(folder, device="cpu", threads=THREADS) as fresh:
+        own.act(PICTURES, WORDS, state, noise=noise, normalized=True)
+        assert own.actor.encoded == 2
+        changed = [PICTURES[0], random_image(9)]
+        found = own.act(changed, WORDS, state, noise=noise, normalized=True)
+        assert own.actor.encoded == 1
+        np.testing.assert_array_equal(found, fresh.act(changed, WORDS, state, noise=noise, normalized=True))
+        own.act(changed[::-1], WORDS, state, noise=noise, normalized=True)
+        assert own.actor.encoded == 0
+        other = own.act(changed[::-1], "the circle", state, noise=noise, normalized=True)
+    with load(folder, device="cpu", threads=THREADS) as fresh:
+        wanted = fresh.act(changed[::-1], "the circle", state, noise=noise, normalized=True)
+        np.testing.assert_allclose(other, wanted, atol=1e-6, rtol=0)
+
+
+def test_states_and_actions_are_in_the_robots_units(model: Model) -> None:
+    state, noise = np.array([0.1, -0.2, 3.0, 0.5], np.float32), drawn(TINY, 2)[1]
+    mean, std = (np.array(STATISTICS[f"state_{kind}"], np.float32) for kind in ("mean", "std"))
+    padded = np.append((state - mean) / std, [0, 0]).astype(np.float32)
+    wanted = model.act(PICTURES, WORDS, padded, noise=noise, normalized=True)[:, :3]
+    found = model.act(PICTURES, WORDS, state, noise=noise)
+    assert found.shape == (TINY.horizon, 3)
+    scaled = wanted * np.array(STATISTICS["actions_std"]) + np.array(STATISTICS["actions_mean"])
+    np.testing.assert_allclose(found, scaled, atol=1e-5, rtol=0)
+
+
+def test_a_seed_draws_the_same_actions_again(model: Model) -> None:
+    first, again, other = (model.act(PICTURES, WORDS, np.zeros(4), seed=seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"images": []}, "0 pictures are given, and this bundle has at least one camera"),
+        ({"images": {"base": random_image(0)}}, "names no cameras"),
+        ({"images": [random_image(0)] * 30}, "of them for images"),
+        ({"instruction": " "}, "say in words"),
+        ({"state": np.zeros(3)}, r"state has the shape \[3\], this model's is \[4\]"),
+        ({"state": [0, 0, np.nan, 0]}, "state holds 1 values that are not numbers"),
+        ({"state": "left"}, "state is not an array of numbers"),
+        ({"noise": np.zeros((8, 5))}, r"noise has the shape \[8, 5\], this model's is \[7, 5\]"),
+        ({"noise": np.full((7, 5), np.inf)}, "noise holds 35 values"),
+        ({"noise": np.zeros((7, 5)), "seed": 1}, "leave one out"),
+        ({"seed": -1}, "seed is -1"),
+        ({"steps": 0}, "steps is 0"),
+        ({"k": 4}, "4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(model: Model, changed: dict[str, Any], message: str) -> None:
+    given = {"images": PICTURES, "instruction": WORDS, "state": np.zeros(4), **changed}
+    with pytest.raises((RequestError, ContextError), match=message):
+        model.act(**given)
+
+
+def test_words_and_actions_are_not_asked_of_the_wrong_model(model: Model, models: Models) -> None:
+    with pytest.raises(RequestError, match="answers with actions"), model.open(PICTURES) as conversation:
+        conversation.ask("red?")
+    with pytest.raises(RequestError, match="answers in words"):
+        models().act(PICTURES, WORDS, [0.0])
+
+
+def test_cameras_have_names_and_a_bundle_may_lack_statistics(tmp_path: Path) -> None:
+    checkpoint = make_pi0(tmp_path / "checkpoint", replace(TINY, statistics=False, hub_names=False))
+    options = ExportOptions(str(checkpoint), (3,), "fp32", dialects=ORT, cameras=("base", "wrist"))
+    bundle, state = export_with(options, tmp_path / "bundle"), drawn(TINY, 1)
+    with load(bundle.folder, device="cpu", threads=THREADS) as named:
+        assert named.manifest.default_k == 3
+        given = {"state": state[0], "noise": state[1], "instruction": WORDS}
+        wanted = named.act(PICTURES, normalized=True, **given)
+        by_name = {"wrist": PICTURES[1], "base": PICTURES[0]}
+        np.testing.assert_array_equal(named.act(by_name, normalized=True, **given), wanted)
+        for images, message in (
+            ({"base": PICTURES[0]}, "lack wrist; this bundle's cameras are base, wrist"),
+            ({**by_name, "other": PICTURES[0]}, "hold other"),
+            (PICTURES[:1], "1 pictures are given, and this bundle has 2 cameras"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                named.act(images, normalized=True, **given)
+        with pytest.raises(RequestError, match="no means and deviations"):
+            named.act(PICTURES, **given)
+
+
+def test_actions_that_are_not_numbers_are_withheld(folder: Path) -> None:
+    with load(folder, device="cpu", threads=THREADS) as broken:
+        broken.backend._head.run = lambda _: {"change": np.full((7, 5), np.nan, np.float32)}  # type: ignore[attr-defined]
+        with pytest.raises(BundleError, match="not numbers, so they are withheld"):
+            broken.act(PICTURES, WORDS, np.zeros(4))
+
+
+def test_the_command_prints_actions_as_json(folder: Path, tmp_path: Path, model: Model) -> None:
+    (tmp_path / "state.json").write_text("[0.1, 0, 1, 0]")
+    pictures = [str(tmp_path / f"{number}.png") for number in range(2)]
+    for picture, path in zip(PICTURES, pictures, strict=True):
+        picture.save(path)
+    arguments = ["--bundle", str(folder), "--device", "cpu", "--seed", "3", "--k", "5", "--act"]
+    done = invoke("run", *arguments, str(tmp_path / "state.json"), *pictures, WORDS)
+    found = json.loads(done.stdout)
+    wanted = model.act(PICTURES, WORDS, [0.1, 0, 1, 0], seed=3, k=5)
+    np.testing.assert_allclose(found["actions"], wanted, atol=1e-5)
+    assert set(found["seconds"]) == {"tower", "prompt", "expert"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "most"), [("fp16", 0.02), ("bf16", 0.05), ("int8", 0.15)])
+def test_actions_are_near_those_of_transformers_at_other_precisions(
+    tmp_path: Path, judge: Judge, precision: str, most: float
+) -> None:
+    bundle = export(make_pi0(tmp_path / "checkpoint", TINY), tmp_path / "bundle", (3,), precision, dialects=ORT)
+    with load(bundle.folder, device="cpu", threads=THREADS) as rounded:
+        assert all(check.passed for check in check_golden(rounded))
+        (state, noise), ids = drawn(TINY, 1), judge.ids(rounded.loaded.text.tokenizer, WORDS, 2)
+        pixels = torch.stack([judge.pixels(image) for image in PICTURES])
+        found = rounded.act(PICTURES, WORDS, state, k=3, noise=noise, normalized=True)
+        np.testing.assert_allclose(found, judge.withdrawn(ids, pixels, state, noise, 3, 10), atol=most, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(int(os.environ.get("VTX_CONFIGURATIONS", "3"))))
+def test_random_configurations_act_as_transformers_and_the_statement(tmp_path: Path, number: int) -> None:
+    chance = random.Random(number)
+    layers, patch, grid = chance.randint(3, 8), chance.choice([8, 14]), chance.randint(2, 5)
+    vlm = replace(
+        TINY.vlm, layers=layers, head_dim=chance.choice([8, 16, 32]), heads=chance.choice([2, 4]), patch=patch,
+        kv_heads=chance.choice([1, 2]), hidden=chance.choice([32, 64]), image=patch * grid,
+        vision_layers=chance.randint(1, 3),
+    )  # fmt: skip
+    tiny = TinyPi0(
+        vlm, hidden=chance.choice([16, 32, 48]), heads=chance.choice([2, 4]), ffn=chance.choice([32, 80]),
+        state=chance.randint(1, 9), width=chance.randint(1, 9), horizon=chance.randint(1, 12),
+        steps=chance.randint(1, 12), hub_names=chance.random() < 0.5, statistics=False,
+    )  # fmt: skip
+    ks = tuple(sorted(chance.sample(range(2, layers + 1), min(3, layers - 1))))
+    bundle = export(make_pi0(tmp_path / "checkpoint", tiny, number), tmp_path / "bundle", ks, dialects=ORT)
+    sizes = [(chance.randint(20, 90), chance.randint(20, 90)) for _ in range(chance.randint(1, 3))]
+    images = [random_image(number + n, size) for n, size in enumerate(sizes)]
+    with load(bundle.folder, device="cpu", threads=THREADS) as model:
+        compare(model, Judge(tiny, number), images, number, ks, tiny.steps)
