@@ -81,7 +81,7 @@ class Checkpoint:
         return next((factor for pattern, factor in self.factors if re.search(pattern, name)), 1.0)
 
     def shift(self, name: str) -> float:
-        """What is added to the weight of canonical `name` where it is read."""
+        """The number that is added to the weight of canonical `name` where it is read."""
         return next((shift for pattern, shift in self.shifts if re.search(pattern, name)), 0.0)
 
     def fingerprint(self) -> str:

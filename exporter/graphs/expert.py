@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.activations import activate
@@ -48,11 +49,16 @@ def expert_tensors(c: TextConfig, a: ActionSpec) -> Shapes:
     yield "head.norm.weight", (a.hidden,)
 
 
-def time_rates(a: ActionSpec) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The angles [hidden / 2] of time 1: turns of periods that grow by equal factors."""
-    parts = np.linspace(0, 1, a.hidden // 2, dtype=np.float32)
-    periods = np.float32(a.min_period) * np.float32(a.max_period / a.min_period) ** parts
-    return (np.float32(1) / periods * np.float32(2 * math.pi)).astype(np.float32)
+def time_rates(a: ActionSpec) -> NDArray[np.float32]:
+    """The angles [hidden / 2] of time 1, turns of periods that grow by equal factors.
+
+    They reach 1571, where float32 has steps of 1e-4: so by PyTorch, in the order of transformers.
+    """
+    import torch
+
+    periods = a.min_period * (a.max_period / a.min_period) ** torch.linspace(0, 1, a.hidden // 2)
+    rates: NDArray[np.float32] = (1.0 / periods * 2 * math.pi).numpy()
+    return rates
 
 
 def build_expert(b: Builder, c: TextConfig, a: ActionSpec) -> None:

@@ -59,7 +59,7 @@ def _velocity(
 
     half = spec.hidden // 2
     periods = spec.min_period * (spec.max_period / spec.min_period) ** torch.linspace(0, 1, half)
-    angles = 2 * math.pi / periods * time
+    angles = 1 / periods * 2 * math.pi * time
     moment = torch.cat((angles.sin(), angles.cos())).expand(len(actions), -1)
     y = torch.cat((linear(actions, "action_in_proj", "bias"), moment), 1)
     y = linear(F.silu(linear(y, "action_time_mlp_in", "bias")), "action_time_mlp_out", "bias")

@@ -34,12 +34,12 @@ class Actor:
 
     @property
     def seconds(self) -> ActionSeconds:
-        """How long the parts of the last answer took."""
+        """Seconds of the parts of the last answer."""
         return self._acting.seconds
 
     @property
     def encoded(self) -> int:
-        """How many pictures ran through the tower for the last answer; others were there before."""
+        """The number of pictures that ran through the tower for the last answer; others were there before."""
         return self._acting.encoded
 
     def act(

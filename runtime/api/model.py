@@ -122,7 +122,7 @@ class Model:
 
     @property
     def actor(self) -> Actor:
-        """What `act` uses: it knows how long the last actions took, and which pictures were new."""
+        """The actor that `act` uses, with the seconds of its last actions, and the number of new pictures."""
         if self._actor is None:
             self._actor = Actor(self.loaded)
         return self._actor

@@ -35,7 +35,7 @@ class ActingBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ActionSeconds:
-    """How long the parts of an answer took: the tower, the prompt in the decoder, the expert."""
+    """Seconds of the parts of an answer: the tower, the prompt in the decoder, the expert."""
 
     tower: float
     prompt: float

@@ -195,11 +195,23 @@ def test_cameras_have_names_and_a_bundle_may_lack_statistics(tmp_path: Path) -> 
             named.act(PICTURES, **given)
 
 
-def test_actions_that_are_not_numbers_are_withheld(folder: Path) -> None:
-    with load(folder, device="cpu", threads=THREADS) as broken:
-        broken.backend._head.run = lambda _: {"change": np.full((7, 5), np.nan, np.float32)}  # type: ignore[attr-defined]
-        with pytest.raises(BundleError, match="not numbers, so they are withheld"):
-            broken.act(PICTURES, WORDS, np.zeros(4))
+class Nonsense:
+    """A backend whose expert gives no numbers."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def expert(self, *_: Any) -> Any:
+        return lambda actions, _: actions * np.nan
+
+
+def test_actions_that_are_not_numbers_are_withheld(model: Model) -> None:
+    broken = Model(model.bundle, Nonsense(model.backend), 0)
+    with pytest.raises(BundleError, match="not numbers, so they are withheld"):
+        broken.act(PICTURES, WORDS, np.zeros(4))
 
 
 def test_the_command_prints_actions_as_json(folder: Path, tmp_path: Path, model: Model) -> None:
