@@ -159,6 +159,12 @@ class _Cache:
         assert length <= self.length
         self.length = length
 
+    def mark(self, length: int) -> None:
+        """Slots can be cut back to any length."""
+
+    def nearest(self, length: int) -> int:
+        return length
+
     def read(self, slots: Ids) -> Tensors:
         return {name: self._slots(name, slots) for name in self._kv}
 
