@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from vtx.commands.shared.options import PATH, option, options
+from vtx.commands.shared.options import PATH, given, option, options
 from vtx.runtime.errors import BundleError, DeviceError, ExportError, RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, say_report
 from vtx.tools.common.loading import Loading
@@ -23,6 +23,7 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
 @command(
     epilog="vtx-fit llava-7b --questions questions.jsonl --images photos --keep 98%\n"
     "vtx-fit llava-fp16 llava-int8 llava-int4 --questions questions.jsonl --keep 95% --first-token 800 --memory 8\n"
+    "vtx-fit llava-7b --questions questions.jsonl --accuracy-drop 1\n"
     "vtx-fit llava-7b --questions questions.jsonl --images photos --check"
 )
 @click.argument("bundles", type=PATH, nargs=-1, required=True, metavar="BUNDLE [BUNDLE ...]")
@@ -32,6 +33,8 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
     "images",
     option("--samples", int, "Questions to use at most, drawn from the file [default: all]."),
     option("--keep", "98%", "Share of answers that stay those of the full model.", callback=_share, metavar="SHARE"),
+    option("--accuracy-drop", float, "Instead of --keep, for questions with answers: at most so many of 100 "
+           "answers were right and are wrong.", metavar="POINTS"),
     option("--first-token", float, "Limit of 99 of 100 first tokens.", metavar="MS"),
     option("--per-token", float, "Limit of 99 of 100 answers' mean time per further token.", metavar="MS"),
     option("--memory", float, "Memory that a bundle may take.", metavar="GB"),
@@ -47,8 +50,9 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
 )  # fmt: skip
 def fit(
     bundles: tuple[Path, ...], questions: str, images: Path | None, samples: int | None, keep: float,
-    first_token: float | None, per_token: float | None, memory: float | None, max_new_tokens: int, seed: int,
-    loading: Loading, sign: Path | None, no_card: bool, check: bool, out: Path | None, as_json: bool,
+    accuracy_drop: float | None, first_token: float | None, per_token: float | None, memory: float | None,
+    max_new_tokens: int, seed: int, loading: Loading, sign: Path | None, no_card: bool, check: bool, out: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Choose the fastest configuration of bundles of one model that keeps a budget, and write it into a card.
 
@@ -73,7 +77,10 @@ def fit(
     from vtx.tools.fit.search import Budget
     from vtx.tools.fit.settings import find_settings
 
-    budget = Budget(keep, first_token, per_token)
+    if accuracy_drop is not None and given("keep"):
+        raise RequestError("--keep and --accuracy-drop are mutually exclusive; give one of them")
+    least = keep if accuracy_drop is None else 1 - accuracy_drop / 100
+    budget = Budget(least, first_token, per_token, accuracy_drop is not None)
     key = None if sign is None else SigningKey.load(sign)
     opened = [Bundle.open(folder) for folder in bundles]
     asked = Questions.of(read_data(questions, images, 1 << 30 if samples is None else samples, seed))
@@ -114,7 +121,7 @@ def fit(
     with (
         ResultJournal(target / "answers.jsonl", identity) as journal,
         bar() as report,
-        KeptAnswers(asked, journal, max_new_tokens, threads, report) as answers,
+        KeptAnswers(asked, journal, max_new_tokens, threads, report, of_right=budget.of_right) as answers,
     ):
         fitted = search(
             settings, reference, answers, budget, seed, lambda seconds: note(f"predicted: at most {duration(seconds)}")

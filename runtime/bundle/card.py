@@ -20,10 +20,11 @@ from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.seal import SigningKey, read_sealed, write_sealed
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES as MAX_MANIFEST
 from vtx.runtime.errors import BundleError
-from vtx.runtime.strict import UPGRADE, Strict, write_json
+from vtx.runtime.strict import UPGRADE, Strict, optional, write_json
 
 CARD, FORMAT = "card.json", "vtx-card-1"
 MAX_BYTES = 1 << 20
+CHANGED, LOST = "change", "were right and are wrong now"
 CURE = "run vtx-fit again, or remove card.json"
 
 
@@ -85,13 +86,15 @@ class FittedData:
 class Guarantee:
     """At most `limit` of the answers change, with a confidence of `confidence`, found by `method`.
 
-    It accounts for the search: `tested` configurations were tested in turn, on questions that chose none of them.
+    Or with another `loss`, at most so many were right and are wrong now, so accuracy drops by no more. It accounts for
+    the search: `tested` configurations were tested in turn, on questions that chose none of them.
     """
 
     limit: float
     confidence: float
     method: str
     tested: int
+    loss: str = optional(CHANGED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class Card:
         """One line for people who use the bundle."""
         return (
             f"card.json of vtx-fit: {self.chosen.configuration.name}; at most {100 * self.guarantee.limit:.3g}% of the "
-            f"answers change ({self.guarantee.confidence:.0%} confidence)"
+            f"answers {self.guarantee.loss} ({self.guarantee.confidence:.0%} confidence)"
         )
 
 

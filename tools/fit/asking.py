@@ -74,16 +74,29 @@ class Questions:
 
     @property
     def sha256(self) -> str:
-        """Changes with any question or image, and with their order."""
-        return hashlib.sha256("\n".join(self.digests).encode()).hexdigest()
+        """Changes with any question, answer or image, and with their order."""
+        answers = [repr(item.answer) for item in self.data.items if item.answer is not None]
+        return hashlib.sha256("\n".join([*self.digests, *answers]).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class KeptAnswers:
-    """The replies of configurations, asked where `journal` does not hold them. Use it in a `with` block."""
+    """The replies of configurations, asked where `journal` does not hold them. Use it in a `with` block.
+
+    `of_right`: only answers that were right and are wrong now count as changed. Raises RequestError if questions have
+    no answer for that.
+    """
 
     def __init__(
-        self, questions: Questions, journal: ResultJournal, max_new_tokens: int, threads: int, report: Progress
-    ) -> None:
+        self, questions: Questions, journal: ResultJournal, max_new_tokens: int, threads: int, report: Progress, *,
+        of_right: bool = False,
+    ) -> None:  # fmt: skip
+        self._right = [None if item.answer is None else plain(item.answer) for item in questions.data.items]
+        if of_right and (missing := self._right.count(None)):
+            raise RequestError(
+                f"{missing} of {len(self._right)} questions have no answer, and --accuracy-drop needs all of them; "
+                "give answers, or use --keep"
+            )
+        self._of_right = of_right
         self.questions, self._journal, self._threads, self._report = questions, journal, threads, report
         self._options = Options(max_new_tokens=max_new_tokens)
         self._model: Model | None = None
@@ -107,7 +120,8 @@ class KeptAnswers:
 
     def changed(self, setting: Setting, reference: Setting, number: int) -> float:
         """1 if the answer is not the reference's, capitals, spaces and the final full stop apart; else 0."""
-        return float(plain(self.reply(setting, number).text) != plain(self.reply(reference, number).text))
+        mine, full = (plain(self.reply(each, number).text) for each in (setting, reference))
+        return float(mine != full and (not self._of_right or full == self._right[number]))
 
     def ask(self, settings: Sequence[Setting], numbers: Sequence[int], phase: str, turn: int = 0) -> None:
         """Ask what is missing; `turn` above 0 asks again, for the times. A bad question is left out for all."""

@@ -62,12 +62,13 @@ def check_enough(questions: Questions, held_out: Sequence[int], budget: Budget) 
     have, asked = len(set(questions.images)), len(questions.images)
     held, least = len({questions.images[n] for n in held_out}), least_images(budget.limit, single=have == asked)
     if held < least:
+        same = "stay right where they were" if budget.of_right else "stay the same"
         alike = "; questions about one image count as one" if have < asked else ""
         raise RequestError(
             f"{questions.data.source} has {counted(asked, 'question')} about {counted(have, 'image')}, half of which "
-            f"are held out, and to show that {100 * budget.keep:g}% of the answers stay the same takes at least "
+            f"are held out, and to show that {100 * budget.keep:g}% of the answers {same} takes at least "
             f"{counted(least, 'image')} held out, {2 * least} in all, if no answer changes{alike}; give more, or a "
-            "lower --keep"
+            f"{'larger --accuracy-drop' if budget.of_right else 'lower --keep'}"
         )
 
 
@@ -166,8 +167,8 @@ def verdict(
         kept = (
             "the full model itself"
             if chosen == reference
-            else f"{found.changed:.2%} of the answers held out change, at most {100 * budget.limit:.3g}% of all with "
-            f"{1 - RISK:.0%} confidence"
+            else f"{found.changed:.2%} of the answers held out {budget.loss}, at most {100 * budget.limit:.3g}% of all "
+            f"with {1 - RISK:.0%} confidence"
         )
         return (f"chosen: {chosen.name}; {kept}; {spoken(found)}",)
     sentences = ["nothing fits the budget: none of those tested is shown to keep the answers"]
@@ -182,9 +183,10 @@ def verdict(
     if quick := [s for s in tested if not excess(evidence[s], budget)]:
         least = min(quick, key=lambda s: evidence[s].upper)
         keep = floor(1000 * (1 - evidence[least].upper)) / 10
+        wanted_keep = f"--accuracy-drop {100 - keep:.1f}" if budget.of_right else f"--keep {keep:g}%"
         sentences.append(
             f"in time, but changing too much or not tested to the end: {least.name}, {evidence[least].changed:.2%} of "
-            f"the answers held out; with --keep {keep:g}% it may pass, which other questions would have to show"
+            f"the answers held out; with {wanted_keep} it may pass, which other questions would have to show"
         )
     return tuple(sentences)
 

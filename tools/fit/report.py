@@ -30,7 +30,7 @@ def make_card(
 ) -> Card:
     return Card(
         format=FORMAT, manifest=chosen.on.digest, chosen=fitted.evidence[chosen],
-        guarantee=Guarantee(fitted.budget.limit, 1 - RISK, fitted.method, len(fitted.tested)),
+        guarantee=Guarantee(fitted.budget.limit, 1 - RISK, fitted.method, len(fitted.tested), fitted.budget.loss),
         data=data_of(fitted, questions), reference=fitted.reference.name, max_new_tokens=max_new_tokens,
         threads=threads, cpu=machine.cpu, system=machine.system, versions=machine.versions, quiet=fitted.quiet,
         front=tuple(fitted.evidence[setting] for setting in fitted.front),
@@ -56,6 +56,8 @@ def to_dict(fitted: Fitted, questions: Questions, machine: Machine) -> dict[str,
 def in_tables(fitted: Fitted, questions: Questions, machine: Machine) -> list[str | WideTable]:
     data, heads = data_of(fitted, questions), ["", "changed", "upper end alone", "first token, ms (p99)",
                                                "token, ms (p99)", "answer, ms", "memory", "answers kept"]  # fmt: skip
+
+    heads[1] = "lost" if fitted.budget.of_right else heads[1]
 
     def shown(times: Times | None) -> str:
         return "-" if times is None else f"{times.p50:.1f} ({times.p99:.1f})"
@@ -84,7 +86,7 @@ def card_tables(card: Card) -> list[str | WideTable]:
     data = card.data
     rows = [
         ["chosen", card.chosen.configuration.name],
-        ["guarantee", f"at most {100 * card.guarantee.limit:.3g}% of the answers differ from those of "
+        ["guarantee", f"at most {100 * card.guarantee.limit:.3g}% of the answers {card.guarantee.loss}, compared with "
                       f"{card.reference}, with {card.guarantee.confidence:.0%} confidence ({card.guarantee.method})"],
         ["held out", f"{card.chosen.changed:.2%} changed of {data.held_out_questions} questions about "
                      f"{data.held_out_images} images of {data.source} ({data.sha256[:12]})"],

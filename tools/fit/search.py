@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Protocol
 
+from vtx.runtime.bundle.card import CHANGED, LOST
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.bounds import ImageLosses
 from vtx.tools.fit.asking import TimedAnswer
@@ -18,15 +19,22 @@ FINALISTS = 6  # configurations that are tested on the questions held out
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`keep`: the share of answers that must stay the same; milliseconds that 99% of the answers must keep."""
+    """`keep`: the share of answers that must stay the same; milliseconds that 99% of the answers must keep.
+
+    `of_right`: only an answer that was right and is wrong now counts against `keep`, so accuracy drops by no more.
+    """
 
     keep: float
     first_token_ms: float | None = None
     per_token_ms: float | None = None
+    of_right: bool = False
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.keep <= 0.999:
-            raise RequestError(f"--keep is {100 * self.keep:g}%; it must be from 50% to 99.9%")
+            given = f"--accuracy-drop is {100 * self.limit:g} points; it must be from 0.1 to 50"
+            raise RequestError(
+                given if self.of_right else f"--keep is {100 * self.keep:g}%; it must be from 50% to 99.9%"
+            )
         for name in ("first_token_ms", "per_token_ms"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -36,6 +44,11 @@ class Budget:
     @property
     def limit(self) -> float:
         return 1 - self.keep
+
+    @property
+    def loss(self) -> str:
+        """What happens to an answer that counts."""
+        return LOST if self.of_right else CHANGED
 
     def over(self, first_token_ms: float, per_token_ms: float | None) -> float:
         """By which share times exceed the budget, 0 if they keep it."""

@@ -13,7 +13,7 @@ from PIL import Image
 from tests.support import bundles
 from tests.support.exported import Models
 
-from vtx.cli import fit
+from vtx.cli import doctor, fit
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
@@ -50,8 +50,8 @@ def write(folder: Path, images: Sequence[str]) -> Path:
 def run(bundle: Bundle, questions: Path, *words: str, keep: str = "80%") -> Result:
     return CliRunner().invoke(
         fit,
-        [str(bundle.folder), "--questions", str(questions), "--keep", keep, "--device", "cpu", "--threads", "1",
-         "--max-new-tokens", TOKENS, "--out", str(questions.parent / "out"), *words],
+        [str(bundle.folder), "--questions", str(questions), *(["--keep", keep] if keep else []), "--device", "cpu",
+         "--threads", "1", "--max-new-tokens", TOKENS, "--out", str(questions.parent / "out"), *words],
     )  # fmt: skip
 
 
@@ -159,6 +159,36 @@ def test_the_same_picture_under_many_names_is_one_image(bundle: Bundle, question
     for path in questions.parent.glob("*.png"):
         path.write_bytes((questions.parent / "0.png").read_bytes())
     assert "30 questions about 1 image," in run(bundle, questions).stderr
+
+
+def test_a_drop_of_accuracy_counts_the_right_answers_that_are_lost(bundle: Bundle, questions: Path) -> None:
+    refused = run(bundle, questions, "--accuracy-drop", "20", keep="")
+    assert "30 of 30 questions have no answer, and --accuracy-drop needs all of them" in refused.stderr
+    assert "mutually exclusive" in run(bundle, questions, "--accuracy-drop", "20").stderr
+    report = json.loads(run(bundle, questions, "--json", "--no-card").stdout)
+    lines = [json.loads(line) for line in questions.read_text().splitlines()]
+    with load(bundle.folder, device="cpu", threads=1) as model:  # which is right in every other question
+        for number, line in enumerate(lines):
+            with model.open(questions.parent / line["image"]) as image:
+                full = image.ask(line["question"], None, reduce="none", max_new_tokens=int(TOKENS)).text
+            line["answer"] = (full or "?") if number % 2 else "nobody says this"
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run(bundle, questions, "--accuracy-drop", "45", "--json", keep="")
+    assert done.exit_code == 0, done.output
+    lost, card = json.loads(done.stdout), read_card(bundle)
+    assert lost["asked"] == 0, "answers are the same ones, counted in another way"
+    by_name = {repr(each["configuration"]): each["changed"] for each in report["evidence"]}
+    pairs = [
+        (by_name[repr(e["configuration"])], e["changed"])
+        for e in lost["evidence"]
+        if repr(e["configuration"]) in by_name
+    ]
+    assert all(0 <= now <= before for before, now in pairs)
+    assert any(now < before for before, now in pairs)
+    assert card is not None
+    assert card.guarantee.limit == pytest.approx(0.45)
+    assert card.in_words.endswith("at most 45% of the answers were right and are wrong now (95% confidence)")
+    assert "were right and are wrong now" in CliRunner().invoke(doctor, [str(bundle.folder)]).stdout
 
 
 def test_a_budget_that_excludes_everything_says_what_would_do(bundle: Bundle, questions: Path) -> None:
