@@ -92,11 +92,14 @@ def check_depth(reductions: Sequence[Reduction], layers: int) -> None:
 
 
 def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect: str = "ort") -> None:
-    """Raise RequestError if the bundle lacks a need of the reductions, with the option that exports it."""
+    """Raise RequestError if the bundle lacks a need of the reductions, with the option that exports it, if one does."""
     check_depth(reductions, manifest.model.layers)
     for part in reductions:
         if part.renumbers and manifest.model.rope.sections:
             raise RequestError(f"{part.name}: this model has {NOT_RENUMBERED}")
+        tower = manifest.model.tower
+        if reason := _never_there(part.needs(), tower.shuffle, class_token=tower.class_token):
+            raise RequestError(f"{part.name} {reason}")
         lacking = _lacking(part.needs(), manifest, dialect)
         if lacking:
             further = f" {TEXT_TOWER_FIX}" if part.needs().text_tower else ""
@@ -118,23 +121,29 @@ def check_layout(reductions: Sequence[Reduction], layout: Layout) -> None:
 
 def check_patches(part: Reduction, side: int, *, class_token: bool) -> None:
     """Raise UnsupportedModelError if a tower, whose tokens are of `side` x `side` patches each, lacks a need."""
-    needs = part.needs()
+    if reason := _never_there(part.needs(), side, class_token=class_token):
+        raise UnsupportedModelError(f"{part.name} {reason}")
+
+
+def _never_there(needs: Needs, side: int, *, class_token: bool) -> str:
+    """What of `needs` no export of this model can have, and what to use; empty: nothing."""
     if (needs.of_patches and not needs.text_tower) and side > 1:
-        raise UnsupportedModelError(
-            f"{part.name} looks at patches one by one, and this model's tokens are of {side} x {side} patches each; "
+        return (
+            f"looks at patches one by one, and this model's tokens are of {side} x {side} patches each; "
             "use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0"
         )
     if needs.projector and (side > 1 or not class_token):
         lacks = "its tower has no class token" if side == 1 else f"its tokens are of {side} x {side} patches each"
-        raise UnsupportedModelError(
-            f"{part.name} merges patches by the attention of the tower's class token and projects them one by one, and "
+        return (
+            "merges patches by the attention of the tower's class token and projects them one by one, and "
             f"this model does otherwise: {lacks}; use divprune, cdpruner or dart"
         )
     if (needs.attention or needs.last_attention) and not class_token:
-        raise UnsupportedModelError(
-            f"{part.name} ranks patches by the class token's attention, and this model's tower has no class token; "
+        return (
+            "ranks patches by the class token's attention, and this model's tower has no class token; "
             "use mustdrop without key tokens (mustdrop:...,key=0), lsm or fastv"
         )
+    return ""
 
 
 def check_images(reductions: Sequence[Reduction], kinds: Sequence[str]) -> None:

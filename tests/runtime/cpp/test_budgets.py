@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.support.cpp import ask, expected, needs_cpp, run
 from tests.support.exported import Models
+from tests.support.families.internvl import INTERNVL
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.errors import RequestError
 
@@ -81,6 +83,30 @@ def test_what_is_no_budget_is_refused_in_the_same_words(models: Models, picture:
     with model.open(picture) as conversation, pytest.raises(RequestError) as refused:
         conversation.ask("red?", "none", reduce=spec)
     assert REFUSED[spec] in str(refused.value)
+    done = run("run", "--bundle", model.bundle.folder, picture, "red?", "--reduce", spec)
+    assert done.returncode == 1
+    assert str(refused.value) in done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("tiny", "spec", "reason"),
+    [
+        (Tiny(vision="siglip"), "cls", "this model's tower has no class token; use mustdrop without key tokens"),
+        (Tiny(vision="siglip"), "visionzip", "its tower has no class token; use divprune"),
+        (Tiny(vision="siglip"), "mustdrop:layers=2/4,tau=off", "this model's tower has no class token"),
+        (INTERNVL, "cls+fastv:k=2", "cls looks at patches one by one, and this model's tokens are of 2 x 2 patches"),
+        (INTERNVL, "visionzip", "its tokens are of 2 x 2 patches each; use divprune"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_what_no_export_of_a_model_can_have_is_refused_with_the_reason(
+    models: Models, picture: Path, tiny: Tiny, spec: str, reason: str
+) -> None:
+    """Not with the advice to export it, which the exporter would refuse."""
+    model = models(tiny, (3,))
+    with model.open(picture) as conversation, pytest.raises(RequestError, match=re.escape(reason)) as refused:
+        conversation.ask("red?", "none", reduce=spec)
+    assert "vtx-export" not in str(refused.value)
     done = run("run", "--bundle", model.bundle.folder, picture, "red?", "--reduce", spec)
     assert done.returncode == 1
     assert str(refused.value) in done.stderr.decode()

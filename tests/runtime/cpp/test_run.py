@@ -121,7 +121,7 @@ def test_a_chat_goes_on_as_in_python(model: Model, pictures: list[Path]) -> None
 @pytest.mark.parametrize("chat", [(), ("--chat",)])
 def test_tokens_are_chosen_by_about_as_in_python(model: Model, pictures: list[Path], chat: tuple[str, ...]) -> None:
     spec = "cdpruner:keep=0.5"
-    for about in ("the dog", "大きい犬 </s>", "word " * 40):
+    for about in ("the dog", "大きい犬 </s>", "الكلب الأحمر", "🐶🟥 红色", "word " * 40):
         options = ("--reduce", spec, "--about", about, "--max-new-tokens", "4", *chat)
         found = ask(model.bundle.folder, pictures[0], *QUESTIONS, *options)
         with model.open(pictures[0]) as conversation:

@@ -59,7 +59,7 @@ TowerSpec read_tower(const Json& value) {
   fields.whole_or_null("position_grid", 1);
   for (const char* later : {"stage_blocks", "stage_widths"})  // of a convolutional tower
     if (fields.has(later)) fields.wholes(later, 1, names::kMaxSize);
-  int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;  // patches a side that become one token
+  int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;
   fields.done();
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
       image / patch > (1 << 15) || shuffle > image / patch)
@@ -69,7 +69,8 @@ TowerSpec read_tower(const Json& value) {
   const int64_t along = (grid + shuffle - 1) / shuffle;
   const int64_t states = grid * grid + (class_token ? 1 : 0), all = states - (select == "default" ? 1 : 0);
   const auto layers_used = static_cast<int64_t>(chosen.size());
-  return {image, grid, shuffle > 1 ? along * along : all, states, product({hidden, layers_used}), hidden / heads};
+  return {image, grid, shuffle > 1 ? along * along : all, states, product({hidden, layers_used}), hidden / heads,
+          shuffle, class_token};
 }
 
 ModelSpec read_model(const Json& value) {

@@ -18,6 +18,8 @@ namespace vtxcore {
 struct TowerSpec {
   int64_t image, grid, tokens, states;  // tokens as they leave the tower, and within it
   int64_t feature_width, key_width;     // numbers of one of these that are projected, and of the mean over heads of its keys
+  int64_t shuffle;                      // patches a side that become one token
+  bool class_token;
 };
 
 // Sizes of the decoder and of the vision tower, as far as the runtime needs them.

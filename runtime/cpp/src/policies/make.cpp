@@ -98,6 +98,22 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
   return needs.attention && !graphs.vision_attention ? "the class token's attention" : "";
 }
 
+// What of `needs` no export of this model can have, and what to use; empty: nothing.
+std::string never_there(const Needs& needs, const TowerSpec& tower) {
+  const std::string patches = cat(tower.shuffle, " x ", tower.shuffle, " patches each");
+  if (needs.of_patches() && !needs.text_tower && tower.shuffle > 1)
+    return cat("looks at patches one by one, and this model's tokens are of ", patches,
+               "; use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0");
+  if (needs.projector && (tower.shuffle > 1 || !tower.class_token))
+    return cat("merges patches by the attention of the tower's class token and projects them one by one, and this model does ",
+               "otherwise: ", tower.shuffle == 1 ? "its tower has no class token" : "its tokens are of " + patches,
+               "; use divprune, cdpruner or dart");
+  if ((needs.attention || needs.last_attention) && !tower.class_token)
+    return "ranks patches by the class token's attention, and this model's tower has no class token; use mustdrop without key "
+           "tokens (mustdrop:...,key=0), lsm or fastv";
+  return "";
+}
+
 void check_provided(const std::vector<MethodPtr>& reductions, const Manifest& m, const std::string& dialect) {
   for (const MethodPtr& part : reductions) {
     Needs needs = part->needs();
@@ -108,6 +124,8 @@ void check_provided(const std::vector<MethodPtr>& reductions, const Manifest& m,
              " layers: give it layers from 1 to ", most - 1);
   }
   for (const MethodPtr& part : reductions) {
+    std::string never = never_there(part->needs(), m.model.tower);
+    if (!never.empty()) fail(Kind::request, part->name(), " ", never);
     std::string lack = lacking(part->needs(), m, dialect);
     if (!lack.empty())
       fail(Kind::request, "this bundle was not exported for ", part->name(), ": it lacks ", lack,
