@@ -16,6 +16,7 @@
 //                             [TOKENS, TOKENS] follow on stdin, the last question finds them instead of those kept
 //   merge SPEC VIEWS TOKENS WIDTH COLUMNS  what a method makes of the tower's tokens of an image in so many views: on stdin
 //                             their keys [VIEWS, TOKENS, WIDTH] and the class token's attention; its sums as JSON
+//   cut SPEC LAYER TOKENS     which of so many tokens that entered go on at a cut before LAYER: on stdin their attention, float32
 //   turns                     positions of pivots on stdin, a JSON array a line; in which order DART's code takes them
 //   specs                     specs on stdin, one a line; the canonical one, or the error
 //   parse KIND FILE           reads a manifest, safetensors, tokenizer, template or image file; prints ok or the error
@@ -230,6 +231,17 @@ void merge(char** values) {
             << "\n";
 }
 
+void cut(const std::string& spec, int64_t layer, size_t tokens) {
+  Floats attention(tokens);
+  std::cin.read(reinterpret_cast<char*>(attention.data()), static_cast<std::streamsize>(tokens * sizeof(float)));
+  auto given = [&] { return Scores(attention, attention); };
+  Boundary boundary{layer, {}, {}, Mask(tokens, 1), [&](bool) { return given(); }, {}, {}, {}, nullptr, given};
+  std::optional<Mask> kept = parse_spec(spec).at(0)->keep_mask(boundary);
+  Json::Array shown;
+  for (int64_t token : kept ? indices_of(*kept) : count_up(0, tokens)) shown.push_back(token);
+  std::cout << Json(shown).dump() << "\n";
+}
+
 void turns() {
   for (std::string line; std::getline(std::cin, line);) {
     Ids positions;
@@ -303,6 +315,8 @@ int main(int count, char** values) {
       select(values + 2, count > 7);
     else if (mode == "merge" && count == 7)
       merge(values + 2);
+    else if (mode == "cut" && count == 5)
+      cut(values[2], std::stol(values[3]), std::stoul(values[4]));
     else if (mode == "turns")
       turns();
     else if (mode == "specs")
