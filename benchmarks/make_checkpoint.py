@@ -5,6 +5,7 @@
     python benchmarks/make_checkpoint.py llava-next-7b build/llava-next-7b
     python benchmarks/make_checkpoint.py internvl3-8b build/internvl3-8b
     python benchmarks/make_checkpoint.py video-llava-7b build/video-llava-7b
+    python benchmarks/make_checkpoint.py video-small build/video-small      # for clips.py: no model's shape
 
 Float16 safetensors shards, with a byte-level tokenizer of the full vocabulary size, image processor settings and a chat
 template. Tensors have the public hub's names for LLaVA-1.5, and for other families the names that vtx gives them, which
@@ -67,6 +68,7 @@ SHAPES = {
     "llava-1.5-13b": Shape(40, 5120, 13824, 40),
     "llava-next-7b": Shape(32, 4096, 11008, 32, family="llava_next"),
     "video-llava-7b": Shape(32, 4096, 11008, 32, family="video_llava"),
+    "video-small": Shape(16, 1024, 2816, 16, family="video_llava", tower=(4, 256, 1024, 4)),
     "internvl3-8b": Shape(28, 3584, 18944, 28, 151674, "internvl", 4, 151667),
 }
 

@@ -37,7 +37,14 @@ from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Policy, Reduction
-from vtx.runtime.policies.make import NOT_RENUMBERED, TEXT_TOWER_FIX, check_depth, check_layout, check_patches
+from vtx.runtime.policies.make import (
+    NO_VIDEOS,
+    NOT_RENUMBERED,
+    TEXT_TOWER_FIX,
+    check_depth,
+    check_layout,
+    check_patches,
+)
 from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
@@ -354,6 +361,8 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                     "image sees the question; use a method that chooses before the decoder, such as divprune or "
                     "cdpruner, or --k"
                 )
+            if part.of_videos and config.video is None:
+                raise UnsupportedModelError(f"{part.name} {NO_VIDEOS}")
             check_patches(part, vision.shuffle, class_token=vision.class_token)
             if vision.stage_blocks and (own.tower_layers or own.merging):
                 raise UnsupportedModelError(

@@ -174,7 +174,8 @@ class LoadedBundle:
         )
         if policy.reductions:
             check_layout(policy.reductions, self.layout)
-            check_images(policy.reductions, [image.kind for image in images])
+            between = any(image.kind == "video" and any(image.in_prompt.texts) for image in images)
+            check_images(policy.reductions, [image.kind for image in images], between=between)
         if options is not None and options.about is not None and not policy.uses_question:
             raise RequestError(
                 "about is the text by which image tokens are chosen before the decoder, and reduce="

@@ -182,12 +182,12 @@ class Reduction:
     for any other value. `conflicts` are values that do not go together, each with the message that refuses them.
 
     `presets` are sets of options by name; `renumbers`: tokens that go on take new positions without gaps; `per_view`:
-    its numbers are those of each view of an image in tiles; `of_entered`: at its cuts they are shares of the tokens
-    that entered the decoder; `whole`: at its cuts all image tokens leave, or none;
-    `paper_layers`: its paper's FLOPs count this many full layers fewer than run, and two matrices of a feed-forward;
-    `fixed`: the same tokens leave whatever is asked, so that caches serve a prompt that goes on. `thresholds` names
-    options that say how many tokens stay and may be scaled together: with all at 0 none leaves, with all at 2 as many
-    as can.
+    its numbers are those of each view of an image in tiles; `of_videos`: it chooses from whole frames of videos, and
+    leaves images whole; `of_entered`: at its cuts they are shares of the tokens that entered the decoder; `whole`: at
+    its cuts all image tokens leave, or none; `paper_layers`: its paper's FLOPs count this many full layers fewer than
+    run, and two matrices of a feed-forward; `fixed`: the same tokens leave whatever is asked, so that caches serve a
+    prompt that goes on. `thresholds` names options that say how many tokens stay and may be scaled together: with all
+    at 0 none leaves, with all at 2 as many as can.
     """
 
     __slots__ = ()
@@ -197,6 +197,7 @@ class Reduction:
     conflicts: ClassVar[tuple[tuple[dict[str, Any], str], ...]] = ()
     whole: ClassVar[bool] = False
     per_view: ClassVar[bool] = False
+    of_videos: ClassVar[bool] = False
     of_entered: ClassVar[bool] = False
     paper_layers: ClassVar[int | None] = None
     fixed: ClassVar[bool] = False

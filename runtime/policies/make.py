@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vtx.runtime.policies.methods.gate import Odds
 
 NOT_RENUMBERED = "positions of three parts, which cannot be renumbered; use positions=keep"
+NO_VIDEOS = "chooses from the frames of videos, and this model takes none; use divprune, cdpruner or dart"
 TEXT_TOWER_FIX = "--text-tower CLIP, or use text=embedding, the form without a text tower"
 
 
@@ -97,6 +98,8 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
     for part in reductions:
         if part.renumbers and manifest.model.rope.sections:
             raise RequestError(f"{part.name}: this model has {NOT_RENUMBERED}")
+        if part.of_videos and manifest.video is None:
+            raise RequestError(f"{part.name} {NO_VIDEOS}")
         tower = manifest.model.tower
         if reason := _never_there(part.needs(), tower.shuffle, class_token=tower.class_token):
             raise RequestError(f"{part.name} {reason}")
@@ -146,14 +149,22 @@ def _never_there(needs: Needs, side: int, *, class_token: bool) -> str:
     return ""
 
 
-def check_images(reductions: Sequence[Reduction], kinds: Sequence[str]) -> None:
-    """Raise RequestError for reductions that need outputs that the graph of a video's frames lacks, if there is one."""
+def check_images(reductions: Sequence[Reduction], kinds: Sequence[str], *, between: bool) -> None:
+    """Raise RequestError for reductions that videos, if there are any, cannot have.
+
+    The graph of frames lacks outputs that they need, or, with `between`, there is text between the frames.
+    """
     for part in reductions if "video" in kinds else ():
         needs = part.needs()
         if needs.of_patches or needs.projector:
             raise RequestError(
                 f"{part.name} looks at the patches of images, and is not built for the frames of videos; use fastv, "
                 "cdpruner, dart, or mustdrop:...,tau=off,key=0"
+            )
+        if between and part.entry() is not None:
+            raise RequestError(
+                f"{part.name} leaves out tokens before the decoder, and this model's videos have text between frames; "
+                "use fastv, dart behind a layer, or mustdrop:...,tau=off,key=0"
             )
 
 

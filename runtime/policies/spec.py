@@ -89,6 +89,9 @@ def check_together(parts: Sequence[Reduction]) -> None:
                 raise RequestError(f"{both} both set {name}; leave one out, or give {name}={OFF}")
             setting[name] = part.name
     for number, part in enumerate(parts):
+        for other in parts[:number] if part.of_videos else ():
+            if other.entry() is not None:
+                raise RequestError(f"{part.name} chooses from whole frames of videos; write it before {other.name}")
         needs = part.needs()
         for place, other in enumerate(parts if needs.projector or needs.tower_layers else ()):
             if other.needs().merging or (needs.projector and other.needs().of_patches):

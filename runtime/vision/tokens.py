@@ -57,21 +57,22 @@ class Patches:
     `indices`: the patch in raster order, view by view (of a merged window its first one; -1 the tower's class token, -2
     a newline between rows of tiles). `merged`: the token is a merged window. `signals`: further outputs of the vision
     graph, [tokens] by name, if the bundle was exported for them. `views`: of an image in tiles, the one that each token
-    comes from, -1 none; None: there is one view.
+    comes from, -1 none; None: there is one view. `frames`: of a video, the frame that each token comes from, -1 none.
     """
 
     indices: Ids
     merged: Mask
     signals: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     views: Ids | None = None
+    frames: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def take(self, which: Ids) -> Patches:
         signals = {name: signal[which] for name, signal in self.signals.items()}
-        views = None if self.views is None else self.views[which]
-        return Patches(self.indices[which], self.merged[which], signals, views)
+        views, frames = (None if of is None else of[which] for of in (self.views, self.frames))
+        return Patches(self.indices[which], self.merged[which], signals, views, frames)
 
     def highest_of_each_view(self, signal: str, part: float) -> Mask:
         """Of each view the `part` of its tokens, rounded up, with the highest `signal`; never a newline."""
@@ -85,6 +86,13 @@ class Patches:
         if self.views is None:
             return [np.arange(len(self))]
         return [np.flatnonzero(self.views == view) for view in np.unique(self.views[self.views >= 0])]
+
+    def of_frames(self) -> Ids | None:
+        """The indices [frames, tokens] of each frame's tokens, of a whole video; None: this is an image."""
+        if self.frames is None:
+            return None
+        shown = np.flatnonzero(self.frames >= 0)
+        return shown.reshape(int(self.frames.max()) + 1, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

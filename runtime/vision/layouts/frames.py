@@ -70,11 +70,13 @@ class Frames:
             side = math.isqrt(self.tokens)
             half = math.ceil(side / 2)
             near = nearest(side, half)
-            patches = (near[:, None] * side + near).ravel()  # each token is a mean of four, at the nearest one's patch
-            shrunk = [resized(view.hidden.reshape(side, side, -1), half, half) for view in views]
-            frames = [
-                ImageTokens(hidden.reshape(half**2, -1), view.patches.take(patches))
-                for hidden, view in zip(shrunk, views, strict=True)
-            ]
+            shown = (near[:, None] * side + near).ravel()  # each token is a mean of four, at the nearest one's patch
+            frames = []
+            for number, view in enumerate(views):
+                hidden = resized(view.hidden.reshape(side, side, -1), half, half).reshape(half**2, -1)
+                own = view.patches.take(shown)  # of all the frame's patches
+                own = replace(own, indices=own.indices + number * (self.tokens - half**2))
+                frames.append(ImageTokens(hidden, own))
         tokens = joined([*frames, ImageTokens.newlines(newline)] if self.newline else frames)
-        return replace(tokens, patches=replace(tokens.patches, views=None))  # frames compete with each other
+        patches = tokens.patches  # frames compete with each other, unlike the views of an image
+        return replace(tokens, patches=replace(patches, views=None, frames=patches.views))

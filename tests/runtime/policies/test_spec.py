@@ -96,8 +96,8 @@ def test_the_canonical_spec_gives_the_same_method_again(method: Any) -> None:
     [
         (
             "",
-            "no reduction is called ''; there are cdpruner, cls, dart, divprune, fastv, hiprune, lsm, mustdrop, "
-            "pyramiddrop, random",
+            "no reduction is called ''; there are cdpruner, cls, dart, divprune, evs, fastv, hiprune, lsm, mustdrop, "
+            "pyramiddrop, random, vidcom2",
         ),
         ("tome", "no reduction is called 'tome'"),
         ("withdrawal", "no reduction is called"),
@@ -180,12 +180,14 @@ def test_every_method_of_the_package_is_registered_by_its_own_file() -> None:
         "cls",
         "dart",
         "divprune",
+        "evs",
         "fastv",
         "hiprune",
         "lsm",
         "mustdrop",
         "pyramiddrop",
         "random",
+        "vidcom2",
         "visionzip",
     ]
     for name, kind in specs.kinds().items():

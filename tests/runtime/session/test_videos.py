@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.clips import evs, vidcom2
 from tests.support.exported import Models, prompt
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
+from tests.support.families.vila import VILA
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
-from vtx.runtime.errors import ContextError, ImageError, RequestError
+from vtx.runtime.errors import ContextError, ImageError, RequestError, UnsupportedModelError
 from vtx.runtime.session.encoded_images import ImageCache
+from vtx.runtime.vision.tokens import PromptImage
 from vtx.runtime.vision.video import Video, load_frames, video
 from vtx.runtime.vision.video_child import sampled
 
@@ -187,3 +193,50 @@ def test_openvino_gives_the_same_answers_about_videos(models: Models, tiny: Tiny
         answers = [m.open([random_image(0), HIGH]).ask(QUESTION, 5, options) for m in (model, other)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].stats.kv_slots == answers[1].stats.kv_slots
+
+
+@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("method", ["evs", "vidcom2"])
+@pytest.mark.parametrize("tiny", [ONEVISION, pytest.param(VIDEO_LLAVA, marks=slow)], ids=lambda tiny: tiny.family)
+def test_tokens_of_a_clip_that_stay_are_those_of_the_statement_and_answers_follow(
+    models: Models, monkeypatch: pytest.MonkeyPatch, tiny: Tiny, method: str, k: int | None
+) -> None:
+    """An image beside the clip enters whole, and a later question runs no token of either."""
+    model, image, spec = models(tiny, (3, 5)), random_image(0), f"{method}:keep=0.4"
+    frames = model.loaded.prepare_video(Video(HIGH))
+    arranged = frames.encode(model.backend)
+    count = len(arranged) // len(frames.views)  # of a frame; a newline may follow
+    clip = torch.tensor(arranged.hidden[: count * len(frames.views)]).view(len(frames.views), count, -1)
+    wanted = [*{"evs": evs, "vidcom2": vidcom2}[method](clip, 0.4), *range(clip[..., 0].numel(), len(arranged))]
+    with model.open([HIGH, image]) as conversation:
+        answer, again = (conversation.ask(QUESTION, k, reduce=spec, max_new_tokens=4) for _ in range(2))
+    assert answer.stats.reduced is not None
+    if tiny == ONEVISION:  # whose frames are shrunk; class tokens have no number
+        assert np.unique(arranged.patches.indices).size == len(arranged)
+    kinds = [picture.kind for picture in conversation.images]
+    patches = dict(zip(kinds, answer.stats.reduced.kept[0].patches, strict=True))
+    assert [*patches["video"]] == sorted(arranged.patches.indices[wanted].tolist())
+    assert answer.stats.vision_tokens == len(wanted) + len(patches["image"])
+    assert answer.stats.vision_tokens_kept[-1] == (0 if k else answer.stats.vision_tokens)
+    assert (again.token_ids, again.stats.reused_image) == (answer.token_ids, True)
+    # The same as an answer about a clip of these tokens alone.
+    chosen = replace(
+        frames, key="chosen", in_prompt=PromptImage((len(wanted),)), arrange=lambda _: arranged.take(np.array(wanted))
+    )
+    monkeypatch.setattr(type(model.loaded), "prepare_video", lambda *_: chosen)
+    assert model.open([HIGH, image]).ask(QUESTION, k, max_new_tokens=4).token_ids == answer.token_ids
+
+
+def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_clips_with_text_between_frames(
+    models: Models, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    for spec in ("evs", "vidcom2:keep=0.5+fastv:k=2"):
+        with pytest.raises(RequestError, match="chooses from the frames of videos, and this model takes none; use"):
+            models(Tiny(), (3, 5)).open(random_image(0)).ask("red?", reduce=spec)
+    with pytest.raises(UnsupportedModelError, match="evs chooses from the frames of videos, and this model takes none"):
+        plan_export(ExportOptions(str(tiny_checkpoint()), (), "fp32", reductions=("evs",)))
+    marked = models(VILA, (3, 5))
+    for spec in ("evs", "divprune", "cdpruner:keep=0.5"):
+        with pytest.raises(RequestError, match="this model's videos have text between frames; use fastv, dart behind"):
+            marked.open(HIGH).ask("red?", reduce=spec)
+    assert marked.open(random_image(0)).ask("red?", reduce="divprune:keep=4", max_new_tokens=1).stats.vision_tokens == 4

@@ -1,0 +1,67 @@
+"""VidCom2: tokens of a video unlike the rest of it and of their frame enter, more of them from unusual frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.policies.base import Entry, PromptText, Reduction, reduction
+from vtx.runtime.policies.options import option
+from vtx.runtime.vision.tokens import Ids, ImageTokens, highest
+
+Doubles = NDArray[np.float64]
+WIDTHS = (0.125, 0.25, 0.5, 1, 2)  # of the Gaussians that are added up
+TEMPERATURE = 0.01
+
+
+@reduction("vidcom2")
+@dataclass(frozen=True, slots=True)
+class VidCom2(Reduction, Entry):
+    """Of the tokens of a video's frames about the share `keep` enters, at least one of each frame (VidCom2).
+
+    The half of the projector's output whose numbers vary least over all tokens is scaled to length 1. How usual a token
+    is, is a sum of five Gaussians of its distance to the mean of all tokens, and the same to the mean of its frame. A
+    frame's share is `keep` * (1 + p - 1 / frames), at most 1, with p the softmax over frames, at temperature 0.01, of
+    minus the mean of its tokens' first sums; its number is rounded to the nearest, at a half to the even one. In each
+    frame the least usual tokens by both sums enter, of equal ones the earlier. All of it is what the released code
+    does. A newline behind the frames enters beyond the budget, images enter whole, and tokens stand at positions
+    without gaps. Sums run in float64, and how usual a token is is rounded to float32.
+    """
+
+    keep: float = option(0.25, "give the share to keep, above 0 and up to 1", least=0, most=1, above=True)
+
+    of_videos: ClassVar[bool] = True
+
+    def entry(self) -> Entry | None:
+        return self
+
+    def number_kept(self, count: int, layer: int) -> int:
+        """Where all frames are alike; otherwise rounding adds or takes a few."""
+        return max(1, round(round(self.keep * count, 9)))
+
+    def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
+        if (frames := image.patches.of_frames()) is None:
+            return None
+        rows = image.hidden[frames].astype(np.float64)
+        varies = rows.var((0, 1)).astype(np.float32)
+        rows = rows[..., np.sort(np.argsort(varies, kind="stable")[: len(varies) // 2])]
+        rows /= np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+        of_video = _likeness(rows, rows.mean((0, 1)))
+        usual = (of_video + _likeness(rows, rows.mean(1, keepdims=True))).astype(np.float32)
+        score = -of_video.mean(1).astype(np.float32).astype(np.float64)
+        part = np.exp((score - score.max()) / TEMPERATURE)
+        shares = np.minimum(1, self.keep * (1 + part / part.sum() - 1 / len(frames)))
+        stays = np.ones(len(image), bool)
+        for own, values, share in zip(frames, usual, shares.tolist(), strict=True):
+            stays[own] = highest(-values, max(1, round(round(share * len(own), 9))))
+        return np.flatnonzero(stays)
+
+
+def _likeness(rows: Doubles, centre: Doubles) -> Doubles:
+    """How near each row is to the centre, from 5 at it to 0."""
+    distance = ((rows - centre) ** 2).sum(-1)
+    near: Doubles = sum((np.exp(-distance / (2 * width)) for width in WIDTHS), np.zeros_like(distance))
+    return near
