@@ -129,7 +129,7 @@ def check_patches(part: Reduction, side: int, *, class_token: bool) -> None:
 
 
 def _never_there(needs: Needs, side: int, *, class_token: bool) -> str:
-    """What of `needs` no export of this model can have, and what to use; empty: nothing."""
+    """The reason why no export of this model meets `needs`, and what to use; empty: one can."""
     if (needs.of_patches and not needs.text_tower) and side > 1:
         return (
             f"looks at patches one by one, and this model's tokens are of {side} x {side} patches each; "

@@ -39,7 +39,7 @@ class VidCom2(Reduction, Entry):
         return self
 
     def number_kept(self, count: int, layer: int) -> int:
-        """Where all frames are alike; otherwise rounding adds or takes a few."""
+        """The number if all frames are alike; rounding adds or takes a few otherwise."""
         return max(1, round(round(self.keep * count, 9)))
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
@@ -61,7 +61,7 @@ class VidCom2(Reduction, Entry):
 
 
 def _likeness(rows: Doubles, centre: Doubles) -> Doubles:
-    """How near each row is to the centre, from 5 at it to 0."""
+    """The nearness of each row to the centre, from 5 at it to 0."""
     distance = ((rows - centre) ** 2).sum(-1)
     near: Doubles = sum((np.exp(-distance / (2 * width)) for width in WIDTHS), np.zeros_like(distance))
     return near

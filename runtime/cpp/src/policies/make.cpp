@@ -98,7 +98,7 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
   return needs.attention && !graphs.vision_attention ? "the class token's attention" : "";
 }
 
-// What of `needs` no export of this model can have, and what to use; empty: nothing.
+// The reason why no export of this model meets `needs`, and what to use; empty: one can.
 std::string never_there(const Needs& needs, const TowerSpec& tower) {
   const std::string patches = cat(tower.shuffle, " x ", tower.shuffle, " patches each");
   if (needs.of_patches() && !needs.text_tower && tower.shuffle > 1)
