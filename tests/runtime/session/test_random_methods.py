@@ -1,0 +1,81 @@
+"""Every method on random settings, layouts and questions: the plain statement's answers, in both runtimes.
+
+`VTX_METHOD_CASES=40 pytest tests/runtime/session/test_random_methods.py` asks 40 of each method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import cpp
+from tests.support.exported import DEVICES, THREADS, Models
+from tests.support.random_methods import COUNT, EXPORTED, METHODS, drawn
+from tests.support.reduced import STEPS, TOLERANCE, Talk, word
+from tests.support.reference import Reference
+from tests.support.statement import Statement
+from tests.support.tiny import Tiny, prompt_messages
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+
+pytestmark = pytest.mark.dialects("ort", "plain")
+CASES = [(name, number) for name in METHODS for number in range(COUNT)]
+K = 4
+
+
+@pytest.fixture(scope="module")
+def on(models: Models) -> Callable[[Tiny, str], Model]:
+    """The bundle of a checkpoint on a device, loaded once."""
+
+    @cache
+    def loaded(tiny: Tiny, device: str) -> Model:
+        model = models(tiny, (K,), "fp32", EXPORTED[tiny])
+        return model if device == "cpu" else load(model.bundle.folder, device=device, threads=THREADS)
+
+    return loaded
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_answers_equal_the_statement_on_every_engine(
+    on: Callable[[Tiny, str], Model], reference: Callable[..., Reference], name: str, number: int
+) -> None:
+    case = drawn(name, number)
+    judge, messages = reference(case.tiny), prompt_messages(case.question, len(case.images))
+    inputs = judge.inputs(messages, case.images)
+    for method in (case.method, replace(case.method, k=K)):  # the second runs on what the first has left
+        wanted = Statement(judge).answer(inputs, method, STEPS)
+        sure = int((wanted.logits.topk(2).values.diff().abs()[:, 0] > 2 * TOLERANCE).int().cumprod(0).sum())
+        for device in DEVICES:
+            found = Talk(on(case.tiny, device)).ask(messages, case.images, method, STEPS)
+            assert found.ids[:sure] == wanted.ids[:sure], device
+            logits = wanted.logits[: sure + 1].numpy()
+            np.testing.assert_allclose(found.logits[: sure + 1], logits, atol=TOLERANCE, rtol=0)
+            assert list(found.done.slots) == wanted.slots, device
+            assert found.kept == wanted.kept or method.k is not None, device
+
+
+@cpp.needs_cpp
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_answers_of_libvtx_equal_those_of_python(
+    on: Callable[[Tiny, str], Model], tmp_path: Path, name: str, number: int
+) -> None:
+    case = drawn(name, number)
+    model, spec, device = on(case.tiny, "cpu"), word(case.method), DEVICES[number % len(DEVICES)]
+    paths = [tmp_path / f"{place}.png" for place in range(len(case.images))]
+    for path, image in zip(paths, case.images, strict=True):
+        image.save(path)
+    more = [text for path in paths[1:] for text in ("--image", str(path))]
+    options = ("--k", "none", "--reduce", spec, "--max-new-tokens", "6", "--device", device)
+    questions = (case.question, "red?", case.question)
+    found = cpp.ask(model.bundle.folder, paths[0], *questions, *more, *options)
+    with on(case.tiny, device).open(paths) as conversation:
+        for question, answer in zip(questions, found, strict=True):
+            want = conversation.ask(question, "none", reduce=spec, max_new_tokens=6)
+            assert cpp.expected(answer) == cpp.expected(want.to_dict())
