@@ -43,11 +43,11 @@ METHODS: dict[str, tuple[tuple[Tiny, ...], Callable[[random.Random], Method]]] =
     "dart, before layer 1": (ANY, lambda rng: dart(rng, before=True)),
     "mustdrop": (ANY, mustdrop),
     "mustdrop, key tokens": (OF_CLIP, lambda rng: replace(mustdrop(rng), key=rng.choice((0.08, 0.3)))),
-    "cdpruner": (ANY, lambda rng: Method(cdpruner=(rng.randint(2, 30), rng.choice(("embedding", "none"))))),
-    "divprune": (ANY, lambda rng: Method(divprune=rng.randint(2, 40))),
+    "cdpruner": (ANY, lambda rng: Method(cdpruner=(rng.randint(2, 12), rng.choice(("embedding", "none"))))),
+    "divprune": (ANY, lambda rng: Method(divprune=rng.randint(2, 15))),
     "cls": (OF_CLIP, lambda rng: Method(cls_keep=rng.choice((0.05, 0.25, 0.29, 0.5, 0.9)))),
     "visionzip": (OF_CLIP, lambda rng: Method(visionzip=(rng.randint(2, 12), rng.randint(2, 5)))),
-    "hiprune": (OF_CLIP, lambda rng: Method(hiprune=(rng.randint(4, 14), rng.choice((0.1, 0.4, 0.9)), 1))),
+    "hiprune": (OF_CLIP, lambda rng: Method(hiprune=(rng.randint(10, 14), rng.choice((0.1, 0.4, 0.9)), 1))),
     "lsm": ((PLAIN,), lambda rng: Method(tau=rng.uniform(0.3, 0.99), order=rng.choice(("raster", "merged-first")))),
 }  # type: ignore[arg-type]
 
