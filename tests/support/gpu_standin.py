@@ -310,6 +310,7 @@ class Engine:
 
     def create_execution_context(self, strategy: str) -> Context:
         assert strategy == "user"
+        self.gpu.calls["createExecutionContext"] += 1
         return Context(self)
 
 

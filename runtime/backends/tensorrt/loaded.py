@@ -123,7 +123,7 @@ class LoadedEngines:
 
 
 def aligned(nbytes: int) -> int:
-    """The number of bytes from one address that TensorRT takes to the next one behind so many."""
+    """Bytes from one address that TensorRT takes to the next one behind `nbytes` bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -217,7 +217,9 @@ def _content(cache: Any, m: Manifest) -> Any:
 
 # --- what goes from one conversation to the next --------------------------------------------------
 
-ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture", "cudaGraphInstantiate")
+ALLOCATIONS = (
+    "cudaMalloc", "cudaHostAlloc", "createExecutionContext", "cudaStreamBeginCapture", "cudaGraphInstantiate",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("grows", [False, True], ids=["in-place", "growing"])
@@ -255,7 +257,6 @@ def test_an_application_that_asks_about_frames_holds_no_more_after_the_first(wit
     assert not any(calls[name] for calls in others for name in ALLOCATIONS)
     assert len({used for _, used in seen}) == 1
     assert len({calls["cudaStreamSynchronize"] for calls in others}) == 1
-    assert len(model.backend.engines._contexts) <= len(model.backend.engine_set.engines) + stages  # type: ignore[attr-defined]
 
 
 def test_a_conversation_starts_on_slots_that_hold_numbers(with_engines: Path, device: Gpu) -> None:
@@ -339,7 +340,7 @@ def test_tokens_that_have_left_take_no_memory_behind_the_cut(k: int | None, slot
     model: Any = SimpleNamespace(hidden=4096, heads=32, kv_heads=32, head_dim=128)
     shared = TensorrtCacheContext(engines, cuda, model, np.dtype(np.float16), 4096, {}, None)
     kind = {"trt": TensorrtStageCache, "plain": GrowingStageCache}[dialect]
-    held = []
+    held, layers = [], [8, 8, 16]
     for first, last, seen in ((1, 8, True), (9, 16, k != 9), (17, 32, k is None)):
         spec: Any = SimpleNamespace(
             first=first, last=last, cached=tuple(range(first, last + 1)), query=False, inputs=()
@@ -349,7 +350,7 @@ def test_tokens_that_have_left_take_no_memory_behind_the_cut(k: int | None, slot
             cache.append(TokenStates(np.zeros((tokens, 4096), np.float32)), np.arange(tokens))
         held.append(cache)
     assert sum(device.sizes.values()) == slots * 2 * 32 * 128 * 2 * (2 if dialect == "plain" else 1)
-    assert sum(cache.resident * len(cache._spec.cached) for cache in held) == slots
+    assert sum(cache.resident * count for cache, count in zip(held, layers, strict=True)) == slots
 
 
 REFUSALS = ("cudaStreamBeginCapture", "execute", "cudaStreamEndCapture", "cudaGraphInstantiate")
