@@ -1,4 +1,4 @@
-"""A bundle beside transformers on the same GPU, in turn in one run: vision, prefill per K, decode, memory.
+"""A bundle beside transformers on the same GPU, in turn in one run: first token per K, decode, second question, K/V.
 
 Both sides get the same picture and question. transformers runs the checkpoint in float16, or with `--device cpu`, which
 is for trying the script out, in float32. Where there is no GPU, one line says so.
@@ -23,26 +23,32 @@ from vtx.runtime.session.session import Prompt, Session
 from vtx.tools.bench.series import shown, spread
 
 QUESTION = "Describe everything in this picture."
+SECOND = "What is in its upper left corner?"
 Times = dict[str, float]
 
 
-def prompt_of(model: Model, picture: Any) -> Prompt:
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
+def prompt_of(model: Model, picture: Any, question: str = QUESTION) -> Prompt:
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
     ids = model.loaded.text.prompt([message], picture.tokens)
     rows = model.backend.vision(picture.pixels[None])
     return Prompt(ids, ids == model.manifest.text.image_token_id, ((picture.key, lambda: rows),))
 
 
 def ours(model: Model, picture: Any, tokens: int) -> Times:
-    """Milliseconds of the tower, of a prefill at every K, and of one token, from fresh caches."""
+    """Milliseconds of the tower, of a prefill at every K, of one token and a second question, from fresh caches.
+
+    Of each K also the megabytes of K and V that the conversation holds.
+    """
     found = {"vision": timed(lambda: model.backend.vision(picture.pixels[None]))}
-    asked = prompt_of(model, picture)
+    asked, second = prompt_of(model, picture), prompt_of(model, picture, SECOND)
     for k in (None, *model.manifest.variants):
         session = Session(model.backend, model.manifest)
         policy = make_policy(k, model.manifest, model.backend.gate)
         prefill = timed(lambda s=session, p=policy: s.prefill(asked, p))
         found[f"vision and prefill, K = {k or 'none'}"] = found["vision"] + prefill
         found[f"one token, K = {k or 'none'}"] = timed(lambda s=session: [s.decode(1) for _ in range(tokens)]) / tokens
+        found[f"second question, K = {k or 'none'}"] = timed(lambda s=session, p=policy: s.prefill(second, p))
+        found[f"K and V, MB, K = {k or 'none'}"] = session.kv_slots * model.backend.kv_slot_bytes / 1e6
     return found
 
 
