@@ -27,8 +27,8 @@ What vtx exports, family by family. A family is what a checkpoint's `architectur
 file in `exporter/checkpoint/families/`. This page is made from the code by `python docs/reference/models.py`; a test
 compares them.
 
-Text models: {", ".join(TEXT_FAMILIES)}. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's, Qwen's,
-FastViTHD, SigLIP 2's for images at their own resolution.
+Text models: {", ".join(TEXT_FAMILIES)}, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's,
+Qwen's, Gemma 4's, FastViTHD, SigLIP 2's for images at their own resolution.
 Precisions, K, gates, calibration and streaming export work alike for every family: they see passes of the tower, and
 tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
 for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; engines of
@@ -42,6 +42,7 @@ _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_
 _TEXT = {"model_type": "llama", "vocab_size": 32064}
 _QWEN2 = {"model_type": "qwen2", "vocab_size": 152000}
 _QWEN_TEXT = {"vocab_size": 152064, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+_GEMMA_4 = [*["sliding_attention"] * 4, "full_attention"] * 7
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "llava_next_video": {"video_token_index": 32001},
     "video_llava": {"vision_config": {**_TOWER, "image_size": 224}, "video_token_index": 32001},
@@ -94,6 +95,13 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "text_config": {"hidden_size": 2048, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
         "vision_config": {"hidden_size": 1152, "num_attention_heads": 16, "num_patches": 256},
     },
+    "gemma4": {
+        "image_token_id": 258880, "vision_config": {"model_type": "gemma4_vision"},
+        "text_config": {
+            "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35,
+            "num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "layer_types": _GEMMA_4,
+        },
+    },
     "qwen2_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 3584}},
     "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 1280}},
     "qwen3_vl": {
@@ -140,6 +148,8 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     layout, spec = spec_of(config.layout), model_spec(config, "")
     if spec.rope.sections:
         return "no: positions of three parts (`sections`) are refused by name"
+    if spec.sliding:
+        return "no: layers with sliding windows (`sliding`) are refused by name"
     if spec.two_way:
         return "no: tokens that see each other both ways (`two_way`) are refused by name"
     file = CPP / f"vision/layouts/{layout.name}.cpp"

@@ -67,8 +67,12 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
         texts[plan.text_tower.spec.tokenizer] = plan.text_tower.tokenizer
     for name, text in texts.items():
         (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
-    cos, sin = rope_tables(plan.config.text.rope, plan.max_context)
-    write_safetensors(folder / spec.ROPE, {names.COS: cos, names.SIN: sin}, None)
+    sliding = plan.config.text.sliding
+    tables = dict(zip((names.COS, names.SIN), rope_tables(plan.config.text.rope, plan.max_context), strict=True))
+    if sliding is not None:
+        own = rope_tables(sliding.rope, plan.max_context)
+        tables |= dict(zip((names.SLIDING_COS, names.SLIDING_SIN), own, strict=True))
+    write_safetensors(folder / spec.ROPE, tables, None)
     stored = dict(plan.weights.stored)
     if plan.gates is not None:
         gates = {n: w for k in plan.gated_ks for n, w in zip(gate_tensors(k), plan.gates.by_k[k], strict=True)}

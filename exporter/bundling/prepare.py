@@ -32,7 +32,7 @@ from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_w
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
-from vtx.runtime.bundle.spec.names import SLOTTED, STATEFUL
+from vtx.runtime.bundle.spec.names import SLOTTED, STATEFUL, UNCACHED
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
@@ -115,7 +115,8 @@ class Plan:
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
-        cuts, queries = self.reductions.cuts(self.ks), self.reductions.needs.scored
+        queries, shared = self.reductions.needs.scored, self.config.text.shared
+        cuts = sorted({*self.reductions.cuts(self.ks), *([] if shared is None else [shared])})
         spans = pairwise([1, *cuts, self.config.text.layers + 1])
         stages, inputs = list[StageSpec](), self.config.token_inputs
         for first, after in spans:
@@ -123,6 +124,8 @@ class Plan:
             convolved = self.config.text.conv_layers
             kinds = tuple(STATEFUL if layer in convolved else SLOTTED for layer in range(first, after))
             caches = kinds if STATEFUL in kinds else ()
+            if first == shared:
+                caches = (UNCACHED,) * (after - first)
             stages.append(StageSpec(first, after - 1, after - 1 in queries, read, caches))
         return tuple(stages)
 
@@ -130,6 +133,8 @@ class Plan:
     def dialects(self) -> dict[str, Graphs]:
         needs, made = self.reductions.needs, dict[str, Graphs]()
         for dialect in self.options.dialects:
+            if dialect == "trt" and self.config.text.sliding is not None:
+                continue  # as a warning says
             suffix = f"{dialect}.onnx"
             stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
             gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
@@ -156,7 +161,9 @@ class Plan:
             f"map n is added after layer n and seen from layer n + 1 on, so all {maps} count from K = {maps + 2} on"
             for k in sorted(self.ks) if k < maps + 2
         )  # fmt: skip
-        return *self.disagreements, *gates, *tower, *unread, *(f"skipped {line}" for line in skipped)
+        windows = self.config.text.sliding is not None and "trt" in self.options.dialects
+        left_out = ["no graphs for TensorRT: sliding windows are not built for it"] * windows
+        return *left_out, *self.disagreements, *gates, *tower, *unread, *(f"skipped {line}" for line in skipped)
 
 
 def plan_export(options: ExportOptions) -> Plan:
@@ -274,6 +281,12 @@ def _gates_and_ks(
     gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
     ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
     _check_ks(ks, config.text.layers)
+    shared = config.text.shared
+    if shared is not None and ks and max(ks) >= shared:
+        raise RequestError(
+            f"K = {max(ks)} changes nothing: layers from {shared} on have no keys and values of their own, so all "
+            f"of a prompt but its last token leaves there anyway, without loss; name K from 2 to {shared - 1}, or none"
+        )
     if gates and not set(ks) & set(gates.by_k):
         raise RequestError(
             f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one of these"
@@ -363,6 +376,19 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                 )
             if part.of_videos and config.video is None:
                 raise UnsupportedModelError(f"{part.name} {NO_VIDEOS}")
+            if windowed := [layer for layer in own.scored if config.text.slides(layer)]:
+                full = [n for n in range(1, config.text.shared or config.text.layers) if not config.text.slides(n)]
+                raise UnsupportedModelError(
+                    f"{part.name} goes by the attention of layer {windowed[0]}, which sees a window of "
+                    f"{config.text.sliding.window if config.text.sliding else 0} positions; name one that sees all: "
+                    f"{', '.join(map(str, full)) or 'none'}"
+                )
+            beyond = [cut for cut in own.boundaries if config.text.shared is not None and cut > config.text.shared]
+            if beyond:
+                raise UnsupportedModelError(
+                    f"{part.name} drops tokens after layer {beyond[0] - 1}, and this model's layers from "
+                    f"{config.text.shared} on keep nothing of a prompt; give it layers before {config.text.shared}"
+                )
             check_patches(part, vision.shuffle, class_token=vision.class_token)
             if vision.stage_blocks and (own.tower_layers or own.merging):
                 raise UnsupportedModelError(

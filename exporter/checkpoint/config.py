@@ -9,7 +9,7 @@ from typing import Any
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
 from vtx.runtime.bundle.spec.action_spec import ActionSpec
 from vtx.runtime.bundle.spec.manifest import TokenInput
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, RopeSpec
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, ByLayer, RopeSpec, SlidingSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
@@ -25,9 +25,12 @@ VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 
 @dataclass(frozen=True, slots=True)
-class TextConfig:
+class TextConfig(ByLayer):
     """A decoder of the llama family; `qk_norm`: an RMS norm over each head of queries and keys, unrotated.
 
+    `v_norm`: one without weights over each head of values. `post_norms`: a norm follows attention and the MLP too,
+    before their sum with the hidden states. `layer_scale`: a number by which a layer's hidden states are multiplied.
+    `sliding` and `shared` as in `ByLayer`, and the numbers after them as in `ModelSpec`.
     `conv_layers`, counted from 1, have in place of attention a gated convolution of each channel over the last
     `conv_taps` tokens, with biases if `conv_bias`.
 
@@ -61,11 +64,29 @@ class TextConfig:
     conv_layers: tuple[int, ...] = ()
     conv_taps: int = 1
     conv_bias: bool = False
+    v_norm: bool = False
+    post_norms: bool = False
+    layer_scale: bool = False
+    sliding: SlidingSpec | None = None
+    shared: int | None = None
+    shared_ffn: int | None = None
+    per_layer: int | None = None
+    padding_id: int | None = None
+    attention_scale: float | None = None
+    softcap: float | None = None
 
     @property
     def attending(self) -> int:
         """The number of layers with attention."""
         return self.layers - len(self.conv_layers)
+
+    def scale(self, layer: int) -> float:
+        """The factor of the products of a layer's attention."""
+        return self.heads_of(layer) ** -0.5 if self.attention_scale is None else self.attention_scale
+
+    def ffn_of(self, layer: int) -> int:
+        """The width of a layer's MLP."""
+        return self.ffn if self.shared_ffn is None or self.source(layer) == layer else self.shared_ffn
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +110,10 @@ class VisionConfig:
 
     `stage_blocks` and `stage_widths`: the numbers of blocks and of channels of the stages of a convolutional tower,
     which counts as one layer.
+
+    `axis_positions`: a native tower without mergers, with a table of that many positions for rows and one for columns,
+    whose tokens are means of squares of `shuffle` x `shuffle` patches. `clipped`: the inputs and outputs of its
+    matrices are clipped to bounds among the weights; `standardised`: means have a bias and a scale.
     """
 
     family: str
@@ -118,6 +143,9 @@ class VisionConfig:
     stage_blocks: tuple[int, ...] = ()
     stage_widths: tuple[int, ...] = ()
     naflex: bool = False
+    axis_positions: int | None = None
+    clipped: bool = False
+    standardised: bool = False
 
     @property
     def grid(self) -> int:
@@ -200,7 +228,13 @@ class ModelConfig:
 
     @property
     def token_inputs(self) -> dict[int, TokenInput]:
-        """The values added to image tokens after decoder layers, by their number from 1: the tower's maps."""
+        """The inputs of decoder layers, by their number from 1, for each token in addition to its hidden state.
+
+        Of a model with inputs to each layer these; else the tower's maps, which are added to image tokens after layers.
+        """
+        if self.text.per_layer is not None:
+            every, width = range(1, self.text.layers + 1), self.text.per_layer
+            return {layer: TokenInput(f"layer{layer}", width, of_text=True, of_images=True) for layer in every}
         layers, width = range(1, len(self.vision.maps) + 1), self.text.hidden
         return {layer: TokenInput(f"map{layer}", width, of_text=False, of_images=True) for layer in layers}
 

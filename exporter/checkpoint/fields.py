@@ -15,7 +15,7 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 MAX_WIDTH = 1 << 20
 NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
 SECTIONS, INTERLEAVED = (16, 24, 24), (24, 20, 20)  # default numbers of frequencies by time, row and column
-KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "proportional")
 
 
 def size(config: Any, name: str, limit: int = MAX_WIDTH, file: str = "config.json") -> int:
@@ -42,23 +42,30 @@ def rope_tables(rope: RopeSpec, positions: int) -> tuple[NDArray[np.float32], ND
     return np.cos(angles) * scale, np.sin(angles) * scale
 
 
-def read_rope(config: Any, head_dim: int, *, three_part: bool, interleaved: bool = False) -> RopeSpec:
+def read_rope(
+    config: Any, head_dim: int, *, three_part: bool, interleaved: bool = False,
+    parameters: Mapping[str, Any] | None = None,
+) -> RopeSpec:  # fmt: skip
     """The rotary embedding of a text model's parsed configuration; `interleaved`: of three parts, if it has them.
 
+    `parameters`: those of the layers meant, of a model with several. "proportional" rotates a part of each head.
     "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context. Raises
     UnsupportedModelError, CheckpointError.
     """
-    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    parameters = dict((getattr(config, "rope_parameters", None) if parameters is None else parameters) or {})
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind not in KINDS or (three_part and kind != "default"):
         known = "default" if three_part else ", ".join(KINDS)
         raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx supports {known}")
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError("rope parameters that differ between layers are not supported")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if kind != "proportional" and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor is not supported; vtx rotates whole heads")
     theta, scale = number(parameters, "rope_theta", 10000.0), 1.0
     rates = 1.0 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    if kind == "proportional":
+        turned = int(number(parameters, "partial_rotary_factor", 1.0) * head_dim // 2)
+        rates = np.where(np.arange(len(rates)) < turned, rates, 0) / np.float32(number(parameters, "factor", 1.0))
     if kind == "linear":
         rates = rates / np.float32(number(parameters, "factor"))
     if kind == "llama3":  # long waves divided by the factor, short ones unchanged, those between blended

@@ -114,8 +114,11 @@ class Builder:
         )  # fmt: skip
         return self._initializer(name, tensor)
 
-    def weight(self, name: str, dtype: ir.DataType | None = None) -> ir.Value:
+    def weight(self, name: str | int, dtype: ir.DataType | None = None) -> ir.Value:
+        """A weight in `dtype`; for a norm without weights, whose width is given, ones."""
         dtype = dtype or self.dialect.compute
+        if isinstance(name, int):
+            return self.constant(np.ones(name, dtype.numpy()))
         if ELEMENT_TYPES[self._weights[name].dtype] == dtype:
             return self.stored(name)
         if (name, dtype) not in self._cast:
@@ -180,9 +183,9 @@ class StageAttention(Protocol):
     `split` converts [tokens, heads * head_dim] to the layout of `rotate` and `attend`, `join` back.
     """
 
-    def split(self, x: ir.Value, heads: int) -> ir.Value: ...
+    def split(self, x: ir.Value, heads: int, layer: int) -> ir.Value: ...
 
-    def rotate(self, x: ir.Value, heads: int) -> ir.Value:
+    def rotate(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
         """Rotary embedding by the tokens' positions, which differ from their KV slots after a withdrawal."""
         ...
 
@@ -193,7 +196,11 @@ class StageAttention(Protocol):
         """
         ...
 
-    def join(self, x: ir.Value) -> ir.Value: ...
+    def read(self, q: ir.Value, layer: int) -> ir.Value:
+        """Attend to K and V of the layer's source, which an earlier stage has filled."""
+        ...
+
+    def join(self, x: ir.Value, layer: int) -> ir.Value: ...
 
     def finish(self) -> None:
         """Declare the caches of all layers as outputs."""
@@ -224,8 +231,8 @@ class Dialect(ABC):
         return keys
 
     @abstractmethod
-    def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
-        """RMS norm over the last axis, computed in float32."""
+    def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
+        """RMS norm over the last axis, computed in float32; `weight` as in `Builder.weight`."""
 
     def add_norm(
         self, b: Builder, delta: ir.Value, total: ir.Value, weight: str, eps: float
@@ -255,7 +262,8 @@ class Dialect(ABC):
         return b.op("Mish", x)
 
     @abstractmethod
-    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> StageAttention: ...
+    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> StageAttention:
+        """The attention of these layers of the decoder."""
 
     @abstractmethod
     def tower_attention(

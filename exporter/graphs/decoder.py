@@ -20,32 +20,50 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.precision import KV_DTYPES
 
+# Of inputs to each layer: a token's own, side by side, and the matrix and the norm of those made from its embedding.
+# The matrix is part of the embedding and of the vision graph, and not quantised, as the table.
+PER_LAYER = "text.embed_tokens_per_layer.weight"
+PER_LAYER_PROJECTION, PER_LAYER_NORM = "text.embed_projection.weight", "text.per_layer_projection_norm.weight"
+
 
 def layer_tensors(c: TextConfig, layer: int) -> Shapes:
     """Canonical names and shapes of the weights of `layer`, counted from 1."""
-    p = f"text.layers.{layer - 1}"
-    q, kv, convolved = c.heads * c.head_dim, c.kv_heads * c.head_dim, layer in c.conv_layers
-    yield f"{p}.input_layernorm.weight", (c.hidden,)
-    yield f"{p}.post_attention_layernorm.weight", (c.hidden,)
+    p, width, ffn = f"text.layers.{layer - 1}", c.heads_of(layer), c.ffn_of(layer)
+    q, kv, own = c.heads * width, c.kv_heads * width, c.source(layer) == layer
+    convolved = layer in c.conv_layers
+    further = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if c.post_norms else ()
+    for name in ("input_layernorm", "post_attention_layernorm", *further):
+        yield f"{p}.{name}.weight", (c.hidden,)
     mixers = (
-        ("self_attn.q_proj", q, c.hidden, c.qkv_bias), ("self_attn.k_proj", kv, c.hidden, c.qkv_bias),
-        ("self_attn.v_proj", kv, c.hidden, c.qkv_bias), ("self_attn.o_proj", c.hidden, q, c.o_bias),
+        ("self_attn.q_proj", q, c.hidden, c.qkv_bias), ("self_attn.k_proj", kv * own, c.hidden, c.qkv_bias),
+        ("self_attn.v_proj", kv * own, c.hidden, c.qkv_bias), ("self_attn.o_proj", c.hidden, q, c.o_bias),
     )  # fmt: skip
     for name, out, into, bias in (
         *(() if convolved else mixers),
-        ("mlp.gate_proj", c.ffn, c.hidden, c.mlp_bias), ("mlp.up_proj", c.ffn, c.hidden, c.mlp_bias),
-        ("mlp.down_proj", c.hidden, c.ffn, c.mlp_bias),
+        ("mlp.gate_proj", ffn, c.hidden, c.mlp_bias), ("mlp.up_proj", ffn, c.hidden, c.mlp_bias),
+        ("mlp.down_proj", c.hidden, ffn, c.mlp_bias),
     ):  # fmt: skip
-        yield from linear_tensors(f"{p}.{name}", out, into, bias=bias)
+        if out:
+            yield from linear_tensors(f"{p}.{name}", out, into, bias=bias)
     if convolved:
         yield from convolution_tensors(c, f"{p}.conv")
-    for name in ("q_norm", "k_norm") if c.qk_norm and not convolved else ():
-        yield f"{p}.self_attn.{name}.weight", (c.head_dim,)
+    for name in ("q_norm", *["k_norm"] * own) if c.qk_norm and not convolved else ():
+        yield f"{p}.self_attn.{name}.weight", (width,)
+    if c.per_layer is not None:
+        yield from linear_tensors(f"{p}.per_layer_input_gate", c.per_layer, c.hidden, bias=False)
+        yield from linear_tensors(f"{p}.per_layer_projection", c.hidden, c.per_layer, bias=False)
+        yield f"{p}.post_per_layer_input_norm.weight", (c.hidden,)
+    if c.layer_scale:
+        yield f"{p}.layer_scalar", (1,)
 
 
 def decoder_tensors(c: TextConfig) -> Shapes:
     """Canonical names and shapes of all weights of the decoder, in the order the graphs use them."""
     yield "text.embed_tokens.weight", (c.vocab, c.hidden)
+    if c.per_layer is not None:
+        yield PER_LAYER, (c.vocab, c.layers * c.per_layer)
+        yield PER_LAYER_PROJECTION, (c.layers * c.per_layer, c.hidden)
+        yield PER_LAYER_NORM, (c.per_layer,)
     for layer in range(1, c.layers + 1):
         yield from layer_tensors(c, layer)
     yield "text.norm.weight", (c.hidden,)
@@ -58,13 +76,42 @@ def build_embed(b: Builder, c: TextConfig) -> None:
     hidden = b.op("Cast", b.op("Gather", b.stored("text.embed_tokens.weight"), ids), to=FLOAT.value)
     if c.scaled_embedding:
         hidden = b.op("Mul", hidden, b.constant(np.array(c.hidden**0.5, np.float32)))
+    if c.per_layer is not None:
+        add_layer_inputs(b, c, hidden, ids)
     b.output(hidden, names.HIDDEN, FLOAT, ["tokens", c.hidden])
+
+
+def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, ids: ir.Value) -> None:
+    """Outputs of each layer's input [tokens, per_layer] from embedded tokens and the ids by which the table has more.
+
+    In float32: the sum of both is small beside its parts.
+    """
+    width = c.per_layer
+    assert width is not None
+    weight = b.weight(PER_LAYER_PROJECTION, FLOAT)
+    made = b.op("Mul", b.op("Gemm", hidden, weight, transB=1), b.constant(np.array(c.hidden**-0.5, np.float32)))
+    square = b.op("Pow", (made := b.reshape(made, -1, c.layers, width)), b.constant(np.array(2, np.float32)))
+    if b.dialect.opsets[""] < 18:
+        mean = b.op("ReduceMean", square, axes=[-1], keepdims=1)
+    else:
+        mean = b.op("ReduceMean", square, b.constant([-1]), keepdims=1)
+    size = b.op("Sqrt", b.op("Add", mean, b.constant(np.array(c.eps, np.float32))))
+    normed = b.op("Mul", b.op("Div", made, size), b.weight(PER_LAYER_NORM, FLOAT))
+    own = b.op("Cast", b.op("Gather", b.stored(PER_LAYER), ids), to=FLOAT.value)
+    own = b.op("Mul", b.reshape(own, -1, c.layers, width), b.constant(np.array(width**0.5, np.float32)))
+    both = b.op("Mul", b.op("Add", normed, own), b.constant(np.array(2**-0.5, np.float32)))
+    for layer in range(1, c.layers + 1):
+        given = b.op("Gather", both, b.constant(np.array(layer - 1, np.int64)), axis=1)
+        b.output(given, names.token_input(f"layer{layer}"), FLOAT, ["tokens", width])
 
 
 def build_head(b: Builder, c: TextConfig) -> None:
     hidden = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
     x = b.dialect.norm(b, hidden, "text.norm.weight", c.eps)
     logits = b.to_float32(b.project(x, "text.embed_tokens.weight" if c.tied else "head.weight"))
+    if c.softcap is not None:
+        cap = b.constant(np.array(c.softcap, np.float32))
+        logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)
     b.output(logits, names.LOGITS, FLOAT, ["tokens", c.vocab])
 
 
@@ -74,10 +121,10 @@ def build_stage(
 ) -> None:  # fmt: skip
     """Layers `first` to `last`, with the KV cache of each as input and output; with `query` also the last one's q.
 
-    `inputs` are added to the hidden states after layers, by their number.
+    `inputs` are added to the hidden states after layers, by their number, or are each layer's own.
     """
     total = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
-    attention = b.dialect.stage_attention(b, c, kv_type)
+    attention = b.dialect.stage_attention(b, c, kv_type, range(first, last + 1))
     convolved = [layer for layer in range(first, last + 1) if layer in c.conv_layers]
     convolutions = Convolutions(b, c, convolved) if convolved else None
     delta: ir.Value | None = None
@@ -92,17 +139,32 @@ def build_stage(
             delta = convolutions.mix(x, f"{prefix}.conv", layer)
         else:
             delta, q = _attention(b, c, x, f"{prefix}.self_attn", attention, layer)
-        x, total = b.dialect.add_norm(b, delta, total, f"{prefix}.post_attention_layernorm.weight", c.eps)
+        before = "post_attention_layernorm"
+        if c.post_norms:
+            delta = b.dialect.norm(b, delta, f"{prefix}.{before}.weight", c.eps)
+            before = "pre_feedforward_layernorm"
+        x, total = b.dialect.add_norm(b, delta, total, f"{prefix}.{before}.weight", c.eps)
         gate = activate(b, b.linear(x, f"{mlp}.gate_proj", bias=c.mlp_bias), c.activation)
         up = b.linear(x, f"{mlp}.up_proj", bias=c.mlp_bias)
         delta = b.linear(b.op("Mul", gate, up), f"{mlp}.down_proj", bias=c.mlp_bias)
+        if c.post_norms:
+            delta = b.dialect.norm(b, delta, f"{prefix}.post_feedforward_layernorm.weight", c.eps)
         if inputs and layer in inputs:
-            given = b.input(names.token_input(inputs[layer].name), FLOAT, ["tokens", c.hidden])
-            total = b.op("Add", total, b.from_float32(given))
-    assert delta is not None
-    b.output(b.to_float32(b.op("Add", total, delta)), names.HIDDEN_OUT, FLOAT, ["tokens", c.hidden])
+            width = inputs[layer].width
+            given = b.from_float32(b.input(names.token_input(inputs[layer].name), FLOAT, ["tokens", width]))
+            if c.per_layer is None:
+                total = b.op("Add", total, given)
+            else:
+                total = b.op("Add", total, delta)
+                gate = activate(b, b.linear(total, f"{prefix}.per_layer_input_gate", bias=False), c.activation)
+                made = b.linear(b.op("Mul", gate, given), f"{prefix}.per_layer_projection", bias=False)
+                delta = b.dialect.norm(b, made, f"{prefix}.post_per_layer_input_norm.weight", c.eps)
+        if c.layer_scale:
+            total, delta = b.op("Mul", b.op("Add", total, delta), b.weight(f"{prefix}.layer_scalar")), None
+    out = total if delta is None else b.op("Add", total, delta)
+    b.output(b.to_float32(out), names.HIDDEN_OUT, FLOAT, ["tokens", c.hidden])
     if query:
-        b.output(b.to_float32(attention.join(q)), names.QUERY, FLOAT, ["tokens", c.heads * c.head_dim])
+        b.output(b.to_float32(attention.join(q, last)), names.QUERY, FLOAT, ["tokens", c.heads * c.heads_of(last)])
     attention.finish()
     if convolutions is not None:
         convolutions.finish()
@@ -111,16 +173,20 @@ def build_stage(
 def _attention(
     b: Builder, c: TextConfig, x: ir.Value, name: str, attention: StageAttention, layer: int
 ) -> tuple[ir.Value, ir.Value]:
-    parts = []
+    parts, width = list[ir.Value](), c.heads_of(layer)
     for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
+        if part != "q" and c.source(layer) != layer:
+            continue
         y = b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias)
-        if c.qk_norm and part != "v":  # of each head
-            normed = b.dialect.norm(b, b.reshape(y, -1, heads, c.head_dim), f"{name}.{part}_norm.weight", c.eps)
-            y = b.reshape(normed, -1, heads * c.head_dim)
-        y = attention.split(y, heads)
-        parts.append(y if part == "v" else attention.rotate(y, heads))
-    q, k, v = parts
-    attended = attention.join(attention.attend(q, k, v, layer))
+        if c.v_norm if part == "v" else c.qk_norm:  # of each head
+            normed = b.dialect.norm(
+                b, b.reshape(y, -1, heads, width), width if part == "v" else f"{name}.{part}_norm.weight", c.eps
+            )
+            y = b.reshape(normed, -1, heads * width)
+        y = attention.split(y, heads, layer)
+        parts.append(y if part == "v" else attention.rotate(y, heads, layer))
+    q, *own = parts
+    attended = attention.join(attention.attend(q, own[0], own[1], layer) if own else attention.read(q, layer), layer)
     return b.linear(attended, f"{name}.o_proj", bias=c.o_bias), q
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.axial import axial_tensors, build_axial
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, norm_tensors
 from vtx.exporter.graphs.convolutional import build_convolutional, convolutional_tensors
 from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
@@ -29,7 +30,7 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
     """Canonical names and shapes of the weights of tower and projector; `last_attention` as in `build_vision`."""
     v = c.vision
     if v.native:
-        yield from native_tensors(c)
+        yield from native_tensors(c) if v.axis_positions is None else axial_tensors(c)
         return
     yield from convolutional_tensors(v) if v.stage_blocks else _tower_tensors(v, max(c.feature_layers), last_attention)
     width = feature_width(c)
@@ -114,7 +115,7 @@ def build_vision(
         assert not any((merges, attention, last_attention, text_tower, tower_tokens, received)), (
             "refused for these towers"
         )
-        build_native(b, c)
+        (build_native if v.axis_positions is None else build_axial)(b, c)
         return
     images, sides = 1 if merges or v.naflex else "images", ("height", "width") if v.naflex else (v.image, v.image)
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [images, 3, *sides]))

@@ -7,7 +7,7 @@ one pass, since layer K gets its tokens from the pass without withdrawal.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,16 @@ from torch import Tensor
 
 from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
-from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
+from vtx.exporter.graphs.decoder import (
+    PER_LAYER,
+    PER_LAYER_NORM,
+    PER_LAYER_PROJECTION,
+    decoder_tensors,
+    layer_tensors,
+)
 from vtx.exporter.graphs.encoder import LAYER_SCALES
 from vtx.exporter.graphs.vision import NEWLINE, projector_layers, vision_tensors
+from vtx.exporter.reference.axial import AxialTower
 from vtx.exporter.reference.convolutional import ConvolutionalTower
 from vtx.exporter.reference.native import NativeTower, rotated
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
@@ -83,7 +90,11 @@ class Sample:
 
 @dataclass(slots=True)
 class _Streams:
-    """The hidden states of one sample: `full` [n, hidden], and `withdrawn` [Ks so far, text tokens, hidden]."""
+    """The hidden states of one sample: `full` [n, hidden], and `withdrawn` [Ks so far, text tokens, hidden].
+
+    `layer_inputs` [n, layers, width], of a model that has them. `kept`: K and V of layers that others share, by layer;
+    in `left` those of `withdrawn`, one for each K at which tokens have left before the layer.
+    """
 
     full: Tensor
     withdrawn: Tensor
@@ -91,6 +102,9 @@ class _Streams:
     positions: Tensor
     maps: tuple[Tensor, ...]
     groups: Tensor  # [n]: tokens of one number see each other both ways, those of -1 only what is before them
+    layer_inputs: Tensor | None = None
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    left: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
     def text_positions(self) -> Tensor:
@@ -98,9 +112,61 @@ class _Streams:
 
     def run(self, c: TextConfig, layer: int, weights: LayerWeights, **also: Any) -> None:
         """Run `full` through a layer, from 1: `_decoder_layer`, and the map that follows it."""
-        self.full = _decoder_layer(c, self.full[None], self.positions, weights, groups=self.groups, **also)[0]
+        given = None if self.layer_inputs is None else self.layer_inputs[:, layer - 1]
+        source = c.source(layer)
+        shared = None if source == layer else (self.kept[source][0], self.kept[source][1], None)
+        cache = also.pop("cache", None)
+        if cache is None and c.shared is not None:
+            cache = []
+        self.full = _decoder_layer(
+            c,
+            self.full[None],
+            self.positions,
+            weights,
+            layer=layer,
+            given=given,
+            shared=shared,
+            cache=cache,
+            groups=self.groups,
+            **also,
+        )[0]
+        if c.shared is not None and cache:
+            self.kept[layer] = cache
         if layer <= len(self.maps):
             self.full[self.is_vision] += self.maps[layer - 1]
+
+    def run_withdrawn(self, c: TextConfig, layer: int, weights: LayerWeights) -> None:
+        """Run `withdrawn` through a layer.
+
+        A layer that shares K and V reads those of all tokens that ran in its source: of the image, too, if it left
+        between the two.
+        """
+        text = ~self.is_vision
+        given = None if self.layer_inputs is None else self.layer_inputs[text, layer - 1]
+        source, cache = c.source(layer), list[Tensor]()
+        if source == layer:
+            self.withdrawn = _decoder_layer(
+                c,
+                self.withdrawn,
+                self.text_positions,
+                weights,
+                layer=layer,
+                given=given,
+                cache=None if c.shared is None else cache,
+                groups=self.groups[text],
+            )
+            self.left[layer] = cache
+            return
+        out = []
+        for number, hidden in enumerate(self.withdrawn):
+            own = self.left.get(source)
+            ran = own is not None and number < len(own[0])
+            keys, values = (part[number][None] for part in own) if own and ran else self.kept[source]
+            shared = keys, values, self.text_positions if ran else self.positions
+            out.append(
+                _decoder_layer(c, hidden[None], self.text_positions, weights, layer=layer, given=given, shared=shared)
+            )
+        self.withdrawn = torch.cat(out)
 
 
 class Reference:
@@ -139,6 +205,10 @@ class Reference:
     def _towers(self, pixels: NDArray[np.float32]) -> list[Tensor]:
         """As `features`, with the tower's maps for the decoder, each like the tokens."""
         c, v = self.config, self.config.vision
+        if v.axis_positions is not None:
+            axial = AxialTower(v, self._weights.read, _activate)
+            means = [axial.states(image) for image in torch.from_numpy(pixels)]
+            return [F.linear(torch.cat(means), self._weights.read("projector.linear_1.weight"))]
         if v.native:
             tower = NativeTower(v, self._weights.read, _activate, self._layer_norm, self._linear)
             return [*map(torch.cat, zip(*map(tower.tokens, torch.from_numpy(pixels)), strict=True))]
@@ -214,10 +284,7 @@ class Reference:
                 stream.run(text, layer, weights, see=see, feed=inputs)
                 watch(layer, number, stream.full)
                 if len(stream.withdrawn):
-                    groups = stream.groups[~stream.is_vision]
-                    stream.withdrawn = _decoder_layer(
-                        text, stream.withdrawn, stream.text_positions, weights, groups=groups
-                    )
+                    stream.run_withdrawn(text, layer, weights)
             del weights  # before the next layer is read
             report(1)
         order: list[int | None] = [None, *depths]
@@ -237,7 +304,7 @@ class Reference:
         for layer in range(1, self.config.text.layers + 1):
             cache, weights = list[Tensor](), self._layer_weights(layer, keep=False)
             stream.run(self.config.text, layer, weights, cache=cache)
-            if layer not in self.config.text.conv_layers:
+            if cache and layer not in self.config.text.conv_layers:
                 yield layer, cache[0][0], cache[1][0]
             report(1)
 
@@ -286,9 +353,12 @@ class Reference:
                 answers[n].append(token)
             active = [n for n in active if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
             for n in active:
-                token, following = self._embedded(np.array(answers[n][-1:])), streams[n].positions[-1:] + 1
-                groups = torch.tensor([-1])
-                streams[n] = replace(streams[n], full=token, positions=following, maps=(), groups=groups)
+                ids, following = np.array(answers[n][-1:]), streams[n].positions[-1:] + 1
+                token = self._embedded(ids)
+                given = self._layer_inputs(token, ids)
+                streams[n] = replace(
+                    streams[n], full=token, positions=following, maps=(), layer_inputs=given, groups=torch.tensor([-1])
+                )
         return answers
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -296,7 +366,8 @@ class Reference:
         text = self.config.text
         name, x = EMBEDDING if text.tied else "head.weight", _rms(hidden, self._weights.read(FINAL_NORM), text.eps)
         starts = range(0, self._weights.rows(name), HEAD_ROWS)
-        return torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
+        logits = torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
+        return logits if text.softcap is None else text.softcap * torch.tanh(logits / text.softcap)
 
     def logits(
         self, ids: NDArray[np.int64], features: Encoded, ks: Sequence[int | None],
@@ -318,12 +389,14 @@ class Reference:
             is_vision = torch.from_numpy(sample.ids == self.config.image_token_id)
             hidden = self._embedded(np.where(is_vision.numpy(), 0, sample.ids))  # an image's id may be in no table
             hidden[is_vision] = sample.features.hidden
+            padded = np.where(is_vision.numpy(), self.config.text.padding_id or 0, sample.ids)
             withdrawn = hidden.new_zeros(0, int((~is_vision).sum()), hidden.shape[1])
             positions = torch.from_numpy(sample.features.positions(is_vision.numpy()))
             groups = torch.full((len(sample.ids),), -1)
             if self.config.text.two_way == "prompt":
                 groups[: len(sample.ids) - sample.last + 1] = 0
-            streams.append(_Streams(hidden, withdrawn, is_vision, positions, sample.features.maps, groups))
+            given = self._layer_inputs(hidden, padded)
+            streams.append(_Streams(hidden, withdrawn, is_vision, positions, sample.features.maps, groups, given))
         return streams
 
     def _embedded(self, ids: NDArray[np.int64]) -> Tensor:
@@ -336,10 +409,21 @@ class Reference:
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries or keys [heads, n, head_dim], rotated by their positions [n]."""
-        return _rotate(self.config.text, x, positions)
+        return _rotate(self.config.text, x, positions, 1)
 
     def activated(self, x: Tensor, name: str) -> Tensor:
         return _activate(x, name)
+
+    def _layer_inputs(self, hidden: Tensor, ids: NDArray[np.int64]) -> Tensor | None:
+        """The inputs of each layer for tokens that enter the decoder, [n, layers, width], by the ids of their table."""
+        text, width = self.config.text, self.config.text.per_layer
+        if width is None:
+            return None
+        made = F.linear(hidden, self._weights.read(PER_LAYER_PROJECTION)) * text.hidden**-0.5
+        made = _rms(made.reshape(len(hidden), text.layers, width), self._weights.read(PER_LAYER_NORM), text.eps)
+        own = self._weights.read(PER_LAYER, ids).reshape(len(ids), text.layers, width) * width**0.5
+        inputs: Tensor = (made + own) * 2**-0.5
+        return inputs
 
     def _positions(self, table: Tensor) -> Tensor:
         """The table [..., positions, hidden], resized if it has another grid than the patches."""
@@ -388,15 +472,19 @@ class Reference:
 def _decoder_layer(
     c: TextConfig, x: Tensor, positions: Tensor, weights: LayerWeights,
     see: Callable[[Tensor, Tensor], None] | None = None, feed: Callable[[str, Tensor], None] | None = None, *,
-    cache: list[Tensor] | None = None, groups: Tensor | None = None,
+    cache: list[Tensor] | None = None, groups: Tensor | None = None, layer: int = 1, given: Tensor | None = None,
+    shared: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> Tensor:  # fmt: skip
     """One layer of the llama family over hidden states [batch, n, hidden] at `positions` [n]; causal among these.
 
     Positions of three parts are [n, 3]. Tokens whose `groups` [n] are equal and not -1 see each other both ways.
 
     `see` gets the rotated queries and keys, `feed` each matrix's name and its inputs [n, in]. `cache` holds the keys
-    and values before those of the one new token, which are added to it.
+    and values before those of the new tokens, which are added to it. `given` [n, width]: inputs of layer `layer`.
+    `shared`: the keys and values of another layer, which it reads instead of its own, and their positions; None: the
+    last ones up to its own.
     """
+    width, own = c.heads_of(layer), shared is None
 
     def weight(name: str) -> Tensor:
         found = weights(name)
@@ -409,7 +497,7 @@ def _decoder_layer(
         return F.linear(y, weight(f"{name}.weight"), weights(f"{name}.bias"))
 
     def heads(y: Tensor) -> Tensor:
-        return y.reshape(*y.shape[:2], -1, c.head_dim).transpose(1, 2)
+        return y.reshape(*y.shape[:2], -1, width).transpose(1, 2)
 
     y = _rms(x, weight("input_layernorm.weight"), c.eps)
     if weights("conv.in_proj.weight") is not None:
@@ -421,30 +509,55 @@ def _decoder_layer(
         mixed = F.conv1d(columns, weight("conv.conv.weight"), weights("conv.conv.bias"), groups=c.hidden)
         x = x + linear(gate * mixed[..., -x.shape[1] :].transpose(1, 2), "conv.out_proj")
         return x + _mlp(c, x, weight, linear)
-    q, k, v = (heads(linear(y, f"self_attn.{part}_proj")) for part in "qkv")
-    if c.qk_norm:
-        q, k = (_rms(part, weight(f"self_attn.{name}_norm.weight"), c.eps) for part, name in ((q, "q"), (k, "k")))
-    q, k = _rotate(c, q, positions), _rotate(c, k, positions)
-    if cache is not None:
-        k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))
-        cache[:] = k, v
+    parts = [heads(linear(y, f"self_attn.{part}_proj")) for part in ("qkv" if own else "q")]
+    for number, name in enumerate("qk"[: len(parts)]):
+        normed = _rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
+        parts[number] = _rotate(c, normed, positions, layer)
+    at: Tensor | None
+    if shared is None:
+        q, k, v = parts
+        v = F.rms_norm(v, v.shape[-1:], None, c.eps) if c.v_norm else v
+        at = positions
+        if cache is not None:
+            k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))
+            cache[:] = k, v
+            at = positions if k.shape[2] == len(positions) else None
+    else:
+        (q,), (k, v, at) = parts, shared
     sharing = c.heads // c.kv_heads
     k, v = k.repeat_interleave(sharing, 1), v.repeat_interleave(sharing, 1)
     if see:
         see(q, k)
-    count = q.shape[2]
-    if groups is not None and count > 1 and bool((groups >= 0).any()):
-        own = groups[:, None]
-        seen = (own == groups) & (own >= 0) | torch.ones(count, count, dtype=torch.bool).tril()
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    both_ways = groups is not None and q.shape[2] > 1 and bool((groups >= 0).any())
+    if c.sliding is None and own and not both_ways:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=c.scale(layer))
     else:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=count > 1)
-    x = x + linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
-    return x + _mlp(c, x, weight, linear)
+        far = positions[:, None] - (torch.arange(k.shape[2]) - k.shape[2] + 1 + positions[-1] if at is None else at)
+        seen = far >= 0
+        if both_ways:
+            assert groups is not None
+            seen |= (groups[:, None] == groups) & (groups[:, None] >= 0)
+        if c.sliding is not None and c.slides(layer):
+            seen &= far < c.sliding.window
+        y = F.scaled_dot_product_attention(q, k, v, seen, scale=c.scale(layer))
+    y = linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
+    before = "post_attention_layernorm"
+    if c.post_norms:
+        y, before = _rms(y, weight(f"{before}.weight"), c.eps), "pre_feedforward_layernorm"
+    x = x + y
+    y = _mlp(c, x, weight, linear, before)
+    x = x + (_rms(y, weight("post_feedforward_layernorm.weight"), c.eps) if c.post_norms else y)
+    if given is not None:
+        gated = _activate(linear(x, "per_layer_input_gate"), c.activation) * given
+        x = x + _rms(linear(gated, "per_layer_projection"), weight("post_per_layer_input_norm.weight"), c.eps)
+    return x * weight("layer_scalar") if c.layer_scale else x
 
 
-def _mlp(c: TextConfig, x: Tensor, weight: Callable[[str], Tensor], linear: Callable[[Tensor, str], Tensor]) -> Tensor:
-    y = _rms(x, weight("post_attention_layernorm.weight"), c.eps)
+def _mlp(
+    c: TextConfig, x: Tensor, weight: Callable[[str], Tensor], linear: Callable[[Tensor, str], Tensor],
+    norm: str = "post_attention_layernorm",
+) -> Tensor:  # fmt: skip
+    y = _rms(x, weight(f"{norm}.weight"), c.eps)
     return linear(_activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")
 
 
@@ -452,9 +565,10 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _rotate(c: TextConfig, x: Tensor, positions: Tensor) -> Tensor:
-    own = positions[:, c.rope.axes] if positions.ndim > 1 else positions[:, None]
-    return rotated(x, own.float() * torch.tensor(c.rope.frequencies), c.rope.scale)
+def _rotate(c: TextConfig, x: Tensor, positions: Tensor, layer: int) -> Tensor:
+    rope = c.sliding.rope if c.sliding is not None and c.slides(layer) else c.rope
+    own = positions[:, rope.axes] if positions.ndim > 1 else positions[:, None]
+    return rotated(x, own.float() * torch.tensor(rope.frequencies), rope.scale)
 
 
 def _activate(x: Tensor, name: str) -> Tensor:

@@ -176,6 +176,10 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
         raise UnsupportedModelError(
             f"{name} is in its authors' layout, and vtx-tune writes Hugging Face's; use a checkpoint in that layout"
         )
+    if config.text.sliding is not None:
+        raise UnsupportedModelError(
+            f"{name} has layers with sliding windows, which vtx-tune does not know; tune a llama, mistral or qwen"
+        )
     if config.text.factors or config.text.shifts:
         raise UnsupportedModelError(
             f"{name} has a text model with multipliers or norms of its own ({config.text.family}), which vtx-tune does "
@@ -184,7 +188,7 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
         )
     if config.text.conv_layers:
         raise UnsupportedModelError(
-            f"{name} has layers with a convolution, which vtx-tune does not know; tune a llama, mistral, qwen2 or qwen3"
+            f"{name} has layers with a convolution, which vtx-tune does not know; tune a llama, mistral or qwen"
         )
     if config.text.rope.sections:
         raise UnsupportedModelError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +15,9 @@ from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, Imag
 
 if TYPE_CHECKING:
     from vtx.runtime.host.device import Device
+
+
+NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class StageCache(Protocol):
@@ -111,8 +115,12 @@ class Backend(Protocol):
         Only if the manifest names a graph of the projector.
         """
 
-    def stage(self, index: int, capacity: int) -> StageCache:
-        """An empty cache of `capacity` slots for stage `index` (from 0)."""
+    def stage(self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING) -> StageCache:
+        """An empty cache of `capacity` slots for stage `index` (from 0).
+
+        Of a stage whose layers keep nothing: over `sources`, this backend's caches of earlier stages by the layers that
+        are read.
+        """
 
     def close(self) -> None:
         """Release the engine and its weights. The backend and its caches may not be used afterwards."""

@@ -87,11 +87,11 @@ class HostBackend(ABC):
         self, prompt: Sequence[Any], state: NDArray[np.float32], positions: Ids
     ) -> Callable[[NDArray[np.float32], float], NDArray[np.float32]]:
         m, scales = self._manifest, read_kv_scales(self._bundle) if self._manifest.kv_scales else {}
-        given: dict[str, NDArray[Any]] = dict(zip((names.COS, names.SIN), read_rope(self._bundle), strict=True))
+        given: dict[str, NDArray[Any]] = dict(read_rope(self._bundle))
         given |= {names.ROBOT_STATE: state[None], names.POSITIONS: positions}
         for stage, kv in zip(m.stages, prompt, strict=True):
-            layers = kv.reshape(len(stage.cached), 2, m.model.kv_heads, -1, m.model.head_dim).astype(np.float32)
-            for layer, pair in zip(stage.cached, layers, strict=True):
+            for layer, both in zip(stage.cached, kv, strict=True):
+                pair = both.reshape(2, m.model.kv_heads, -1, m.model.head_dim).astype(np.float32)
                 kinds = (names.past_key, names.key_scale), (names.past_value, names.value_scale)
                 for part, (name, scale) in zip(pair, kinds, strict=True):
                     given[name(layer)] = part * scales[scale(layer)][0] if scales else part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,14 @@ class Lane:
 
 
 class LanePool:
-    """Room for the caches of `lanes` conversations in one stage, `kv` [layers, 2, lanes, *shape].
+    """Room for the caches of `lanes` conversations in one stage, `kv` [2, lanes, *shape] of each layer's `shapes`.
 
     It is only address space until a lane is written to, and `give_back` returns a lane's memory. Safe for threads.
     Raises MemoryError: the address space or the system's limit is exhausted.
     """
 
-    def __init__(self, layers: int, lanes: int, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
-        self.kv = zeros_in_small_pages((layers, 2, lanes, *shape), dtype, reserved=False)
+    def __init__(self, shapes: Iterable[Sequence[int]], lanes: int, dtype: np.dtype[Any]) -> None:
+        self.kv = [zeros_in_small_pages((2, lanes, *shape), dtype, reserved=False) for shape in shapes]
         self._free = set(range(lanes))
         self._lock = threading.RLock()  # a cache that is collected meanwhile may give its lane back within it
 
@@ -60,8 +60,8 @@ class LanePool:
             self._vacate(left)
 
     def _vacate(self, number: int) -> None:
-        for layer in self.kv[:, :, number]:
-            for part in layer:
+        for layer in self.kv:
+            for part in layer[:, number]:
                 forget(part)
         self._free.add(number)
 
@@ -83,19 +83,21 @@ def seen_slots(tokens: TokenStates, length: int) -> Ids:
 class SlotCounter(ABC):
     """The base of every `StageCache`: `length` of `capacity` slots are filled, and no run may fill more.
 
-    Slots are forgotten by lowering `length`. `lane`: the cache's lane in a pool, None outside a pool. `resident`: slots
-    that hold memory: those that were ever filled, in blocks, or all of them if the engine reserves its caches whole.
-    `states` are those of layers that keep a state, None if the stage has none.
+    Slots are forgotten by lowering `length`. `window`: the positions that a token sees in layers that slide, and
+    `positions` those of the tokens in slots; None if no layer slides. `lane`: the cache's lane in a pool, None outside
+    a pool. `resident`: slots that hold memory: those that were ever filled, in blocks, or all of them if the engine
+    reserves its caches whole. `states` are those of layers that keep a state, None if the stage has none.
     """
 
     selects_outputs = False
     reserved_whole = False
     lane: Lane | None = None
 
-    def __init__(self, capacity: int, states: StateHistory | None = None) -> None:
+    def __init__(self, capacity: int, window: int | None = None, states: StateHistory | None = None) -> None:
         self.states = states
         self.capacity, self.resident = capacity, capacity if self.reserved_whole else 0
-        self.length = 0
+        self.length, self.window = 0, window
+        self.positions = None if window is None else np.zeros(capacity, np.int64)
 
     def fill(self, length: int) -> None:
         """Count the first `length` slots as filled."""
@@ -110,12 +112,36 @@ class SlotCounter(ABC):
         filled = self.length + len(tokens.hidden)
         if filled > self.capacity:
             raise AssertionError(f"{filled} tokens in a cache of {self.capacity} slots, {self.length} of them before")
+        self.place(positions)
         if outputs is None:
             out = self._run(tokens, positions, query=query)
         else:
             out = self._run_for(outputs, tokens, positions)
         self.fill(filled)
         return out
+
+    def place(self, positions: Ids) -> None:
+        """Note the positions of tokens that are about to fill the next slots."""
+        if self.positions is not None:
+            self.positions[self.length : self.length + len(positions)] = positions
+
+    def first_slots(self, positions: Ids, filled: int) -> Ids:
+        """The first of `filled` slots within the window of each of these tokens, which have the last of them."""
+        assert self.positions is not None
+        assert self.window is not None
+        return np.searchsorted(self.positions[:filled], positions - self.window, side="right")
+
+    def read(self, slots: Ids) -> Any:
+        """See `StageCache`."""
+        content = self._read(slots)
+        return content if self.positions is None else (content, self.positions[slots])
+
+    def write(self, slots: Ids, kv: Any, *, length: int) -> None:
+        """See `StageCache`."""
+        if self.positions is not None:
+            kv, self.positions[slots] = kv
+        self._write(slots, kv, length)
+        self.fill(length)
 
     def keep(self, length: int) -> None:
         """Forget every slot from `length` on."""
@@ -141,16 +167,16 @@ class SlotCounter(ABC):
             self.states.take(other.states, length)
 
     @abstractmethod
-    def read(self, slots: Ids) -> Any:
-        """See `StageCache`."""
-
-    @abstractmethod
-    def write(self, slots: Ids, kv: Any, *, length: int) -> None:
-        """See `StageCache`."""
-
-    @abstractmethod
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         """Run the stage; K/V go into the slots from `length` on, which are counted afterwards."""
+
+    @abstractmethod
+    def _read(self, slots: Ids) -> Any:
+        """A copy of the K/V of some slots."""
+
+    @abstractmethod
+    def _write(self, slots: Ids, kv: Any, length: int) -> None:
+        """Put K/V that `_read` returned into the same number of slots; `length` will be filled."""
 
     def _run_for(self, outputs: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
         """`_run`, for the hidden states of `outputs`. Overridden for engines that need not compute the others."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,14 @@ NEWLINE_TENSOR, WEIGHT = "newline", "weight"
 MAX_HEADER = 1 << 18  # of two tensors a layer
 
 
-def read_rope(bundle: Bundle) -> RopeTables:
-    """The rotary tables cos and sin, each [max_context, head_dim / 2]. Raises BundleError."""
+def read_rope(bundle: Bundle) -> dict[str, Floats]:
+    """The rotary tables by name, each [max_context, head_dim / 2] of its layers. Raises BundleError."""
     m = bundle.manifest
-    tables = _read(bundle, m.rope, (names.COS, names.SIN), (m.max_context, m.model.head_dim // 2))
-    return tables[names.COS], tables[names.SIN]
+    wanted = dict.fromkeys((names.COS, names.SIN), (m.max_context, m.model.head_dim // 2))
+    if m.model.sliding is not None:
+        shape = (m.max_context, m.model.sliding.head_dim // 2)
+        wanted |= dict.fromkeys((names.SLIDING_COS, names.SLIDING_SIN), shape)
+    return _read(bundle, m.rope, wanted)
 
 
 def rope_at(tables: RopeTables, axes: Sequence[int], positions: NDArray[np.int64]) -> RopeTables:
@@ -35,9 +39,11 @@ def rope_at(tables: RopeTables, axes: Sequence[int], positions: NDArray[np.int64
 def read_kv_scales(bundle: Bundle) -> dict[str, Floats]:
     """`names.key_scale` and `names.value_scale` of every layer, each [1, kv_heads, 1, head_dim]. Raises BundleError."""
     model = bundle.manifest.model
-    layers = range(1, model.layers + 1)
-    wanted = [name(layer) for layer in layers for name in (names.key_scale, names.value_scale)]
-    scales = _read(bundle, KV_SCALES, wanted, (1, model.kv_heads, 1, model.head_dim))
+    shapes = {
+        layer: (1, model.kv_heads, 1, model.heads_of(layer)) for layer in range(1, model.shared or model.layers + 1)
+    }
+    parts = (names.key_scale, names.value_scale)
+    scales = _read(bundle, KV_SCALES, {name(layer): shape for layer, shape in shapes.items() for name in parts})
     for name, scale in scales.items():
         if not (np.isfinite(scale) & (scale > 0)).all():
             raise BundleError(f"{KV_SCALES}: {name} has a scale that is not a positive number; export again")
@@ -48,18 +54,18 @@ def read_newline(bundle: Bundle) -> Floats:
     """The learned newline that some layouts put between an image's tokens, as one token [1, hidden]."""
     if NEWLINE not in bundle.manifest.files:
         raise BundleError(f"the bundle's image layout needs {NEWLINE}, which is not there; export again")
-    return _read(bundle, NEWLINE, [NEWLINE_TENSOR], (bundle.manifest.model.hidden,))[NEWLINE_TENSOR][None]
+    return _read(bundle, NEWLINE, {NEWLINE_TENSOR: (bundle.manifest.model.hidden,)})[NEWLINE_TENSOR][None]
 
 
 def read_final_norm(bundle: Bundle) -> Floats:
     """The weight [hidden] of the decoder's last norm, for reductions that measure hidden states behind it."""
-    return _read(bundle, FINAL_NORM, [WEIGHT], (bundle.manifest.model.hidden,))[WEIGHT]
+    return _read(bundle, FINAL_NORM, {WEIGHT: (bundle.manifest.model.hidden,)})[WEIGHT]
 
 
-def _read(bundle: Bundle, file: str, wanted: Collection[str], shape: tuple[int, ...]) -> dict[str, Floats]:
-    """Tensors of one shape, float32. Raises BundleError if one is missing or has another shape or type."""
-    stored = bundle.arrays(file, MAX_HEADER + 4 * len(wanted) * int(np.prod(shape)))
-    for name in wanted:
+def _read(bundle: Bundle, file: str, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Floats]:
+    """Tensors of these shapes, float32. Raises BundleError if one is missing or has another shape or type."""
+    stored = bundle.arrays(file, MAX_HEADER + 4 * sum(map(prod, wanted.values())))
+    for name, shape in wanted.items():
         if name not in stored or stored[name].shape != shape or stored[name].dtype != np.float32:
             raise BundleError(f"{file}: {name} is not a float32 tensor {shape}; export again")
     return {name: stored[name] for name in wanted}

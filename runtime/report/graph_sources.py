@@ -101,7 +101,7 @@ class DialectSource:
         check_opset(self._ort, dialect)
         check_release(self._ort, self._kv_type)
         self._scales = read_kv_scales(bundle) if KV_DTYPES[self._kv_type].scaled else {}
-        self._rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
+        self._rope = read_rope(bundle)
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         if part.kind == "stage":

@@ -29,10 +29,13 @@ class PrefixCaches:
     """
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
-        self._backend, self._token_inputs = backend, manifest.token_inputs
+        self._backend, self._token_inputs, self._model = backend, manifest.token_inputs, manifest.model
         self.two_way = manifest.model.two_way is not None  # all tokens of a prompt see each other
         self._stateful = bool(manifest.model.conv_layers)
         self.stages, self.capacity, self._width = manifest.stages, manifest.max_context, manifest.model.hidden
+        self.keeping = [
+            stage.keeps for stage in self.stages
+        ]  # K and V, or states; the others read those of earlier stages
         self.full: dict[int, StageCache] = {}
         self.pruned: dict[int, StageCache] = {}
         self.first_pruned = len(self.stages)
@@ -41,11 +44,25 @@ class PrefixCaches:
         self._former: Prefix | None = None  # what `pruned` holds of the prefix before, until another one runs there
         self._holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
         self._exit = len(self.stages)  # the stage before which all image tokens leave for certain
+        self._reading: tuple[dict[int, StageCache], StageCache] | None = None  # of the stage that keeps nothing
         self._text_only = True  # leave out the hidden states of image tokens that only another K would read
 
     def cache(self, number: int) -> StageCache:
         """The cache in which the suffix runs through stage `number`."""
-        return (self.full if number < self.first_pruned else self.pruned)[number]
+        if self.keeping[number]:
+            return (self.full if number < self.first_pruned else self.pruned)[number]
+        stage, sources = self.stages[number], dict[int, StageCache]()
+        for layer in self._model.sources(stage.first, stage.last):
+            sources[layer] = self.cache(next(n for n, s in enumerate(self.stages) if s.first <= layer <= s.last))
+        if self._reading is None or self._reading[0] != sources:
+            self._reading = sources, self._backend.stage(number, 0, sources)
+        return self._reading[1]
+
+    @property
+    def depth(self) -> int:
+        """The number of stages that the prefix has run through, or need not, since they keep nothing of it."""
+        depth = self.prefix.depth
+        return depth + (0 < depth < len(self.stages) and not self.keeping[depth])
 
     def prefix_in(self, number: int) -> Prefix:
         """The tokens of the prefix that run through stage `number`."""
@@ -153,10 +170,15 @@ class PrefixCaches:
     def run(self, number: int, suffix: TokenStates, *, query: bool = False) -> HiddenStates:
         """Run a suffix [n] through stage `number`, and before it what continues of the prefix if it has yet to run.
 
+        Of the prompt only its last token runs through a stage that keeps nothing: no other token reads the rest of it.
+
         Both go in one run, which reads the weights once; but not with a long suffix, nor with one whose `query` is kept
         for `StageCache.attention`. They always do where the prefix sees the suffix. Returns the suffix's hidden states.
         """
         prefix, whole = self.prefix_in(number), number < self.first_pruned
+        if not self.keeping[number]:  # only the last token's hidden state is read
+            end = len(suffix)
+            return self.cache(number).append(suffix.part(end - 1, end), np.array([prefix.next_position + end - 1]))
         following, waiting = prefix.next_position + np.arange(len(suffix)), prefix.depth <= number
         if whole:
             if number not in self.full:

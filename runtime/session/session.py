@@ -183,6 +183,8 @@ class Session:
                     cache, first = self.caches.cache(number), layout.position + agreed
                     cache.keep(layout.slots + agreed)
                     positions = np.arange(first, first + len(tokens), dtype=np.int64)
+                    if not self.caches.keeping[number]:
+                        tokens, positions = tokens.part(len(tokens) - 1, len(tokens)), positions[-1:]
                     tokens = tokens.after(cache.append(tokens, positions))
                 self._suffix, hidden = suffix, tokens.hidden
                 agreed = agreed if cached else 0
@@ -290,7 +292,7 @@ class Session:
         needs = policy.needs
         caches.prepare(policy)
         self._cuts, self._layouts = [], []
-        depth = caches.prefix.depth
+        depth = caches.depth
         survivors: Mask | None = None
         tokens = caches.embed_text(ids, of_prompt=True)
         for number, stage in enumerate(self._stages):
@@ -322,7 +324,7 @@ class Session:
         prefix, stages, first_run = self.caches.prefix, self._stages, self._reused_stages
         kept = [int((layout.present & prefix.is_vision).sum()) for layout in self._layouts]
         exit_stage = kept.index(0) if prefix.is_vision.any() and 0 in kept else None
-        image_ran = any(kept[first_run:])
+        image_ran = any(count for count, stage in zip(kept[first_run:], stages[first_run:], strict=True) if stage.keeps)
         slots, vision_kept = list[int](), list[int]()
         for number, stage in enumerate(stages):
             length = self.caches.cache(number).length

@@ -45,7 +45,7 @@ class DialectBackend:
         }
         staged = self.manifest.stage_files(dialect)
         self.stages = [(s, self._session(file, graph_io.stage_of(self.manifest, s, dialect))) for s, file in staged]
-        self.rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
+        self.rope = read_rope(bundle)
 
     def _session(self, name: str, promised: graph_io.GraphIO) -> Any:
         options = session_options(self._ort, THREADS)

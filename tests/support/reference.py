@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from tests.support.families.fast_vlm import load_fast_vlm
+from tests.support.families.gemma import gemma4_logits, with_layer_inputs
 from tests.support.families.lfm2_vl import PillowProcessor, with_common_names
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Reference:
 
         torch.set_num_threads(1)
         self.answers: dict[Any, Any] = {}
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        self.kind = kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
         self.model: Any = (
             load_fast_vlm(folder)
             if kind == "fast_vlm"
@@ -111,6 +112,7 @@ class Reference:
             "idefics3": ("Idefics3ImageProcessorPil", "Idefics3Processor"),
             # its own processor needs another package, for numbers in words; an image's text is Idefics3's
             "smolvlm": ("SmolVLMImageProcessorPil", "Idefics3Processor"),
+            "gemma4": ("Gemma4ImageProcessorPil", "Gemma4Processor"),
         }
         if config.model_type == "lfm2_vl":
             from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
@@ -129,6 +131,8 @@ class Reference:
         settings: dict[str, Any] = {"image_seq_length": getattr(config, "image_seq_length", None)}
         if config.model_type.startswith("qwen"):
             settings = {}
+        if config.model_type == "gemma4":
+            settings = {"feature_extractor": None, "video_processor": None}
         if config.model_type in ("llava_next_video", "video_llava"):
             settings = {"patch_size": config.vision_config.patch_size, "num_additional_image_tokens": 1}
             settings["vision_feature_select_strategy"] = config.vision_feature_select_strategy
@@ -218,7 +222,10 @@ class Reference:
             logits.append(self.last_logits(rows, vision, k, positions, maps, answered=len(ids)))
             positions = torch.cat([positions, positions.max() + torch.ones_like(positions[..., :1])], -1)
             ids.append(int(logits[-1].argmax()))
-            answered = self.decoder.embed_tokens(torch.tensor([[ids[-1]]]))
+            token = torch.tensor([[ids[-1]]])
+            answered = self.decoder.embed_tokens(token)
+            if self.kind == "gemma4":
+                answered = with_layer_inputs(self.decoder, answered, token)
             rows = torch.cat([rows, answered], dim=1)
             vision = torch.cat([vision, torch.tensor([False])])
         return Greedy(ids, torch.stack(logits), logits[0])
@@ -236,6 +243,8 @@ class Reference:
         text = int((~vision).sum())
         slots = [len(vision)] * full_layers + [text] * (self.layers - full_layers)
         attends = [getattr(layer, "is_attention_layer", True) for layer in self.decoder.layers]
+        sharing = getattr(self.decoder.config, "num_kv_shared_layers", 0)  # which keep nothing
+        attends[self.layers - sharing :] = [False] * sharing
         return [count * there for count, there in zip(slots, attends, strict=True)]
 
     def _full_layers(self, k: int | None) -> int:
@@ -255,13 +264,23 @@ class Reference:
         vision = self._vision(inputs)
         rows = self.decoder.embed_tokens(inputs["input_ids"])
         if inputs.get("pixel_values") is not None:
-            names = ("pixel_values", "image_sizes", "batch_num_images", "image_grid_thw", *OF_PATCHES)
+            names = (
+                "pixel_values",
+                "image_sizes",
+                "batch_num_images",
+                "image_grid_thw",
+                "image_position_ids",
+                *OF_PATCHES,
+            )
             pictures = {name: inputs[name] for name in names if name in inputs}
             features = self.model.model.get_image_features(**self._named(pictures)).pooler_output
             rows[0, inputs["input_ids"][0] == self.image_token] = torch.cat(list(features)).to(rows.dtype)
         if inputs.get("pixel_values_videos") is not None:
             frames = self.model.model.get_video_features(inputs["pixel_values_videos"]).pooler_output
             rows[0, inputs["input_ids"][0] == self.video_token] = frames.reshape(-1, rows.shape[-1]).to(rows.dtype)
+        if self.kind == "gemma4":
+            padded = inputs["input_ids"].masked_fill(vision, self.decoder.config.pad_token_id)
+            rows = with_layer_inputs(self.decoder, rows, padded)
         return rows, vision
 
     def maps(self, inputs: Inputs) -> list[torch.Tensor]:
@@ -286,6 +305,8 @@ class Reference:
         maps: Sequence[torch.Tensor] = (), answered: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """The logits after `rows`, of which the last `answered` are of the answer."""
+        if self.kind == "gemma4":
+            return gemma4_logits(self.model, rows, vision, k)
         decoder, rows = self.decoder, rows * self.scale
         full_layers = self._full_layers(k)
         positions = torch.arange(rows.shape[1])[None] if positions is None else positions

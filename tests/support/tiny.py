@@ -66,6 +66,7 @@ ARCHITECTURES = {
     "fast_vlm": "FastVlmForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -84,6 +85,7 @@ PROCESSORS = {
     "fast_vlm": "LlavaProcessor",
     "paligemma": "PaliGemmaProcessor",
     "lfm2_vl": "Lfm2VlProcessor",
+    "gemma4": "Gemma4Processor",
 }
 MARKED = ("smolvlm", "idefics3")
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -109,9 +111,9 @@ class Tiny:
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "lisa", "internvl_chat",
-        "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl",
+        "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma4",
     ] = "llava"  # fmt: skip
-    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2"] = "llama"
+    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "gemma4_text"] = "llama"
     layers: int = 8
     hidden: int = 64
     heads: int = 4
@@ -153,10 +155,17 @@ class Tiny:
     maps: tuple[int, ...] = (0, 1, 2)  # qwen3_vl's layers of the tower that give maps
     attending: tuple[int, ...] = (1, 4, 6)  # lfm2's layers with attention, from 0; the others are convolutions
     taps: int = 3
+    full_every: int = 3  # gemma4's layers that do not slide
+    shared: int = 3  # its last layers, which share keys and values
+    per_layer: int = 8  # numbers of each layer's input
+    softcap: float | None = None
+    clipped: bool = False
 
     @property
     def image_token(self) -> str:
         """What stands for an image in a prompt."""
+        if self.family == "gemma4":
+            return "<|image|>"
         return "<IMG_CONTEXT>" if self.family in ("internvl", "internvl_chat") else IMAGE_TOKEN
 
     @property
@@ -178,6 +187,8 @@ class Tiny:
     @property
     def around(self) -> list[str]:
         """Further special tokens, which stand before the image token in the vocabulary."""
+        if self.family == "gemma4":
+            return ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"]
         if self.family == "internvl_chat":
             return ["<img>", "</img>", "<|im_start|>", "<|im_end|>"]
         if self.family in MARKED:
@@ -218,6 +229,10 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         return _make_qwen(folder, tiny, seed)
     if tiny.family == "lfm2_vl":
         return _make_lfm2(folder, tiny, seed)
+    if tiny.family == "gemma4":
+        from tests.support.families.gemma import make_gemma4
+
+        return make_gemma4(folder, tiny, seed)
     if tiny.family == "internvl_chat":
         from tests.support.families.internvl_chat import make_internvl_chat
 
@@ -476,6 +491,10 @@ def write_tokenizer(folder: Path, tiny: Tiny) -> int:
         "model_max_length": tiny.context,
         "clean_up_tokenization_spaces": False,
     }
+    if tiny.family == "gemma4":
+        pairs = zip(("boi", "eoi", "audio", "boa", "eoa"), tiny.around, strict=False)
+        settings["extra_special_tokens"] = {f"{name}_token": token for name, token in pairs}
+        settings["extra_special_tokens"] |= {"image_token": tiny.image_token}
     if tiny.family == "internvl":
         settings["extra_special_tokens"] = AROUND | {"context_image_token": tiny.image_token}
     if tiny.template_place == "tokenizer_config":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
+from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.strict import Strict, optional
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
@@ -362,7 +363,12 @@ def bundle_size(bundle: Bundle) -> ModelSize:
 
 
 def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
-    """Sizes of a model; an image counts with its maximum of tokens and views."""
+    """Sizes of a model; an image counts with its maximum of tokens and views. Raises UnsupportedModelError."""
+    if m.sliding is not None:
+        raise UnsupportedModelError(
+            f"{m.name}: the work of layers of several sizes, with sliding windows or shared keys and values, is not "
+            "counted; vtx-run, vtx-serve and the Python API answer with such a model"
+        )
     decoder = DecoderSize(
         m.layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab, m.tied, m.qkv_bias, m.o_bias,
         m.mlp_bias, "qk_norm" in m.flags, m.conv_layers, m.conv_taps,

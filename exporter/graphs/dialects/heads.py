@@ -29,27 +29,27 @@ class HeadsApart:
         if c.two_way:
             given = b.input(names.SEEN_SLOTS, ir.DataType.INT64, [1, "tokens"])
             self._seen_slots = b.op("Transpose", given, perm=[1, 0])
-        self._presents: list[tuple[ir.Value, str]] = []
+        self._presents: list[tuple[ir.Value, str, int]] = []
 
-    def split(self, x: ir.Value, heads: int) -> ir.Value:
-        return split_heads(self._b, self._b.op("Unsqueeze", x, self._b.constant([0])), heads, self._c.head_dim)
+    def split(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
+        return split_heads(self._b, self._b.op("Unsqueeze", x, self._b.constant([0])), heads, self._c.heads_of(layer))
 
-    def join(self, x: ir.Value) -> ir.Value:
-        joined = join_heads(self._b, x, self._c.heads * self._c.head_dim)
+    def join(self, x: ir.Value, layer: int) -> ir.Value:
+        joined = join_heads(self._b, x, self._c.heads * self._c.heads_of(layer))
         return self._b.op("Squeeze", joined, self._b.constant([0]))
 
     def _past(self, layer: int, slots: str) -> tuple[ir.Value, ir.Value]:
         """The layer's K and V as inputs."""
-        shape = self._shape(slots)
+        shape = self._shape(slots, layer)
         key = self._b.input(names.past_key(layer), self._kv_type, shape)
         return key, self._b.input(names.past_value(layer), self._kv_type, shape)
 
     def _keep(self, layer: int, key: ir.Value, value: ir.Value) -> None:
-        self._presents += [(key, names.present_key(layer)), (value, names.present_value(layer))]
+        self._presents += [(key, names.present_key(layer), layer), (value, names.present_value(layer), layer)]
 
     def _finish(self, slots: str) -> None:
-        for present, name in self._presents:
-            self._b.output(present, name, self._kv_type, self._shape(slots))
+        for present, name, layer in self._presents:
+            self._b.output(present, name, self._kv_type, self._shape(slots, layer))
 
-    def _shape(self, slots: str) -> tuple[int | str, ...]:
-        return self._b.dialect.cache_shape(self._c.kv_heads, slots, self._c.head_dim)
+    def _shape(self, slots: str, layer: int) -> tuple[int | str, ...]:
+        return self._b.dialect.cache_shape(self._c.kv_heads, slots, self._c.heads_of(layer))

@@ -15,7 +15,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.stored import INT8_ACTIVATIONS, power_of_two_in
 from vtx.runtime.precision import KV_DTYPES, STORED
 
-UNSEEN = -1e30  # a masked product, 0 after the softmax
+UNSEEN = np.array(-1e30, np.float32)  # of a product with a slot that is not seen, 0 after the softmax
 LARGEST_BLOCK = {8: 64, 4: 128}  # values that MatMulNBits groups, by bits; int8 has one scale a row
 
 
@@ -31,7 +31,7 @@ class Ort(Dialect):
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
         return b.op("Slice", keys, b.constant([0]), total, b.constant([2]))
 
-    def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
+    def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
         return b.op("SimplifiedLayerNormalization", x, b.weight(weight), axis=-1, epsilon=eps, stash_type=1)
 
     def add_norm(
@@ -63,8 +63,8 @@ class Ort(Dialect):
     def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
         return b.op("QuickGelu", x, domain=MICROSOFT, alpha=rate)
 
-    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> OrtAttention:
-        return OrtAttention(b, c, kv_type)
+    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> OrtAttention:
+        return OrtAttention(b, c, kv_type, layers)
 
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
@@ -84,62 +84,120 @@ class OrtAttention:
     the batch of K and V, or one with any number of tokens.
     """
 
-    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
+    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> None:
         self._b, self._c, self._kv_type = b, c, kv_type
-        half = c.head_dim // 2
-        positions = b.input(names.POSITIONS, ir.DataType.INT64, ["batch", "each"])
-        self._rope = (positions, *(b.input(name, FLOAT, ["max_context", half]) for name in (names.COS, names.SIN)))
+        self._positions = positions = b.input(names.POSITIONS, ir.DataType.INT64, ["batch", "each"])
+        tables = (
+            ((names.COS, names.SIN), c.head_dim),
+            *(((names.SLIDING_COS, names.SLIDING_SIN), s.head_dim) for s in [c.sliding] if s),
+        )
+        self._ropes = [[b.input(name, FLOAT, ["max_context", width // 2]) for name in pair] for pair, width in tables]
+        self._first = b.input(names.FIRST_SLOT, ir.DataType.INT64, ["batch", "each"]) if c.sliding else None
         shapes = ((names.LAST_SLOT, "batch"), (names.TOTAL_SLOTS, 1))
-        self._slots = [b.input(name, ir.DataType.INT32, [size]) for name, size in shapes]
-        self._mask = self._seen() if c.two_way else None
-        self._apart = b.op("Concat", b.op("Shape", self._rope[0]), b.constant([-1]), axis=0)
-        self._cache_shape = ("batch", c.kv_heads, "capacity", c.head_dim)
-        self._presents: list[tuple[ir.Value, str]] = []
+        own = any(c.source(layer) == layer for layer in layers)
+        self._slots = [b.input(name, ir.DataType.INT32, [size]) for name, size in shapes] if own else []
+        self._mask = self._seen_both_ways() if c.two_way else None
+        self._apart = b.op("Concat", b.op("Shape", positions), b.constant([-1]), axis=0)
+        self._bias: ir.Value | None = None
+        self._sources: dict[int, tuple[ir.Value, ir.Value, ir.Value]] = {}
+        self._presents: list[tuple[ir.Value, str, int]] = []
 
-    def split(self, x: ir.Value, heads: int) -> ir.Value:
-        return self._b.declared(self._b.op("Reshape", x, self._apart), "batch", "each", heads * self._c.head_dim)
+    def _cache_shape(self, layer: int) -> tuple[int | str, ...]:
+        return "batch", self._c.kv_heads, "capacity", self._c.heads_of(layer)
 
-    def rotate(self, x: ir.Value, heads: int) -> ir.Value:
-        return self._b.op("RotaryEmbedding", x, *self._rope, domain=MICROSOFT, num_heads=heads)
+    def split(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
+        width = heads * self._c.heads_of(layer)
+        return self._b.declared(self._b.op("Reshape", x, self._apart), "batch", "each", width)
+
+    def rotate(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
+        tables = self._ropes[self._c.slides(layer)]
+        return self._b.op("RotaryEmbedding", x, self._positions, *tables, domain=MICROSOFT, num_heads=heads)
+
+    def _seen(self, slots: ir.Value) -> ir.Value:
+        """True for slots [slots] that are not before those of a token's window, [batch, 1, each, slots]."""
+        b = self._b
+        assert self._first is not None
+        return b.op("GreaterOrEqual", slots, b.op("Unsqueeze", self._first, b.constant([1, 3])))
+
+    def read(self, q: ir.Value, layer: int) -> ir.Value:
+        source = self._c.source(layer)
+        if source not in self._sources:
+            self._sources[source] = self._read_source(source)
+        return self._attend_masked(q, *self._sources[source], layer)
+
+    def _read_source(self, source: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """A source's filled K and V, and the mask of those that each token sees."""
+        b, c, one = self._b, self._c, self._b.constant([1])
+        given = b.input(names.source_slot(source), ir.DataType.INT32, ["batch"])
+        last = b.op("Cast", given, to=ir.DataType.INT64.value)
+        total = b.op("Add", b.op("ReduceMax", last, b.constant([0])), one)
+        parts = []
+        for past, scale in ((names.past_key, names.key_scale), (names.past_value, names.value_scale)):
+            cache, of_cache = b.input(past(source), self._kv_type, self._cache_shape(source)), None
+            if KV_DTYPES[self._kv_type.numpy().name].scaled:
+                of_cache = b.input(scale(source), FLOAT, (1, c.kv_heads, 1, c.heads_of(source)))
+            parts.append(self._filled(cache, of_cache, total))
+        zero, step = b.constant(np.array(0, np.int64)), b.constant(np.array(1, np.int64))
+        slots = b.op("Range", zero, b.op("Squeeze", total), step)
+        each = b.op("Shape", self._positions, start=1, end=2)
+        begins = b.op("Sub", b.op("Add", last, one), each)  # of the tokens' own slots
+        own = b.op("Add", b.op("Unsqueeze", begins, one), b.op("Range", zero, b.op("Squeeze", each), step))
+        seen = b.op("LessOrEqual", slots, b.op("Unsqueeze", own, b.constant([1, 3])))
+        seen = b.op("And", seen, self._seen(slots)) if c.slides(source) else seen
+        mask = b.op("Where", seen, b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
+        return parts[0], parts[1], b.op("Unsqueeze", mask, one)
+
+    def _window(self) -> ir.Value:
+        """A term of products with filled slots, [batch, 1, each, slots], that hides those before a window."""
+        b = self._b
+        if self._bias is None:
+            total = b.op("Cast", b.op("Squeeze", self._slots[1]), to=ir.DataType.INT64.value)
+            slots = b.op("Range", b.constant(np.array(0, np.int64)), total, b.constant(np.array(1, np.int64)))
+            self._bias = b.op("Where", self._seen(slots), b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
+        return self._bias
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
         b, c, kv_type = self._b, self._c, self._kv_type
-        past = [b.input(name(layer), kv_type, self._cache_shape) for name in (names.past_key, names.past_value)]
+        shape, width = self._cache_shape(layer), c.heads_of(layer)
+        past = [b.input(name(layer), kv_type, shape) for name in (names.past_key, names.past_value)]
+        further: list[ir.Value | None] = [None, None, None, self._window()] if c.slides(layer) else []
         narrow = kv_type == ir.DataType.FLOAT16
         if narrow:
             q, k, v = (b.op("Cast", part, to=kv_type.value) for part in (q, k, v))
-        scales: list[ir.Value | None] = []
         rounding: dict[str, Any] = {}
         if KV_DTYPES[kv_type.numpy().name].scaled:  # keep K and V as integers times scales
-            skipped = [None] * 5  # tables of a rotation, positions, a bias, sinks
-            shape = (1, c.kv_heads, 1, c.head_dim)
-            scales = [*skipped, *(b.input(name(layer), FLOAT, shape) for name in (names.key_scale, names.value_scale))]
+            sizes = (1, c.kv_heads, 1, width)
+            further += [None] * (5 - len(further))  # tables of a rotation, positions, a bias, sinks
+            further += [b.input(name(layer), FLOAT, sizes) for name in (names.key_scale, names.value_scale)]
             rounding = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
             rounding["kv_cache_bit_width"] = kv_type.bitwidth
-        causal = self._mask is None
+        mask, causal = self._mask, self._mask is None
         # the operator is causal: where tokens see each other both ways it only fills the cache, by the fewest heads
         y, key, value = b.ops(
-            "GroupQueryAttention", q if causal else k, k, v, *past, *self._slots, *scales, outputs=3, domain=MICROSOFT,
-            num_heads=c.heads if causal else c.kv_heads, kv_num_heads=c.kv_heads, scale=c.head_dim**-0.5, **rounding,
+            "GroupQueryAttention", q if causal else k, k, v, *past, *self._slots, *further, outputs=3, domain=MICROSOFT,
+            num_heads=c.heads if causal else c.kv_heads, kv_num_heads=c.kv_heads, scale=c.scale(layer), **rounding,
         )  # fmt: skip
-        self._presents += [(key, names.present_key(layer)), (value, names.present_value(layer))]
-        if not causal:
-            of_keys, of_values = scales[-2:] or (None, None)
-            return self._both_ways(q, self._filled(key, of_keys), self._filled(value, of_values))
+        self._presents += [(key, names.present_key(layer), layer), (value, names.present_value(layer), layer)]
+        if mask is not None:
+            of_keys, of_values = further[-2:] or (None, None)
+            total = b.op("Cast", self._slots[1], to=ir.DataType.INT64.value)
+            keys, values = self._filled(key, of_keys, total), self._filled(value, of_values, total)
+            if narrow:
+                q = b.op("Cast", q, to=FLOAT.value)
+            return self._attend_masked(q, keys, values, mask, layer)
         return b.op("Cast", y, to=FLOAT.value) if narrow else y
 
-    def _seen(self) -> ir.Value:
+    def _seen_both_ways(self) -> ir.Value:
         """The mask added to products, [batch, 1, 1, each, slots]."""
         b = self._b
         seen = b.op("Unsqueeze", b.input(names.SEEN_SLOTS, ir.DataType.INT64, ["batch", "each"]), b.constant([1, 2, 4]))
         total = b.op("Squeeze", b.op("Cast", self._slots[1], to=ir.DataType.INT64.value))
         slots = b.op("Range", b.constant(np.array(0)), total, b.constant(np.array(1)))
-        return b.op("Where", b.op("Less", slots, seen), b.scalar(0), b.scalar(UNSEEN))
+        return b.op("Where", b.op("Less", slots, seen), b.scalar(0), b.constant(UNSEEN))
 
-    def _filled(self, cache: ir.Value, scale: ir.Value | None) -> ir.Value:
+    def _filled(self, cache: ir.Value, scale: ir.Value | None, total: ir.Value) -> ir.Value:
         """The filled slots of a layer's K or V as numbers, [batch, kv_heads, 1, slots, head_dim]."""
         b = self._b
-        total = b.op("Cast", self._slots[1], to=ir.DataType.INT64.value)
         filled = b.op("Slice", cache, b.constant([0]), total, b.constant([2]))
         if self._kv_type != FLOAT:
             filled = b.op("Cast", filled, to=FLOAT.value)
@@ -147,23 +205,21 @@ class OrtAttention:
             filled = b.op("Mul", filled, scale)
         return b.op("Unsqueeze", filled, b.constant([2]))
 
-    def _both_ways(self, q: ir.Value, keys: ir.Value, values: ir.Value) -> ir.Value:
-        """Attention of q [batch, each, heads * head_dim] over the filled slots, by the mask."""
-        b, c = self._b, self._c
-        if self._kv_type == ir.DataType.FLOAT16:
-            q = b.op("Cast", q, to=FLOAT.value)
-        scaled = b.op("Mul", q, b.scalar(c.head_dim**-0.5))
-        apart = b.reshape(scaled, 0, 0, c.kv_heads, c.heads // c.kv_heads, c.head_dim)
+    def _attend_masked(self, q: ir.Value, keys: ir.Value, values: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
+        """Attention of q [batch, each, heads * head_dim] over filled slots, by `mask` [batch, 1, 1, each, slots]."""
+        b, c, width = self._b, self._c, self._c.heads_of(layer)
+        scaled = b.op("Mul", q, b.scalar(c.scale(layer)))
+        apart = b.reshape(scaled, 0, 0, c.kv_heads, c.heads // c.kv_heads, width)
         queries = b.op("Transpose", apart, perm=[0, 2, 3, 1, 4])
         products = b.op("MatMul", queries, b.op("Transpose", keys, perm=[0, 1, 2, 4, 3]))
-        weights = b.op("Softmax", b.op("Add", products, self._mask), axis=-1)
+        weights = b.op("Softmax", b.op("Add", products, mask), axis=-1)
         attended = b.op("Transpose", b.op("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
-        return b.reshape(attended, 0, 0, c.heads * c.head_dim)
+        return b.reshape(attended, 0, 0, c.heads * width)
 
-    def join(self, x: ir.Value) -> ir.Value:
-        width = self._c.heads * self._c.head_dim
+    def join(self, x: ir.Value, layer: int) -> ir.Value:
+        width = self._c.heads * self._c.heads_of(layer)
         return self._b.declared(self._b.reshape(x, -1, width), "tokens", width)
 
     def finish(self) -> None:
-        for present, name in self._presents:
-            self._b.output(present, name, self._kv_type, self._cache_shape)
+        for present, name, layer in self._presents:
+            self._b.output(present, name, self._kv_type, self._cache_shape(layer))

@@ -30,7 +30,7 @@ class Plain(Dialect):
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 17})
     ir_version: int = 8
 
-    def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
+    def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
         square = b.op("Mul", x, x)
         if self.opsets[""] < 18:  # which made the axes an input
             mean = b.op("ReduceMean", square, axes=[-1], keepdims=1)
@@ -50,7 +50,7 @@ class Plain(Dialect):
     def mish(self, b: Builder, x: ir.Value) -> ir.Value:
         return b.op("Mul", x, b.op("Tanh", b.op("Softplus", x)))
 
-    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> PlainAttention:
+    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> PlainAttention:
         return PlainAttention(b, c, kv_type)
 
     def tower_attention(
@@ -71,31 +71,50 @@ class PlainAttention(HeadsApart):
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         super().__init__(b, c, kv_type)
-        self._cos, self._sin = self._rotation(names.COS), self._rotation(names.SIN)
-        self._mask: ir.Value | None = None
+        self._turns = [[self._rotation(name, c.head_dim) for name in (names.COS, names.SIN)]]
+        self._first: ir.Value | None = None
+        if c.sliding is not None:
+            width = c.sliding.head_dim
+            self._turns.append([self._rotation(name, width) for name in (names.SLIDING_COS, names.SLIDING_SIN)])
+            self._first = b.input(names.FIRST_SLOT, ir.DataType.INT64, [1, "tokens"])
+        self._masks: dict[tuple[int | None, bool], ir.Value] = {}
+        self._sources: dict[int, tuple[ir.Value, ir.Value]] = {}
 
-    def _rotation(self, name: str) -> ir.Value:
+    def _rotation(self, name: str, head_dim: int) -> ir.Value:
         """The values of a table at the tokens' positions, once for each half of a head: [1, 1, tokens, head_dim]."""
         b = self._b
-        table = b.input(name, FLOAT, ["max_context", self._c.head_dim // 2])
+        table = b.input(name, FLOAT, ["max_context", head_dim // 2])
         gathered = b.op("Unsqueeze", b.op("Gather", table, self._positions), b.constant([1]))
         return b.op("Concat", gathered, gathered, axis=-1)
 
-    def rotate(self, x: ir.Value, heads: int) -> ir.Value:
-        b, half = self._b, self._c.head_dim // 2
+    def rotate(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
+        b, half = self._b, self._c.heads_of(layer) // 2
+        cos, sin = self._turns[self._c.slides(layer)]
         first = b.op("Slice", x, b.constant([0]), b.constant([half]), b.constant([3]))
         second = b.op("Slice", x, b.constant([half]), b.constant([MAX_SIZE]), b.constant([3]))
         turned = b.op("Concat", b.op("Neg", second), first, axis=-1)
-        return b.op("Add", b.op("Mul", x, self._cos), b.op("Mul", turned, self._sin))
+        return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
         past_key, past_value = self._past(layer, "past")
-        if self._mask is None:
-            self._mask = self._causal(q, past_key)
+        sliding = self._c.slides(layer)
+        if (None, sliding) not in self._masks:
+            self._masks[None, sliding] = self._causal(q, past_key, sliding=sliding)
         keys, values = self._append(past_key, k), self._append(past_value, v)
         self._keep(layer, self._narrow(keys), self._narrow(values))
-        keys, values = self._for_every_head(keys), self._for_every_head(values)
-        return _attend(self._b, q, keys, values, self._mask, self._c.head_dim**-0.5)
+        keys, values = self._for_every_head(keys, layer), self._for_every_head(values, layer)
+        return _attend(self._b, q, keys, values, self._masks[None, sliding], self._c.scale(layer))
+
+    def read(self, q: ir.Value, layer: int) -> ir.Value:
+        b, source = self._b, self._c.source(layer)
+        if source not in self._sources:
+            keys, values = (
+                x if self._kv_type == FLOAT else b.op("Cast", x, to=FLOAT.value)
+                for x in self._past(source, f"slots.{source}")
+            )
+            self._masks[source, False] = self._causal(q, keys, sliding=self._c.slides(source), filled=True)
+            self._sources[source] = self._for_every_head(keys, source), self._for_every_head(values, source)
+        return _attend(b, q, *self._sources[source], self._masks[source, False], self._c.scale(layer))
 
     def _append(self, past: ir.Value, new: ir.Value) -> ir.Value:
         """The past's slots and then the new ones, in float32."""
@@ -105,27 +124,33 @@ class PlainAttention(HeadsApart):
     def _narrow(self, x: ir.Value) -> ir.Value:
         return x if self._kv_type == FLOAT else self._b.op("Cast", x, to=self._kv_type.value)
 
-    def _causal(self, q: ir.Value, past: ir.Value) -> ir.Value:
+    def _causal(self, q: ir.Value, past: ir.Value, *, sliding: bool, filled: bool = False) -> ir.Value:
         """The mask added to scores [tokens, slots]: a token sees its own slot, one of the last, and those before.
 
+        `sliding`: only from its first slot on; `filled`: the past has the tokens already.
         Slots are counted at the past, since OpenVINO fuses a cache only if nothing else reads its result.
         """
         b = self._b
         before, tokens = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (past, q))
+        if filled:
+            before = b.op("Sub", before, tokens)
         every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, tokens), b.constant(np.array(1)))
         if self._seen_slots is not None:
             return b.op("Where", b.op("Less", every, self._seen_slots), b.scalar(0), b.scalar(UNSEEN))
         own = b.op("Slice", every, b.op("Unsqueeze", before, b.constant([0])), b.constant([MAX_SIZE]), b.constant([0]))
         seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
+        if sliding:
+            assert self._first is not None
+            seen = b.op("And", seen, b.op("LessOrEqual", b.op("Transpose", self._first, perm=[1, 0]), every))
         return b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
 
-    def _for_every_head(self, x: ir.Value) -> ir.Value:
+    def _for_every_head(self, x: ir.Value, layer: int) -> ir.Value:
         """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
         b, c = self._b, self._c
         if c.heads == c.kv_heads:
             return x
         each = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
-        return b.reshape(each, 1, c.heads, -1, c.head_dim)
+        return b.reshape(each, 1, c.heads, -1, c.heads_of(layer))
 
     def finish(self) -> None:
         self._finish("slots")

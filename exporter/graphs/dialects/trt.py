@@ -30,7 +30,7 @@ class Trt(Dialect):
     ir_version: int = 10
     max_context: int = 0
 
-    def norm(self, b: Builder, x: ir.Value, weight: str, eps: float) -> ir.Value:
+    def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
         y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)
         return b.from_float32(y)
 
@@ -40,7 +40,8 @@ class Trt(Dialect):
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
         return b.op("Transpose", keys, perm=HEADS_FIRST)
 
-    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> TrtAttention:
+    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> TrtAttention:
+        assert c.sliding is None, "refused for these layers"
         return TrtAttention(b, c, kv_type, self.max_context)
 
     def tower_attention(
@@ -69,7 +70,7 @@ class TrtAttention(HeadsApart):
         self._total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
         self._mask: ir.Value | None = None
 
-    def rotate(self, x: ir.Value, heads: int) -> ir.Value:
+    def rotate(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
         return self._b.op("RotaryEmbedding", x, *self._tables, self._positions)
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
@@ -83,8 +84,11 @@ class TrtAttention(HeadsApart):
         self._keep(layer, *new)
         joined = [b.op("Concat", past, x, axis=1) for past, x in zip((past_key, past_value), new, strict=True)]
         key_value = [b.op("Transpose", x, perm=HEADS_FIRST) for x in joined]
-        y = b.op("Attention", q, *key_value, self._mask, scale=self._c.head_dim**-0.5)
+        y = b.op("Attention", q, *key_value, self._mask, scale=self._c.scale(layer))
         return y if compute == kv_type else b.op("Cast", y, to=compute.value)
+
+    def read(self, q: ir.Value, layer: int) -> ir.Value:
+        raise AssertionError("refused for these layers")
 
     def _seen(self, past: ir.Value) -> ir.Value:
         """[1, 1, tokens, slots + tokens]: a token sees the filled slots up to its own, or up to `seen_slots`."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.backend import NOTHING, DeviceState
 from vtx.runtime.backends.engines import ENGINES, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.host_graphs import HostBackend
@@ -20,7 +20,7 @@ from vtx.runtime.backends.memory import is_roomy, load_each
 from vtx.runtime.backends.openvino.batch import OpenvinoStageBatch
 from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, ports
-from vtx.runtime.backends.openvino.growing import OpenvinoGrowingCache
+from vtx.runtime.backends.openvino.growing import OpenvinoGrowingCache, OpenvinoReadingCache
 from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.openvino.narrow import LEAST_BLOCK, int4_block, keep_narrow, releasing_pages
 from vtx.runtime.backends.openvino.paged import page_caches, select_outputs
@@ -98,7 +98,7 @@ class OpenvinoBackend(HostBackend):
         self._embed = self._graph(files.embed, graphs.embed(m), m.precision)
         self._gates = {k: self._graph(file, graphs.gate(m), m.precision) for k, file in m.gate_files(DIALECT).items()}
         score = self._graph(files.score, graphs.score(m, DIALECT), m.precision) if files.score else None
-        rope = dict(zip((names.COS, names.SIN), read_rope(bundle), strict=True))
+        rope = read_rope(bundle)
         key_type = np.dtype(names.kv_type(DIALECT, m.kv_dtype))
         self._score, most = score, most_tokens(m.precision, compute)
         self._context = OpenvinoCacheContext(openvino, m.model, kv, rope, score, key_type, most, m.token_inputs)
@@ -166,12 +166,12 @@ class OpenvinoBackend(HostBackend):
 
     def _load_stage(self, spec: StageSpec, file: str) -> StageGraph | OpenvinoGraph:
         m = self._manifest
-        if m.model.two_way:
+        if m.model.two_way or not spec.keeps:
             return self._graph(file, graphs.stage_of(m, spec, DIALECT), m.precision)
 
         def read() -> Any:
             model = self._read(file, graphs.stage_of(m, spec, DIALECT))
-            page_caches(model, spec.cached, m.model.heads)
+            page_caches(model, spec.cached, m.model.heads, m.model.sliding.layers if m.model.sliding else ())
             select_outputs(model, whole=spec.last not in spec.cached)
             return model
 
@@ -198,16 +198,20 @@ class OpenvinoBackend(HostBackend):
 
     def _new_batches(self, lanes: int, capacity: int) -> list[OpenvinoStageBatch]:
         stages = list(zip(self.stages, self._manifest.stages, strict=True))
-        if any(isinstance(graph, OpenvinoGraph) for graph, _ in stages):  # their caches are no blocks: one by one
-            return []
+        if any(isinstance(graph, OpenvinoGraph) for graph, _ in stages) or self._manifest.model.sliding is not None:
+            return []  # their caches are no blocks, or tokens see windows of several sizes: one by one
         return [OpenvinoStageBatch(self._context, graph, spec, lanes, capacity) for graph, spec in stages]
 
-    def stage(self, index: int, capacity: int) -> OpenvinoStageCache | OpenvinoGrowingCache:
+    def stage(
+        self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING
+    ) -> OpenvinoStageCache | OpenvinoGrowingCache | OpenvinoReadingCache:
         batch = self._batches[index] if self._batches else None
         pool = batch.pool if isinstance(batch, OpenvinoStageBatch) else None
         graph, spec = self.stages[index], self._manifest.stages[index]
         try:
             if isinstance(graph, OpenvinoGraph):
+                if sources:
+                    return OpenvinoReadingCache(self._context, graph, spec, sources)
                 return OpenvinoGrowingCache(self._context, graph, spec, capacity)
             return OpenvinoStageCache(self._context, graph, spec, capacity, pool)
         except MemoryError as e:

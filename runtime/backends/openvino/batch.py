@@ -27,11 +27,12 @@ class OpenvinoStageBatch:
     ) -> None:
         self._context, self._stage, self._reads = context, stage, spec.inputs
         self._blocks = -(-capacity // BLOCK)  # of a lane
-        self.pool = LanePool(len(spec.cached), lanes, context.shape(self._blocks), np.dtype(KV_ARRAYS[context.kv]))
+        shapes = [context.shape(self._blocks, layer) for layer in spec.cached]
+        self.pool = LanePool(shapes, lanes, np.dtype(KV_ARRAYS[context.kv]))
         self._request = stage.request()
         self._lock = threading.Lock()
-        every = self.pool.kv.reshape(len(spec.cached), 2, *context.shape(lanes * self._blocks))
-        for layer, (keys, values) in zip(spec.cached, every, strict=True):
+        for layer, lanes_of_all in zip(spec.cached, self.pool.kv, strict=True):
+            keys, values = lanes_of_all.reshape(2, *context.shape(lanes * self._blocks, layer))
             self._request.set_tensor(names.past_key(layer), context.blocks(keys))
             self._request.set_tensor(names.past_value(layer), context.blocks(values))
         for name, table in context.rope.items():

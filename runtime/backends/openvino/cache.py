@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.failures import run_failures
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request, run_row
-from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST
+from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST, WINDOW
 from vtx.runtime.backends.slots import LanePool, SlotCounter
 from vtx.runtime.backends.states import StateHistory
 from vtx.runtime.bundle.spec import names
@@ -45,16 +45,14 @@ class OpenvinoCacheContext:
     token_inputs: tuple[TokenInput, ...] = ()
 
     @property
-    def slot_width(self) -> int:
-        return self.model.head_dim + (ROW_SCALE_BYTES if self.kv == "u8" else 0)
-
-    @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot of one layer, K and V of all heads."""
-        return 2 * self.model.kv_heads * self.slot_width * np.dtype(KV_ARRAYS[self.kv]).itemsize
+        """Bytes of one slot of one layer, K and V of all heads; the mean of the layers that keep them."""
+        width = self.model.mean_head_dim + (ROW_SCALE_BYTES if self.kv == "u8" else 0)
+        return round(2 * self.model.kv_heads * width * np.dtype(KV_ARRAYS[self.kv]).itemsize)
 
-    def shape(self, blocks: int) -> tuple[int, ...]:
-        return blocks, self.model.kv_heads, BLOCK, self.slot_width
+    def shape(self, blocks: int, layer: int) -> tuple[int, ...]:
+        width = self.model.heads_of(layer) + (ROW_SCALE_BYTES if self.kv == "u8" else 0)
+        return blocks, self.model.kv_heads, BLOCK, width
 
     def shared(self, array: NDArray[Any]) -> Any:
         return self.openvino.Tensor(array, shared_memory=True)
@@ -68,7 +66,7 @@ class OpenvinoCacheContext:
 class OpenvinoStageCache(SlotCounter):
     """`StageCache` whose K and V are arrays of blocks, which an infer request over the stage's graph reads and fills.
 
-    `kv` is [cached layers, 2, blocks, kv_heads, slots of a block, slot width], in the `lane` of a pool if one is given
+    `kv` is [2, blocks, kv_heads, slots of a block, slot width] of each layer, in the `lane` of a pool if one is given
     that has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
     """
 
@@ -76,25 +74,29 @@ class OpenvinoStageCache(SlotCounter):
         self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, capacity: int,
         pool: LanePool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(capacity, StateHistory(spec, context.model) if spec.stateful else None)
+        sliding, states = context.model.sliding, StateHistory(spec, context.model) if spec.stateful else None
+        super().__init__(capacity, None if sliding is None else sliding.window, states)
         self.selects_outputs = spec.last in spec.cached
-        self._context, self._stage, self._reads = context, stage, spec.inputs
+        self._context, self._stage, self.spec, self._reads = context, stage, spec, spec.inputs
         self._request, many = stage.request(), stage.for_many
         self._for_many, self._ran = None if many is None else many.create_infer_request(), self._request
         model, blocks = context.model, -(-capacity // BLOCK)
         self.lane = pool.take() if pool is not None else None
         if pool is not None and self.lane is not None:
-            self.kv = pool.kv[:, :, self.lane.number, :blocks]
+            self.kv = [layer[:, self.lane.number, :blocks] for layer in pool.kv]
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
         else:
-            shape = (len(spec.cached), 2, *context.shape(blocks))
-            self.kv = zeros_in_small_pages(shape, np.dtype(KV_ARRAYS[context.kv]))
+            kv_type = np.dtype(KV_ARRAYS[context.kv])
+            self.kv = [zeros_in_small_pages((2, *context.shape(blocks, layer)), kv_type) for layer in spec.cached]
         for layer, (keys, values) in zip(spec.cached, self.kv, strict=True):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))
         self._past, self._begins, self._filled = np.zeros(1, np.int32), np.zeros(2, np.int32), np.array(0, np.int32)
         self._block_begins, self._block_numbers = np.zeros(2, np.int32), np.arange(blocks, dtype=np.int32)
         bound_once = {PAST: self._past, BEGINS: self._begins, FILLED: self._filled, BLOCK_BEGINS: self._block_begins}
+        self._window = np.array(0, np.int32)
+        if sliding is not None:
+            bound_once[WINDOW] = self._window
         for name, array in (*context.rope.items(), *bound_once.items()):
             self._set(name, context.shared(array))
         self._row_out, self._row_position = np.zeros((1, model.hidden), np.float32), np.zeros((1, 1), np.int64)
@@ -108,15 +110,33 @@ class OpenvinoStageCache(SlotCounter):
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
-        """See `StageCache`. Many tokens go in runs of nearly the same size, which gives the same hidden states."""
+        """See `StageCache`. Many tokens go in runs of nearly the same size, which gives the same hidden states.
+
+        So do tokens that see another number of slots in layers that slide.
+        """
+        if self.positions is not None and not query:
+            self.place(positions)
+            own = self.length + np.arange(len(positions))
+            firsts = self.first_slots(positions, self.length + len(positions))
+            seen = np.where(firsts > 0, own - firsts + 1, 0)
+            ends = [*(np.flatnonzero(np.diff(seen)) + 1), len(seen)]
+            if len(ends) > 1:
+                return self._in_runs(ends, tokens, positions, outputs)
+            self._window[...] = seen[0]
         runs = 1 if query or not self._context.most_rows else -(-len(tokens) // self._context.most_rows)
         if runs < 2:
             return super().append(tokens, positions, query=query, outputs=outputs)
+        sizes = [len(part) for part in np.array_split(positions, runs)]
+        return self._in_runs(np.cumsum(sizes), tokens, positions, outputs)
+
+    def _in_runs(
+        self, ends: Sequence[int] | Ids, tokens: TokenStates, positions: Ids, outputs: Ids | None
+    ) -> HiddenStates:
+        """`append` in several runs, which end before these tokens."""
         hidden, first = [], 0
-        for at in np.array_split(positions, runs):
-            end = first + len(at)
+        for end in map(int, ends):
             part = None if outputs is None else outputs[(first <= outputs) & (outputs < end)] - first
-            hidden.append(super().append(tokens.part(first, end), at, outputs=part))
+            hidden.append(self.append(tokens.part(first, end), positions[first:end], outputs=part).copy())
             first = end
         return np.concatenate(hidden)
 
@@ -193,7 +213,11 @@ class OpenvinoStageCache(SlotCounter):
 
     def _last_keys(self) -> NDArray[Any]:
         """The last layer's keys, [kv_heads, length, head_dim], as numbers; numpy holds bfloat16 by its bits."""
-        keys = self.kv[-1, 0, : -(-self.length // BLOCK)].swapaxes(0, 1)
+        return self.numbers(-1, 0)
+
+    def numbers(self, layer: int, part: int) -> NDArray[Any]:
+        """Keys (`part` 0) or values of the n-th cached layer, [kv_heads, length, head_dim]."""
+        keys = self.kv[layer][part, : -(-self.length // BLOCK)].swapaxes(0, 1)
         keys = keys.reshape(len(keys), -1, keys.shape[-1])[:, : self.length]
         if keys.dtype == np.uint8:
             scale, zero = np.moveaxis(np.ascontiguousarray(keys[..., :ROW_SCALE_BYTES]).view(np.float32), -1, 0)
@@ -201,12 +225,12 @@ class OpenvinoStageCache(SlotCounter):
             return numbers
         return (keys.astype(np.uint32) << 16).view(np.float32) if keys.dtype == np.uint16 else keys
 
-    def read(self, slots: Ids) -> NDArray[Any]:
-        return self.kv[:, :, slots // BLOCK, :, slots % BLOCK]
+    def _read(self, slots: Ids) -> list[NDArray[Any]]:
+        return [layer[:, slots // BLOCK, :, slots % BLOCK] for layer in self.kv]
 
-    def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
-        self.kv[:, :, slots // BLOCK, :, slots % BLOCK] = kv
-        self.fill(length)
+    def _write(self, slots: Ids, kv: list[NDArray[Any]], length: int) -> None:
+        for layer, part in zip(self.kv, kv, strict=True):
+            layer[:, slots // BLOCK, :, slots % BLOCK] = part
 
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)

@@ -1,16 +1,17 @@
-"""K and V of a stage whose tokens see each other both ways, which OpenVINO's paged attention does not do.
+"""K and V of stages that OpenVINO's paged attention does not serve: seen both ways, or held by an earlier stage.
 
 The stage's graph runs as it is written: K and V of the filled slots go in, those of the new tokens come out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext
+from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import OpenvinoGraph
 from vtx.runtime.backends.slots import SlotCounter, seen_slots
 from vtx.runtime.bundle.spec import names
@@ -49,9 +50,51 @@ class OpenvinoGrowingCache(SlotCounter):
     def keys(self) -> NDArray[np.float32]:
         return self.kv[-1, 0, :, : self.length].astype(np.float32)
 
-    def read(self, slots: Ids) -> NDArray[Any]:
+    def _read(self, slots: Ids) -> NDArray[Any]:
         return self.kv[..., slots, :]
 
-    def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
+    def _write(self, slots: Ids, kv: NDArray[Any], length: int) -> None:
         self.kv[..., slots, :] = kv
-        self.fill(length)
+
+
+class OpenvinoReadingCache(SlotCounter):
+    """The cache of a stage whose layers keep nothing: they read K and V of `sources`, caches by layer.
+
+    The tokens of a run are in the sources' last slots already. K and V are copied out of their blocks for each run.
+    """
+
+    def __init__(
+        self, context: OpenvinoCacheContext, graph: OpenvinoGraph, spec: StageSpec,
+        sources: Mapping[int, OpenvinoStageCache],
+    ) -> None:  # fmt: skip
+        super().__init__(0)
+        self._context, self._graph, self._spec, self._sources = context, graph, spec, sources
+
+    def append(
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
+    ) -> HiddenStates:
+        out = self._run(tokens, positions, query=query)
+        return out if outputs is None else out[outputs]
+
+    def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
+        context = self._context
+        inputs: dict[str, NDArray[Any]] = {
+            names.HIDDEN: tokens.hidden, names.POSITIONS: positions[None], **context.rope,
+            **{names.token_input(name): tokens.inputs[name] for name in self._spec.inputs},
+        }  # fmt: skip
+        for layer, cache in self._sources.items():
+            at = cache.spec.cached.index(layer)
+            for part, name in enumerate((names.past_key, names.past_value)):
+                inputs[name(layer)] = cache.numbers(at, part)[None].astype(context.key, copy=False)
+            if context.model.slides(layer):
+                inputs[names.FIRST_SLOT] = cache.first_slots(positions, cache.length)[None]
+        return self._graph.run(inputs)[names.HIDDEN_OUT]
+
+    def keep(self, length: int) -> None:
+        """Nothing is held."""
+
+    def _read(self, slots: Ids) -> Any:
+        raise AssertionError("nothing is held")
+
+    def _write(self, slots: Ids, kv: Any, length: int) -> None:
+        raise AssertionError("nothing is held")

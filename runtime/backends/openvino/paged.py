@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,28 +17,30 @@ BEGINS = "subsequence_begins"  # index of the first token of each sequence, then
 BLOCKS = "block_indices"  # the blocks that hold the slots of each sequence
 BLOCK_BEGINS = "block_indices_begins"
 FILLED = "max_context_len"  # filled slots after the run, the most of any sequence
+WINDOW = "window"  # slots that the run's tokens see in layers that slide, their own included; 0: all
 OUTPUTS = "rows"  # the tokens whose hidden states the stage returns, [m] int32
 SCORED = "scored"  # tokens of each sequence that scores are asked for: none; not an input
 HEADS_AND_TOKENS = np.array([0, 2, 1, 3])  # swaps these axes
 
 _SIZES = {PAST: [-1], BEGINS: [-1], BLOCKS: [-1], BLOCK_BEGINS: [-1], FILLED: []}
-# Inputs for features of the operator that are not used: windows, biases; scores, blocks rotated or left out.
-_BEFORE: tuple[tuple[Any, Any], ...] = ((np.int32, 0), (np.float32, []))
+# Inputs for features of the operator that are not used: biases; scores, blocks rotated or left out.
+_BEFORE: tuple[tuple[Any, Any], ...] = ((np.float32, []),)
 _AFTER: tuple[tuple[Any, Any], ...] = (
     (np.int32, []), (np.int32, []), (np.float32, []), (np.float32, []), (np.int32, 128), (np.int32, 8),
     (np.float32, []), (np.int32, 0), (np.int32, []), (np.int32, []), (np.int32, []), (np.int32, []), (np.uint8, []),
     (np.int32, []),
 )  # fmt: skip
 _TO_THE_PROJECTION = ("Reshape", "Transpose", "Squeeze", "Convert")
-_TO_THE_RESIDUAL = ("Convert", "Multiply", "Add")  # the factor of a product, and its bias
+_TO_THE_RESIDUAL = ("Convert", "Multiply", "Add", "Divide")  # the factor of a product, its bias, and a norm behind it
 
 
-def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
+def page_caches(model: Any, layers: Sequence[int], heads: int, sliding: Collection[int] = ()) -> None:
     """Replace each softmax(q k^T * scale + mask) v, and the caches that it grows, by one operator that fills blocks.
 
     Caches become inputs with the same names, [blocks, kv_heads, BLOCK, head_dim], which the operator writes into; the
-    engine's settings say in which type. A token sees its own slot and the ones before, as by the mask. `model` is an
-    openvino.Model and is changed. Raises BundleError, DeviceError.
+    engine's settings say in which type. A token sees its own slot and the ones before, as by the mask; in layers
+    `sliding` the last of these alone, as many as the input `WINDOW` says. `model` is an openvino.Model and is changed.
+    Raises BundleError, DeviceError.
     """
     from openvino import opset13 as ops
 
@@ -49,6 +51,9 @@ def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
         raise BundleError(
             f"a stage of {len(layers)} layers has attention in {len(softmaxes)} of them; export the bundle again"
         )
+    window = ops.constant(np.array(0, np.int32))
+    if sliding:
+        inputs[WINDOW] = add_parameter(model, WINDOW, [], "i32")
     for layer, softmax in zip(layers, softmaxes, strict=True):
         products, scale = _inputs(_inputs(softmax.input_value(0), "Add")[0], "Multiply")
         query, _ = _inputs(products, "MatMul")
@@ -60,12 +65,16 @@ def page_caches(model: Any, layers: Sequence[int], heads: int) -> None:
         for x, count in ((query, heads), (key, kv_heads), (value, kv_heads)):
             swapped = ops.transpose(x, HEADS_AND_TOKENS)
             flat.append(ops.reshape(swapped, np.array([-1, count * head_dim]), special_zero=False))
-        attention = _paged_attention([*flat, keys, values], scale, inputs)
+        attention = _paged_attention(
+            [*flat, keys, values], scale, inputs, inputs[WINDOW] if layer in sliding else window
+        )
         info = attention.get_rt_info()
         info["num_k_heads"] = info["num_v_heads"] = kv_heads
         info["k_head_size"] = info["v_head_size"] = head_dim
         apart = ops.reshape(attention.output(0), np.array([1, -1, heads, head_dim]), special_zero=False)
         replace(attended.output(0), ops.transpose(apart, HEADS_AND_TOKENS).output(0))
+    if sliding:
+        model.remove_parameter(model.input(names.FIRST_SLOT).get_node())
     model.validate_nodes_and_infer_types()
 
 
@@ -82,7 +91,7 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
         model.validate_nodes_and_infer_types()
         return
     last = max(n for n, node in enumerate(nodes) if node.get_type_name() == "PagedAttentionExtension")
-    for node in (node for node in nodes[last:] if node.get_type_name() == "Add"):
+    for node in (node for node in nodes[last:] if node.get_type_name() in ("Add", "Multiply")):
         for given in node.inputs():
             source = given.get_source_output()
             if source.get_node().get_type_name() == "Convert":
@@ -94,18 +103,19 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
         reader = _only_reader(reader.output(0))
     if reader.get_type_name() == "MatMul":
         _gather(reader.input(0), selected)
-        total, reader = reader.output(0), _only_reader(reader.output(0))
+        total, reader = reader.output(0), _normed(reader.output(0))
         while reader.get_type_name() in _TO_THE_RESIDUAL:
             others = [x for x in reader.inputs() if x.get_source_output() != total]
-            if others and len(others[0].get_partial_shape()) == 2:  # the residual sum; a bias has one axis
+            sums = reader.get_type_name() == "Add"
+            if sums and others and len(others[0].get_partial_shape()) == 2:  # the residual sum; a bias has one axis
                 _gather(others[0], selected)
                 model.validate_nodes_and_infer_types()
                 return
-            total, reader = reader.output(0), _only_reader(reader.output(0))
+            total, reader = reader.output(0), _normed(reader.output(0))
     raise BundleError(f"unexpected {reader.get_type_name()} after a layer's attention; export the bundle again")
 
 
-def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any]) -> Any:
+def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any], window: Any) -> Any:
     from openvino import opset13 as ops
 
     refusal = "this release of OpenVINO cannot attend over blocks; pip install -U openvino"
@@ -115,7 +125,7 @@ def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any]) -> An
         raise DeviceError(refusal) from e
     before, after = ([ops.constant(np.array(x, kind)) for kind, x in unused] for unused in (_BEFORE, _AFTER))
     nodes = [*first, *(inputs[name] for name in (PAST, BEGINS, BLOCKS, BLOCK_BEGINS))]
-    rest = [*before, inputs[FILLED], inputs[SCORED], *after]
+    rest = [window, *before, inputs[FILLED], inputs[SCORED], *after]
     values = [*(node.output(0) for node in nodes), scale, *(node.output(0) for node in rest)]
     for count in range(len(values), len(values) - len(after) - 1, -1):  # releases differ in how many of `_AFTER`
         try:
@@ -149,6 +159,12 @@ def _gather(reader: Any, tokens: Any) -> None:
 
     first_axis = ops.constant(np.array(0, np.int32))
     reader.replace_source_output(ops.gather(reader.get_source_output(), tokens, first_axis).output(0))
+
+
+def _normed(value: Any) -> Any:
+    """What reads a value; if a norm does, which reads it for its size too, the division by the size."""
+    divisions = [node for node in readers_of(value) if node.get_type_name() == "Divide"]
+    return divisions[0] if len(divisions) == 1 else _only_reader(value)
 
 
 def _only_reader(value: Any) -> Any:

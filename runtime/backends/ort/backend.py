@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.backend import NOTHING, DeviceState
 from vtx.runtime.backends.engines import EXPANDED, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.memory import is_roomy, load_each
-from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStage, OrtStageCache
+from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtReadingCache, OrtStage, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph, OrtLoader
 from vtx.runtime.backends.ort.library import check_release, import_onnxruntime, lacks, load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
@@ -26,7 +26,7 @@ from vtx.runtime.host.machine import cores, version
 from vtx.runtime.precision import KV_DTYPES
 
 if TYPE_CHECKING:
-    from vtx.runtime.backends.ort.batch import OrtStageBatch
+    from vtx.runtime.backends.ort.batch import OrtReadingBatch, OrtStageBatch
     from vtx.runtime.host.device import Device
 
 
@@ -37,7 +37,7 @@ class OrtBackend(HostBackend):
     }  # with their options, the first first
     memory = "cpu"  # onnxruntime's name of the memory that holds K and V
     loads_in_parallel = True
-    _batches: Sequence[OrtStageBatch]
+    _batches: Sequence[OrtStageBatch | OrtReadingBatch]
 
     def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32") -> None:
         super().__init__(bundle)
@@ -60,10 +60,20 @@ class OrtBackend(HostBackend):
         self._gates = {k: light.load(file, graphs.gate(m)) for k, file in m.gate_files("ort").items()}
         self._score = score = loader.load(files.score, graphs.score(m, "ort")) if files.score else None
         tables = read_rope(bundle)
-        rope = self._in_memory(dict(zip((names.COS, names.SIN), tables, strict=True)))
+        rope = self._in_memory(tables)
         scales = self._in_memory(read_kv_scales(bundle) if KV_DTYPES[m.kv_dtype].scaled else {})
         value = self._ort.OrtValue.ortvalue_from_numpy
-        context = OrtCacheContext(value, m.model, m.kv_dtype, tables, rope, scales, score, m.token_inputs, self.memory)
+        context = OrtCacheContext(
+            value,
+            m.model,
+            m.kv_dtype,
+            (tables[names.COS], tables[names.SIN]),
+            rope,
+            scales,
+            score,
+            m.token_inputs,
+            self.memory,
+        )
         self._stages = [OrtStage(context, graph, spec) for graph, spec in zip(stages, m.stages, strict=True)]
 
     @staticmethod
@@ -101,15 +111,19 @@ class OrtBackend(HostBackend):
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> OrtGraph:
         return self._loader.load(name, promised)
 
-    def _new_batches(self, lanes: int, capacity: int) -> list[OrtStageBatch]:
-        from vtx.runtime.backends.ort.batch import OrtStageBatch
+    def _new_batches(self, lanes: int, capacity: int) -> list[OrtStageBatch | OrtReadingBatch]:
+        from vtx.runtime.backends.ort.batch import OrtReadingBatch, OrtStageBatch
 
         if not all(stage.graph.is_free(names.POSITIONS, 0) for stage in self._stages):
             raise DeviceError("this bundle's graphs take one conversation at a time; export it again")
-        return [OrtStageBatch(stage, lanes, capacity) for stage in self._stages]
+        return [
+            OrtStageBatch(stage, lanes, capacity) if stage.spec.keeps else OrtReadingBatch() for stage in self._stages
+        ]
 
-    def stage(self, index: int, capacity: int) -> OrtStageCache:
+    def stage(self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING) -> OrtStageCache:
         try:
+            if sources:
+                return OrtReadingCache(self._stages[index], sources)
             if self._batches:
                 return self._batches[index].stage(capacity)
             return OrtStageCache(self._stages[index], capacity)

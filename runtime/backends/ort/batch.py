@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.ort.cache import OrtStage, OrtStageCache, state_arrays
+from vtx.runtime.backends.ort.cache import OrtReadingCache, OrtStage, OrtStageCache, state_arrays
 from vtx.runtime.backends.slots import LanePool
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -29,6 +29,7 @@ class Run:
     outputs: dict[str, HiddenStates]
     binding: Any
     seen: NDArray[np.int64] | None = None
+    first: NDArray[np.int64] | None = None  # where layers slide
 
 
 class OrtStageBatch:
@@ -40,8 +41,8 @@ class OrtStageBatch:
 
     def __init__(self, stage: OrtStage, lanes: int, capacity: int) -> None:
         self._stage, self._lanes, model = stage, lanes, stage.context.model
-        shape = (model.kv_heads, capacity, model.head_dim)
-        self.pool = LanePool(len(stage.kv_names) // 2, lanes, shape, np.dtype(stage.context.kv_dtype))
+        shapes = [(model.kv_heads, capacity, model.heads_of(layer)) for layer in stage.spec.cached]
+        self.pool = LanePool(shapes, lanes, np.dtype(stage.context.kv_dtype))
         self._caches = weakref.WeakValueDictionary[int, OrtStageCache]()  # by lane
         self._runs: dict[tuple[int, int], Run] = {}
 
@@ -74,6 +75,11 @@ class OrtStageBatch:
         for number, place in enumerate(order if stateful else ()):
             cache, states = stateful[place]
             run.inputs[names.STATE][:, number] = states.at(cache.length)
+        if run.first is not None:
+            for at, number in enumerate(order):
+                cache, position = caches[number], positions[number : number + 1]
+                cache.place(position)
+                run.first[at] = cache.first_slots(position, cache.length + 1)
         self._stage.graph.run_bound(run.binding)
         for number, place in enumerate(order if stateful else ()):
             cache, states = stateful[place]
@@ -100,9 +106,11 @@ class OrtStageBatch:
         seen = np.zeros((count, 1), np.int64) if self._stage.context.model.two_way else None
         if seen is not None:
             given[names.SEEN_SLOTS] = seen
-        kv = self.pool.kv[:, :, first : first + count]
-        buffers = list(map(self._stage.context.value, kv.reshape(2 * len(kv), *kv.shape[2:])))
-        return Run(inputs, positions, last, total, outputs, self._stage.bind(given, outputs, buffers), seen)
+        windowed = None if self._stage.context.model.sliding is None else np.zeros((count, 1), np.int64)
+        if windowed is not None:
+            given[names.FIRST_SLOT] = windowed
+        buffers = [self._stage.context.value(part[first : first + count]) for layer in self.pool.kv for part in layer]
+        return Run(inputs, positions, last, total, outputs, self._stage.bind(given, outputs, buffers), seen, windowed)
 
     def _gather(self, caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
         """Bring caches into lanes that follow each other; their lanes [n]."""
@@ -135,7 +143,21 @@ class OrtStageBatch:
         self._caches[number] = cache
         for one, kv, bound in moved:
             one.kv, one.buffers, one.row_binding = bound
-            one.kv[..., : one.length, :] = kv
+            for layer, part in zip(one.kv, kv, strict=True):
+                layer[..., : one.length, :] = part
+
+
+class OrtReadingBatch:
+    """A stage that reads K and V of earlier ones, for one conversation after the other."""
+
+    def stage(self, capacity: int) -> OrtStageCache:
+        raise AssertionError("a stage without caches of its own")
+
+    def append_each(self, caches: Sequence[OrtReadingCache], tokens: TokenStates, positions: Ids) -> HiddenStates:
+        """See `OrtStageBatch`."""
+        return np.concatenate(
+            [cache.append(tokens.part(n, n + 1), positions[n : n + 1]).copy() for n, cache in enumerate(caches)]
+        )
 
 
 def _lanes(caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:

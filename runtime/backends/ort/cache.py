@@ -33,7 +33,7 @@ class OrtCacheContext:
     model: ModelSpec
     kv_dtype: str
     tables: RopeTables
-    rope: Mapping[str, Any]
+    rope: Mapping[str, Any]  # with those of layers that slide
     kv_scales: Mapping[str, Any]
     score: OrtGraph | None
     token_inputs: tuple[TokenInput, ...]
@@ -44,16 +44,19 @@ class OrtStage:
     """A stage's graph, and what all its caches bind by name.
 
     `widths`: numbers per token of the hidden states and of each token input, by the graph's names; `kv_names`: those of
-    each layer's keys, then values, as input and as output; `constants`: rotary tables, and scales of int8 K and V.
+    each layer's keys, then values, as input and as output, None for those of `sources`, layers of earlier stages that a
+    stage without caches reads; `constants`: rotary tables, and scales of int8 K and V.
     """
 
     def __init__(self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec) -> None:
         self.context, self.graph, self.spec = context, graph, spec
+        model = context.model
         self.key_scale = context.kv_scales.get(names.key_scale(spec.last))
-        self.constants, self.kv_names = dict(context.rope), list[tuple[str, str]]()
-        for layer in spec.cached:
-            self.kv_names.append((names.past_key(layer), names.present_key(layer)))
-            self.kv_names.append((names.past_value(layer), names.present_value(layer)))
+        self.constants, self.kv_names = dict(context.rope), list[tuple[str, str | None]]()
+        self.sources = () if spec.keeps else model.sources(spec.first, spec.last)
+        for layer in spec.cached or self.sources:
+            for past, present in ((names.past_key, names.present_key), (names.past_value, names.present_value)):
+                self.kv_names.append((past(layer), present(layer) if spec.cached else None))
             for name in (names.key_scale(layer), names.value_scale(layer)) if context.kv_scales else ():
                 self.constants[name] = context.kv_scales[name]
         self.widths = {names.HIDDEN: context.model.hidden}
@@ -79,7 +82,8 @@ class OrtStage:
                 binding.bind_ortvalue_input(name, constant)
         for (past, present), buffer in zip(self.kv_names, kv, strict=True):
             binding.bind_ortvalue_input(past, buffer)
-            binding.bind_ortvalue_output(present, buffer)
+            if present is not None:
+                binding.bind_ortvalue_output(present, buffer)
         return binding
 
 
@@ -96,8 +100,8 @@ def state_arrays(
 class OrtStageCache(SlotCounter):
     """`StageCache` whose K/V buffers are allocated once and bound as input and output alike.
 
-    `kv` is [cached layers, 2, 1, kv_heads, capacity, head_dim], in the `lane` of a pool if one is given that has room,
-    else in memory of its own; `buffers` are each layer's keys and values in it. `query`
+    `kv` is [2, 1, kv_heads, capacity, head_dim] of each cached layer, in the `lane` of a pool if one is given that has
+    room, else in memory of its own; `buffers` are each layer's keys and values in it. `query`
     [tokens, heads * head_dim] are the queries of the tokens last appended with `query`. One token, as in decoding, runs
     through `row_binding`, made once; nothing is allocated for it.
     """
@@ -105,19 +109,21 @@ class OrtStageCache(SlotCounter):
     bound_once = True
 
     def __init__(self, stage: OrtStage, capacity: int, pool: LanePool | None = None) -> None:
-        super().__init__(capacity, stage.new_states())
-        self._stage, self._context, self._pool = stage, stage.context, pool
+        sliding = stage.context.model.sliding
+        super().__init__(capacity, None if sliding is None else sliding.window, stage.new_states())
+        self.stage, self._context, self._pool = stage, stage.context, pool
         self.lane = pool.take() if pool is not None else None
         if pool is not None and self.lane is not None:
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
         model = stage.context.model
-        self.query = np.zeros((0, model.heads * model.head_dim), np.float32)
+        self.query = np.zeros((0, model.heads * model.heads_of(stage.spec.last)), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
         self._slots: dict[str, NDArray[Any]] = {names.LAST_SLOT: self._last, names.TOTAL_SLOTS: self._total}
         self._row_seen = {names.SEEN_SLOTS: np.zeros((1, 1), np.int64)} if model.two_way else {}
         self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
         self._row, self._row_position = dict[str, NDArray[np.float32]](), np.zeros((1, 1), np.int64)
+        self._row_first = {} if self.window is None else {names.FIRST_SLOT: np.zeros((1, 1), np.int64)}
         for name, width in stage.widths.items():
             self._row[name] = np.zeros((1, width), np.float32)
         self._row_state, self._row_state_out = dict[str, NDArray[Any]](), dict[str, NDArray[np.float32]]()
@@ -125,36 +131,40 @@ class OrtStageCache(SlotCounter):
             self._row_state, self._row_state_out = state_arrays(self.states, 1, np.ones(1, np.int64))
         self.kv, self.buffers, self.row_binding = self.buffers_at(None if self.lane is None else self.lane.number)
 
-    def buffers_at(self, number: int | None) -> tuple[NDArray[Any], list[Any], Any]:
+    def buffers_at(self, number: int | None) -> tuple[list[NDArray[Any]], list[Any], Any]:
         """K and V in the lane of this number, or in memory of their own, and the binding of one token's run."""
-        model, capacity = self._context.model, self.capacity
-        shape = (len(self._stage.kv_names) // 2, 2, 1, model.kv_heads, capacity, model.head_dim)
-        kv, buffers = self._allocate(shape, np.dtype(self._context.kv_dtype), number)
+        model = self._context.model
+        shapes = [(2, 1, model.kv_heads, self.capacity, model.heads_of(n)) for n in self.stage.spec.cached]
+        kv, buffers = self._allocate(shapes, np.dtype(self._context.kv_dtype), number)
+        return kv, buffers, self._bind_row(buffers)
+
+    def _bind_row(self, buffers: Sequence[Any]) -> Any:
         inputs: dict[str, NDArray[Any]] = {
-            **self._row, names.POSITIONS: self._row_position, **self._slots, **self._row_seen, **self._row_state,
+            **self._row, names.POSITIONS: self._row_position, **self._slots, **self._row_first, **self._row_seen,
+            **self._row_state,
         }  # fmt: skip
         outputs = {names.HIDDEN_OUT: self._row_out, **self._row_state_out}
-        return kv, buffers, self._stage.bind(inputs, outputs, buffers)
+        return self.stage.bind(inputs, outputs, buffers)
 
-    def filled(self) -> NDArray[Any]:
+    def filled(self) -> list[NDArray[Any]]:
         """A copy of K and V of the filled slots."""
-        return self.kv[..., : self.length, :].copy()
+        return [layer[..., : self.length, :].copy() for layer in self.kv]
 
     def _allocate(
-        self, shape: tuple[int, ...], kv_type: np.dtype[Any], number: int | None
-    ) -> tuple[NDArray[Any], list[Any]]:
-        """K and V of `shape` [layers, 2, 1, kv_heads, capacity, head_dim], and each layer's keys and values."""
+        self, shapes: Sequence[tuple[int, ...]], kv_type: np.dtype[Any], number: int | None
+    ) -> tuple[list[NDArray[Any]], list[Any]]:
+        """K and V of each layer's shape [2, 1, kv_heads, capacity, head_dim], and each layer's keys and values."""
         if self._pool is not None and number is not None:
-            kv = self._pool.kv[:, :, number : number + 1]
+            kv = [layer[:, number : number + 1] for layer in self._pool.kv]
         else:
-            kv = zeros_in_small_pages(shape, kv_type)
-        return kv, list(map(self._context.value, kv.reshape(2 * len(kv), *kv.shape[2:])))
+            kv = [zeros_in_small_pages(shape, kv_type) for shape in shapes]
+        return kv, [self._context.value(part) for layer in kv for part in layer]
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         hidden, count = tokens.hidden, len(tokens.hidden)
-        self._last[0], self._total[0] = self.length + count - 1, self.length + count
+        self._count(count)
         own = {names.HIDDEN: hidden}
-        for name in self._stage.spec.inputs:
+        for name in self.stage.spec.inputs:
             own[names.token_input(name)] = tokens.inputs[name]
         if positions.ndim > 1:
             own[names.COS], own[names.SIN] = rope_at(self._context.tables, self._context.model.rope.axes, positions)
@@ -163,11 +173,13 @@ class OrtStageCache(SlotCounter):
             self._row_position[:] = positions
             for seen in self._row_seen.values():
                 seen[:] = self.length + 1
+            for first in self._row_first.values():
+                first[:] = self._first_slots(positions)
             for name, row in self._row.items():
                 row[:] = own[name]
             if self.states is not None:
                 self._row_state[names.STATE][:, 0] = self.states.at(self.length)
-            self._stage.graph.run_bound(self.row_binding)
+            self.stage.graph.run_bound(self.row_binding)
             if self.states is not None:
                 self.states.put(self.length, np.ones(1, np.int64), self._row_state_out[names.STATE_OUT])
             return self._row_out
@@ -175,6 +187,8 @@ class OrtStageCache(SlotCounter):
         out, inputs = np.empty_like(hidden), {names.POSITIONS: positions[None].copy(), **self._slots}
         if self._row_seen:
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
+        if self._row_first:
+            inputs[names.FIRST_SLOT] = self._first_slots(positions)[None]
         for name, array in own.items():
             inputs[name] = np.ascontiguousarray(array)
         outputs, ends = {names.HIDDEN_OUT: out}, np.zeros(0, np.int64)
@@ -183,14 +197,21 @@ class OrtStageCache(SlotCounter):
             given, made = state_arrays(self.states, 1, ends)
             given[names.STATE][:, 0] = self.states.at(self.length)
             inputs, outputs = {**inputs, **given}, {**outputs, **made}
-        binding = self._stage.bind(inputs, outputs, self.buffers)
+        binding = self.stage.bind(inputs, outputs, self.buffers)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)
             binding.bind_ortvalue_output(names.QUERY, self._context.value(self.query))
-        self._stage.graph.run_bound(binding)
+        self.stage.graph.run_bound(binding)
         if self.states is not None:
             self.states.put(self.length, ends, outputs[names.STATE_OUT])
         return out
+
+    def _first_slots(self, positions: Ids) -> Ids:
+        return self.first_slots(positions, self.length + len(positions))
+
+    def _count(self, tokens: int) -> None:
+        """Set the graph's inputs for slots, those of this number of new tokens included."""
+        self._last[0], self._total[0] = self.length + tokens - 1, self.length + tokens
 
     def attention(self, *, last_only: bool = False) -> Scores:
         score, value = self._context.score, self._context.value
@@ -200,8 +221,8 @@ class OrtStageCache(SlotCounter):
         binding.bind_ortvalue_input(names.QUERY, value(query))
         binding.bind_ortvalue_input(names.KEY, self.buffers[-2])  # the last layer's
         binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
-        if self._stage.key_scale is not None:
-            binding.bind_ortvalue_input(names.KEY_SCALE, self._stage.key_scale)
+        if self.stage.key_scale is not None:
+            binding.bind_ortvalue_input(names.KEY_SCALE, self.stage.key_scale)
         binding.bind_output(names.ATTENTION_SUM, "cpu")
         binding.bind_output(names.ATTENTION_MAX, "cpu")
         score.run_bound(binding)
@@ -209,16 +230,58 @@ class OrtStageCache(SlotCounter):
         return total[: self.length], most[: self.length]
 
     def keys(self) -> NDArray[np.float32]:
-        return self._scaled(self.kv[-1, 0, 0, :, : self.length])
+        return self._scaled(self.kv[-1][0, 0, :, : self.length])
 
     def _scaled(self, keys: NDArray[Any]) -> NDArray[np.float32]:
         """Keys [kv_heads, slots, head_dim] of the last layer as numbers."""
         wide = keys.astype(np.float32)
-        return wide if self._stage.key_scale is None else wide * self._stage.key_scale.numpy()[0]
+        return wide if self.stage.key_scale is None else wide * self.stage.key_scale.numpy()[0]
 
-    def read(self, slots: Ids) -> NDArray[Any]:
-        return np.take(self.kv, slots, axis=-2)
+    def _read(self, slots: Ids) -> list[NDArray[Any]]:
+        return [np.take(layer, slots, axis=-2) for layer in self.kv]
 
-    def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
-        self.kv[..., slots, :] = kv
-        self.fill(length)
+    def _write(self, slots: Ids, kv: list[NDArray[Any]], length: int) -> None:
+        for layer, part in zip(self.kv, kv, strict=True):
+            layer[..., slots, :] = part
+
+
+class OrtReadingCache(OrtStageCache):
+    """The cache of a stage whose layers keep nothing: they read K and V of `sources`, caches by layer.
+
+    The tokens of a run are in the sources' last slots already.
+    """
+
+    def __init__(self, stage: OrtStage, sources: Mapping[int, OrtStageCache]) -> None:
+        self.sources = sources
+        super().__init__(stage, 0)
+        lanes = [cache.lane for cache in sources.values()]
+        self.lane = None if None in lanes else lanes[0]
+
+    def buffers_at(self, number: int | None) -> tuple[list[NDArray[Any]], list[Any], Any]:
+        self._slots = {names.source_slot(layer): np.zeros(1, np.int32) for layer in self.sources}
+        self._held = [cache.buffers for cache in self.sources.values()]
+        buffers = list[Any]()
+        for layer, cache in self.sources.items():
+            at = 2 * cache.stage.spec.cached.index(layer)
+            buffers += cache.buffers[at : at + 2]
+        return [], buffers, self._bind_row(buffers)
+
+    def append(
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
+    ) -> HiddenStates:
+        if any(held is not cache.buffers for held, cache in zip(self._held, self.sources.values(), strict=True)):
+            self.kv, self.buffers, self.row_binding = self.buffers_at(None)  # a source has moved to another lane
+        out = self._run(tokens, positions, query=False)
+        return out if outputs is None else out[outputs]
+
+    def _first_slots(self, positions: Ids) -> Ids:
+        slides = self._context.model.slides
+        cache = next(cache for layer, cache in self.sources.items() if slides(layer))
+        return cache.first_slots(positions, cache.length)
+
+    def _count(self, _: int) -> None:
+        for layer, cache in self.sources.items():
+            self._slots[names.source_slot(layer)][0] = cache.length - 1
+
+    def keep(self, length: int) -> None:
+        """Nothing is held."""

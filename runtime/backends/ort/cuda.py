@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.backend import NOTHING, DeviceState
 from vtx.runtime.backends.failures import reason_of
 from vtx.runtime.backends.ort.backend import OrtBackend
 from vtx.runtime.backends.ort.cache import OrtStageCache
@@ -110,6 +110,8 @@ class OrtCudaBackend(OrtBackend):
 
     @staticmethod
     def obstacle(bundle: Bundle) -> str | None:
+        if bundle.manifest.model.sliding is not None:
+            return "sliding windows are not built for onnxruntime's CUDA provider; use --device cpu or openvino"
         return kv_obstacle(bundle.manifest.kv_dtype) or provider_obstacle()
 
     @staticmethod
@@ -126,7 +128,8 @@ class OrtCudaBackend(OrtBackend):
     def share_caches(self, conversations: int) -> None:
         raise DeviceError("cuda computes one conversation at a time")
 
-    def stage(self, index: int, capacity: int) -> OrtCudaCache:
+    def stage(self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING) -> OrtCudaCache:
+        assert not sources, "refused for this engine"
         try:
             return OrtCudaCache(self._stages[index], capacity)
         except Exception as e:  # onnxruntime's own, without a type
@@ -146,20 +149,19 @@ class OrtCudaCache(OrtStageCache):
     reserved_whole = True
 
     def _allocate(
-        self, shape: tuple[int, ...], kv_type: np.dtype[Any], number: int | None
-    ) -> tuple[NDArray[Any], list[Any]]:
+        self, shapes: Sequence[tuple[int, ...]], kv_type: np.dtype[Any], number: int | None
+    ) -> tuple[list[NDArray[Any]], list[Any]]:
         memory, make = self._context.memory, self._context.value
-        return np.zeros(0, kv_type), [make(np.zeros(shape[2:], kv_type), memory, 0) for _ in self._stage.kv_names]
+        return [], [make(np.zeros(shape[1:], kv_type), memory, 0) for shape in shapes for _ in range(2)]
 
     def keys(self) -> NDArray[np.float32]:
         return self._scaled(self.buffers[-2].numpy()[0, :, : self.length])
 
-    def read(self, slots: Ids) -> NDArray[Any]:
-        return np.stack([np.take(buffer.numpy(), slots, axis=-2) for buffer in self.buffers])
+    def _read(self, slots: Ids) -> list[NDArray[Any]]:
+        return [np.take(buffer.numpy(), slots, axis=-2) for buffer in self.buffers]
 
-    def write(self, slots: Ids, kv: NDArray[Any], *, length: int) -> None:
+    def _write(self, slots: Ids, kv: list[NDArray[Any]], length: int) -> None:
         for buffer, part in zip(self.buffers, kv, strict=True):
             content = buffer.numpy()
             content[..., slots, :] = part
             buffer.update_inplace(content)
-        self.fill(length)

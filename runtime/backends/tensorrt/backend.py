@@ -93,7 +93,7 @@ class TensorrtBackend:
             self._check_memory()
             self.engines = LoadedEngines(bundle, self.engine_set, trt, self.cuda)
             rope = {}
-            for name, table in zip((names.COS, names.SIN), read_rope(bundle), strict=True):
+            for name, table in read_rope(bundle).items():
                 rope[name] = Buffer(self.cuda, table.nbytes, "the rotary tables")
                 self.cuda.copy_in(rope[name].address, table)
                 self.cuda.wait()

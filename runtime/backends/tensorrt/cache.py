@@ -172,7 +172,7 @@ class DeviceCache(SlotCounter):
             cuda.wait()
         return keys.astype(np.float32)
 
-    def read(self, slots: Ids) -> SavedSlots:
+    def _read(self, slots: Ids) -> SavedSlots:
         context = self._context
         with context.cuda:
             nbytes = max(1, self._parts * len(slots) * context.row_bytes)
@@ -180,12 +180,11 @@ class DeviceCache(SlotCounter):
             self._move(slots, kept, self.length, out=True)
         return kept
 
-    def write(self, slots: Ids, kv: SavedSlots, *, length: int) -> None:
+    def _write(self, slots: Ids, kv: SavedSlots, length: int) -> None:
         assert len(slots) == kv.count
         with self._context.cuda:
             self._make_room(length)
             self._move(slots, kv, length, out=False)
-        self.fill(length)
 
 
 class TensorrtStageCache(DeviceCache):

@@ -127,6 +127,11 @@ def stage(
     }  # fmt: skip
     if m.model.two_way is not None:
         inputs[names.SEEN_SLOTS] = Tensor("int64", (1, TOKENS))
+    if m.model.sliding is not None:
+        inputs |= dict.fromkeys(
+            (names.SLIDING_COS, names.SLIDING_SIN), Tensor("float32", ("max_context", m.model.sliding.head_dim // 2))
+        )
+        inputs[names.FIRST_SLOT] = Tensor("int64", (1, TOKENS))
     inputs |= _token_inputs([each for each in m.token_inputs if each.name in reads])
     inputs |= {name: Tensor("int32", (1,)) for name in names.SLOTS[dialect]}
     inputs |= {name(LAYER): cache(m, dialect, past) for name in (names.past_key, names.past_value)}
@@ -144,17 +149,32 @@ def stage(
 
 
 def stage_of(m: Manifest, spec: StageSpec, dialect: str) -> GraphIO:
-    """A stage of a bundle, with the names of its own layers."""
+    """A stage of a bundle, with the names of its own layers; of one without caches, those of its layers' sources."""
     io = stage(m, dialect, query=spec.query, reads=spec.inputs, stateful=len(spec.stateful) or None)
+    sources = m.model.sources(spec.first, spec.last)
     inputs, outputs = (
         {
-            name.replace(LAYER, str(layer)): tensor
+            name.replace(LAYER, str(layer)): tensor if layer is None else _of_layer(m, tensor, layer)
             for name, tensor in tensors.items()
-            for layer in (spec.cached if LAYER in name else (None,))
+            for layer in ((spec.cached or sources) if LAYER in name else (None,))
         }
-        for tensors in (io.inputs, io.outputs)
+        for tensors in (io.inputs, io.outputs if spec.keeps else {names.HIDDEN_OUT: hidden(m)})
     )
+    if not spec.keeps:
+        for name in names.SLOTS[dialect]:
+            slots = inputs.pop(name)
+            if name == names.LAST_SLOT:
+                inputs |= {names.source_slot(source): slots for source in sources}
+        if dialect == "plain":
+            for source in sources:
+                for given in (names.past_key(source), names.past_value(source)):
+                    inputs[given] = _of_layer(m, cache(m, dialect, f"slots.{source}"), source)
     return GraphIO(inputs, outputs)
+
+
+def _of_layer(m: Manifest, tensor: Tensor, layer: int) -> Tensor:
+    """A cache, or scales, with the head size of a layer."""
+    return Tensor(tensor.dtype, (*tensor.shape[:-1], m.model.heads_of(layer)))
 
 
 def score(m: Manifest, dialect: str) -> GraphIO:
@@ -174,9 +194,10 @@ def hidden(m: Manifest) -> Tensor:
 
 
 def cache(m: Manifest, dialect: str, slots: str) -> Tensor:
+    """K or V of a layer; of a model with layers of several head sizes these are free."""
     heads = m.model.kv_heads
     sizes = (slots, heads) if dialect in names.SLOTS_FIRST else (heads, slots)
-    return Tensor(names.kv_type(dialect, m.kv_dtype), (1, *sizes, m.model.head_dim))
+    return Tensor(names.kv_type(dialect, m.kv_dtype), (1, *sizes, _head_size(m)))
 
 
 def _token_inputs(declared: Sequence[TokenInput]) -> dict[str, Tensor]:
@@ -188,4 +209,9 @@ def _query(m: Manifest) -> Tensor:
 
 
 def _scale(m: Manifest) -> Tensor:
-    return Tensor("float32", (1, m.model.kv_heads, 1, m.model.head_dim))
+    return Tensor("float32", (1, m.model.kv_heads, 1, _head_size(m)))
+
+
+def _head_size(m: Manifest) -> int | str:
+    sliding = m.model.sliding
+    return m.model.head_dim if sliding is None or sliding.head_dim == m.model.head_dim else "head_dim"

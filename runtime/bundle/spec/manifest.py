@@ -88,6 +88,11 @@ class StageSpec:
         return self._keeping(SLOTTED)
 
     @property
+    def keeps(self) -> bool:
+        """True if a layer keeps something of the tokens it has seen: else all read the K and V of earlier stages."""
+        return bool(self.cached or self.stateful)
+
+    @property
     def stateful(self) -> tuple[int, ...]:
         """The layers that keep a state."""
         return self._keeping(STATEFUL)
@@ -249,13 +254,14 @@ class Manifest:
         starts = [first for first, _ in spans]
         cuts = [1, *starts[1:], self.model.layers + 1]
         sound = spans == [(a, b - 1) for a, b in pairwise(cuts)] and cuts == sorted(set(cuts))
-        missing, others = set(variants) - set(starts[1:]), set(starts[1:]) - set(variants)
+        missing, others = set(variants) - set(starts[1:]), set(starts[1:]) - {*variants, self.model.shared}
         rising = variants == sorted(set(variants))
         require(
             sound and rising and not missing and (not others or bool(self.reductions)) and not self.stages[-1].query,
             f"stages {spans} do not cut {self.model.layers} layers at K = {variants} and for the reductions "
             f"{list(self.reductions)}",
         )
+        shared = self.model.shared
         known, gates = {None, *variants, *(["auto"] if self.gates else [])}, [*self.gates]
         require(
             self.default_k in known and gates == sorted(set(gates)) and set(gates) <= set(variants),
@@ -275,9 +281,10 @@ class Manifest:
                     f"vtx.json: layers with a cache of the kind {unknown!r} are unknown to this vtx, which has "
                     f"{', '.join(CACHE_KINDS)}; {UPGRADE}"
                 )
+            keyless = shared is not None and stage.first == shared and stage.last == self.model.layers
             require(
                 len(kinds) in (0, stage.layers)
-                and bool(stage.cached or stage.stateful)
+                and stage.keeps != keyless
                 and (not stage.query or stage.last in stage.cached),
                 f"{where} declares caches {kinds}; it needs one kind a layer, slots or a state in at least one, and "
                 "slots in the last one if it gives queries",
@@ -316,8 +323,12 @@ class Manifest:
         return "; the model itself has no more positions"
 
     def kv_slot_bytes(self, dialect: str = "ort") -> int:
-        """Bytes of one KV slot of one layer in a dialect's graphs: K and V of all key/value heads."""
-        return 2 * self.model.kv_heads * self.model.head_dim * KV_DTYPES[kv_type(dialect, self.kv_dtype)].bytes
+        """Bytes of one KV slot of one layer in a dialect's graphs: K and V of all key/value heads.
+
+        The mean of the layers that keep them, if their heads have several sizes.
+        """
+        numbers = 2 * self.model.kv_heads * self.model.mean_head_dim
+        return round(numbers * KV_DTYPES[kv_type(dialect, self.kv_dtype)].bytes)
 
     def stage_files(self, dialect: str) -> tuple[tuple[StageSpec, str], ...]:
         return tuple(zip(self.stages, self.dialects[dialect].stages, strict=True))

@@ -53,6 +53,64 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SlidingSpec:
+    """Decoder layers, counted from 1, whose tokens see only the last `window` positions, their own included.
+
+    `head_dim` and `rope` are theirs; other layers have the model's.
+    """
+
+    layers: tuple[int, ...]
+    window: int
+    head_dim: int
+    rope: RopeSpec
+
+    def __post_init__(self) -> None:
+        _check_sizes("model.sliding", self)
+        fits = not self.rope.sections and 2 * len(self.rope.frequencies) == self.head_dim
+        require(
+            fits, f"model.sliding: {len(self.rope.frequencies)} rotary frequencies do not fit heads of {self.head_dim}"
+        )
+
+
+class ByLayer:
+    """What depends on the number of a decoder layer, counted from 1.
+
+    `sliding`: the layers with a window, None if there are none. `shared`: the first of the layers, up to the last one,
+    that have no keys and values of their own and read those of the last layer before it that slides as they do.
+    """
+
+    __slots__ = ()
+    layers: int
+    head_dim: int
+    sliding: SlidingSpec | None
+    shared: int | None
+
+    def slides(self, layer: int) -> bool:
+        return self.sliding is not None and layer in self.sliding.layers
+
+    def heads_of(self, layer: int) -> int:
+        """The size of a layer's heads."""
+        return self.sliding.head_dim if self.sliding is not None and layer in self.sliding.layers else self.head_dim
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, unless it shares those of an earlier one."""
+        if self.shared is None or layer < self.shared:
+            return layer
+        return max(n for n in range(1, self.shared) if self.slides(n) == self.slides(layer))
+
+    @property
+    def mean_head_dim(self) -> float:
+        """The size of heads, the mean over the layers that keep keys and values."""
+        widths = [self.heads_of(layer) for layer in range(1, self.shared or self.layers + 1)]
+        return sum(widths) / len(widths)
+
+    def sources(self, first: int, last: int) -> tuple[int, ...]:
+        """The layers before `first` whose keys and values the layers from it to `last` read."""
+        found = {self.source(layer) for layer in range(first, last + 1)}
+        return tuple(sorted(layer for layer in found if layer < first))
+
+
+@dataclass(frozen=True, slots=True)
 class TowerSpec:
     """A vision tower. Hidden states are counted from 0, the embeddings; the last of `feature_layers` is the deepest.
 
@@ -63,7 +121,8 @@ class TowerSpec:
     attend, but for `full_blocks`, counted from 0. `maps`: the layers, counted from 0, that give maps for the first
     layers of the decoder. `flags` as in `ModelSpec`; with "native" among them images keep their own resolution, and
     `image` is the side of the largest square one. `stage_blocks` and `stage_widths`: blocks and channels of the stages
-    of a convolutional tower, which counts as one layer.
+    of a convolutional tower, which counts as one layer. `axis_positions`: entries of the tables of positions, one by
+    row and one by column, of a tower whose tokens are means of squares of `shuffle` x `shuffle` patches.
     """
 
     family: str
@@ -88,6 +147,7 @@ class TowerSpec:
     maps: tuple[int, ...] = optional(())
     stage_blocks: tuple[int, ...] = optional(())
     stage_widths: tuple[int, ...] = optional(())
+    axis_positions: int | None = optional(None)
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
@@ -165,11 +225,15 @@ class ProjectorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
+class ModelSpec(ByLayer):
     """The decoder's sizes, with those of tower and projector. `tied`: the head is the embedding table.
 
-    `flags` name what else the graphs compute: the exporter's flags, which no runtime needs to know. `two_way`: the
-    tokens that see each other both ways, one of `TWO_WAY`; None: every token sees itself and those before.
+    `flags` name what else the graphs compute: the exporter's flags, which no runtime needs to know. `sliding` and
+    `shared` as in `ByLayer`. `per_layer`: numbers of a token's input to each layer, None without such inputs, and
+    `padding_id` the token of whose entries in their table those of image tokens are made. `shared_ffn`: the width of
+    the MLPs from layer `shared` on; `attention_scale`: the factor of attention's products if it is not 1 over the root
+    of the head size; `softcap`: the bound of logits, by tanh. `two_way`: the tokens that
+    see each other both ways, one of `TWO_WAY`; None: every token sees itself and those before.
     `conv_layers`, counted from 1, have in place of attention a convolution over `conv_taps` tokens each, the last one
     the token itself.
     """
@@ -197,6 +261,13 @@ class ModelSpec:
     two_way: str | None = optional(None)
     conv_layers: tuple[int, ...] = optional(())
     conv_taps: int = optional(1)
+    sliding: SlidingSpec | None = optional(None)
+    shared: int | None = optional(None)
+    shared_ffn: int | None = optional(None)
+    per_layer: int | None = optional(None)
+    padding_id: int | None = optional(None)
+    attention_scale: float | None = optional(None)
+    softcap: float | None = optional(None)
 
     def __post_init__(self) -> None:
         _check_sizes("model", self)
@@ -217,6 +288,19 @@ class ModelSpec:
         require(self.heads % kv_heads == 0, f"{self.heads} heads cannot share {kv_heads} key/value heads evenly")
         fits = 2 * frequencies == self.head_dim
         require(fits, f"{frequencies} rotary frequencies do not fit heads of {self.head_dim}")
+        sliding, shared = self.sliding, self.shared
+        windows = set() if sliding is None else {*sliding.layers}
+        require(
+            windows <= {*range(1, self.layers + 1)} and (sliding is None or bool(windows)),
+            f"model.sliding names layers {sorted(windows)!s:.60} of {self.layers}",
+        )
+        kinds = [
+            {layer in windows for layer in layers} for layers in (range(1, shared or 1), range(1, self.layers + 1))
+        ]
+        require(
+            shared is None or (1 < shared <= self.layers and kinds[0] == kinds[1]),
+            f"model.shared is {shared}, and each layer from it to the last, {self.layers}, needs one like it before",
+        )
 
     @property
     def attending(self) -> int:
@@ -259,7 +343,7 @@ def _check_sizes(where: str, spec: Any) -> None:
     """Raise BundleError unless every whole number is a size (an id from 0 on), and every other one finite."""
     for field in fields(spec):
         value = getattr(spec, field.name)
-        least = 0 if field.name == "end_id" else 1
+        least = 0 if field.name.endswith("_id") else 1
         if isinstance(value, int) and not isinstance(value, bool):
             number = str(value) if -(10**30) < value < 10**30 else "a number of over 30 digits"
             require(least <= value <= MAX_SIZE, f"{where}.{field.name} is {number}, outside {least}..{MAX_SIZE}")

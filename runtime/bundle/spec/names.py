@@ -80,6 +80,15 @@ int8 is for `ort` graphs only, with a scale for each channel; other dialects hav
     stage    key_scale.N, value_scale.N [1, kv_heads, 1, head_dim] f32: K and V are the integers times these
     score    key_scale, the same of the layer whose keys it gets
 
+Where layers slide, every stage has rotary tables for them, sliding_cos and sliding_sin, and
+
+    stage    first_slot [1, tokens] int64, the first slot that each token sees in them; those before it are further back
+             than the window, by position
+
+The stage of layers that share K and V has no caches and no inputs for slots of its own. It reads those of their
+sources once the new tokens are in them: past_key.N, past_value.N and, in `ort`, last_slot.N [1] int32. Head sizes may
+differ between layers that slide and the others.
+
 A stage's inputs for KV slots, and the shape of a cache, differ by dialect:
 
     ort      last_slot [1] int32, the index of the last filled slot, and total_slots [1] int32, the number of filled
@@ -101,6 +110,8 @@ FEATURES = "image_features"
 POSITIONS = "position_ids"
 COS = "cos"
 SIN = "sin"
+SLIDING_COS, SLIDING_SIN = "sliding_cos", "sliding_sin"
+FIRST_SLOT = "first_slot"
 LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
 SEEN_SLOTS = "seen_slots"
@@ -150,6 +161,7 @@ def token_input(name: str) -> str:
 past_key, past_value = "past_key.{}".format, "past_value.{}".format
 present_key, present_value = "present_key.{}".format, "present_value.{}".format
 key_scale, value_scale = f"{KEY_SCALE}.{{}}".format, "value_scale.{}".format
+source_slot = f"{LAST_SLOT}.{{}}".format
 
 
 def kv_type(dialect: str, kept: str) -> str:

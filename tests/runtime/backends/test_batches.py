@@ -129,7 +129,7 @@ def test_a_run_that_fails_while_caches_change_places_loses_nothing(
 
 def test_a_lane_may_come_back_while_another_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collector that runs there finds a cache that nobody holds."""
-    pool = LanePool(1, 2, (4, 8), np.dtype(np.float32))
+    pool = LanePool([(4, 8)], 2, np.dtype(np.float32))
     one, other = pool.take(), pool.take()
     assert one is not None
     assert other is not None

@@ -129,7 +129,7 @@ def test_the_operator_rounds_and_attends_as_stated(tmp_path: Path, heads: int, k
 
     def build(b: Builder) -> None:
         rows = [b.input(n, FLOAT, [1, "rows", 8 * h]) for n, h in (("q", heads), ("k", kv_heads), ("v", kv_heads))]
-        attention = b.dialect.stage_attention(b, config, DataType.INT8)
+        attention = b.dialect.stage_attention(b, config, DataType.INT8, range(1, 2))
         b.output(attention.attend(rows[0], rows[1], rows[2], 1), "y", FLOAT, [1, "rows", 8 * heads])
         attention.finish()
 
@@ -280,7 +280,7 @@ def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None
     cache.append(TokenStates(rows[:20]), np.arange(20))
     cache.append(TokenStates(rows[20:]), np.arange(20, 30), query=True)
     query = cache.query.reshape(10, 4, 16).transpose(1, 0, 2)  # type: ignore[attr-defined]
-    key = cache.read(np.arange(30))[-1, 0, 0] * read_kv_scales(model.bundle)[names.key_scale(spec.last)][0]
+    key = cache.read(np.arange(30))[-1][0, 0] * read_kv_scales(model.bundle)[names.key_scale(spec.last)][0]
     products = query @ key.repeat(2, 0).transpose(0, 2, 1) / 4
     products[:, np.arange(30) > np.arange(20, 30)[:, None]] = -np.inf
     weights = np.exp(products - products.max(-1, keepdims=True))
@@ -316,7 +316,7 @@ def test_a_cache_takes_a_byte_a_number(loaded: Callable[[str], Model]) -> None:
     spec = model.manifest.model
     assert stats.kv_bytes == sum(stats.kv_slots) * 2 * spec.kv_heads * spec.head_dim
     cache = model.backend.stage(0, 100)
-    assert cache.kv.nbytes == 2 * spec.kv_heads * spec.head_dim * 100  # type: ignore[attr-defined]
+    assert cache.kv[0].nbytes == 2 * spec.kv_heads * spec.head_dim * 100  # type: ignore[attr-defined]
 
 
 def test_inspect_says_what_each_dialect_keeps(made: Callable[..., Made]) -> None:
@@ -349,7 +349,7 @@ def test_a_key_s_scale_holds_at_every_position(made: Callable[..., Made]) -> Non
     """The pair that reaches furthest fills neither channel's range at any angle: scales are of pairs, not channels."""
     scales = read_kv_scales(made().bundle)
     half = made().bundle.manifest.model.head_dim // 2
-    cos, sin = read_rope(made().bundle)
+    cos, sin = read_rope(made().bundle).values()
     for layer in range(1, 9):
         scale = scales[names.key_scale(layer)][0, :, 0]
         assert np.array_equal(scale[:, :half], scale[:, half:])

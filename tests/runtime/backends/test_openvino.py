@@ -263,12 +263,13 @@ def test_rows_fill_the_arrays_in_place_and_no_slot_beyond_is_read(models: Get, p
     found = []
     for bits in (0, -1):  # zeros, and what is not a number
         cache = backend.stage(1, 100)
-        cache.kv.view(np.int8)[:] = bits
+        for layer in cache.kv:
+            layer.view(np.int8)[:] = bits
         chunks = [
             cache.append(TokenStates(rows[a:b]), np.arange(a, b)).copy() for a, b in itertools.pairwise((0, 37, 38, 70))
         ]
         found.append(np.concatenate(chunks))
-        slots = cache.read(np.arange(70)).view(np.int8)
+        slots = np.stack(cache.read(np.arange(70))).view(np.int8)
         assert (slots != bits).mean() > 0.9
     assert np.isfinite(found[0]).all()
     assert np.array_equal(*found)

@@ -239,13 +239,13 @@ def caches(session: Session) -> list[Any]:
 def test_decoding_writes_one_slot_in_place(roomy: Model, k: int | None) -> None:
     session = Session(roomy.backend, roomy.manifest)
     session.prefill(prompt(roomy, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(k))
-    before = [cache.kv.copy() for cache in caches(session)]
+    before = [np.stack(cache.kv) for cache in caches(session)]
     session.decode(40)
     for cache, old in zip(caches(session), before, strict=True):
-        changed = (cache.kv != old).any(axis=(0, 1, 2, 3, 5))
+        changed = (np.stack(cache.kv) != old).any(axis=(0, 1, 2, 3, 5))
         assert np.flatnonzero(changed).tolist() == [cache.length - 1]
         for number, value in enumerate(cache.buffers):
-            assert value.data_ptr() == cache.kv[number // 2, number % 2].ctypes.data
+            assert value.data_ptr() == cache.kv[number // 2][number % 2].ctypes.data
         outputs = {value.data_ptr() for value in cache.row_binding.get_outputs()}
         assert {value.data_ptr() for value in cache.buffers} < outputs
 
@@ -255,10 +255,11 @@ def test_decoding_allocates_nothing_that_grows_with_the_cache(roomy: Model, k: i
     session = Session(roomy.backend, roomy.manifest)
     session.prefill(prompt(roomy, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(k))
     for cache in caches(session):
-        cache.kv += 0  # touch every page, as a full context would
+        for layer in cache.kv:
+            layer += 0  # touch every page, as a full context would
     for _ in range(50):
         session.decode(40)
-    process, addresses = psutil.Process(), [cache.kv.ctypes.data for cache in caches(session)]
+    process, addresses = psutil.Process(), [layer.ctypes.data for cache in caches(session) for layer in cache.kv]
     gc.collect()
     tracemalloc.start()
     resident, (held, _) = process.memory_info().rss, tracemalloc.get_traced_memory()
@@ -266,7 +267,7 @@ def test_decoding_allocates_nothing_that_grows_with_the_cache(roomy: Model, k: i
         session.decode(40)
     (after, peak), grown = tracemalloc.get_traced_memory(), process.memory_info().rss - resident
     tracemalloc.stop()
-    assert [cache.kv.ctypes.data for cache in caches(session)] == addresses
+    assert [layer.ctypes.data for cache in caches(session) for layer in cache.kv] == addresses
     # One layer's K alone is 4 MB: a single copy would show in either number.
     assert after - held < 1 << 16
     assert peak - held < 1 << 16

@@ -89,6 +89,7 @@ ModelSpec read_model(const Json& value) {
   if (m.heads % m.kv_heads != 0)
     fail(Kind::bundle, "vtx.json: ", m.heads, " heads cannot share ", m.kv_heads, " key/value heads evenly; export again");
   read_rope(fields.get("rope"), m.head_dim);
+  refuse(fields, "sliding", "layers with sliding windows, as in Gemma,");
   refuse(fields, "two_way", "tokens that see each other both ways, as in PaliGemma,");
   m.tower = read_tower(fields.get("tower"));
   Fields projector(fields.get("projector"), "vtx.json: model.projector");

@@ -1,0 +1,198 @@
+"""Gemma 4 E2B and E4B: images within a budget of tokens, inputs to each layer, layers that share keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vtx.exporter.checkpoint.config import (
+    ATTENTION_KINDS,
+    MAX_POSITIONS,
+    ModelConfig,
+    TextConfig,
+    VisionConfig,
+    check_known,
+    check_layers,
+    check_values,
+    image_token_of,
+    parse,
+    part_of,
+)
+from vtx.exporter.checkpoint.family import Family, ImageProcessor
+from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
+from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layouts.budget import TokenBudget
+
+TOKENS = 280  # of an image by default
+THETA = 100.0  # of the tower's rotation
+PROCESSOR = ImageProcessor(
+    "Gemma4ImageProcessor",
+    {
+        "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": False, "resample": 3,
+        "image_mean": [0.0] * 3, "image_std": [1.0] * 3,
+    },
+    own_size=True,
+)  # fmt: skip
+IMAGE, BEGIN, END = "<|image|>", "<|image>", "<image|>"  # the placeholder, and the tokens around an image
+
+
+def _read(config: Mapping[str, Any]) -> ModelConfig:
+    text_part, vision_part = part_of(config, "text_config"), part_of(config, "vision_config")
+    check_known("text model", str(text_part.get("model_type", "gemma4_text")), ("gemma4_text",))
+    check_known("vision tower", str(vision_part.get("model_type", "gemma4_vision")), ("gemma4_vision",))
+    for part in (text_part, vision_part):
+        check_layers(part)
+    if text_part.get("enable_moe_block"):
+        raise UnsupportedModelError(
+            "enable_moe_block: Gemma 4's mixture of experts is not supported; use Gemma 4 E2B or E4B"
+        )
+    check_values(
+        text_part, "a Gemma 4", {
+            "attention_k_eq_v": (None, False), "use_bidirectional_attention": (None,), "attention_bias": (None, False),
+        },
+    )  # fmt: skip
+    parsed = parse("Gemma4Config", config)
+    text = _text(parsed)
+    vision = _tower(parsed.vision_config)
+    layout = TokenBudget(vision.patch, vision.shuffle, TOKENS)
+    return ModelConfig(
+        text=text, vision=replace(vision, image=layout.square), feature_layers=(vision.layers,), select="full",
+        projector_activation="linear", projector_bias=False, projector_layers=1,
+        image_token_id=image_token_of(parsed, text), layout=layout, projector_norm_eps=vision.eps,
+    )  # fmt: skip
+
+
+def _text(parsed: Any) -> TextConfig:
+    config = parsed.text_config
+    layers, kinds = size(config, "num_hidden_layers", MAX_LAYERS), list(config.layer_types)
+    if len(kinds) != layers or not {*kinds} <= ATTENTION_KINDS:
+        raise CheckpointError(
+            f"config.json: layer_types names {len(kinds)} layers of {', '.join(sorted({*map(str, kinds)}))!s:.80}; it "
+            f"needs {layers} of {' and '.join(sorted(ATTENTION_KINDS))}; correct config.json"
+        )
+    sliding = tuple(n for n, kind in enumerate(kinds, 1) if kind == "sliding_attention")
+    widths = dict[bool, int]()
+    for layer in range(layers):
+        own = config.per_layer_config[layer]
+        width, heads = own.head_dim, own.num_key_value_heads
+        if heads != config.num_key_value_heads or widths.setdefault(layer + 1 in sliding, width) != width:
+            raise UnsupportedModelError(
+                f"layer {layer + 1} has {heads} key/value heads of {width!r:.20}; vtx exports models with one number "
+                "of heads, and one size in all layers that slide and in all others"
+            )
+        if isinstance(width, bool) or not isinstance(width, int) or not 8 <= width <= MAX_WIDTH or width % 8:
+            raise UnsupportedModelError(
+                f"head_dim {width!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
+            )
+    if len(sliding) == layers:
+        raise UnsupportedModelError("all layers slide; vtx exports Gemma 4 models with a layer of full attention")
+    heads, kv_heads = size(config, "num_attention_heads"), size(config, "num_key_value_heads")
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
+    sharing = config.num_kv_shared_layers
+    if isinstance(sharing, bool) or not isinstance(sharing, int) or not 0 <= sharing < layers:
+        raise CheckpointError(
+            f"config.json: num_kv_shared_layers is {sharing!r:.40}, not a number from 0 to {layers - 1}; correct it"
+        )
+    if missing := sorted({*kinds} - {*kinds[: layers - sharing]}):
+        raise CheckpointError(
+            f"config.json: the last {sharing} layers share keys and values, and none of the {layers - sharing} before "
+            f"is a layer of {missing[0]}; correct num_kv_shared_layers"
+        )
+    hidden, ffn, vocab = (size(config, n) for n in ("hidden_size", "intermediate_size", "vocab_size"))
+    per_layer = config.hidden_size_per_layer_input or None
+    if per_layer is not None and config.vocab_size_per_layer_input != vocab:
+        raise UnsupportedModelError(
+            f"vocab_size_per_layer_input is {config.vocab_size_per_layer_input!r:.40}, the vocabulary has {vocab} "
+            "tokens; vtx exports models where they agree"
+        )
+    padding, window = config.pad_token_id, size(config, "sliding_window", MAX_POSITIONS)
+    if not isinstance(padding, int) or not 0 <= padding < vocab:
+        raise CheckpointError(f"config.json: pad_token_id {padding!r:.40} is not a token id below {vocab}; correct it")
+    ropes = dict(config.rope_parameters or {})
+    shared = layers - sharing + 1 if sharing else None
+
+    def rope(kind: str) -> Any:
+        return read_rope(
+            config, widths[kind == "sliding_attention"], three_part=False, parameters=ropes.get(kind) or {}
+        )
+
+    cap = config.final_logit_softcapping
+    return TextConfig(
+        family="gemma4", layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=widths[False],
+        vocab=vocab, eps=number(vars(config), "rms_norm_eps"), activation=str(config.hidden_activation), qkv_bias=False,
+        o_bias=False, mlp_bias=False, tied=bool(parsed.tie_word_embeddings), rope=rope("full_attention"),
+        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS), qk_norm=True, v_norm=True,
+        post_norms=True, layer_scale=True, scaled_embedding=True, attention_scale=1.0, shared=shared,
+        sliding=SlidingSpec(sliding, window, widths[True], rope("sliding_attention")) if sliding else None,
+        shared_ffn=2 * ffn if sharing and config.use_double_wide_mlp else None,
+        per_layer=None if per_layer is None else size(config, "hidden_size_per_layer_input"),
+        padding_id=padding if per_layer is not None else None,
+        softcap=None if cap is None else number({"final_logit_softcapping": cap}, "final_logit_softcapping"),
+    )  # fmt: skip
+
+
+def _tower(config: Any) -> VisionConfig:
+    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
+    rope = dict(config.rope_parameters or {})
+    found = {
+        "num_key_value_heads": (config.num_key_value_heads, heads), "head_dim": (config.head_dim, hidden // heads),
+        "attention_bias": (bool(config.attention_bias), False), "rope_theta": (rope.get("rope_theta", THETA), THETA),
+    }  # fmt: skip
+    for name, (value, built) in found.items():
+        if value != built:
+            raise UnsupportedModelError(
+                f"{name} of the vision tower is {value!r:.40}, vtx exports towers of {hidden} with {heads} heads with "
+                f"{built} only"
+            )
+    if hidden % heads or hidden // heads % 4:
+        raise CheckpointError(
+            f"config.json: a tower of hidden size {hidden} with {heads} heads has none of a multiple of 4; correct it"
+        )
+    return VisionConfig(
+        family="gemma4", layers=size(config, "num_hidden_layers", MAX_LAYERS), hidden=hidden,
+        ffn=size(config, "intermediate_size"), heads=heads, image=1 << 10, patch=size(config, "patch_size", 1 << 10),
+        eps=number(vars(config), "rms_norm_eps"), activation=str(config.hidden_activation), native=True,
+        shuffle=size(config, "pooling_kernel_size", 64), axis_positions=size(config, "position_embedding_size"),
+        qkv_bias=False, clipped=bool(config.use_clipped_linears), standardised=bool(config.standardize),
+    )  # fmt: skip
+
+
+def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
+    """Set the image processor's budget of tokens; its patches must be the tower's."""
+    vision = config.vision
+    for name, value in (("patch_size", vision.patch), ("pooling_kernel_size", vision.shuffle)):
+        if processor.get(name, value) != value:
+            raise CheckpointError(
+                f"the image processor's {name} is {processor[name]!r:.40}, the tower's is {value}; correct it"
+            )
+    try:
+        layout = TokenBudget(vision.patch, vision.shuffle, processor.get("max_soft_tokens", TOKENS))
+    except BundleError as e:
+        raise CheckpointError(f"the image processor's max_soft_tokens: {e}") from e
+    longest, positions = layout.tokens * vision.shuffle, vision.axis_positions or 0
+    if longest > positions:
+        raise CheckpointError(
+            f"an image of {layout.tokens} tokens has up to {longest} patches a side, and the tower has {positions} "
+            "positions; lower max_soft_tokens"
+        )
+    return replace(config, layout=layout, vision=replace(vision, image=layout.square))
+
+
+def _template(template: str) -> str:
+    """The template with the tokens that transformers' processor puts around an image."""
+    return template.replace(IMAGE, BEGIN + IMAGE + END)
+
+
+FAMILY = Family(
+    model_type="gemma4", architecture="Gemma4ForConditionalGeneration", read=_read, processors=(PROCESSOR,),
+    tensors=(
+        (r"^(?:model\.)?vision_tower\.patch_embedder\.input_proj\.", "vision.patch_embed."),
+        (r"^(?:model\.)?vision_tower\.patch_embedder\.", "vision."),
+        (r"^(?:model\.)?embed_vision\.embedding_projection\.", "projector.linear_1."),
+        (r"^(?:model\.)?language_model\.per_layer_model_projection\.", "text.embed_projection."),
+    ),
+    adjust=_adjust, template=_template,
+)  # fmt: skip

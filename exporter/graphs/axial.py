@@ -1,0 +1,136 @@
+"""The vision graph of Gemma 4: patches with a position on each axis, whose means over squares are an image's tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes
+from vtx.exporter.graphs.decoder import add_layer_inputs
+from vtx.runtime.bundle.spec import names
+
+THETA = 100.0
+PATCHES, POSITIONS, PROJECTION = "vision.patch_embed.weight", "vision.position_embedding_table", "projector.linear_1"
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def axial_tensors(c: ModelConfig) -> Shapes:
+    """Canonical names and shapes of the weights of tower and projection."""
+    v, width = c.vision, c.vision.hidden // c.vision.heads
+    assert v.axis_positions is not None
+    yield PATCHES, (v.hidden, 3 * v.patch**2)
+    yield POSITIONS, (2, v.axis_positions, v.hidden)
+    for layer in range(v.layers):
+        p = f"vision.encoder.layers.{layer}"
+        for name in NORMS:
+            yield f"{p}.{name}.weight", (v.hidden,)
+        for name in ("q_norm", "k_norm"):
+            yield f"{p}.self_attn.{name}.weight", (width,)
+        for name, out, into in (
+            *((f"self_attn.{part}_proj", v.hidden, v.hidden) for part in "qkvo"),
+            ("mlp.gate_proj", v.ffn, v.hidden), ("mlp.up_proj", v.ffn, v.hidden), ("mlp.down_proj", v.hidden, v.ffn),
+        ):  # fmt: skip
+            yield f"{p}.{name}.linear.weight", (out, into)
+            for bound in BOUNDS if v.clipped else ():
+                yield f"{p}.{name}.{bound}", ()
+    for name in ("std_bias", "std_scale") if v.standardised else ():
+        yield f"vision.{name}", (v.hidden,)
+    yield f"{PROJECTION}.weight", (c.text.hidden, v.hidden)
+
+
+def build_axial(b: Builder, c: ModelConfig) -> None:
+    """[1, 3, height, width] float32 from 0 to 1, both multiples of a square's side, to [1, tokens, hidden] float32.
+
+    Inputs of decoder layers are further outputs, if it has them.
+    """
+    v, width = c.vision, c.vision.hidden // c.vision.heads
+    pixels = b.input(names.PIXELS, FLOAT, [1, 3, "height", "width"])
+    centred = b.op("Sub", b.op("Mul", pixels, b.constant(np.array(2, np.float32))), b.constant(np.array(1, np.float32)))
+    kernel = b.reshape(b.weight(PATCHES), v.hidden, v.patch, v.patch, 3)
+    grid = b.op(
+        "Conv", b.from_float32(centred), b.op("Transpose", kernel, perm=[0, 3, 1, 2]), kernel_shape=[v.patch] * 2,
+        strides=[v.patch] * 2,
+    )  # fmt: skip
+    sizes = [b.op("Shape", grid, start=axis, end=axis + 1) for axis in (2, 3)]  # rows, columns
+    tables = b.weight(POSITIONS)
+    along = []
+    for number, size in enumerate(reversed(sizes)):  # columns have the first table
+        own = b.op("Gather", tables, b.constant(np.array(number, np.int64)), axis=0)
+        along.append(
+            b.op("Unsqueeze", b.op("Slice", own, b.constant([0]), size, b.constant([0])), b.constant([number]))
+        )
+    x = b.op("Add", b.op("Transpose", b.op("Squeeze", grid, b.constant([0])), perm=[1, 2, 0]), b.op("Add", *along))
+    x = b.reshape(x, -1, v.hidden)
+    turns = [_rotation(b, v, sizes, axis) for axis in (1, 0)]  # of the halves of a head: by column, by row
+    for layer in range(v.layers):
+        name = f"vision.encoder.layers.{layer}"
+        y = b.dialect.norm(b, x, f"{name}.{NORMS[0]}.weight", v.eps)
+        parts = []
+        for part in "qkv":
+            heads = b.reshape(_linear(b, v, y, f"{name}.self_attn.{part}_proj"), -1, v.heads, width)
+            heads = b.dialect.norm(b, heads, width if part == "v" else f"{name}.self_attn.{part}_norm.weight", v.eps)
+            heads = heads if part == "v" else _rotated(b, heads, turns, width)
+            if part == "q":  # which attention multiplies by 1 over the root of the head size
+                heads = b.op("Mul", heads, b.scalar(width**0.5))
+            parts.append(b.reshape(heads, 1, -1, v.hidden))
+        y = b.reshape(b.dialect.tower_attention(b, parts[0], parts[1], parts[2], v.heads, width), -1, v.hidden)
+        y = _linear(b, v, y, f"{name}.self_attn.o_proj")
+        x = b.op("Add", x, b.dialect.norm(b, y, f"{name}.{NORMS[1]}.weight", v.eps))
+        y, mlp = b.dialect.norm(b, x, f"{name}.{NORMS[2]}.weight", v.eps), f"{name}.mlp"
+        gate = activate(b, _linear(b, v, y, f"{mlp}.gate_proj"), v.activation)
+        y = _linear(b, v, b.op("Mul", gate, _linear(b, v, y, f"{mlp}.up_proj")), f"{mlp}.down_proj")
+        x = b.op("Add", x, b.dialect.norm(b, y, f"{name}.{NORMS[3]}.weight", v.eps))
+    # means over squares, in float32: their scale is beyond half precision
+    whole = b.op("Reshape", b.to_float32(x), b.op("Concat", b.constant([1]), *sizes, b.constant([v.hidden]), axis=0))
+    means = b.op(
+        "AveragePool",
+        b.op("Transpose", whole, perm=[0, 3, 1, 2]),
+        kernel_shape=[v.shuffle] * 2,
+        strides=[v.shuffle] * 2,
+    )
+    tokens = b.op("Transpose", b.reshape(means, v.hidden, -1), perm=[1, 0])
+    tokens = b.op("Mul", tokens, b.constant(np.array(v.hidden**0.5, np.float32)))
+    if v.standardised:
+        tokens = b.op(
+            "Mul", b.op("Sub", tokens, b.weight("vision.std_bias", FLOAT)), b.weight("vision.std_scale", FLOAT)
+        )
+    normed = b.dialect.norm(b, b.from_float32(tokens), v.hidden, v.eps)
+    features = b.to_float32(b.linear(normed, PROJECTION, bias=False))
+    if c.text.per_layer is not None:
+        add_layer_inputs(b, c.text, features, b.constant([c.text.padding_id or 0]))
+    b.output(b.reshape(features, 1, -1, c.text.hidden), names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
+
+
+def _linear(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:
+    low, high, least, most = (b.weight(f"{name}.{bound}") if v.clipped else None for bound in BOUNDS)
+    x = b.op("Clip", x, low, high) if v.clipped else x
+    y = b.linear(x, f"{name}.linear", bias=False)
+    return b.op("Clip", y, least, most) if v.clipped else y
+
+
+def _rotation(b: Builder, v: VisionConfig, sizes: list[ir.Value], axis: int) -> tuple[ir.Value, ir.Value]:
+    """Cos and sin [patches, 1, head_dim / 4] by a patch's row (axis 0) or column."""
+    quarter = v.hidden // v.heads // 4
+    rates = (1.0 / np.float32(THETA) ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
+    numbers = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", sizes[axis]), b.constant(np.array(1)))
+    angles = b.op("Mul", b.op("Unsqueeze", b.op("Cast", numbers, to=FLOAT.value), b.constant([1])), b.constant(rates))
+    spread = b.op("Unsqueeze", angles, b.constant([1 - axis]))
+    every = b.op("Expand", spread, b.op("Concat", *sizes, b.constant([quarter]), axis=0))
+    flat = b.reshape(every, -1, 1, quarter)
+    return b.from_float32(b.op("Cos", flat)), b.from_float32(b.op("Sin", flat))
+
+
+def _rotated(b: Builder, x: ir.Value, turns: list[tuple[ir.Value, ir.Value]], width: int) -> ir.Value:
+    """Heads [patches, heads, width], each half turned by its own axis."""
+    quarter, parts = width // 4, list[ir.Value]()
+    for half, (cos, sin) in enumerate(turns):
+        first, second = (
+            b.op("Slice", x, b.constant([start]), b.constant([start + quarter]), b.constant([2]))
+            for start in (2 * half * quarter, (2 * half + 1) * quarter)
+        )
+        parts.append(b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin)))
+        parts.append(b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)))
+    return b.op("Concat", *parts, axis=-1)

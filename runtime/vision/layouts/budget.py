@@ -1,0 +1,114 @@
+"""The image in its own shape, as large as a budget of tokens allows: Gemma 4."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.model_spec import TowerSpec
+from vtx.runtime.errors import BundleError, ImageError, RequestError
+from vtx.runtime.vision.image import to_rgb
+from vtx.runtime.vision.layout import Layout, image_layout
+from vtx.runtime.vision.preprocess import normalised
+
+BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image that the model was trained for
+
+
+@image_layout("budget")
+@dataclass(frozen=True, slots=True)
+class TokenBudget(Layout):
+    """A token is the mean of a square of `pool` x `pool` patches of `patch` pixels a side.
+
+    Images are enlarged or shrunk to whole squares, at most `tokens` of them.
+    """
+
+    patch: int
+    pool: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens not in BUDGETS or isinstance(self.tokens, bool) or min(self.patch, self.pool) < 1:
+            raise BundleError(
+                f"layout 'budget' has {self.tokens!r:.20} tokens of {self.unit} x {self.unit} pixels; it needs one of "
+                f"{', '.join(map(str, BUDGETS))}"
+            )
+
+    @property
+    def unit(self) -> int:
+        """Pixels a side of one token's square."""
+        return self.patch * self.pool
+
+    @property
+    def square(self) -> int:
+        """Pixels a side of the largest square image."""
+        return math.isqrt(self.tokens) * self.unit
+
+    @property
+    def min_tokens(self) -> int:
+        """Nearly half of the budget is lost where a single row of squares is left."""
+        return self.tokens // 2
+
+    @property
+    def max_tokens(self) -> int:
+        return self.tokens
+
+    def check(self, tower: TowerSpec) -> None:
+        if (self.patch, self.pool) != (tower.patch, tower.shuffle) or tower.axis_positions is None:
+            raise BundleError(
+                f"vtx.json: the image layout has tokens of {self.pool} x {self.pool} patches of {self.patch} pixels, "
+                f"the tower of {tower.shuffle} x {tower.shuffle} of {tower.patch}; export the bundle again"
+            )
+
+    def limited(self, max_views: int) -> TokenBudget:
+        raise RequestError(
+            "max_tiles has no effect here: this model sees each image in one piece, within a budget of tokens; use "
+            "max_pixels (--max-pixels)"
+        )
+
+    def within(self, max_pixels: int) -> TokenBudget:
+        """The largest of the model's budgets whose images have at most `max_pixels`."""
+        fitting = [tokens for tokens in BUDGETS if tokens <= self.tokens and tokens * self.unit**2 <= max_pixels]
+        if not fitting:
+            raise RequestError(
+                f"max_pixels is {max_pixels}; the smallest budget of this model, {BUDGETS[0]} tokens of {self.unit} x "
+                f"{self.unit}, takes {BUDGETS[0] * self.unit**2}; raise it"
+            )
+        return replace(self, tokens=fitting[-1])
+
+    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
+        for budget in reversed([each for each in BUDGETS if each <= self.tokens]):
+            layout = replace(self, tokens=budget)
+            if sum(layout.count(*size) for size in sizes) <= tokens:
+                return budget * self.unit**2
+        return None
+
+    def count(self, width: int, height: int) -> int:
+        columns, rows = self._grid(width, height)
+        return columns * rows
+
+    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
+        image = to_rgb(image)
+        columns, rows = self._grid(*image.size)
+        shape = columns * self.unit, rows * self.unit
+        try:
+            if image.size != shape:
+                image = image.resize(shape, Image.Resampling[settings.resample.upper()])
+            return normalised(image, settings)[None]
+        except MemoryError as error:
+            raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of tokens of an image of this size in pixels."""
+        factor = math.sqrt(self.tokens * self.unit**2 / (width * height))
+        columns, rows = math.floor(factor * width / self.unit), math.floor(factor * height / self.unit)
+        if not rows:
+            return min(width // height, self.tokens), 1
+        if not columns:
+            return 1, min(height // width, self.tokens)
+        return columns, rows
