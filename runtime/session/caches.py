@@ -33,9 +33,7 @@ class PrefixCaches:
         self.two_way = manifest.model.two_way is not None  # all tokens of a prompt see each other
         self._stateful = bool(manifest.model.conv_layers)
         self.stages, self.capacity, self._width = manifest.stages, manifest.max_context, manifest.model.hidden
-        self.keeping = [
-            stage.keeps for stage in self.stages
-        ]  # K and V, or states; the others read those of earlier stages
+        self.keeping = [stage.keeps for stage in self.stages]  # the others read the K and V of earlier stages
         self.full: dict[int, StageCache] = {}
         self.pruned: dict[int, StageCache] = {}
         self.first_pruned = len(self.stages)

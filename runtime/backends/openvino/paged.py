@@ -162,7 +162,7 @@ def _gather(reader: Any, tokens: Any) -> None:
 
 
 def _normed(value: Any) -> Any:
-    """What reads a value; if a norm does, which reads it for its size too, the division by the size."""
+    """The reader of a value; of a norm, which reads it for its size too, the division by the size."""
     divisions = [node for node in readers_of(value) if node.get_type_name() == "Divide"]
     return divisions[0] if len(divisions) == 1 else _only_reader(value)
 

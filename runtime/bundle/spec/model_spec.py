@@ -73,7 +73,7 @@ class SlidingSpec:
 
 
 class ByLayer:
-    """What depends on the number of a decoder layer, counted from 1.
+    """Properties of a decoder layer by its number, counted from 1.
 
     `sliding`: the layers with a window, None if there are none. `shared`: the first of the layers, up to the last one,
     that have no keys and values of their own and read those of the last layer before it that slides as they do.
