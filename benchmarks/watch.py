@@ -25,11 +25,12 @@ from typing import Any
 import psutil
 from common import bundle_parser, report
 from film import QUESTIONS, Shot, film, judge
+from PIL import Image
 
 import vtx
 from vtx.runtime.api.model import Model
 from vtx.runtime.scheduler.engine import Engine
-from vtx.tools.watch.config import SourceConfig, StandingQuestion, WatchConfig
+from vtx.tools.watch.config import Reference, SourceConfig, StandingQuestion, WatchConfig
 from vtx.tools.watch.outputs import Output
 from vtx.tools.watch.watch import Watcher, capacity
 
@@ -63,14 +64,23 @@ class Kept(Output):
 class Watching:
     """A watcher over one source whose frames are put by hand."""
 
-    def __init__(self, model: Model, *, reuse: str, near: float | None = None, changed: float | None = None) -> None:
+    def __init__(
+        self, model: Model, *, reuse: str, near: float | None = None, changed: float | None = None,
+        reference: Image.Image | None = None,
+    ) -> None:  # fmt: skip
         self.kept, self._closing = Kept(), ExitStack()
         folder = self._closing.enter_context(tempfile.TemporaryDirectory())
+        before = list[Reference]()
+        if reference is not None:
+            reference.save(path := f"{folder}/reference.png")
+            before.append(Reference(image=path))
         questions = tuple(
             StandingQuestion(name, text, changed=changed, max_new_tokens=ANSWER, timeout=1e6)
             for name, text in QUESTIONS.items()
         )
-        source = SourceConfig("film", questions, folder=folder, reuse=reuse, near=near)  # type: ignore[arg-type]
+        source = SourceConfig(
+            "film", questions, folder=folder, reference=tuple(before), reuse=reuse, near=near,  # type: ignore[arg-type]
+        )  # fmt: skip
         engine = self._closing.enter_context(Engine("watch", model, capacity(model.loaded, 4)))
         self.watcher = Watcher(engine, WatchConfig((source,), status=1e6), outputs=lambda _: [self.kept])
         self._closing.callback(self.watcher.close)
@@ -107,13 +117,15 @@ def compared(args: argparse.Namespace) -> tuple[dict[str, Any], list[list[str]]]
         models = {
             name: held.enter_context(vtx.load(args.bundle, device=args.device, threads=args.threads)) for name in texts
         }
-        ways = {name: Watching(models[name], **WAYS[name]) for name in WAYS}
+        first = next(film(args.seconds, args.rate, args.seed, args.noise)).image if args.reference else None
+        references = [] if first is None else [first]
+        ways = {name: Watching(models[name], **WAYS[name], reference=first) for name in WAYS}
         for way in ways.values():
             held.callback(way.close)
         for shot in film(args.seconds, args.rate, args.seed, args.noise):
             truths.append(shot.truth)
             before, fresh = time.process_time(), dict[str, str]()
-            with models["fresh"].open(shot.image) as image:
+            with models["fresh"].open([*references, shot.image]) as image:
                 for name, question in QUESTIONS.items():
                     fresh[name] = image.ask(question, max_new_tokens=ANSWER).text
             spent["fresh"] += (took := time.process_time() - before)
@@ -130,7 +142,10 @@ def compared(args: argparse.Namespace) -> tuple[dict[str, Any], list[list[str]]]
                     texts[name].append((shot.number, event["question"], event["answer"], event["reused"]))
                     if name in ("without reuse", "equal") and event["answer"] != fresh[event["question"]]:
                         different += 1
-                        print(f"differs: {name}, {event}, fresh {fresh}", file=sys.stderr, flush=True)
+                        with models["fresh"].open([*references, shot.image]) as image:
+                            again = {n: image.ask(q, max_new_tokens=ANSWER).text for n, q in QUESTIONS.items()}
+                        told = f"frame {shot.number} differs: {name}, {event}, fresh {fresh}, again {again}"
+                        print(told, file=sys.stderr, flush=True)
             if ending.is_set():
                 break
             if shot.number % 1000 == 0:
@@ -229,6 +244,7 @@ def main() -> None:
     args.add_argument("--seconds", type=float, default=60.0, help="of the film")
     args.add_argument("--rate", type=float, default=30.0, help="frames a second")
     args.add_argument("--noise", type=float, default=0.0, help="of the sensor, of 255")
+    args.add_argument("--reference", action="store_true", help="the first frame stands before each, to compare with")
     args.add_argument("--live", action="store_true")
     args.add_argument("--memory", type=int, metavar="FRAMES")
     given = args.parse_args()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +20,7 @@ from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, Questio
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Ended, Request, Turns
 from vtx.runtime.checks import check_text
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.prompt.guiding import listed_tools
 from vtx.runtime.prompt.messages import PICTURES, Message, with_tools
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from vtx.runtime.session.caches import PrefixCaches
+
+log = logging.getLogger(__name__)
 
 
 class Conversation:
@@ -49,12 +53,20 @@ class Conversation:
         system: str | None = None,
         *,
         shares_images: bool = True,
+        prefix_file: Path | None = None,
     ) -> None:
-        """`shares_images`: use the bundle's `image_cache` and `tile_cache`, if it has them."""
+        """`shares_images`: use the bundle's `image_cache` and `tile_cache`, if it has them.
+
+        Raises RequestError: the bundle must be signed, and a `prefix_file` is not, or it serves no prompt of the model.
+        """
+        if prefix_file is not None and loaded.bundle.key is not None:
+            raise RequestError("a prefix file is not signed, and this bundle must be; leave prefix_file out")
+        if prefix_file is not None and loaded.manifest.model.two_way is not None:
+            raise RequestError("each token of this model's prompts sees those behind it; leave prefix_file out")
         if system is not None:
             check_text("system", system)
         self.loaded, self.images, self.system = loaded, images, system
-        self._shares_images = shares_images
+        self._shares_images, self._prefix_file = shares_images, prefix_file
         self._turns = Turns()
         self._forget()
         loaded.register(self)
@@ -205,7 +217,33 @@ class Conversation:
             self.loaded.check_open()
             if images is not self.images:  # they were replaced before the answer began
                 raise Ended("cancelled")
-            yield self._session, self._encoded
+            session, unread = self._session, self._prefix_file is not None and not self._session.caches.full
+            if unread:
+                self._read_prefix(session.caches)
+            yield session, self._encoded
+            if unread:
+                self._write_prefix(session.caches)
+
+    def _read_prefix(self, caches: PrefixCaches) -> None:
+        from vtx.runtime.session.prefix_file import load_prefix
+
+        assert self._prefix_file is not None
+        if self._prefix_file.exists():
+            try:
+                load_prefix(self._prefix_file, self.loaded.bundle, self.loaded.backend, caches)
+            except VtxError as e:
+                log.warning("%s", e)
+
+    def _write_prefix(self, caches: PrefixCaches) -> None:
+        """Write the file unless it had all of this prompt's beginning."""
+        from vtx.runtime.session.prefix_file import beginning, save_prefix
+
+        assert self._prefix_file is not None
+        if caches.prefix.common < beginning(caches.prefix):
+            try:
+                save_prefix(self._prefix_file, self.loaded.bundle, self.loaded.backend, caches)
+            except VtxError as e:
+                log.warning("%s", e)
 
     def _forget(self) -> None:
         """Begin with empty caches."""

@@ -71,10 +71,12 @@ def opening_parts(images: Sequence[PreparedImage], question: str) -> list[Part]:
     return [*pictures, {"type": "text", "text": question}]
 
 
-def opening_messages(system: str | None, images: Sequence[PreparedImage], question: str) -> list[Message]:
-    """The messages of a first question: the system prompt, if there is one, and the question about the images."""
+def opening_messages(
+    system: str | None, images: Sequence[PreparedImage], question: str, before: Sequence[Part] = ()
+) -> list[Message]:
+    """The messages of a first question: the system prompt, if there is one, `before`, and the question about images."""
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": opening_parts(images, question)}]
+    return [*first, {"role": "user", "content": [*before, *opening_parts(images, question)]}]
 
 
 class LoadedBundle:

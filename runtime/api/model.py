@@ -11,11 +11,13 @@ For example:
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +70,10 @@ class Model:
         """End running answers and free the engine; the model cannot be used afterwards. Closing twice does nothing."""
         self.loaded.close()
 
-    def open(self, images: Images = (), *, system: str | None = None, fit: str | None = None) -> Conversation:
+    def open(
+        self, images: Images = (), *, system: str | None = None, fit: str | None = None,
+        prefix_file: str | os.PathLike[str] | None = None,
+    ) -> Conversation:  # fmt: skip
         """Open one image or video, several, or none, for questions about them.
 
         Args:
@@ -78,16 +83,23 @@ class Model:
             system: a system prompt, which precedes every question.
             fit: the treatment of images of another shape than the model's: "crop", "pad" or "squash"; when left out,
                 the value that `load` was given, else that of the checkpoint's image processor.
+            prefix_file: a file for what the caches hold of the prompt before the last image, such as a system prompt
+                and images to compare with, so that another process need not compute it. It is written after the first
+                answer, also if it is of another prompt; take one only from where you would take a bundle.
 
         If the chat template prints images before videos, they are in that order.
 
         Raises:
             ImageError: an image or video cannot be read or is beyond the limits.
-            RequestError: the chat template has no place for a system prompt, or the model takes no videos.
+            RequestError: the chat template has no place for a system prompt, or the model takes no videos; a
+                `prefix_file` where bundles must be signed.
 
         """
         self.loaded.check_open()
-        conversation = Conversation(self.loaded, self.loaded.prepare_all(as_list(images), fit), system)
+        file = None if prefix_file is None else Path(prefix_file)
+        conversation = Conversation(
+            self.loaded, self.loaded.prepare_all(as_list(images), fit), system, prefix_file=file
+        )
         if system is not None:
             self.loaded.check_system(conversation.opening("?"))
         return conversation

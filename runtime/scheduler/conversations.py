@@ -6,6 +6,7 @@ The least recently used are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +30,12 @@ class ConversationPool:
 
     def lease(
         self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, reuse: bool = True,
-        instead_of: Sequence[PreparedImage] = (),
+        instead_of: Sequence[PreparedImage] = (), prefix_file: Path | None = None,
     ) -> Conversation:  # fmt: skip
         """The kept conversation about these images that shares most of the prompt `ids`, or a new one.
 
         A kept one about the images `instead_of`, which nobody asks about again, takes the new one's place. Without
-        `reuse` it is new, and finds no image encoded.
+        `reuse` it is new, and finds no image encoded. `prefix_file` is that of a new one.
         """
         conversation, best, keys = None, 0, _keys(images)
         for kept in self._kept if reuse else ():
@@ -51,7 +52,7 @@ class ConversationPool:
             if former is not None:
                 self._kept.remove(former)
                 former.replace_prepared(tuple(images))
-            conversation = former or Conversation(self._loaded, tuple(images))
+            conversation = former or Conversation(self._loaded, tuple(images), prefix_file=prefix_file)
             is_image = ids == self._loaded.manifest.text.image_token_id
             prefix = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
             for other in [*self._leased, *self._kept] if prefix and former is None else ():

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,7 +57,7 @@ class AnswerRequest:
 
     `reuse`: it may begin with what the caches of earlier requests hold. `instead_of`: images that nobody asks about
     again, e.g. the frame before, whose caches it may take over. `adapts`: K and reductions are chosen when it begins,
-    if the engine has a chooser.
+    if the engine has a chooser. `prefix_file`: as of `Model.open`.
     """
 
     images: tuple[PreparedImage, ...]
@@ -66,15 +67,16 @@ class AnswerRequest:
     reuse: bool = True
     adapts: bool = False
     instead_of: tuple[PreparedImage, ...] = ()
+    prefix_file: Path | None = None
 
     @classmethod
     def of(
         cls, loaded: LoadedBundle, images: tuple[PreparedImage, ...], messages: Sequence[Message], settings: Settings,
-        instead_of: tuple[PreparedImage, ...] = (),
+        instead_of: tuple[PreparedImage, ...] = (), prefix_file: Path | None = None,
     ) -> AnswerRequest:  # fmt: skip
         """Raises RequestError for messages that cannot be asked about these images."""
         ids = loaded.prompt_ids(messages, images)
-        return cls(images, messages, ids, settings, instead_of=instead_of)
+        return cls(images, messages, ids, settings, instead_of=instead_of, prefix_file=prefix_file)
 
     @classmethod
     def of_chat(cls, loaded: LoadedBundle, messages: Sequence[Mapping[str, Any]], settings: Settings) -> AnswerRequest:
@@ -137,7 +139,12 @@ class Engine:
 
         def begin() -> AnswerStream:
             nonlocal fresh
-            leased.append(self.pool.lease(asked.images, asked.ids, reuse=asked.reuse, instead_of=asked.instead_of))
+            leased.append(
+                self.pool.lease(
+                    asked.images, asked.ids, reuse=asked.reuse, instead_of=asked.instead_of,
+                    prefix_file=asked.prefix_file,
+                )
+            )  # fmt: skip
             try:
                 settings, left = asked.settings, max(1e-3, ends_at - job.begun)
                 if left < math.inf:

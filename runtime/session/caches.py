@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,19 @@ class PrefixCaches:
         prefix = prefix if self.two_way or self._stateful else prefix.after(self.prefix)
         self._former, self.pruned_prefix = self.pruned_prefix if prefix.common else None, None
         self.prefix = prefix
+
+    def begin(self, prefix: Prefix, kv: Sequence[Any]) -> None:
+        """Begin with another prefix and its K and V in the first stages. Raises ValueError for other sizes or types."""
+        slots, caches = np.arange(prefix.size), dict[int, StageCache]()
+        if prefix.size >= self.capacity or len(kv) > len(self.stages) or prefix.boundaries[0].shape[1] != self._width:
+            raise ValueError("it has more tokens or stages than the bundle, or others")
+        for number, given in enumerate(kv):
+            cache = caches[number] = self._backend.stage(number, self.capacity)
+            none = cache.read(slots[:0])
+            if given.dtype != none.dtype or given.shape != tuple(size or len(slots) for size in none.shape):
+                raise ValueError(f"K and V of stage {number + 1} are {given.dtype} {list(given.shape)}")
+            cache.write(slots, given, length=len(slots))
+        self.full, self.prefix = caches, prefix
 
     def _embed(self, prompt: Prompt, key: Key, check: Check) -> Prefix:
         """A prompt's prefix before the decoder: its text embedded, its images encoded."""

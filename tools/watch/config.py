@@ -95,12 +95,25 @@ class StandingQuestion:
 
 
 @dataclass(frozen=True, slots=True)
+class Reference:
+    """Text, an image or both that stand before each frame, e.g. to compare with; the text comes first."""
+
+    text: str | None = optional(None)
+    image: str | None = optional(None)
+
+    def __post_init__(self) -> None:
+        if self.image is None and not (self.text or "").strip():
+            raise RequestError(f"a reference has neither text nor image; give one, or both; {MANUAL}")
+
+
+@dataclass(frozen=True, slots=True)
 class SourceConfig:
     """One of `camera`, `stream`, `video` and `folder`, from which frames come, and what is asked about them.
 
     `rate`: the most frames a second that are looked at. `speed`: how many times as fast as its own rate a video runs.
-    `reuse` of the last answer: for frames that are equal once preprocessed, or also for those that differ by at most
-    `near`. `silent_after`: seconds without a frame after which a camera or stream is reported.
+    `reference`: what stands before each frame; `prefix_file` keeps what the caches hold of it. `reuse` of the last
+    answer: for frames that are equal once preprocessed, or also for those that differ by at most `near`.
+    `silent_after`: seconds without a frame after which a camera or stream is reported.
     """
 
     name: str
@@ -113,6 +126,8 @@ class SourceConfig:
     rate: float | None = optional(None)
     speed: float = optional(1.0)
     system: str | None = optional(None)
+    reference: tuple[Reference, ...] = optional(())
+    prefix_file: str | None = optional(None)
     reuse: Literal["none", "equal", "near"] = optional("equal")
     near: float | None = optional(None)
     silent_after: float = optional(10.0)
@@ -132,6 +147,8 @@ class SourceConfig:
         _between("silent_after", self.silent_after, 0.1, 1e6)
         if (self.reuse == "near") != (self.near is not None):
             raise RequestError(f'{where}: reuse = "near" and the threshold near, e.g. 0.05, go together; give both')
+        if self.prefix_file is not None and self.system is None and not self.reference:
+            raise RequestError(f"{where} has a prefix_file, and no system or reference to keep in it; leave it out")
         names = [question.name for question in self.question]
         _unique(f"{where}: questions", names)
         for question in self.question:
@@ -232,7 +249,13 @@ def read_config(path: Path) -> WatchConfig:
         return str(path.parent.resolve() / Path(given).expanduser())
 
     sources = [
-        replace(source, video=source.video and absolute(source.video), folder=source.folder and absolute(source.folder))
+        replace(
+            source,
+            video=source.video and absolute(source.video),
+            folder=source.folder and absolute(source.folder),
+            prefix_file=source.prefix_file and absolute(source.prefix_file),
+            reference=tuple(replace(each, image=each.image and absolute(each.image)) for each in source.reference),
+        )
         for source in config.source
     ]
     file = config.file and replace(config.file, path=absolute(config.file.path))

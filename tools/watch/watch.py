@@ -12,11 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.loaded import LoadedBundle, opening_messages
 from vtx.runtime.errors import ContextError, RequestError, VtxError
+from vtx.runtime.prompt.messages import Part
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job
 from vtx.runtime.session.encoded_images import PreparedImage
@@ -53,19 +55,22 @@ class Look:
 class Watched:
     """A source, its newest frame and its standing questions; `look` is the frame that is asked about now."""
 
-    def __init__(self, config: SourceConfig, source: FrameSource, newest: Newest) -> None:
-        self.source, self.newest = source, newest
+    def __init__(
+        self, config: SourceConfig, source: FrameSource, newest: Newest, references: tuple[PreparedImage, ...]
+    ) -> None:
+        self.source, self.newest, self.references = source, newest, references
         self.look: Look | None = None
         self.looks = 0  # the number of the last one, of those of all sources
         self.asked: tuple[PreparedImage, ...] = ()  # the last frame that was run
         self.silent = False
         self.config, self.standing = config, dict[str, QuestionState]()
-        self.configure(config)
+        self.configure(config, references)
 
-    def configure(self, config: SourceConfig) -> None:
+    def configure(self, config: SourceConfig, references: tuple[PreparedImage, ...]) -> None:
         """Take over questions; those that are as before keep what they know."""
-        before = self.standing if config.system == self.config.system else {}
-        self.config = config
+        same = (config.system, config.reference) == (self.config.system, self.config.reference)
+        before = self.standing if same else {}
+        self.config, self.references = config, references
         self.standing = {
             each.name: known if (known := before.get(each.name)) and known.question == each else QuestionState(each)
             for each in config.question
@@ -175,7 +180,8 @@ class Watcher:
             due = [standing for standing in watched.standing.values() if standing.due(now, cells)]
             if not due:
                 return
-            watched.look = Look(frame, self._loaded.prepare_all([image]), cells, deque(due))
+            prepared = self._loaded.prepare(image, of_images=len(watched.references) + 1)
+            watched.look = Look(frame, (*watched.references, prepared), cells, deque(due))
         except (VtxError, OSError) as e:  # also of a picture that is still being written
             watched.source.corrupt += 1
             watched.source.error = str(e)
@@ -201,8 +207,9 @@ class Watcher:
                 return self._report(watched, look, standing, last.answer, {"reused": True, **near})
         question = standing.question
         try:
-            messages = opening_messages(config.system, look.images, question.ask)
-            request = AnswerRequest.of(self._loaded, look.images, messages, standing.settings, watched.asked)
+            messages = opening_messages(config.system, look.images[-1:], question.ask, parts(config))
+            file = None if config.prefix_file is None else Path(config.prefix_file)
+            request = AnswerRequest.of(self._loaded, look.images, messages, standing.settings, watched.asked, file)
             watched.asked = look.images
             fits = partial(self._engine.fits, request)
             look.running = self._engine.job(request, partial(self._emit, watched, look, standing), fits=fits)
@@ -264,16 +271,17 @@ class Watcher:
 
     def _configure(self, config: WatchConfig) -> None:
         wanted = {source.name: source for source in config.source}
+        given = {source.name: references(self._loaded, source) for source in config.source}
         for name, watched in list(self.watched.items()):
             if (new := wanted.get(name)) and _device(new) == _device(watched.config):
-                watched.configure(new)
+                watched.configure(new, given[name])
             else:
                 self._drop(self.watched.pop(name))
         for name, source in wanted.items():
             if name not in self.watched:
                 newest = Newest(source.rate, self.wake.set, self._clock)
                 reader = FrameSource(source, newest, partial(self._source_event, name))
-                self.watched[name] = Watched(source, reader, newest)
+                self.watched[name] = Watched(source, reader, newest, given[name])
                 reader.start()
         self._config = config
 
@@ -286,10 +294,10 @@ class Watcher:
                 for output in self._outputs:
                     output.close()
                 self._outputs = outputs
+            self._configure(config)
         except VtxError as e:
             self._send("config", time.time(), state="refused", error=str(e))
             return
-        self._configure(config)
         self._send("config", time.time(), state="reloaded")
 
     def _drop(self, watched: Watched) -> None:
@@ -345,6 +353,21 @@ def _device(config: SourceConfig) -> list[Any]:
     return [getattr(config, name) for name in (*KINDS, "size", "rate", "speed")]
 
 
+def references(loaded: LoadedBundle, config: SourceConfig) -> tuple[PreparedImage, ...]:
+    """The images that stand before each frame. Raises ImageError for one that cannot be read."""
+    given = [each.image for each in config.reference if each.image is not None]
+    return tuple(loaded.prepare(image, of_images=len(given) + 1) for image in given)
+
+
+def parts(config: SourceConfig) -> list[Part]:
+    """What stands before each frame, as parts of a message."""
+    found = list[Part]()
+    for each in config.reference:
+        found += [] if each.text is None else [{"type": "text", "text": each.text}]
+        found += [] if each.image is None else [{"type": "image"}]
+    return found
+
+
 def answer_fields(answer: Answer, standing: QuestionState) -> dict[str, Any]:
     """The part of an event about an answer: text, JSON if it has a schema, and the probability of its choice."""
     fields: dict[str, Any] = {"answer": answer.text, "stopped": answer.stopped}
@@ -359,13 +382,18 @@ def answer_fields(answer: Answer, standing: QuestionState) -> dict[str, Any]:
 def check_questions(loaded: LoadedBundle, config: WatchConfig) -> None:
     """Raise VtxError, naming the question, for one that this bundle cannot be asked."""
     for source in config.source:
+        references(loaded, source)
+        if source.prefix_file is not None and loaded.bundle.key is not None:
+            raise RequestError(
+                f"source {source.name}: a prefix file is not signed, and this bundle must be; leave it out"
+            )
         for question in source.question:
             settings = QuestionState(question).settings
             try:
                 loaded.policy(settings.k, settings.options, settings.reduce)
                 if settings.options.guide is not None:
                     loaded.guided(settings.options.guide)
-                messages = opening_messages(source.system, (), question.ask)
+                messages = opening_messages(source.system, (), question.ask, parts(source))
                 loaded.check_system(messages)
                 if len(loaded.prompt_ids(messages)) >= (room := loaded.manifest.max_context):
                     raise ContextError(f"its text alone fills the context of {room} tokens; shorten it")

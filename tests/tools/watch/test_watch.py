@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.scheduler.engine import Engine
-from vtx.tools.watch.config import SourceConfig, StandingQuestion, WatchConfig, When
+from vtx.tools.watch.config import Reference, SourceConfig, StandingQuestion, WatchConfig, When
 from vtx.tools.watch.outputs import Output
 from vtx.tools.watch.sources import FrameSource
 from vtx.tools.watch.watch import Watcher, capacity
@@ -341,6 +342,45 @@ def test_a_frame_takes_over_the_caches_of_the_one_before(engine: Engine, model: 
             assert event["answer"] == fresh.ask(FIRST.ask, max_new_tokens=4).text
         kept.append(engine.pool.kept_bytes)
     assert max(kept) < 2 * kept[0]  # one conversation
+
+
+def test_references_stand_before_each_frame_and_their_caches_are_kept_in_a_file(model: Model, tmp_path: Path) -> None:
+    picture(50).save(tmp_path / "empty.png")
+    given = Reference("This is the empty shelf.", str(tmp_path / "empty.png"))
+    watched = source(system="Be brief.", reference=(given,), prefix_file=str(tmp_path / "shelf.safetensors"))
+    parts: list[Any] = [
+        {"type": "text", "text": given.text}, {"type": "image", "image": picture(50)},
+        {"type": "image", "image": picture(1)}, {"type": "text", "text": FIRST.ask},
+    ]  # fmt: skip
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    wanted = model.generate(messages, max_new_tokens=4).text
+    written = set[int]()
+    for _ in range(2):
+        with Engine("watch", model, capacity(model.loaded, 4)) as engine:
+            (event,) = Run(engine, watched).show(picture(1))
+            assert event["answer"] == wanted
+            written.add((tmp_path / "shelf.safetensors").stat().st_mtime_ns)
+    assert len(written) == 1
+
+
+def test_a_reference_that_is_gone_at_a_reload_changes_nothing(engine: Engine, model: Model, tmp_path: Path) -> None:
+    run, absent = Run(engine, source()), Reference(image=str(tmp_path / "absent.png"))
+    run.watcher.reload(lambda: WatchConfig((source(reference=(absent,)),), status=1e6))
+    (event,) = run.settle()
+    assert (event["event"], event["state"]) == ("config", "refused")
+    assert "absent.png" in event["error"]
+    (event,) = run.show(picture(1))
+    assert event["answer"] == model.open(picture(1)).ask(FIRST.ask, max_new_tokens=4).text
+
+
+def test_an_answer_that_ran_out_of_time_does_not_stand_for_an_equal_frame(engine: Engine, model: Model) -> None:
+    run, now = Run(engine, source()), iter(range(0, 10_000, 100))
+    with patch("vtx.runtime.api.turns.monotonic", lambda: float(next(now))):
+        (event,) = run.show(picture(1))
+    assert event["stopped"] == "timeout"
+    (event,) = run.show(picture(1))
+    assert (event["reused"], event["stopped"] != "timeout") == (False, True)
+    assert event["answer"] == model.open(picture(1)).ask(FIRST.ask, max_new_tokens=4).text
 
 
 def test_what_is_kept_of_frames_that_are_gone_is_bounded(engine: Engine) -> None:

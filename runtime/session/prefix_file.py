@@ -1,0 +1,117 @@
+"""A file with the beginning of a prompt, text and images before the last one: what stages' caches hold of it.
+
+It is safetensors, bound to the bundle, the engine and its arithmetic, and has a SHA-256 of its tensors. A session takes
+its K and V for the tokens that enter the decoder as the file's did, and for no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.backends.backend import Backend
+from vtx.runtime.bundle.bundle import MANIFEST, Bundle, sha256
+from vtx.runtime.bundle.safetensors import read_bits, read_header, write_safetensors
+from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.session.caches import PrefixCaches
+from vtx.runtime.session.prefix import Prefix
+
+FORMAT = "vtx-prefix-1"
+MAX_HEADER = 1 << 20
+Tensors = Mapping[str, NDArray[Any]]
+
+
+def beginning(prefix: Prefix) -> int:
+    """The number of tokens before the last image; 0 without an image."""
+    images = np.flatnonzero(prefix.is_vision)
+    return int(images[-len(prefix.images[-1])]) if len(images) else 0
+
+
+def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCaches) -> None:
+    """Write what the caches hold of the tokens before the last image.
+
+    Raises RequestError: there is none, or K and V are not in the computer's memory; ExportError: it cannot be written.
+    """
+    prefix = caches.prefix
+    count = 0 if prefix.saved_kv else beginning(prefix)
+    if not count or not prefix.depth:
+        raise RequestError(
+            "the caches do not hold what stands before the prompt's last image; leave the prefix file out with this "
+            "reduction"
+        )
+    tensors: dict[str, NDArray[Any]] = {
+        "ids": np.frombuffer(prefix.key[0], np.int64)[:count], "is_vision": prefix.is_vision[:count],
+        "positions": prefix.positions[:count], "hidden": prefix.boundaries[0][:count],
+    }  # fmt: skip
+    tensors |= {f"input {name}": each[:count] for name, each in prefix.inputs.items()}
+    tensors |= {f"text {number}": each for number, each in enumerate(prefix.text_states(count))}
+    for number in range(prefix.depth):
+        kv = caches.full[number].read(np.arange(count))
+        if not isinstance(kv, np.ndarray):
+            raise RequestError(f"on {backend.device} K and V stay on the GPU and cannot be saved; leave the file out")
+        tensors[f"kv {number}"] = kv
+    write_safetensors(path, tensors, {**_binding(bundle, backend), "sha256": _checksum(tensors)})
+
+
+def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCaches) -> None:
+    """Begin empty caches with the tokens of a file. Raises BundleError for one of another bundle, or a damaged one."""
+    model, limit = bundle.manifest.model, caches.capacity
+    kv_bytes = limit * model.layers * backend.kv_slot_bytes
+    rows = len(bundle.manifest.stages) + 3 + sum(each.width for each in bundle.manifest.token_inputs) // model.hidden
+    most = MAX_HEADER + 2 * kv_bytes + 4 * limit * model.hidden * rows
+    try:
+        size = path.stat().st_size
+    except OSError as e:
+        raise BundleError(f"{path.name} cannot be read ({e.strerror})") from e
+    if size > most:
+        raise BundleError(f"{path.name} has {size:,} bytes, of this bundle at most {most:,}; remove it")
+    header = read_header(path, error=BundleError)
+    for name, value in _binding(bundle, backend).items():
+        if header.metadata.get(name) != value:
+            raise BundleError(f"{path.name} was written for another {name}; remove it, and it is written anew")
+    tensors = {name: read_bits(info, error=BundleError) for name, info in header.tensors.items()}
+    if header.metadata.get("sha256") != _checksum(tensors):
+        raise BundleError(f"{path.name} is damaged (its SHA-256 differs); remove it, and it is written anew")
+    try:
+        caches.begin(_prefix(tensors), [tensors[f"kv {n}"] for n in range(_depth(tensors))])
+    except (KeyError, ValueError, IndexError) as e:
+        raise BundleError(f"{path.name} does not hold a prompt of this bundle ({e}); remove it") from e
+
+
+def _depth(tensors: Tensors) -> int:
+    return sum(name.startswith("kv ") for name in tensors)
+
+
+def _prefix(tensors: Tensors) -> Prefix:
+    """The prefix of a file, which no prompt has by its key."""
+    hidden, is_vision, positions = tensors["hidden"], tensors["is_vision"].astype(bool), tensors["positions"]
+    count, inputs = len(hidden), {name[6:]: each for name, each in tensors.items() if name.startswith("input ")}
+    text = [tensors[f"text {number}"] for number in range(_depth(tensors))]
+    sizes = [len(tensors["ids"]), len(is_vision), len(positions), *map(len, inputs.values())]
+    widths = {each.shape[1:] for each in (hidden, *text)}
+    alike = set(sizes) == {count} and {len(each) for each in text} == {int((~is_vision).sum())} and len(widths) == 1
+    if not count or not alike:
+        raise ValueError("its tensors have other sizes")
+    key = tensors["ids"].astype(np.int64).tobytes(), ("a file",)
+    present = np.ones(count, bool)
+    return Prefix(key, is_vision, (), positions, int(positions.max()) + 1, (hidden, *text), present, inputs)
+
+
+def _binding(bundle: Bundle, backend: Backend) -> dict[str, str]:
+    """What a file is good for, by the name of each part."""
+    engine = f"{backend.device} {backend.compute} {backend.dialect}"
+    return {"format": FORMAT, "bundle": sha256(bundle.path(MANIFEST)), "engine": engine}
+
+
+def _checksum(tensors: Tensors) -> str:
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        array = np.ascontiguousarray(tensors[name])
+        total.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        total.update(array.tobytes())
+    return total.hexdigest()

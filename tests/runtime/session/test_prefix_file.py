@@ -1,0 +1,129 @@
+"""A file of a prompt's beginning: another process does not compute it again, and no file changes an answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from tests.support.exported import Models
+from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.smolvlm import SMOLVLM
+from tests.support.tiny import Tiny, random_image
+from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
+from vtx.runtime.errors import ExportError, RequestError
+
+QUESTION, SYSTEM = "How many?", "Be brief, please."
+EMPTY = random_image(1)
+
+
+@pytest.fixture(scope="module")
+def model(models: Models) -> Model:
+    return models(Tiny(context=512), (3,))
+
+
+def ask(model: Model, file: Path | None, seed: int, k: int | None = None, **more: Any) -> Any:
+    with model.open([EMPTY, random_image(seed)], system=SYSTEM, prefix_file=file) as conversation:
+        return conversation.ask(QUESTION, k, max_new_tokens=4, ignore_eos=True, **more)
+
+
+@pytest.mark.parametrize("tiny", [Tiny(context=512), SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("k", [None, 3])
+def test_what_stands_before_the_last_image_comes_from_the_file(
+    models: Models, tiny: Tiny, k: int | None, tmp_path: Path
+) -> None:
+    model, file = models(tiny, (3,)), tmp_path / "shelf.safetensors"
+    assert ask(model, file, 2, k).stats.reused_tokens == 0
+    written = file.read_bytes()
+    answer, wanted = ask(model, file, 3, k), ask(model, None, 3, k)
+    assert answer.token_ids == wanted.token_ids
+    assert answer.stats.reused_tokens > answer.stats.vision_tokens // 2
+    assert answer.stats.kv_slots == wanted.stats.kv_slots
+    assert file.read_bytes() == written
+
+
+def test_a_file_of_another_prompt_is_written_anew(model: Model, tmp_path: Path) -> None:
+    file = tmp_path / "shelf.safetensors"
+    with model.open([random_image(9), random_image(2)], system=SYSTEM, prefix_file=file) as other:
+        other.ask(QUESTION, None, max_new_tokens=1)
+    assert ask(model, file, 2).token_ids == ask(model, None, 2).token_ids
+    assert ask(model, file, 3).stats.reused_tokens > ask(model, None, 3).stats.vision_tokens // 2
+
+
+def changed(change: Callable[[dict[str, Any], dict[str, str]], object]) -> Callable[[Path], object]:
+    """The file with other tensors and metadata."""
+
+    def write(file: Path) -> None:
+        header = read_header(file)
+        tensors = {name: read_tensor(info) for name, info in header.tensors.items()}
+        metadata = dict(header.metadata)
+        change(tensors, metadata)
+        write_safetensors(file, tensors, metadata)
+
+    return write
+
+
+def resealed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """The file with other tensors and a checksum that fits them."""
+    from vtx.runtime.session.prefix_file import _checksum
+
+    def both(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        change(tensors)
+        metadata["sha256"] = _checksum(tensors)
+
+    return changed(both)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda file: file.write_bytes(b""), "shelf"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-7]), "shelf"),
+        (lambda file: file.write_bytes(b"\xff" * 400), "shelf"),
+        (lambda file: (file.unlink(), file.mkdir()), "shelf"),
+        (lambda file: os.truncate(file, 1 << 34), "bytes, of this bundle at most"),
+        (changed(lambda tensors, _: tensors["kv 0"].__setitem__(..., 3)), "SHA-256"),
+        (changed(lambda _, about: about.update(bundle="0" * 64)), "written for another bundle"),
+        (changed(lambda _, about: about.update(engine="gpu")), "written for another engine"),
+        (changed(lambda _, about: about.clear()), "written for another"),
+        (resealed(lambda tensors: tensors.pop("positions")), "does not hold a prompt"),
+        (resealed(lambda tensors: tensors.update({"kv 0": tensors["kv 0"][..., :-1]})), "does not hold a prompt"),
+        (resealed(lambda tensors: tensors.update({"kv 0": tensors["kv 0"].astype(np.float64)})), "does not hold"),
+        (resealed(lambda tensors: tensors.update(hidden=tensors["hidden"][:-1])), "does not hold a prompt"),
+        (resealed(lambda tensors: tensors.update(hidden=np.zeros((3, 2), np.float32))), "does not hold a prompt"),
+        (resealed(lambda tensors: tensors.update({"kv 9": tensors["kv 0"]})), "does not hold a prompt"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_told_and_changes_no_answer(
+    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], said: str
+) -> None:
+    file = tmp_path / "shelf.safetensors"
+    ask(model, file, 2)
+    damage(file)
+    with caplog.at_level(logging.WARNING, "vtx"):
+        assert ask(model, file, 3).token_ids == ask(model, None, 3).token_ids
+    assert said in caplog.text
+    assert caplog.text.count("\n") <= 2
+
+
+def test_a_full_disk_is_told_and_stops_nothing(model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with patch("vtx.runtime.session.prefix_file.write_safetensors", side_effect=ExportError("cannot write: full")):
+        assert ask(model, tmp_path / "shelf", 3).token_ids == ask(model, None, 3).token_ids
+    assert "full" in caplog.text
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_prefix_file_is_refused_where_it_cannot_serve(models: Models, model: Model, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="each token of this model's prompts sees those behind it"):
+        models(PALIGEMMA, (3,)).open(EMPTY, prefix_file=tmp_path / "file")
+    signed = replace(model.bundle, key=object())  # type: ignore[arg-type]
+    with patch.object(model.loaded, "bundle", signed), pytest.raises(RequestError, match="a prefix file is not signed"):
+        model.open(EMPTY, prefix_file=tmp_path / "file")
