@@ -30,7 +30,7 @@ from PIL import Image
 import vtx
 from vtx.runtime.api.model import Model
 from vtx.runtime.scheduler.engine import Engine
-from vtx.tools.watch.config import Reference, SourceConfig, StandingQuestion, WatchConfig
+from vtx.tools.watch.config import ReferencePart, SourceConfig, StandingQuestion, WatchConfig
 from vtx.tools.watch.outputs import Output
 from vtx.tools.watch.watch import Watcher, capacity
 
@@ -70,10 +70,10 @@ class Watching:
     ) -> None:  # fmt: skip
         self.kept, self._closing = Kept(), ExitStack()
         folder = self._closing.enter_context(tempfile.TemporaryDirectory())
-        before = list[Reference]()
+        before = list[ReferencePart]()
         if reference is not None:
             reference.save(path := f"{folder}/reference.png")
-            before.append(Reference(image=path))
+            before.append(ReferencePart(image=path))
         questions = tuple(
             StandingQuestion(name, text, changed=changed, max_new_tokens=ANSWER, timeout=1e6)
             for name, text in QUESTIONS.items()

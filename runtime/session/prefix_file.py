@@ -22,7 +22,6 @@ from vtx.runtime.session.caches import PrefixCaches
 from vtx.runtime.session.prefix import Prefix
 
 FORMAT = "vtx-prefix-1"
-MAX_HEADER = 1 << 20
 Tensors = Mapping[str, NDArray[Any]]
 
 
@@ -63,7 +62,7 @@ def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
     model, limit = bundle.manifest.model, caches.capacity
     kv_bytes = limit * model.layers * backend.kv_slot_bytes
     rows = len(bundle.manifest.stages) + 3 + sum(each.width for each in bundle.manifest.token_inputs) // model.hidden
-    most = MAX_HEADER + 2 * kv_bytes + 4 * limit * model.hidden * rows
+    most = (1 << 20) + 2 * kv_bytes + 4 * limit * model.hidden * rows
     try:
         size = path.stat().st_size
     except OSError as e:
@@ -103,7 +102,7 @@ def _prefix(tensors: Tensors) -> Prefix:
 
 
 def _binding(bundle: Bundle, backend: Backend) -> dict[str, str]:
-    """What a file is good for, by the name of each part."""
+    """The bundle and the engine that a file is bound to, by the name of each part."""
     engine = f"{backend.device} {backend.compute} {backend.dialect}"
     return {"format": FORMAT, "bundle": sha256(bundle.path(MANIFEST)), "engine": engine}
 

@@ -95,7 +95,7 @@ class StandingQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferencePart:
     """Text, an image or both that stand before each frame, e.g. to compare with; the text comes first."""
 
     text: str | None = optional(None)
@@ -126,7 +126,7 @@ class SourceConfig:
     rate: float | None = optional(None)
     speed: float = optional(1.0)
     system: str | None = optional(None)
-    reference: tuple[Reference, ...] = optional(())
+    reference: tuple[ReferencePart, ...] = optional(())
     prefix_file: str | None = optional(None)
     reuse: Literal["none", "equal", "near"] = optional("equal")
     near: float | None = optional(None)

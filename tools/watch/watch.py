@@ -360,7 +360,7 @@ def references(loaded: LoadedBundle, config: SourceConfig) -> tuple[PreparedImag
 
 
 def parts(config: SourceConfig) -> list[Part]:
-    """What stands before each frame, as parts of a message."""
+    """The references before each frame, as parts of a message."""
     found = list[Part]()
     for each in config.reference:
         found += [] if each.text is None else [{"type": "text", "text": each.text}]

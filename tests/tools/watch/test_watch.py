@@ -19,7 +19,7 @@ from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.scheduler.engine import Engine
-from vtx.tools.watch.config import Reference, SourceConfig, StandingQuestion, WatchConfig, When
+from vtx.tools.watch.config import ReferencePart, SourceConfig, StandingQuestion, WatchConfig, When
 from vtx.tools.watch.outputs import Output
 from vtx.tools.watch.sources import FrameSource
 from vtx.tools.watch.watch import Watcher, capacity
@@ -346,7 +346,7 @@ def test_a_frame_takes_over_the_caches_of_the_one_before(engine: Engine, model: 
 
 def test_references_stand_before_each_frame_and_their_caches_are_kept_in_a_file(model: Model, tmp_path: Path) -> None:
     picture(50).save(tmp_path / "empty.png")
-    given = Reference("This is the empty shelf.", str(tmp_path / "empty.png"))
+    given = ReferencePart("This is the empty shelf.", str(tmp_path / "empty.png"))
     watched = source(system="Be brief.", reference=(given,), prefix_file=str(tmp_path / "shelf.safetensors"))
     parts: list[Any] = [
         {"type": "text", "text": given.text}, {"type": "image", "image": picture(50)},
@@ -364,7 +364,7 @@ def test_references_stand_before_each_frame_and_their_caches_are_kept_in_a_file(
 
 
 def test_a_reference_that_is_gone_at_a_reload_changes_nothing(engine: Engine, model: Model, tmp_path: Path) -> None:
-    run, absent = Run(engine, source()), Reference(image=str(tmp_path / "absent.png"))
+    run, absent = Run(engine, source()), ReferencePart(image=str(tmp_path / "absent.png"))
     run.watcher.reload(lambda: WatchConfig((source(reference=(absent,)),), status=1e6))
     (event,) = run.settle()
     assert (event["event"], event["state"]) == ("config", "refused")
