@@ -61,8 +61,12 @@ class Conversation:
         """
         if prefix_file is not None and loaded.bundle.key is not None:
             raise RequestError("a prefix file is not signed, and this bundle must be; leave prefix_file out")
-        if prefix_file is not None and loaded.manifest.model.two_way is not None:
-            raise RequestError("each token of this model's prompts sees those behind it; leave prefix_file out")
+        model = loaded.manifest.model
+        if prefix_file is not None and (model.two_way is not None or model.conv_layers):
+            raise RequestError(
+                "a prompt of this model cannot be continued from some token on, since tokens see those behind them, or "
+                "layers keep a state; leave prefix_file out"
+            )
         if system is not None:
             check_text("system", system)
         self.loaded, self.images, self.system = loaded, images, system

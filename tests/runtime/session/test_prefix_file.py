@@ -122,7 +122,7 @@ def test_a_full_disk_is_told_and_stops_nothing(model: Model, tmp_path: Path, cap
 
 
 def test_a_prefix_file_is_refused_where_it_cannot_serve(models: Models, model: Model, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="each token of this model's prompts sees those behind it"):
+    with pytest.raises(RequestError, match="cannot be continued from some token on"):
         models(PALIGEMMA, (3,)).open(EMPTY, prefix_file=tmp_path / "file")
     signed = replace(model.bundle, key=object())  # type: ignore[arg-type]
     with patch.object(model.loaded, "bundle", signed), pytest.raises(RequestError, match="a prefix file is not signed"):
