@@ -126,11 +126,11 @@ class Engine:
 
     def job(
         self, asked: AnswerRequest, emit: Callable[[Event], None], *, ends_at: float = math.inf, urgent: bool = False,
-        advance: float = 0.0, fits: Callable[[], bool] = lambda: True,
-        choosing: Callable[[Chosen], None] = lambda _: None,
+        advance: float = 0.0, choosing: Callable[[Chosen], None] = lambda _: None,
     ) -> Job:  # fmt: skip
         """The work of one answer, for the scheduler, in a conversation of the pool; its other fields are `Job`'s.
 
+        It waits while its K and V, next to those in use, would exceed the capacity.
         `choosing` is called if the engine chooses its K and reductions.
         """
         leased = list[Conversation]()
@@ -167,7 +167,9 @@ class Engine:
                 chooser.measured(chosen[0].method, fresh, event.answer)
             emit(event)
 
-        job = Job(begin, end, emitting, ends_at=ends_at, urgent=urgent, advance=advance, fits=fits)
+        job = Job(
+            begin, end, emitting, ends_at=ends_at, urgent=urgent, advance=advance, fits=partial(self._fits, asked)
+        )
         if chooser is not None:
             job.quickest = partial(chooser.quickest, len(asked.ids))
         return job
@@ -208,10 +210,7 @@ class Engine:
                     if isinstance(asked, Exception):
                         yield tag, asked
                         continue
-                    jobs = [
-                        self.job(each, partial(emit, tag, number, turn), fits=partial(self.fits, each))
-                        for turn, each in enumerate(asked)
-                    ]
+                    jobs = [self.job(each, partial(emit, tag, number, turn)) for turn, each in enumerate(asked)]
                     running[number] = tag, jobs, [None] * len(jobs)
                     for job in jobs:
                         self.scheduler.submit(job)
@@ -237,6 +236,5 @@ class Engine:
             raise found
         return found[0]
 
-    def fits(self, asked: AnswerRequest) -> bool:
-        """True if K and V of a request's conversation are within the limit, next to those in use."""
+    def _fits(self, asked: AnswerRequest) -> bool:
         return self.pool.fits(len(asked.ids) + asked.settings.options.max_new_tokens)

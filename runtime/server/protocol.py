@@ -16,6 +16,7 @@ from vtx.runtime.server.refusal import Refusal
 CONNECTIONS = 256  # in total; a request beyond them gets 503
 MAX_IDLE = 192  # connections without a request that is being answered; beyond them the longest idle one is closed
 MAX_IDLE_PER_CLIENT = 64
+ARRIVAL_SECONDS = 0.2  # for the request of a new connection to be read, before connections count as too many
 MAX_HEADER = 16 << 10  # bytes
 HEADER_SECONDS = 10.0  # from the begin of a connection, or the first byte of a further request, to the header's end
 FREE_CHUNKS = 1000  # of a body, before their size counts
@@ -65,6 +66,12 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_header()
+        if len(self.connections) > 2 * CONNECTIONS:
+            self._bound_idle()
+        else:  # of many clients at once, requests have arrived that are not read yet
+            self.loop.call_later(ARRIVAL_SECONDS, self._bound_idle)
+
+    def _bound_idle(self) -> None:
         idle = [c for c in self.connections if isinstance(c, BoundedProtocol) and c.idle]
         idle.sort(key=lambda connection: connection.idle_since)
         own = [c for c in idle if _network(c) == _network(self)]

@@ -211,8 +211,7 @@ class Watcher:
             file = None if config.prefix_file is None else Path(config.prefix_file)
             request = AnswerRequest.of(self._loaded, look.images, messages, standing.settings, watched.asked, file)
             watched.asked = look.images
-            fits = partial(self._engine.fits, request)
-            look.running = self._engine.job(request, partial(self._emit, watched, look, standing), fits=fits)
+            look.running = self._engine.job(request, partial(self._emit, watched, look, standing))
             self._engine.scheduler.submit(look.running)
         except ClosedError:
             raise

@@ -71,13 +71,13 @@ def test_the_nearest_end_begins_first_and_a_priority_moves_it() -> None:
         until(lambda: made.active == 1, "the first begins")
         for each in (
             job("late", 600), job("soon", 30), job("sooner", 20), job("privileged", 600, 590), job("later", 601),
-            job("put off", 600, -60),
+            job("put off", 600, -60), job("privileged but late", 1300, 600),
         ):  # fmt: skip
             made.submit(each)
         go.set()
-        for _ in range(7):
+        for _ in range(8):
             assert ended.acquire(timeout=WAIT)
-    assert order == ["running", "privileged", "sooner", "soon", "late", "later", "put off"]
+    assert order == ["running", "privileged", "sooner", "soon", "late", "later", "put off", "privileged but late"]
 
 
 def test_an_urgent_request_that_cannot_make_it_is_refused_at_once() -> None:

@@ -16,7 +16,13 @@ from uvicorn import Config  # noqa: E402
 from uvicorn.server import ServerState  # noqa: E402
 
 from tests.support.clock import run  # noqa: E402
-from vtx.runtime.server.protocol import MAX_IDLE, MAX_IDLE_PER_CLIENT, BoundedProtocol  # noqa: E402
+from vtx.runtime.server.protocol import (  # noqa: E402
+    ARRIVAL_SECONDS,
+    CONNECTIONS,
+    MAX_IDLE,
+    MAX_IDLE_PER_CLIENT,
+    BoundedProtocol,
+)
 
 HEAD = b"POST /a HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -211,6 +217,7 @@ def test_idle_connections_are_bounded_and_the_longest_idle_ones_make_room(addres
             peers.append(server.peer(addresses[number % len(addresses)]))
             peers[-1].send(HEAD)
             await asyncio.sleep(0.001)
+        await asyncio.sleep(2 * ARRIVAL_SECONDS)
         assert [peer.open for peer in peers] == [False] * (250 - most) + [True] * most
         server.ready.set()
         await asyncio.sleep(0.1)
@@ -224,7 +231,24 @@ def test_other_clients_keep_their_connections() -> None:
         other = server.peer("192.0.2.2")
         for _ in range(2 * MAX_IDLE_PER_CLIENT):
             server.peer("192.0.2.1")
+        await asyncio.sleep(2 * ARRIVAL_SECONDS)
         assert other.open
+
+
+def test_requests_of_many_clients_behind_one_address_at_once_are_all_read() -> None:
+    async def test(server: Server) -> None:
+        peers = [server.peer("192.0.2.1") for _ in range(200)]
+        for peer in peers:
+            peer.send(HEAD + b"Content-Length: 2\r\n\r\nab")
+        await asyncio.sleep(2 * ARRIVAL_SECONDS)
+        assert all(peer.open for peer in peers)
+        more = [server.peer("192.0.2.1") for _ in range(2 * CONNECTIONS)]
+        assert sum(peer.open for peer in (*peers, *more)) <= 2 * CONNECTIONS + 1, "at once, however many come"
+        server.ready.set()
+        await asyncio.sleep(0.1)
+        assert all(peer.got.endswith(b"ab") for peer in peers), "what is being answered is not idle"
+
+    serve(test)
 
     serve(test)
 

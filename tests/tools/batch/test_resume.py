@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from tests.support.bundles import copy, flip, write_manifest
 from tests.support.bundles import manifest as manifest_of
 from tests.support.exported import THREADS, Models
 from tests.support.fresh import FreshAnswers, Setting, shuffled
+from tests.support.gated import WAIT
 from tests.support.tiny import random_image
 
 from vtx.runtime.api.load import load
@@ -133,6 +137,33 @@ def test_any_lines_interrupted_anywhere_are_answered_as_fresh_ones(
     assert again == len(asked) - done, "nothing is asked twice"
     for one, result in zip(asked, results, strict=True):
         fresh.check(result, *one)
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from vtx.runtime.api.options import Options
+from vtx.tools.batch.run import Asking, on_this_machine, run_batch
+from vtx.tools.batch.tasks import read_tasks
+from vtx.tools.common.loading import Loading
+bundle, questions, out, after = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+asking = Asking(3, "none", Options(max_new_tokens=3, ignore_eos=True, logprobs=True), 3)
+report = lambda _phase, done, _total: done == after and os.kill(os.getpid(), signal.SIGKILL)
+model = Loading("cpu", threads=1).load(bundle)
+run_batch(on_this_machine(model, asking), bundle, read_tasks(questions, None), out, asking, report=report, warn=print)
+"""
+
+
+def test_a_batch_that_is_killed_loses_and_repeats_nothing(model: Model, folder: Path, fresh: FreshAnswers) -> None:
+    """By SIGKILL, in the middle of answers side by side."""
+    file = write(folder, LINES)
+    arguments = [str(model.bundle.folder), str(file), str(folder / "answers.jsonl"), "2"]
+    died = subprocess.run([sys.executable, "-c", DIES, *arguments], capture_output=True, timeout=WAIT, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert not (folder / "answers.jsonl").exists()
+    results, again = run(model, file)
+    assert again == len(LINES) - 2, "what was answered is not asked again"
+    check(fresh, results)
 
 
 def test_a_line_cut_short_is_asked_again(model: Model, folder: Path, fresh: FreshAnswers) -> None:
