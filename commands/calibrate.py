@@ -95,7 +95,7 @@ def calibrate(
 
 
 def _engine(bundle: Path | None, loading: Loading, *of_checkpoints: str) -> Loading | None:
-    """How to load a bundle to measure it as it is deployed; None: it is not. Raises RequestError."""
+    """Loading of a bundle to measure as it is deployed; None: it is not. Raises RequestError."""
     engine = [f"--{name}" for name in ("device", "compute", "threads") if given(name)]
     checkpoints = [f"--{name.replace('_', '-')}" for name in of_checkpoints if given(name)]
     if bundle is not None and checkpoints:

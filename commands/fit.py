@@ -33,8 +33,8 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
     "images",
     option("--samples", int, "Questions to use at most, drawn from the file [default: all]."),
     option("--keep", "98%", "Share of answers that stay those of the full model.", callback=_share, metavar="SHARE"),
-    option("--accuracy-drop", float, "Instead of --keep, for questions with answers: at most so many of 100 "
-           "answers were right and are wrong.", metavar="POINTS"),
+    option("--accuracy-drop", float, "Instead of --keep, for questions with answers: limit of the share that "
+           "was right and is wrong.", metavar="POINTS"),
     option("--first-token", float, "Limit of 99 of 100 first tokens.", metavar="MS"),
     option("--per-token", float, "Limit of 99 of 100 answers' mean time per further token.", metavar="MS"),
     option("--memory", float, "Memory that a bundle may take.", metavar="GB"),

@@ -48,7 +48,7 @@ class OpenedModel(Source):
 
     @property
     def identity(self) -> list[object]:
-        """What measurements of it depend on."""
+        """Everything that measurements of it depend on."""
         if self.engine is None:
             return [self.fingerprint, self.version()]
         manifest, backend = self.engine.manifest, self.engine.backend

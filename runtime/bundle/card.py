@@ -86,7 +86,7 @@ class FittedData:
 class Guarantee:
     """At most `limit` of the answers change, with a confidence of `confidence`, found by `method`.
 
-    Or with another `loss`, at most so many were right and are wrong now, so accuracy drops by no more. It accounts for
+    Or with another `loss`, at most `limit` were right and are wrong now, so accuracy drops by no more. It accounts for
     the search: `tested` configurations were tested in turn, on questions that chose none of them.
     """
 

@@ -16,7 +16,7 @@ from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.methods import NONE, MethodAnswer, Trial
 from vtx.tools.bench.series import Series, spread
-from vtx.tools.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, mean_intervals, share_interval
+from vtx.tools.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, grouped_share, mean_intervals
 
 FORMAT = "vtx-methods-2"
 PHASES = ("vision", "prefill", "first_token", "second_question", "decode_per_token")
@@ -92,22 +92,23 @@ class Comparison:
 
 
 def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequence[float] = ()) -> Comparison:
-    """Compare the methods of a trial. Intervals are 95%; FLOPs, bytes and tokens are means over the questions.
+    """Compare the methods of a trial. Intervals are 95%, over images; FLOPs, bytes and tokens are means over questions.
 
     `score` is the share of right answers, or of answers like those of no method if the data has no answers. With a
     `ladder`, the best setting of each of its families within each of `budgets`, by arithmetic and by first token.
     """
     unreduced = fmean(by_method[trial.methods[0]].flops for by_method in trial.answers)
-    methods = list[MethodResult]()
+    methods, images = list[MethodResult](), trial.images
     for method in trial.methods:
         answers = [by_method[method] for by_method in trial.answers]
-        rights = [answer.right for answer in answers if answer.right is not None]
+        known_of = [(answer.right, n) for answer, n in zip(answers, images, strict=True) if answer.right is not None]
+        rights, about = [right for right, _ in known_of], [n for _, n in known_of]
         mean = {n: fmean(getattr(a, n) for a in answers) for n in ("flops", "full_layers", "kv_bytes", "reused_layers")}
         times = {phase: [answer.ms[phase] for answer in answers if answer.ms[phase]] for phase in PHASES}
         methods.append(MethodResult(
             name=method.name, kind=method.kind, k=method.k, reduce=method.reduce,
-            right=share_interval(sum(rights), len(rights)) if rights else None,
-            same=share_interval(sum(answer.same for answer in answers), len(answers)),
+            right=grouped_share(rights, about) if rights else None,
+            same=grouped_share([answer.same for answer in answers], images),
             vision_rows=fmean(answer.vision_tokens for answer in answers), flops_ratio=mean["flops"] / unreduced,
             ms={phase: spread(values) if values else None for phase, values in times.items()}, **mean,
         ))  # fmt: skip
@@ -118,9 +119,11 @@ def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequenc
         return np.nan if right is None else float(right)
 
     scores = np.array([[score(by_method[method]) for method in trial.methods] for by_method in trial.answers])
-    compared = [_compare(methods, scores, number) for number, row in enumerate(methods) if row.reduce != NONE]
+    compared = [_compare(methods, scores, number, images) for number, row in enumerate(methods) if row.reduce != NONE]
     costs = {"flops": [m.flops for m in methods], "first_token": [m.first_token for m in methods]}
-    best = {name: find_best(ladder or {}, trial.methods, scores, values, budgets) for name, values in costs.items()}
+    best = {
+        name: find_best(ladder or {}, trial.methods, scores, values, budgets, images) for name, values in costs.items()
+    }
     best = {name: rows for name, rows in best.items() if rows}
     sentences = [line for cost, rows in best.items() if scores.any() for line in verdict(rows, COSTS[cost])]
     m, backend = trial.model.manifest, trial.model.backend
@@ -134,23 +137,27 @@ def make_comparison(trial: Trial, ladder: Ladder | None = None, budgets: Sequenc
         score="right" if known else "same", interrupted=trial.interrupted, predicted_s=trial.predicted_s,
         methods=tuple(methods), compared=tuple(compared),
         families={family: tuple(method.name for method in settings) for family, settings in (ladder or {}).items()},
-        budgets=best, verdict=(*_verdict(methods, compared, len(trial.answers), scores), *sentences),
+        budgets=best, verdict=(*_verdict(methods, compared, len(trial.answers), scores, images), *sentences),
     )  # fmt: skip
 
 
-def _difference(scores: NDArray[np.float64], column: int, other: int) -> MeanInterval:
+def _difference(scores: NDArray[np.float64], column: int, other: int, images: Sequence[int]) -> MeanInterval:
+    """Paired question by question, those about an image together."""
     differences = scores[:, column] - scores[:, other]
-    [interval] = mean_intervals(differences[~np.isnan(differences)][:, None])
+    known = ~np.isnan(differences)
+    [interval] = mean_intervals(differences[known][:, None], np.asarray(images)[known].tolist())
     return interval
 
 
-def _compare(methods: Sequence[MethodResult], scores: NDArray[np.float64], number: int) -> Compared:
+def _compare(
+    methods: Sequence[MethodResult], scores: NDArray[np.float64], number: int, images: Sequence[int]
+) -> Compared:
     """A method compared with two withdrawals (or K = none): the nearest in FLOPs, the cheapest that is as accurate."""
     method = methods[number]
     rivals = [n for n, other in enumerate(methods) if other.kind == "withdrawal"]
     rival = min(rivals, key=lambda n: abs(methods[n].flops - method.flops))
-    difference = _difference(scores, number, rival)
-    equals = [methods[n] for n in rivals if _difference(scores, n, number).mean >= 0]
+    difference = _difference(scores, number, rival, images)
+    equals = [methods[n] for n in rivals if _difference(scores, n, number, images).mean >= 0]
     equal = min(equals, key=lambda other: other.flops, default=None)
     verdict = BETTER if difference.low > 0 else WORSE if difference.high < 0 else EQUAL
     return Compared(
@@ -161,8 +168,9 @@ def _compare(methods: Sequence[MethodResult], scores: NDArray[np.float64], numbe
 
 
 def _verdict(
-    methods: Sequence[MethodResult], compared: Sequence[Compared], items: int, scores: NDArray[np.float64]
-) -> list[str]:
+    methods: Sequence[MethodResult], compared: Sequence[Compared], items: int, scores: NDArray[np.float64],
+    images: Sequence[int],
+) -> list[str]:  # fmt: skip
     if not scores.any():
         return [f"No method answers any of the {items} questions right, so accuracy decides nothing here."]
     sentences = []
@@ -173,7 +181,7 @@ def _verdict(
             f"questions, {count[BETTER]} answer better, {count[WORSE]} worse, and {count[EQUAL]} without a difference "
             f"beyond chance ({CONFIDENCE:.0%})."
         )
-    good = [n for n in range(len(methods)) if 100 * _difference(scores, n, 0).mean >= -POINTS]
+    good = [n for n in range(len(methods)) if 100 * _difference(scores, n, 0, images).mean >= -POINTS]
     for noun, kinds in (("method", None), ("withdrawal", ("withdrawal",))):
         fit = [methods[n] for n in good if kinds is None or methods[n].kind in kinds]
         cheapest = min(fit, key=lambda method: method.flops)

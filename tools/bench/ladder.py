@@ -19,7 +19,7 @@ from vtx.runtime.policies import parse, to_spec
 from vtx.runtime.policies.make import check_provided
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.methods import NONE, Method
-from vtx.tools.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval
+from vtx.tools.data.intervals import MeanInterval, ShareInterval, grouped_share, mean_intervals
 
 WITHDRAWAL, GATES = "withdrawal", "gates"
 KEPT, DROPPED = (0.75, 0.5, 0.25, 0.125), (0.25, 0.5, 0.75, 0.9)
@@ -92,17 +92,19 @@ def make_ladder(manifest: Manifest, dialect: str, ks: Sequence[K]) -> tuple[Ladd
 
 def find_best(
     ladder: Ladder, methods: Sequence[Method], scores: Scores, costs: Sequence[float], budgets: Sequence[float],
+    images: Sequence[int],
 ) -> tuple[Best, ...]:  # fmt: skip
     """The best setting of each family within each budget, budgets as given, the best family first.
 
     `scores` [questions, methods] are 1 for a good answer and NaN if that is unknown; `costs` belong to `methods`, of
-    which the first is none. A family without a setting within a budget is left out there. Fewer than two questions
-    with known answers give nothing.
+    which the first is none. `images` [questions] number what each is about: every other one chooses, the rest judge. A
+    family without a setting within a budget is left out there. Known answers about fewer than two give nothing.
     """
-    known = scores[~np.isnan(scores).any(1)]
-    if len(known) < 2:
+    known, about = scores[~np.isnan(scores).any(1)], np.asarray(images)[~np.isnan(scores).any(1)]
+    odd = np.unique(about, return_inverse=True)[1] % 2 == 1
+    if not odd.any():
         return ()
-    choosing, judging = known[::2], known[1::2]
+    choosing, judging, judged = known[~odd], known[odd], about[odd].tolist()
     found = list[Best]()
     for budget in budgets:
         chosen = dict[str, int]()
@@ -115,8 +117,8 @@ def find_best(
         first = max(chosen.values(), key=lambda n: (judging[:, n].mean(), -costs[n]))
         rows = list[Best]()
         for family, n in chosen.items():
-            [behind] = mean_intervals((judging[:, first] - judging[:, n])[:, None])
-            score = share_interval(int(judging[:, n].sum()), len(judging))
+            [behind] = mean_intervals((judging[:, first] - judging[:, n])[:, None], judged)
+            score = grouped_share(judging[:, n].astype(bool).tolist(), judged)
             rows.append(Best(budget, family, methods[n].name, costs[n] / costs[0], score, behind))
         found += sorted(rows, key=lambda row: (-row.score.share, row.cost))
     return tuple(found)

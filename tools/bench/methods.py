@@ -19,9 +19,10 @@ from vtx.runtime.units import Progress
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.stopwatch import timed
 from vtx.tools.bench.work import WorkCounter
-from vtx.tools.data.items import Data, Item, plain
+from vtx.tools.data.items import Data, Item, image_key, plain
 
 NONE = "none"
+RANDOM = "random:keep=0.25", "random:keep=0.5"
 SECOND = "What else is in the picture?", "Describe it."  # about the same images; the one that was not asked yet
 
 
@@ -64,12 +65,17 @@ class MethodAnswer:
 
 
 def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
-    """No method, each of `ks`, each exported reduction, and each of these followed by one withdrawal."""
+    """No method, each of `ks`, each exported reduction, and each of these followed by one withdrawal.
+
+    Where there are reductions, tokens drawn at random stand beside them: one that does not beat these is worth nothing.
+    """
     specs = [spec for spec in manifest.reductions if spec != NONE]
+    drawn = [] if not specs or any("random" in spec for spec in specs) else [to_spec(parse(spec)) for spec in RANDOM]
     fixed = [k for k in ks if isinstance(k, int)]
     k = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
     both = [Method(k, spec) for spec in specs] if k is not None else []
-    return (Method(None), *(Method(k) for k in ks if k is not None), *(Method(None, spec) for spec in specs), *both)
+    return (Method(None), *(Method(k) for k in ks if k is not None), *(Method(None, spec) for spec in specs), *both,
+            *(Method(None, spec) for spec in drawn))  # fmt: skip
 
 
 def short(part: Reduction) -> str:
@@ -91,7 +97,10 @@ def _options(part: Reduction) -> dict[str, str]:
 
 
 class Trial:
-    """The questions of `data`, asked of each of `methods` in turn; `answers` are kept question by question."""
+    """The questions of `data`, asked of each of `methods` in turn.
+
+    `answers` are kept question by question, and in `images` the number of what each is about.
+    """
 
     def __init__(self, model: Model, data: Data, methods: Sequence[Method], new_tokens: int, threads: int) -> None:
         self.threads = threads
@@ -100,6 +109,7 @@ class Trial:
         self._options, self._one_token = Options(max_new_tokens=new_tokens), Options(max_new_tokens=1)
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         self.answers: list[dict[Method, MethodAnswer]] = []
+        self.images = list[int]()
         self.skipped, self.interrupted, self.predicted_s = list(data.skipped), False, 0.0
 
     def probe(self) -> float:
@@ -114,12 +124,14 @@ class Trial:
 
     def run(self, report: Progress) -> None:
         """Ask everything; Ctrl-C stops and keeps the questions that every method has answered. Raises RequestError."""
-        items = self.data.items
+        items, numbers = self.data.items, dict[object, int]()
         try:
             for number, item in enumerate(items):
                 report("asking", number, len(items))
                 try:
                     self.answers.append(self._ask_all(item, number))
+                    about = tuple(map(image_key, item.images)) or item.question
+                    self.images.append(numbers.setdefault(about, len(numbers)))
                 except (RequestError, ImageError) as e:
                     self.skipped.append(f"{item.question[:40]!r}: {e}")
             report("asking", len(items), len(items))

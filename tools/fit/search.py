@@ -47,7 +47,7 @@ class Budget:
 
     @property
     def loss(self) -> str:
-        """What happens to an answer that counts."""
+        """The change of an answer that counts, in words."""
         return LOST if self.of_right else CHANGED
 
     def over(self, first_token_ms: float, per_token_ms: float | None) -> float:

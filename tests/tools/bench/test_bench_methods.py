@@ -45,6 +45,7 @@ NAMES = [
     "none", "K = 3", "K = 5",
     "lsm:tau=-1", "cls:keep=0.25", "fastv:k=2,ratio=0.5", "mustdrop:192,layers=3/5",
     "lsm:tau=-1 + K = 5", "cls:keep=0.25 + K = 5", "fastv:k=2,ratio=0.5 + K = 5", "mustdrop:192,layers=3/5 + K = 5",
+    "random:keep=0.25", "random:keep=0.5",
 ]  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def report(bundle: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     target = tmp_path_factory.mktemp("report") / "out.json"
     done = vtx_bench("--bundle", str(bundle), "--data", str(data), "--out", str(target))
     assert done.exit_code == 0, done.stderr
-    assert "11 methods on 3 questions of questions.jsonl; predicted: about" in done.stderr
+    assert "13 methods on 3 questions of questions.jsonl; predicted: about" in done.stderr
     assert "mustdrop:192,layers=3/5 +" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     found: dict[str, Any] = json.loads(target.read_text())
@@ -276,16 +277,23 @@ def test_a_name_is_short_and_tells_methods_apart(word: str, name: str) -> None:
 
 def test_without_a_fixed_k_nothing_stands_behind_a_reduction() -> None:
     manifest: Any = SimpleNamespace(reductions=("cls:keep=0.25",), default_k=None)
-    assert [method.kind for method in find_methods(manifest, (None,))] == ["withdrawal", "pruning"]
+    assert [method.kind for method in find_methods(manifest, (None,))] == ["withdrawal", *["pruning"] * 3]
     assert [method.name for method in find_methods(manifest, ("auto", 4))] == [
-        "none", "gates", "K = 4", "cls:keep=0.25", "cls:keep=0.25 + K = 4",
+        "none", "gates", "K = 4", "cls:keep=0.25", "cls:keep=0.25 + K = 4", "random:keep=0.25", "random:keep=0.5",
+    ]  # fmt: skip
+    own: Any = SimpleNamespace(reductions=("random:keep=0.75",), default_k=None)
+    assert [method.name for method in find_methods(own, (None,))] == ["none", "random:keep=0.75"]
+    assert [method.name for method in find_methods(SimpleNamespace(reductions=(), default_k=None), (4,))] == [  # type: ignore[arg-type]
+        "none", "K = 4",
     ]  # fmt: skip
 
 
 # --- the verdict ----------------------------------------------------------------------------------
 
 
-def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Method, int]) -> Comparison:
+def comparison(
+    rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Method, int], images: Sequence[int] | None = None
+) -> Comparison:
     """A comparison of answers made up: per method, whether each of the questions was answered right."""
     ms = {"vision": 1.0, "prefill": 2.0, "first_token": 3.0, "second_question": 2.0, "decode_per_token": 0.0}
     count = len(next(iter(rights.values())))
@@ -302,6 +310,7 @@ def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Me
     trial: Any = SimpleNamespace(
         methods=tuple(rights),
         answers=answers,
+        images=[*range(count)] if images is None else images,
         model=model,
         data=data,
         skipped=[],
@@ -314,6 +323,18 @@ def comparison(rights: Mapping[Method, Sequence[bool | None]], flops: Mapping[Me
 
 FULL, HALF, QUARTER = Method(None), Method(5), Method(3)
 CLS = Method(None, "cls:keep=0.25")
+
+
+def test_ten_questions_about_an_image_are_not_ten_images() -> None:
+    right = {FULL: [True] * 40, HALF: [False] * 10 + [True] * 30, CLS: [True] * 40}
+    alone, together = (
+        comparison(right, {FULL: 100, HALF: 52, CLS: 48}, images) for images in (None, [n // 10 for n in range(40)])
+    )
+    assert alone.compared[0].verdict == BETTER
+    assert together.compared[0].verdict == EQUAL, "one image of four shows nothing"
+    shares = [found.methods[1].right for found in (alone, together)]
+    assert shares[0].share == shares[1].share == 0.75
+    assert shares[1].low < shares[0].low - 0.1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ COSTS = (100.0, 30.0, 60.0, 25.0, 50.0)
 
 def best(answers: dict[Method, Sequence[float]], budgets: Sequence[float]) -> list[Best]:
     scores = np.array([answers[method] for method in METHODS], float).T
-    return [*find_best(LADDER, METHODS, scores, COSTS, budgets)]
+    return [*find_best(LADDER, METHODS, scores, COSTS, budgets, range(len(scores)))]
 
 
 def test_of_equally_good_settings_the_one_nearest_to_the_budget_is_taken() -> None:
