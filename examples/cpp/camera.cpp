@@ -2,14 +2,17 @@
 //
 // The camera is a device such as /dev/video0, or a folder of pictures. One thread takes frames, and the newest one waits
 // where the last one did. The other answers, a conversation a frame. So an answer is never about an old frame, and
-// nothing piles up where frames come faster than answers.
+// nothing piles up where frames come faster than answers. A frame with the very bytes of the last one that was answered is
+// not run: its answer stands.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <iostream>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -72,6 +75,8 @@ Source source_of_folder(const std::string& folder) {
     if (next == files.size()) return std::nullopt;
     Frame frame;
     frame.name = files[next++];
+    std::ifstream file(frame.name, std::ios::binary);
+    frame.bytes.assign(std::istreambuf_iterator<char>(file), {});
     return frame;
   };
 }
@@ -108,16 +113,26 @@ class Watch {
   std::thread thread_;
 };
 
-void run(const std::string& bundle, const std::string& camera, const std::string& question) {
+// Called with each answer; `reused` if it is that of an equal frame before.
+using OnAnswer = std::function<void(const Frame& frame, const std::string& answer, bool reused)>;
+
+void run(const std::string& bundle, const std::string& camera, const std::string& question, const OnAnswer& on_answer) {
   vtx::Model model(bundle);
   vtx::AskOptions options;
   options.max_new_tokens = 32;
   Newest newest;
   Watch watch(source_of(camera), newest);
+  std::optional<Frame> last;  // the last frame that was answered
+  std::string text;
   while (std::optional<Frame> frame = newest.take()) {
     try {
-      vtx::Answer answer = model.open({frame->image()}).ask(question, options);
-      std::cout << frame->name << ": " << answer.text() << std::endl;
+      bool reused = last && frame->shows_same(*last);
+      if (!reused) {
+        last.reset();
+        text = model.open({frame->image()}).ask(question, options).text();
+        last = frame;
+      }
+      on_answer(*frame, text, reused);
     } catch (const vtx::Error& error) {  // a frame that cannot be read ends nothing
       std::cerr << frame->name << ": " << error.what() << "\n";
     }
@@ -133,7 +148,9 @@ int main(int count, char** values) {
     return 2;
   }
   try {
-    run(values[1], values[2], values[3]);
+    run(values[1], values[2], values[3], [](const Frame& frame, const std::string& answer, bool reused) {
+      std::cout << frame.name << ": " << answer << (reused ? " (as before)" : "") << std::endl;
+    });
     return 0;
   } catch (const std::exception& error) {
     std::cerr << "Error: " << error.what() << "\n";

@@ -14,6 +14,11 @@ struct Frame {
   size_t stride = 0;  // bytes from one row to the next
   vtx_pixel_format format = VTX_FILE;
 
+  bool shows_same(const Frame& other) const {
+    return format == other.format && width == other.width && height == other.height && stride == other.stride &&
+           bytes == other.bytes;
+  }
+
   vtx::Image image() const {
     if (bytes.empty()) return vtx::Image::file(name);
     if (format == VTX_FILE) return vtx::Image::bytes(bytes.data(), bytes.size());

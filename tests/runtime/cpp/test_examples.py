@@ -67,6 +67,18 @@ def test_the_example_camera_answers_about_frames_and_goes_on_after_a_damaged_one
     assert "frames were replaced by newer ones" in run.stderr
 
 
+def test_the_example_camera_runs_no_frame_that_is_equal_to_the_last_one(model: Model, tmp_path: Path) -> None:
+    for number in range(20):
+        random_image(1).save(tmp_path / f"{number:02}.png")
+    run = camera(model, tmp_path)
+    assert run.returncode == 0, run.stderr
+    with model.open(tmp_path / "00.png") as conversation:
+        text = conversation.ask("red?", max_new_tokens=32).text
+    first, *others = [line.partition(".png: ")[2] for line in run.stdout.splitlines()]
+    assert first == text
+    assert set(others) == {f"{text} (as before)"}
+
+
 def camera(model: Model, device: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [BUILD / "examples/vtx-example-camera", model.bundle.folder, device, "red?"]
     return subprocess.run([*map(str, command)], capture_output=True, text=True, env={**ENVIRONMENT, **variables})
