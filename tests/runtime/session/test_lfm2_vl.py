@@ -30,6 +30,7 @@ from vtx.runtime.backends.states import RECENT, TRIED
 from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import CheckpointError, DeviceError, ImageError, RequestError, UnsupportedModelError
 from vtx.runtime.policies.make import make_policy
+from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.layouts import read_layout
 
@@ -292,3 +293,15 @@ def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(model: Model) -
         found = conversation.ask("red?", 5, options)
     with model.open([random_image(1, HIGH)]) as fresh:
         assert found.token_ids == fresh.ask("red?", 5, options).token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
+def test_every_precision_computes_what_the_reference_does_with_the_same_weights(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str
+) -> None:
+    made = export(tiny_checkpoint(LFM2), tmp_path / "bundle", (3,), precision).folder
+    for device in DEVICES:
+        with load(made, device=device, threads=THREADS) as loaded:
+            for check in check_golden(loaded):
+                assert check.passed, (device, check)

@@ -17,6 +17,7 @@ import pytest
 from tests.support.bundles import ORT, export
 from tests.support.exported import greedy, prompt
 from tests.support.families.fast_vlm import FAST_VLM
+from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import GRANITE
 from tests.support.parity import CLOSE, STEPS, assert_chat_as_reference, assert_later_equal_fresh
 from tests.support.reference import Reference
@@ -59,9 +60,20 @@ def fast_vlm(draw: random.Random) -> Tiny:
     )  # fmt: skip
 
 
+def lfm2_vl(draw: random.Random) -> Tiny:
+    tiny = _text(draw, LFM2)
+    attending = draw.sample(range(tiny.layers), draw.randint(1, tiny.layers - 1))
+    return replace(
+        tiny, rope="default", head_dim=None, hidden=draw.choice([64, 96]), attending=tuple(sorted(attending)),
+        taps=draw.randint(2, 5), attention_bias=draw.random() < 0.4, select=draw.choice(["default", "full"]),
+        vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]), vision_head=draw.random() < 0.5,
+        names=draw.choice(["hub", "saved"]),
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(COUNT))
-@pytest.mark.parametrize("family", [granite, fast_vlm])
+@pytest.mark.parametrize("family", [granite, fast_vlm, lfm2_vl])
 def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statement(
     tmp_path: Path, family: Callable[[random.Random], Tiny], seed: int
 ) -> None:

@@ -91,6 +91,7 @@ ModelSpec read_model(const Json& value) {
   read_rope(fields.get("rope"), m.head_dim);
   refuse(fields, "sliding", "layers with sliding windows, as in Gemma,");
   refuse(fields, "two_way", "tokens that see each other both ways, as in PaliGemma,");
+  refuse(fields, "conv_layers", "layers with a convolution, as in LFM2-VL,");
   m.tower = read_tower(fields.get("tower"));
   Fields projector(fields.get("projector"), "vtx.json: model.projector");
   projector.whole("intermediate");
