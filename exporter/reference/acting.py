@@ -29,22 +29,23 @@ def actions_of(
     """The actions [horizon, width] at each K, for a normalised state [state] and noise [horizon, width]."""
     spec = reference.config.action
     assert spec is not None
-    prompt = reference.prefix_keys_values(sample, ks, report)
-    found, count = dict[int | None, Tensor](), len(sample.ids)
-    for k in ks:
-        actions = noise.clone()
-        for step in range(spec.steps):
-            time, change = 1 - step / spec.steps, 1 / spec.steps
-            actions = actions - change * _velocity(reference, prompt[k], state, actions, time, count)
-        found[k] = actions
-    return found
+    by_k = reference.prefix_keys_values(sample, ks, report)
+    prompts, count = [by_k[k] for k in ks], len(sample.ids)
+    actions = noise.expand(len(ks), -1, -1)
+    for step in range(spec.steps):
+        time, change = 1 - step / spec.steps, 1 / spec.steps
+        actions = actions - change * _velocity(reference, prompts, state, actions, time, count)
+    return dict(zip(ks, actions, strict=True))
 
 
 def _velocity(
-    reference: Reference, prompt: Sequence[tuple[Tensor, Tensor]], state: Tensor, actions: Tensor, time: float,
-    count: int,
+    reference: Reference, prompts: Sequence[Sequence[tuple[Tensor, Tensor]]], state: Tensor, actions: Tensor,
+    time: float, count: int,
 ) -> Tensor:  # fmt: skip
-    """The expert's answer for one moment; the prompt has `count` positions."""
+    """The expert's answers for one moment, to several prompts of `count` positions, [prompts, horizon, width].
+
+    Each weight is read once for all of them.
+    """
     spec, text, read = reference.config.action, reference.config.text, reference.weight
     assert spec is not None
 
@@ -55,32 +56,34 @@ def _velocity(
         return F.rms_norm(x, x.shape[-1:], read(f"head.{name}.weight"), spec.eps)
 
     def heads(x: Tensor, name: str) -> Tensor:
-        return linear(x, name).reshape(len(x), -1, text.head_dim).transpose(0, 1)
+        return linear(x, name).reshape(*x.shape[:2], -1, text.head_dim).transpose(1, 2)
 
-    half = spec.hidden // 2
+    half, horizon = spec.hidden // 2, actions.shape[1]
     periods = spec.min_period * (spec.max_period / spec.min_period) ** torch.linspace(0, 1, half)
     angles = 1 / periods * 2 * math.pi * time
-    moment = torch.cat((angles.sin(), angles.cos())).expand(len(actions), -1)
-    y = torch.cat((linear(actions, "action_in_proj", "bias"), moment), 1)
+    moment = torch.cat((angles.sin(), angles.cos())).expand(len(actions), horizon, -1)
+    y = torch.cat((linear(actions, "action_in_proj", "bias"), moment), -1)
     y = linear(F.silu(linear(y, "action_time_mlp_in", "bias")), "action_time_mlp_out", "bias")
-    x = torch.cat((linear(state[None], "state_proj", "bias"), y))
-    positions = torch.arange(count, count + len(x))
-    for layer, (old_keys, old_values) in enumerate(prompt):
+    x = torch.cat((linear(state[None], "state_proj", "bias").expand(len(actions), -1, -1), y), 1)
+    positions = torch.arange(count, count + horizon + 1)
+    for layer in range(text.layers):
         p = f"layers.{layer}"
         y = norm(x, f"{p}.input_layernorm")
         q, k, v = (heads(y, f"{p}.self_attn.{part}_proj") for part in "qkv")
         q, k = (reference.rotated(part, positions) for part in (q, k))
-        keys, values = torch.cat((old_keys, k), 1), torch.cat((old_values, v), 1)
-        sharing, seen = len(q) // len(keys), torch.ones(len(x), keys.shape[1], dtype=torch.bool)
-        seen[0, -len(actions) :] = False
-        y = F.scaled_dot_product_attention(
-            q, keys.repeat_interleave(sharing, 0), values.repeat_interleave(sharing, 0), attn_mask=seen
-        )
-        x = x + linear(y.transpose(0, 1).flatten(1), f"{p}.self_attn.o_proj")
+        attended = list[Tensor]()
+        for number, prompt in enumerate(prompts):
+            keys, values = (torch.cat((old, new[number]), 1) for old, new in zip(prompt[layer], (k, v), strict=True))
+            sharing, seen = q.shape[1] // len(keys), torch.ones(horizon + 1, keys.shape[1], dtype=torch.bool)
+            seen[0, -horizon:] = False
+            keys, values = keys.repeat_interleave(sharing, 0), values.repeat_interleave(sharing, 0)
+            y = F.scaled_dot_product_attention(q[number], keys, values, attn_mask=seen)
+            attended.append(y.transpose(0, 1).flatten(1))
+        x = x + linear(torch.stack(attended), f"{p}.self_attn.o_proj")
         y = norm(x, f"{p}.post_attention_layernorm")
         gate = reference.activated(linear(y, f"{p}.mlp.gate_proj"), spec.activation)
         x = x + linear(gate * linear(y, f"{p}.mlp.up_proj"), f"{p}.mlp.down_proj")
-    return linear(norm(x[1:], "norm"), "action_out_proj", "bias")
+    return linear(norm(x[:, 1:], "norm"), "action_out_proj", "bias")
 
 
 def record_golden_actions(
