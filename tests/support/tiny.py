@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "idefics3": "Idefics3ForConditionalGeneration",
     "fast_vlm": "FastVlmForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
+    "pi0": "PI0ForConditionalGeneration",  # made by tests/support/families/pi0.py
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
 }
