@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +70,8 @@ class BundleWeights:
 
 
 def _widened(info: TensorInfo, rows: RowIndex) -> Tensor:
+    if not info.shape:  # one number
+        return _widened(replace(info, shape=(1,)), rows).reshape(())
     step = max(1, CHUNK // max(1, prod(info.shape[1:])))
     bits = (read_bits(info, part) for part in _parts(rows, info.shape[0], step))
     parts = (widen_bf16(part) for part in bits) if info.dtype == "BF16" else bits

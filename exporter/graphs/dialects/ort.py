@@ -153,7 +153,9 @@ class OrtAttention:
         if self._bias is None:
             total = b.op("Cast", b.op("Squeeze", self._slots[1]), to=ir.DataType.INT64.value)
             slots = b.op("Range", b.constant(np.array(0, np.int64)), total, b.constant(np.array(1, np.int64)))
-            self._bias = b.op("Where", self._seen(slots), b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
+            half = self._kv_type == ir.DataType.FLOAT16  # then the operator computes with it
+            hidden = np.array(np.finfo(np.float16).min, np.float16) if half else UNSEEN
+            self._bias = b.op("Where", self._seen(slots), b.constant(np.zeros((), hidden.dtype)), b.constant(hidden))
         return self._bias
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:

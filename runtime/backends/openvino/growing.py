@@ -82,12 +82,11 @@ class OpenvinoReadingCache(SlotCounter):
             names.HIDDEN: tokens.hidden, names.POSITIONS: positions[None], **context.rope,
             **{names.token_input(name): tokens.inputs[name] for name in self._spec.inputs},
         }  # fmt: skip
-        for layer, cache in self._sources.items():
+        for layer, cache in sorted(self._sources.items(), key=lambda source: context.model.slides(source[0])):
             at = cache.spec.cached.index(layer)
             for part, name in enumerate((names.past_key, names.past_value)):
                 inputs[name(layer)] = cache.numbers(at, part)[None].astype(context.key, copy=False)
-            if context.model.slides(layer):
-                inputs[names.FIRST_SLOT] = cache.first_slots(positions, cache.length)[None]
+            inputs[names.FIRST_SLOT] = cache.first_slots(positions, cache.length)[None]  # last: of one that slides
         return self._graph.run(inputs)[names.HIDDEN_OUT]
 
     def keep(self, length: int) -> None:

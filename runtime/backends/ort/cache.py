@@ -276,7 +276,8 @@ class OrtReadingCache(OrtStageCache):
 
     def _first_slots(self, positions: Ids) -> Ids:
         slides = self._context.model.slides
-        cache = next(cache for layer, cache in self.sources.items() if slides(layer))
+        found = [cache for layer, cache in self.sources.items() if slides(layer)]
+        cache = (found or [*self.sources.values()])[0]  # none may slide: then the graph does not use them
         return cache.first_slots(positions, cache.length)
 
     def _count(self, _: int) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.support.bundles import ORT, export
 from tests.support.exported import greedy, prompt
 from tests.support.families.fast_vlm import FAST_VLM
+from tests.support.families.gemma import GEMMA4
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import GRANITE
 from tests.support.parity import CLOSE, STEPS, assert_chat_as_reference, assert_later_equal_fresh
@@ -71,15 +72,28 @@ def lfm2_vl(draw: random.Random) -> Tiny:
     )  # fmt: skip
 
 
+def gemma4(draw: random.Random) -> Tiny:
+    every, layers = draw.randint(2, 4), draw.randint(7, 10)
+    return replace(
+        GEMMA4, layers=layers, full_every=every, shared=draw.randint(0, layers - every - 1), heads=draw.choice([2, 4]),
+        kv_heads=draw.choice([1, 2]), head_dim=draw.choice([8, 16]), sliding_window=draw.choice([5, 24, 80, 400]),
+        per_layer=draw.choice([8, 16]), softcap=draw.choice([None, 20.0]), clipped=draw.random() < 0.5,
+        hidden=draw.choice([48, 64]), ffn=draw.choice([64, 96]), tied=draw.random() < 0.7,
+        vision_layers=draw.randint(1, 3), theta=draw.choice([1e3, 1e4]),
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(COUNT))
-@pytest.mark.parametrize("family", [granite, fast_vlm, lfm2_vl])
+@pytest.mark.parametrize("family", [granite, fast_vlm, lfm2_vl, gemma4])
 def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statement(
     tmp_path: Path, family: Callable[[random.Random], Tiny], seed: int
 ) -> None:
     draw = random.Random(f"{family.__name__} {seed}")
     tiny = family(draw)
-    checkpoint, ks = make(tmp_path / "checkpoint", tiny, seed), sorted(draw.sample(range(2, tiny.layers + 1), 3))
+    checkpoint = make(tmp_path / "checkpoint", tiny, seed)
+    last = tiny.layers - tiny.shared if tiny.family == "gemma4" else tiny.layers
+    ks = sorted(draw.sample(range(2, last + 1), min(3, last - 1)))
     judge = Reference(checkpoint)
     sizes = [(draw.randint(20, 200), draw.randint(20, 200)) for _ in range(2)]
     images = [random_image(seed + number, size) for number, size in enumerate(sizes)]
