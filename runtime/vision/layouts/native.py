@@ -121,7 +121,7 @@ class Native(Layout):
                 "cut off some of its longer side"
             )
         unit = self.unit
-        columns, rows = self._rounded(width, height)
+        columns, rows = self.rounded(width, height)
         if columns * rows * unit**2 > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
             return max(1, math.floor(width / shrink / unit)), max(1, math.floor(height / shrink / unit))
@@ -130,6 +130,6 @@ class Native(Layout):
             return math.ceil(width * enlarge / unit), math.ceil(height * enlarge / unit)
         return columns, rows
 
-    def _rounded(self, width: int, height: int) -> tuple[int, int]:
+    def rounded(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tokens next to an image's size, whatever its pixels."""
         return round(width / self.unit), round(height / self.unit)

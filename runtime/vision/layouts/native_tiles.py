@@ -136,6 +136,6 @@ class NativeTiles(Native):
             return None
         return Tiles(self.tile, self._tile_tokens, self.fewest, self.most).grid(width, height)
 
-    def _rounded(self, width: int, height: int) -> tuple[int, int]:
-        columns, rows = super(NativeTiles, self)._rounded(width, height)
+    def rounded(self, width: int, height: int) -> tuple[int, int]:
+        columns, rows = super(NativeTiles, self).rounded(width, height)
         return max(1, columns), max(1, rows)
