@@ -122,7 +122,9 @@ def ask(port: int, question: str, tokens: int, image: str | None = None) -> None
 KINDS: dict[str, Callable[[int, int, int], None]] = {
     "text, 32 tokens": lambda port, seed, n: ask(port, f"question {seed} {n}: what is this?", 32),
     "a new picture, 4 tokens": lambda port, seed, n: ask(port, f"what is this? {n}", 4, picture(10 * seed + n)),
-    "a new picture, 32 tokens": lambda port, seed, n: ask(port, f"what is that? {n}", 32, picture(10 * seed + n + 1)),
+    "a new picture, 32 tokens": lambda port, seed, n: ask(
+        port, f"what is that? {n}", 32, picture(10 * seed + n + 5_000_000)
+    ),
     "one new picture, 4 tokens": lambda port, seed, n: ask(port, f"question {n}?", 4, picture(10 * seed + 9_000_000)),
 }
 
