@@ -105,6 +105,7 @@ class Conversation:
         with self._turns.hold(Request(), closing=True):
             self.images = images
             self._encoded = self._encoded.replaced(images)
+            self._session.caches.continues = True
 
     def ask(
         self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]

@@ -6,7 +6,7 @@ caches. Slots are not positions: a token keeps its position when tokens before i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ class PrefixCaches:
         self.pruned: dict[int, StageCache] = {}
         self.first_pruned = len(self.stages)
         self.prefix = self._empty_prefix()
+        self.continues = False  # the next prefix other than this one does not run again what both begin with
         self.pruned_prefix: Prefix | None = None  # what `pruned` holds of it
         self._former: Prefix | None = None  # what `pruned` holds of the prefix before, until another one runs there
         self._holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
@@ -70,27 +71,37 @@ class PrefixCaches:
         return prefix
 
     def enter(self, prompt: Prompt, key: Key, check: Check) -> None:
-        """Begin with a prompt's prefix, as `key` names it. Of its leading tokens, what the caches hold stays.
+        """Begin with a prompt's prefix, as `key` names it. If it `continues`, what the caches hold of its tokens stays.
 
         Not where a token's K and V depend on those behind it, nor where layers keep a state, which cannot be cut back.
+        Their K and V come from a run of another length, so they are equal up to rounding.
         """
         prefix = self._embed(prompt, key, check)
-        prefix = prefix if self.two_way or self._stateful else prefix.after(self.prefix)
+        if self.continues and not self.two_way and not self._stateful:
+            prefix = prefix.after(self.prefix)
         self._former, self.pruned_prefix = self.pruned_prefix if prefix.common else None, None
-        self.prefix = prefix
+        self.prefix, self.continues = prefix, False
 
-    def begin(self, prefix: Prefix, kv: Sequence[Any]) -> None:
-        """Begin with another prefix and its K and V in the first stages. Raises ValueError for other sizes or types."""
-        slots, caches = np.arange(prefix.size), dict[int, StageCache]()
-        if prefix.size >= self.capacity or len(kv) > len(self.stages) or prefix.boundaries[0].shape[1] != self._width:
+    def begin(self, prefix: Prefix, kv: Mapping[int, Any]) -> None:
+        """Begin with another prefix, which the next one continues, and its K and V by layer in the first stages.
+
+        Raises ValueError for other sizes or types.
+        """
+        slots, caches, stages = np.arange(prefix.size), dict[int, StageCache](), self.stages[: prefix.depth]
+        alike = len(stages) == prefix.depth and prefix.boundaries[0].shape[1] == self._width
+        if prefix.size >= self.capacity or not alike or not all(stage.keeps for stage in stages):
             raise ValueError("it has more tokens or stages than the bundle, or others")
-        for number, given in enumerate(kv):
+        if kv.keys() != {layer for stage in stages for layer in stage.cached}:
+            raise ValueError(f"it has K and V of layers {sorted(kv)}")
+        for number, stage in enumerate(stages):
             cache = caches[number] = self._backend.stage(number, self.capacity)
-            none = cache.read(slots[:0])
-            if given.dtype != none.dtype or given.shape != tuple(size or len(slots) for size in none.shape):
-                raise ValueError(f"K and V of stage {number + 1} are {given.dtype} {list(given.shape)}")
-            cache.write(slots, given, length=len(slots))
-        self.full, self.prefix = caches, prefix
+            none, given = cache.read(slots[:0]), [kv[layer] for layer in stage.cached]
+            slides = isinstance(none, tuple)
+            for layer, mine, theirs in zip(stage.cached, none[0] if slides else none, given, strict=True):
+                if theirs.dtype != mine.dtype or theirs.shape != tuple(size or len(slots) for size in mine.shape):
+                    raise ValueError(f"K and V of layer {layer} are {theirs.dtype} {list(theirs.shape)}")
+            cache.write(slots, (given, prefix.positions) if slides else given, length=len(slots))
+        self.full, self.prefix, self.continues = caches, prefix, True
 
     def _embed(self, prompt: Prompt, key: Key, check: Check) -> Prefix:
         """A prompt's prefix before the decoder: its text embedded, its images encoded."""

@@ -49,11 +49,12 @@ def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
     }  # fmt: skip
     tensors |= {f"input {name}": each[:count] for name, each in prefix.inputs.items()}
     tensors |= {f"text {number}": each for number, each in enumerate(prefix.text_states(count))}
-    for number in range(prefix.depth):
+    for number, stage in enumerate(caches.stages[: prefix.depth]):
         kv = caches.full[number].read(np.arange(count))
-        if not isinstance(kv, np.ndarray):
+        layers = kv[0] if isinstance(kv, tuple) else kv  # with positions, which are the prefix's, where layers slide
+        if not isinstance(layers, list | np.ndarray):
             raise RequestError(f"on {backend.device} K and V stay on the GPU and cannot be saved; leave the file out")
-        tensors[f"kv {number}"] = kv
+        tensors |= {f"kv {layer}": each for layer, each in zip(stage.cached, layers, strict=True)}
     write_safetensors(path, tensors, {**_binding(bundle, backend), "sha256": _checksum(tensors)})
 
 
@@ -77,20 +78,17 @@ def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
     if header.metadata.get("sha256") != _checksum(tensors):
         raise BundleError(f"{path.name} is damaged (its SHA-256 differs); remove it, and it is written anew")
     try:
-        caches.begin(_prefix(tensors), [tensors[f"kv {n}"] for n in range(_depth(tensors))])
+        kv = {int(name[3:]): each for name, each in tensors.items() if name.startswith("kv ")}
+        caches.begin(_prefix(tensors), kv)
     except (KeyError, ValueError, IndexError) as e:
         raise BundleError(f"{path.name} does not hold a prompt of this bundle ({e}); remove it") from e
-
-
-def _depth(tensors: Tensors) -> int:
-    return sum(name.startswith("kv ") for name in tensors)
 
 
 def _prefix(tensors: Tensors) -> Prefix:
     """The prefix of a file, which no prompt has by its key."""
     hidden, is_vision, positions = tensors["hidden"], tensors["is_vision"].astype(bool), tensors["positions"]
     count, inputs = len(hidden), {name[6:]: each for name, each in tensors.items() if name.startswith("input ")}
-    text = [tensors[f"text {number}"] for number in range(_depth(tensors))]
+    text = [tensors[f"text {number}"] for number in range(sum(name.startswith("text ") for name in tensors))]
     sizes = [len(tensors["ids"]), len(is_vision), len(positions), *map(len, inputs.values())]
     widths = {each.shape[1:] for each in (hidden, *text)}
     alike = set(sizes) == {count} and {len(each) for each in text} == {int((~is_vision).sum())} and len(widths) == 1

@@ -95,6 +95,12 @@ class FusedCache:
     def keep(self, length: int) -> None:
         self._cache.keep(length)
 
+    def mark(self, length: int) -> None:
+        self._cache.mark(length)
+
+    def nearest(self, length: int) -> int:
+        return self._cache.nearest(length)
+
 
 class FusedBackend:
     """A backend whose every call goes through the fuse in place at that moment."""

@@ -563,3 +563,15 @@ def is_matrix(node: Any) -> bool:
     shape = node.get_output_partial_shape(0)
     constant = node.get_rt_info()["layerType"].astype(str) == "Const"
     return constant and shape.is_static and int(np.prod(node.get_output_shape(0))) >= 64 * 128
+
+
+def test_the_beginning_of_a_prompt_comes_from_a_file(models: Get, tmp_path: Path) -> None:
+    model, file = models(Tiny(context=512)), tmp_path / "shelf.safetensors"
+    answers = []
+    for seed, given in ((2, file), (3, file), (3, None)):
+        with model.open([random_image(1), random_image(seed)], system="Be brief.", prefix_file=given) as conversation:
+            answers.append(conversation.ask("How many?", None, max_new_tokens=4, ignore_eos=True))
+    first, read, fresh = answers
+    assert first.stats.reused_tokens == 0
+    assert read.stats.reused_tokens > read.stats.vision_tokens // 2
+    assert read.token_ids == fresh.token_ids

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.exported import Models
+from tests.support.families.gemma import GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny, random_image
@@ -35,8 +36,11 @@ def ask(model: Model, file: Path | None, seed: int, k: int | None = None, **more
         return conversation.ask(QUESTION, k, max_new_tokens=4, ignore_eos=True, **more)
 
 
-@pytest.mark.parametrize("tiny", [Tiny(context=512), SMOLVLM], ids=lambda tiny: tiny.family)
-@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize(
+    ("tiny", "k"),
+    [(Tiny(context=512), None), (Tiny(context=512), 3), (SMOLVLM, None), (SMOLVLM, 3), (GEMMA4, 3)],
+    ids=lambda value: getattr(value, "family", value),
+)
 def test_what_stands_before_the_last_image_comes_from_the_file(
     models: Models, tiny: Tiny, k: int | None, tmp_path: Path
 ) -> None:
@@ -90,16 +94,16 @@ def resealed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obj
         (lambda file: file.write_bytes(b"\xff" * 400), "shelf"),
         (lambda file: (file.unlink(), file.mkdir()), "shelf"),
         (lambda file: os.truncate(file, 1 << 34), "bytes, of this bundle at most"),
-        (changed(lambda tensors, _: tensors["kv 0"].__setitem__(..., 3)), "SHA-256"),
+        (changed(lambda tensors, _: tensors["kv 1"].__setitem__(..., 3)), "SHA-256"),
         (changed(lambda _, about: about.update(bundle="0" * 64)), "written for another bundle"),
         (changed(lambda _, about: about.update(engine="gpu")), "written for another engine"),
         (changed(lambda _, about: about.clear()), "written for another"),
         (resealed(lambda tensors: tensors.pop("positions")), "does not hold a prompt"),
-        (resealed(lambda tensors: tensors.update({"kv 0": tensors["kv 0"][..., :-1]})), "does not hold a prompt"),
-        (resealed(lambda tensors: tensors.update({"kv 0": tensors["kv 0"].astype(np.float64)})), "does not hold"),
+        (resealed(lambda tensors: tensors.update({"kv 1": tensors["kv 1"][..., :-1]})), "does not hold a prompt"),
+        (resealed(lambda tensors: tensors.update({"kv 1": tensors["kv 1"].astype(np.float64)})), "does not hold"),
         (resealed(lambda tensors: tensors.update(hidden=tensors["hidden"][:-1])), "does not hold a prompt"),
         (resealed(lambda tensors: tensors.update(hidden=np.zeros((3, 2), np.float32))), "does not hold a prompt"),
-        (resealed(lambda tensors: tensors.update({"kv 9": tensors["kv 0"]})), "does not hold a prompt"),
+        (resealed(lambda tensors: tensors.update({"kv 9": tensors["kv 1"]})), "does not hold a prompt"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_told_and_changes_no_answer(
