@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.calibration import calibrate
 from vtx.exporter.calibration.calibrate import CalibrationOptions
+from vtx.exporter.calibration.source import OpenedModel
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
@@ -114,6 +115,8 @@ def test_the_predicted_memory_of_a_7b_calibration_matches_its_measurement(
     plan, text, options = plan_7b(seven, "fp16"), 64, CalibrationOptions(max_new_tokens=0, batch=2)
     ids = np.array([1] * text + [plan.config.image_token_id] * 576)
     items = [PreparedItem(Item((), "?"), ids, None)] * 2
-    memory = calibrate.predict_memory(plan.source(), items, options)
+    source = plan.source()
+    model = OpenedModel(**{each.name: getattr(source, each.name) for each in fields(source)}, origin=plan)
+    memory = calibrate.predict_memory(model, items, options)
     assert memory == pytest.approx(2.52e9, rel=0.25)
-    assert memory < calibrate.predict_memory(plan.source(), items, replace(options, max_new_tokens=1)) - 26e9
+    assert memory < calibrate.predict_memory(model, items, replace(options, max_new_tokens=1)) - 26e9
