@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,15 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
 def config_of(manifest: Manifest) -> ModelConfig:
     """The part of a checkpoint's configuration that its bundle holds. Raises BundleError."""
     m, tower = manifest.model, manifest.model.tower
-    return ModelConfig(
+    config = ModelConfig(
         text=TextConfig(**_configured(m, TextConfig), ffn=m.intermediate),
         vision=VisionConfig(**_configured(tower, VisionConfig), ffn=tower.intermediate),
         feature_layers=tower.feature_layers, select=tower.select, projector_activation=m.projector.activation,
         projector_bias=m.projector.bias, projector_norm_eps=m.projector.norm_eps, projector_layers=m.projector.layers,
-        projector_hidden=m.projector.intermediate,
         image_token_id=manifest.text.image_token_id, layout=read_layout(manifest.layout, tower), action=manifest.action,
     )  # fmt: skip
+    width = m.projector.intermediate
+    return config if config.projector_width == width else replace(config, projector_hidden=width)
 
 
 def _names(kind: type[TextConfig | VisionConfig | ModelSpec | TowerSpec]) -> set[str]:

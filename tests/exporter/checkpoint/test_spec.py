@@ -39,7 +39,7 @@ def configured(folder: Path, tiny: Tiny = Tiny()) -> ModelConfig:  # noqa: B008 
 
 def declared(config: ModelConfig, spec: ModelSpec) -> Any:
     text = SimpleNamespace(image_token_id=config.image_token_id)
-    return SimpleNamespace(model=spec, layout=spec_of(config.layout), text=text)
+    return SimpleNamespace(model=spec, layout=spec_of(config.layout), text=text, action=config.action)
 
 
 @pytest.mark.parametrize("tiny", VARIANTS, ids=lambda tiny: str(tiny.family))
