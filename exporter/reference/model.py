@@ -30,7 +30,8 @@ from vtx.exporter.graphs.encoder import LAYER_SCALES
 from vtx.exporter.graphs.vision import NEWLINE, projector_layers, vision_tensors
 from vtx.exporter.reference.axial import AxialTower
 from vtx.exporter.reference.convolutional import ConvolutionalTower
-from vtx.exporter.reference.native import NativeTower, rotated
+from vtx.exporter.reference.layers import LayerWeights, activate, decoder_layer, rms, rotate
+from vtx.exporter.reference.native import NativeTower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS
@@ -38,7 +39,6 @@ from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask
 
-LayerWeights = Callable[[str], Tensor | None]
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 FINAL_NORM = "text.norm.weight"
 
@@ -111,14 +111,14 @@ class _Streams:
         return self.positions[~self.is_vision]
 
     def run(self, c: TextConfig, layer: int, weights: LayerWeights, **also: Any) -> None:
-        """Run `full` through a layer, from 1: `_decoder_layer`, and the map that follows it."""
+        """Run `full` through a layer, from 1: `decoder_layer`, and the map that follows it."""
         given = None if self.layer_inputs is None else self.layer_inputs[:, layer - 1]
         source = c.source(layer)
         shared = None if source == layer else (self.kept[source][0], self.kept[source][1], None)
         cache = also.pop("cache", None)
         if cache is None and c.shared is not None:
             cache = []
-        self.full = _decoder_layer(
+        self.full = decoder_layer(
             c,
             self.full[None],
             self.positions,
@@ -145,7 +145,7 @@ class _Streams:
         given = None if self.layer_inputs is None else self.layer_inputs[text, layer - 1]
         source, cache = c.source(layer), list[Tensor]()
         if source == layer:
-            self.withdrawn = _decoder_layer(
+            self.withdrawn = decoder_layer(
                 c,
                 self.withdrawn,
                 self.text_positions,
@@ -164,7 +164,7 @@ class _Streams:
             keys, values = (part[number][None] for part in own) if own and ran else self.kept[source]
             shared = keys, values, self.text_positions if ran else self.positions
             out.append(
-                _decoder_layer(c, hidden[None], self.text_positions, weights, layer=layer, given=given, shared=shared)
+                decoder_layer(c, hidden[None], self.text_positions, weights, layer=layer, given=given, shared=shared)
             )
         self.withdrawn = torch.cat(out)
 
@@ -206,11 +206,11 @@ class Reference:
         """As `features`, with the tower's maps for the decoder, each like the tokens."""
         c, v = self.config, self.config.vision
         if v.axis_positions is not None:
-            axial = AxialTower(v, self._weights.read, _activate)
+            axial = AxialTower(v, self._weights.read, activate)
             means = [axial.states(image) for image in torch.from_numpy(pixels)]
             return [F.linear(torch.cat(means), self._weights.read("projector.linear_1.weight"))]
         if v.native:
-            tower = NativeTower(v, self._weights.read, _activate, self._layer_norm, self._linear)
+            tower = NativeTower(v, self._weights.read, activate, self._layer_norm, self._linear)
             return [*map(torch.cat, zip(*map(tower.tokens, torch.from_numpy(pixels)), strict=True))]
         if v.stage_blocks:
             convolutions = ConvolutionalTower(v, self._weights.read, self._layer_norm, self._linear)
@@ -256,7 +256,7 @@ class Reference:
         if c.projector_norm_eps is not None:
             chosen = self._layer_norm(chosen, "projector.norm", c.projector_norm_eps)
         for number, matrix in enumerate(projector_layers(c)):
-            chosen = _activate(chosen, c.projector_activation) if number else chosen
+            chosen = activate(chosen, c.projector_activation) if number else chosen
             chosen = self._linear(chosen, matrix)
         return chosen.flatten(0, 1)
 
@@ -321,7 +321,7 @@ class Reference:
                 stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
             stream.run(self.config.text, layer, weights, cache=cache)
             if len(stream.withdrawn):
-                stream.withdrawn = _decoder_layer(
+                stream.withdrawn = decoder_layer(
                     self.config.text, stream.withdrawn, stream.text_positions, weights, groups=groups, cache=apart
                 )
             for k in ks:
@@ -364,7 +364,7 @@ class Reference:
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
         text = self.config.text
-        name, x = EMBEDDING if text.tied else "head.weight", _rms(hidden, self._weights.read(FINAL_NORM), text.eps)
+        name, x = EMBEDDING if text.tied else "head.weight", rms(hidden, self._weights.read(FINAL_NORM), text.eps)
         starts = range(0, self._weights.rows(name), HEAD_ROWS)
         logits = torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
         return logits if text.softcap is None else text.softcap * torch.tanh(logits / text.softcap)
@@ -409,10 +409,10 @@ class Reference:
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries or keys [heads, n, head_dim], rotated by their positions [n]."""
-        return _rotate(self.config.text, x, positions, 1)
+        return rotate(self.config.text, x, positions, 1)
 
     def activated(self, x: Tensor, name: str) -> Tensor:
-        return _activate(x, name)
+        return activate(x, name)
 
     def _layer_inputs(self, hidden: Tensor, ids: NDArray[np.int64]) -> Tensor | None:
         """The inputs of each layer for tokens that enter the decoder, [n, layers, width], by the ids of their table."""
@@ -420,7 +420,7 @@ class Reference:
         if width is None:
             return None
         made = F.linear(hidden, self._weights.read(PER_LAYER_PROJECTION)) * text.hidden**-0.5
-        made = _rms(made.reshape(len(hidden), text.layers, width), self._weights.read(PER_LAYER_NORM), text.eps)
+        made = rms(made.reshape(len(hidden), text.layers, width), self._weights.read(PER_LAYER_NORM), text.eps)
         own = self._weights.read(PER_LAYER, ids).reshape(len(ids), text.layers, width) * width**0.5
         inputs: Tensor = (made + own) * 2**-0.5
         return inputs
@@ -441,18 +441,18 @@ class Reference:
         parts = [self._linear(y, f"{name}.self_attn.{part}_proj") for part in "qkv"]
         if v.qk_norm:
             for number, part in enumerate("qk"):
-                parts[number] = _rms(parts[number], self._weights.read(f"{name}.self_attn.{part}_norm.weight"), v.eps)
+                parts[number] = rms(parts[number], self._weights.read(f"{name}.self_attn.{part}_norm.weight"), v.eps)
         q, k, w = (part.reshape(*y.shape[:2], v.heads, -1).transpose(1, 2) for part in parts)
         scales = [self._weights.read(f"{name}.{scale}") for scale in LAYER_SCALES] if v.layer_scale else [1.0, 1.0]
         y = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
         x = x + scales[0] * self._linear(y, f"{name}.self_attn.out_proj")
         y = self._linear(self._layer_norm(x, f"{name}.layer_norm2"), f"{name}.mlp.fc1")
-        return x + scales[1] * self._linear(_activate(y, v.activation), f"{name}.mlp.fc2")
+        return x + scales[1] * self._linear(activate(y, v.activation), f"{name}.mlp.fc2")
 
     def _layer_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         weight = self._weights.read(f"{name}.weight")
         if f"{name}.bias" not in self._names:
-            return _rms(x, weight, eps or self.config.vision.eps)
+            return rms(x, weight, eps or self.config.vision.eps)
         bias = self._weights.read(f"{name}.bias")
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps or self.config.vision.eps)
 
@@ -467,113 +467,3 @@ class Reference:
         if keep:
             return {name: self._weights.read(full) for name, full in names.items()}.get
         return lambda name: self._weights.read(names[name]) if name in names else None
-
-
-def _decoder_layer(
-    c: TextConfig, x: Tensor, positions: Tensor, weights: LayerWeights,
-    see: Callable[[Tensor, Tensor], None] | None = None, feed: Callable[[str, Tensor], None] | None = None, *,
-    cache: list[Tensor] | None = None, groups: Tensor | None = None, layer: int = 1, given: Tensor | None = None,
-    shared: tuple[Tensor, Tensor, Tensor | None] | None = None,
-) -> Tensor:  # fmt: skip
-    """One layer of the llama family over hidden states [batch, n, hidden] at `positions` [n]; causal among these.
-
-    Positions of three parts are [n, 3]. Tokens whose `groups` [n] are equal and not -1 see each other both ways.
-
-    `see` gets the rotated queries and keys, `feed` each matrix's name and its inputs [n, in]. `cache` holds the keys
-    and values before those of the new tokens, which are added to it. `given` [n, width]: inputs of layer `layer`.
-    `shared`: the keys and values of another layer, which it reads instead of its own, and their positions; None: the
-    last ones up to its own.
-    """
-    width, own = c.heads_of(layer), shared is None
-
-    def weight(name: str) -> Tensor:
-        found = weights(name)
-        assert found is not None, name
-        return found
-
-    def linear(y: Tensor, name: str) -> Tensor:
-        if feed:
-            feed(name, y[0])
-        return F.linear(y, weight(f"{name}.weight"), weights(f"{name}.bias"))
-
-    def heads(y: Tensor) -> Tensor:
-        return y.reshape(*y.shape[:2], -1, width).transpose(1, 2)
-
-    y = _rms(x, weight("input_layernorm.weight"), c.eps)
-    if weights("conv.in_proj.weight") is not None:
-        first, gate, last = linear(y, "conv.in_proj").chunk(3, -1)
-        columns = F.pad((first * last).transpose(1, 2), (c.conv_taps - 1, 0))
-        if cache is not None:
-            columns = torch.cat((cache[0], columns[..., c.conv_taps - 1 :]), 2) if cache else columns
-            cache[:] = [columns]
-        mixed = F.conv1d(columns, weight("conv.conv.weight"), weights("conv.conv.bias"), groups=c.hidden)
-        x = x + linear(gate * mixed[..., -x.shape[1] :].transpose(1, 2), "conv.out_proj")
-        return x + _mlp(c, x, weight, linear)
-    parts = [heads(linear(y, f"self_attn.{part}_proj")) for part in ("qkv" if own else "q")]
-    for number, name in enumerate("qk"[: len(parts)]):
-        normed = _rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
-        parts[number] = _rotate(c, normed, positions, layer)
-    at: Tensor | None
-    if shared is None:
-        q, k, v = parts
-        v = F.rms_norm(v, v.shape[-1:], None, c.eps) if c.v_norm else v
-        at = positions
-        if cache is not None:
-            k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))
-            cache[:] = k, v
-            at = positions if k.shape[2] == len(positions) else None
-    else:
-        (q,), (k, v, at) = parts, shared
-    sharing = c.heads // c.kv_heads
-    k, v = k.repeat_interleave(sharing, 1), v.repeat_interleave(sharing, 1)
-    if see:
-        see(q, k)
-    both_ways = groups is not None and q.shape[2] > 1 and bool((groups >= 0).any())
-    if c.sliding is None and own and not both_ways:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=c.scale(layer))
-    else:
-        far = positions[:, None] - (torch.arange(k.shape[2]) - k.shape[2] + 1 + positions[-1] if at is None else at)
-        seen = far >= 0
-        if both_ways:
-            assert groups is not None
-            seen |= (groups[:, None] == groups) & (groups[:, None] >= 0)
-        if c.sliding is not None and c.slides(layer):
-            seen &= far < c.sliding.window
-        y = F.scaled_dot_product_attention(q, k, v, seen, scale=c.scale(layer))
-    y = linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
-    before = "post_attention_layernorm"
-    if c.post_norms:
-        y, before = _rms(y, weight(f"{before}.weight"), c.eps), "pre_feedforward_layernorm"
-    x = x + y
-    y = _mlp(c, x, weight, linear, before)
-    x = x + (_rms(y, weight("post_feedforward_layernorm.weight"), c.eps) if c.post_norms else y)
-    if given is not None:
-        gated = _activate(linear(x, "per_layer_input_gate"), c.activation) * given
-        x = x + _rms(linear(gated, "per_layer_projection"), weight("post_per_layer_input_norm.weight"), c.eps)
-    return x * weight("layer_scalar") if c.layer_scale else x
-
-
-def _mlp(
-    c: TextConfig, x: Tensor, weight: Callable[[str], Tensor], linear: Callable[[Tensor, str], Tensor],
-    norm: str = "post_attention_layernorm",
-) -> Tensor:  # fmt: skip
-    y = _rms(x, weight(f"{norm}.weight"), c.eps)
-    return linear(_activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")
-
-
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def _rotate(c: TextConfig, x: Tensor, positions: Tensor, layer: int) -> Tensor:
-    rope = c.sliding.rope if c.sliding is not None and c.slides(layer) else c.rope
-    own = positions[:, rope.axes] if positions.ndim > 1 else positions[:, None]
-    return rotated(x, own.float() * torch.tensor(rope.frequencies), rope.scale)
-
-
-def _activate(x: Tensor, name: str) -> Tensor:
-    from transformers.activations import ACT2FN
-
-    function: Any = ACT2FN[name]
-    out: Tensor = function(x)
-    return out
