@@ -1,9 +1,10 @@
-"""Plain statements of the methods that choose or merge tokens by the image alone, and images to choose from."""
+"""Plain statements of choosing and merging tokens before the decoder, and images to choose from."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -206,3 +207,92 @@ def hiprune(received: Tensor, budget: int, alpha: float) -> list[int]:
     deep[taken] -= 1000  # the code takes 1 off attention, which is below it
     registers = deep.sort(descending=True, stable=True).indices[: budget - len(taken)]
     return sorted({*taken.tolist(), *registers.tolist()})
+
+
+def merge_windows(x: Tensor, places: list[int], tau: float) -> tuple[Tensor, list[int], list[bool], list[float | None]]:
+    """LSM: 3x3 windows of the patch grid whose mean pairwise cosine is at least `tau` become their mean.
+
+    A merged window stands where its first patch stood; rows and columns left over at the border stay.
+    """
+    patches = [i for i, place in enumerate(places) if place >= 0]
+    side = math.isqrt(len(patches))
+    means: dict[int, Tensor] = {}  # by the row of a window's first patch
+    similarity: dict[int, float] = {}
+    gone: set[int] = set()
+    for top in range(0, side - side % 3, 3):
+        for left in range(0, side - side % 3, 3):
+            window = [patches[(top + i) * side + left + j] for i in range(3) for j in range(3)]
+            pairs = [(a, b) for i, a in enumerate(window) for b in window[i + 1 :]]
+            cosines = [torch.cosine_similarity(x[a], x[b], dim=0) for a, b in pairs]
+            mean = torch.stack(cosines).mean()
+            if mean >= tau:
+                means[window[0]], similarity[window[0]] = x[window].mean(0), float(mean)
+                gone |= set(window[1:])
+    left_over = [i for i in range(len(x)) if i not in gone]
+    rows = torch.stack([means.get(i, x[i]) for i in left_over])
+    of_rows = [similarity.get(i) for i in left_over]
+    return rows, [places[i] for i in left_over], [i in means for i in left_over], of_rows
+
+
+def cdpruner(x: Tensor, raw: Tensor | None, count: int, of_tile: Sequence[int] = ()) -> list[int]:
+    """CDPruner: one by one the row that makes the determinant of the kernel over the rows chosen so far largest.
+
+    A row multiplies it by what is left of the row's own entry once the chosen rows are accounted for (Schur). Each tile
+    has a kernel of its own, and `count` rows; -1 is no tile.
+    """
+    x = x.double()
+    relevance = torch.ones(len(x), dtype=torch.float64)
+    tiles = torch.tensor(of_tile or [0] * len(x))
+    if raw is not None:
+        seen = raw[tiles >= 0]
+        relevance = (raw - seen.min() + 1e-6) / (seen.max() - seen.min())
+    if of_tile:
+        chosen = list[int]()
+        for tile in sorted({*of_tile} - {-1}):
+            own = (tiles == tile).nonzero()[:, 0]
+            least = min(count, len(own))
+            chosen += own[torch.tensor(_most_diverse(x[own], relevance[own], least))].tolist()
+        return sorted(chosen)
+    return _most_diverse(x, relevance, count)
+
+
+def _most_diverse(x: Tensor, relevance: Tensor, count: int) -> list[int]:
+    unit = x / x.norm(dim=-1, keepdim=True)
+    cosines = (unit @ unit.T).fill_diagonal_(1).float().double()  # kept with the image, to float32
+    kernel = torch.diag(relevance) @ cosines @ torch.diag(relevance)
+    chosen: list[int] = []
+    while len(chosen) < count:
+        beside = kernel[chosen]
+        gains = kernel.diagonal() - (beside * torch.linalg.solve(beside[:, chosen], beside)).sum(0)
+        gains[chosen] = -math.inf
+        chosen.append(int(gains.argmax()))
+    return sorted(chosen)
+
+
+def dart_before(x: Tensor, text: Tensor, count: int, image_pivots: int, text_pivots: int) -> list[int]:
+    """DART on input embeddings, as TensorRT-Edge-LLM does it: exactly `count` rows of x [n, hidden] stay."""
+    first = sorted(range(len(x)), key=lambda i: -x[i].abs().sum())[: min(image_pivots, count)]
+    probes = sorted(range(len(text)), key=lambda i: -text[i].abs().sum())[:text_pivots]
+    kept, pivots = set(first), [*(x[i] for i in first), *(text[i] for i in probes)]
+    for number, pivot in enumerate(pivots):
+        rest = [i for i in range(len(x)) if i not in kept]
+        cosine = {i: float(torch.cosine_similarity(x[i], pivot, dim=0)) for i in rest}
+        quota = math.ceil((count - len(kept)) / (len(pivots) - number))
+        kept |= set(sorted(rest, key=cosine.__getitem__)[:quota])
+    return sorted(kept)
+
+
+def highest(values: list[float] | None, count: int) -> list[int]:
+    """Indices of the `count` largest values, in rising order."""
+    assert values is not None, "this tower has no class token"
+    return sorted(sorted(range(len(values)), key=lambda i: -values[i])[:count])
+
+
+def share_of(share: float, count: int) -> int:
+    """ceil(share * count), free of the rounding of binary fractions."""
+    return math.ceil(round(share * count, 9))
+
+
+def half_turned(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)

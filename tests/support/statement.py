@@ -7,7 +7,6 @@ cache holds is written down row by row. This is what the product's runs are comp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -18,7 +17,17 @@ from torch import Tensor
 
 from tests.support.clip import Clip
 from tests.support.reference import OF_PATCHES, Inputs, Reference, computed_once
-from tests.support.selection import divprune, hiprune, visionzip
+from tests.support.selection import (
+    cdpruner,
+    dart_before,
+    divprune,
+    half_turned,
+    highest,
+    hiprune,
+    merge_windows,
+    share_of,
+    visionzip,
+)
 from tests.support.tiny import MARKED
 
 
@@ -249,7 +258,7 @@ class Statement:
                 keys = layer.self_attn.k_proj(layer.layer_norm1(x)).view(len(x), layer.self_attn.num_heads, -1).mean(1)
             x = layer(x[None], None)[0]
             if number == 1 and method.tau is not None:
-                x, places, merged, similarity = _merge_windows(x, places, method.tau)
+                x, places, merged, similarity = merge_windows(x, places, method.tau)
             states.append(x)
         first = int(getattr(self._config, "vision_feature_select_strategy", "default") == "default")
         features = torch.cat([states[number][first:] for number in wanted], -1)
@@ -351,7 +360,7 @@ class Statement:
         if method.divprune is not None:
             return image.take(divprune(image.rows, method.divprune))
         if method.dart is not None and not method.dart[1]:
-            kept = _dart_before(image.rows, embedded, *(method.dart[i] for i in (0, 2, 3)))
+            kept = dart_before(image.rows, embedded, *(method.dart[i] for i in (0, 2, 3)))
             return image.take(kept) if image.offsets else replace(image.take(kept), offsets=kept, span=len(image.rows))
         return image
 
@@ -484,7 +493,7 @@ class Statement:
             torch.from_numpy(each).T.reshape(-1, 1, len(rows)) if each.ndim > 1 else torch.from_numpy(each)[None]
         )
         cos, sin = (table[0] for table in self._decoder.rotary_emb(x[None], position_ids=positions))
-        q, k = (part * cos + _half_turned(part) * sin for part in (q, k))
+        q, k = (part * cos + half_turned(part) * sin for part in (q, k))
         before = 0 if past is None else len(past.rows)
         if past is not None:
             k, v, rows = torch.cat([past.key, k], 1), torch.cat([past.value, v], 1), [*past.rows, *rows]
@@ -520,33 +529,6 @@ class Statement:
         return out
 
 
-def _merge_windows(
-    x: Tensor, places: list[int], tau: float
-) -> tuple[Tensor, list[int], list[bool], list[float | None]]:
-    """LSM: 3x3 windows of the patch grid whose mean pairwise cosine is at least `tau` become their mean.
-
-    A merged window stands where its first patch stood; rows and columns left over at the border stay.
-    """
-    patches = [i for i, place in enumerate(places) if place >= 0]
-    side = math.isqrt(len(patches))
-    means: dict[int, Tensor] = {}  # by the row of a window's first patch
-    similarity: dict[int, float] = {}
-    gone: set[int] = set()
-    for top in range(0, side - side % 3, 3):
-        for left in range(0, side - side % 3, 3):
-            window = [patches[(top + i) * side + left + j] for i in range(3) for j in range(3)]
-            pairs = [(a, b) for i, a in enumerate(window) for b in window[i + 1 :]]
-            cosines = [torch.cosine_similarity(x[a], x[b], dim=0) for a, b in pairs]
-            mean = torch.stack(cosines).mean()
-            if mean >= tau:
-                means[window[0]], similarity[window[0]] = x[window].mean(0), float(mean)
-                gone |= set(window[1:])
-    left_over = [i for i in range(len(x)) if i not in gone]
-    rows = torch.stack([means.get(i, x[i]) for i in left_over])
-    of_rows = [similarity.get(i) for i in left_over]
-    return rows, [places[i] for i in left_over], [i in means for i in left_over], of_rows
-
-
 def _dual(out: Outcome, number: int, attention: Tensor, rows: list[Row], method: Method, keys: set[int]) -> list[int]:
     """Dual attention (MustDrop Eq. 8 to 10): image rows that stay, by what the rows after the last image give them."""
     mean = attention.mean(0)
@@ -562,41 +544,6 @@ def _dual(out: Outcome, number: int, attention: Tensor, rows: list[Row], method:
         if image in keys or not drop:
             kept.append(image)
     return kept
-
-
-def cdpruner(x: Tensor, raw: Tensor | None, count: int, of_tile: Sequence[int] = ()) -> list[int]:
-    """CDPruner: one by one the row that makes the determinant of the kernel over the rows chosen so far largest.
-
-    A row multiplies it by what is left of the row's own entry once the chosen rows are accounted for (Schur). Each tile
-    has a kernel of its own, and `count` rows; -1 is no tile.
-    """
-    x = x.double()
-    relevance = torch.ones(len(x), dtype=torch.float64)
-    tiles = torch.tensor(of_tile or [0] * len(x))
-    if raw is not None:
-        seen = raw[tiles >= 0]
-        relevance = (raw - seen.min() + 1e-6) / (seen.max() - seen.min())
-    if of_tile:
-        chosen = list[int]()
-        for tile in sorted({*of_tile} - {-1}):
-            own = (tiles == tile).nonzero()[:, 0]
-            least = min(count, len(own))
-            chosen += own[torch.tensor(_most_diverse(x[own], relevance[own], least))].tolist()
-        return sorted(chosen)
-    return _most_diverse(x, relevance, count)
-
-
-def _most_diverse(x: Tensor, relevance: Tensor, count: int) -> list[int]:
-    unit = x / x.norm(dim=-1, keepdim=True)
-    cosines = (unit @ unit.T).fill_diagonal_(1).float().double()  # kept with the image, to float32
-    kernel = torch.diag(relevance) @ cosines @ torch.diag(relevance)
-    chosen: list[int] = []
-    while len(chosen) < count:
-        beside = kernel[chosen]
-        gains = kernel.diagonal() - (beside * torch.linalg.solve(beside[:, chosen], beside)).sum(0)
-        gains[chosen] = -math.inf
-        chosen.append(int(gains.argmax()))
-    return sorted(chosen)
 
 
 def _dart(
@@ -617,24 +564,11 @@ def _dart(
     return [number for number in found if number is not None]
 
 
-def _dart_before(x: Tensor, text: Tensor, count: int, image_pivots: int, text_pivots: int) -> list[int]:
-    """DART on input embeddings, as TensorRT-Edge-LLM does it: exactly `count` rows of x [n, hidden] stay."""
-    first = sorted(range(len(x)), key=lambda i: -x[i].abs().sum())[: min(image_pivots, count)]
-    probes = sorted(range(len(text)), key=lambda i: -text[i].abs().sum())[:text_pivots]
-    kept, pivots = set(first), [*(x[i] for i in first), *(text[i] for i in probes)]
-    for number, pivot in enumerate(pivots):
-        rest = [i for i in range(len(x)) if i not in kept]
-        cosine = {i: float(torch.cosine_similarity(x[i], pivot, dim=0)) for i in rest}
-        quota = math.ceil((count - len(kept)) / (len(pivots) - number))
-        kept |= set(sorted(rest, key=cosine.__getitem__)[:quota])
-    return sorted(kept)
-
-
 def _fastv(attention: Tensor, rows: list[Row], drop: float) -> list[int]:
     """FastV: the image rows that the prompt's last row looks at most."""
     vision = [i for i, row in enumerate(rows) if row.image is not None]
     last = attention.mean(0)[-1, vision].tolist()
-    kept = _highest(last, len(vision) - math.floor(round(drop * len(vision), 9)))
+    kept = highest(last, len(vision) - math.floor(round(drop * len(vision), 9)))
     return [image for j in kept if (image := rows[vision[j]].image) is not None]
 
 
@@ -658,12 +592,6 @@ def _select(x: Tensor, rows: list[Row], which: list[int]) -> tuple[Tensor, list[
     return x[which], [rows[i] for i in which]
 
 
-def _highest(values: list[float] | None, count: int) -> list[int]:
-    """Indices of the `count` largest values, in rising order."""
-    assert values is not None, "this tower has no class token"
-    return sorted(sorted(range(len(values)), key=lambda i: -values[i])[:count])
-
-
 def _highest_of_each(image: Image, share: float) -> list[int]:
     """Of each tile the share of its rows that its class token looks at most, in rising order."""
     found: list[int] = []
@@ -671,16 +599,6 @@ def _highest_of_each(image: Image, share: float) -> list[int]:
     for tile in sorted({*of_tile} - {-1}):
         own = [i for i, number in enumerate(of_tile) if number == tile]
         assert image.attention is not None, "this tower has no class token"
-        best = _highest([image.attention[i] for i in own], _share(share, len(own)))
+        best = highest([image.attention[i] for i in own], share_of(share, len(own)))
         found += [own[i] for i in best]
     return sorted(found)
-
-
-def _share(share: float, count: int) -> int:
-    """ceil(share * count), free of the rounding of binary fractions."""
-    return math.ceil(round(share * count, 9))
-
-
-def _half_turned(x: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)

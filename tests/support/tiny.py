@@ -25,24 +25,6 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-WORDS = [
-    "the",
-    "what",
-    "is",
-    "how",
-    "many",
-    "there",
-    "picture",
-    "image",
-    "colour",
-    "shape",
-    "red",
-    "square",
-    "circle",
-    "describe",
-    "which",
-    "left",
-]
 SPECIALS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 IMAGE_TOKEN = "<image>"
 ARCHITECTURES = {
@@ -220,6 +202,8 @@ class Tiny:
 
 def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
     """Write the checkpoint into `folder`, made if need be, and return it."""
+    from tests.support.tiny_tokenizer import write_tokenizer  # which needs Tiny
+
     folder.mkdir(parents=True, exist_ok=True)
     if tiny.family in ("llava_llama", "llava_mistral", "vila", "lisa"):
         from tests.support.families.original import make_original
@@ -227,9 +211,9 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
 
         return (make_vila if tiny.family == "vila" else make_original)(folder, tiny, seed)
     if tiny.family.startswith("qwen"):
-        return _make_qwen(folder, tiny, seed)
+        return _make_qwen(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family == "lfm2_vl":
-        return _make_lfm2(folder, tiny, seed)
+        return _make_lfm2(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family == "gemma4":
         from tests.support.families.gemma import make_gemma4
 
@@ -241,25 +225,25 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
     image_token = write_tokenizer(folder, tiny)
     config = _config(tiny, image_token)
     written = _hub_config(tiny, image_token) if tiny.names == "hub" else _new_config(config, tiny)
-    _write_json(folder / "config.json", written)
+    write_json(folder / "config.json", written)
     eos = tiny.eos if isinstance(tiny.eos, int) else list(tiny.eos)
-    _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": eos, "pad_token_id": 3})
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": eos, "pad_token_id": 3})
     _write_processor(folder, tiny)
     _write_weights(folder, tiny, _weights(config, tiny, seed))
     return folder
 
 
-def _make_qwen(folder: Path, tiny: Tiny, seed: int) -> Path:
+def _make_qwen(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     from transformers import AutoConfig
 
     from tests.support.families import qwen
 
-    image_token, text = write_tokenizer(folder, tiny), _text_fields(tiny) | {"bos_token_id": 1, "eos_token_id": 2}
+    text = _text_fields(tiny) | {"bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(tiny.family, **qwen.settings(tiny, text, image_token))
     written = qwen.hub_settings(tiny, text, image_token) if tiny.names == "hub" else config.to_dict()
-    _write_json(folder / "config.json", written | {"architectures": [ARCHITECTURES[tiny.family]]})
-    _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
-    _write_json(folder / "preprocessor_config.json", qwen.image_settings(tiny))
+    write_json(folder / "config.json", written | {"architectures": [ARCHITECTURES[tiny.family]]})
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    write_json(folder / "preprocessor_config.json", qwen.image_settings(tiny))
     (folder / "chat_template.jinja").write_text(qwen.template(tiny), encoding="utf-8")
     weights = _weights(config, tiny, seed)
     if tiny.names == "hub" and tiny.family != "qwen3_vl":
@@ -268,15 +252,15 @@ def _make_qwen(folder: Path, tiny: Tiny, seed: int) -> Path:
     return folder
 
 
-def _make_lfm2(folder: Path, tiny: Tiny, seed: int) -> Path:
+def _make_lfm2(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     from transformers import AutoConfig
 
     from tests.support.families import lfm2_vl
 
-    settings = lfm2_vl.settings(tiny, write_tokenizer(folder, tiny))
-    _write_json(folder / "config.json", settings)
-    _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
-    _write_json(folder / "preprocessor_config.json", lfm2_vl.image_settings(tiny))
+    settings = lfm2_vl.settings(tiny, image_token)
+    write_json(folder / "config.json", settings)
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    write_json(folder / "preprocessor_config.json", lfm2_vl.image_settings(tiny))
     (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
     _write_weights(folder, tiny, _weights(AutoConfig.for_model(**settings), tiny, seed))
     return folder
@@ -303,7 +287,7 @@ def prompt_messages(question: str, images: int = 1, videos: int = 0) -> list[Mes
     return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -443,65 +427,7 @@ def _hub_config(tiny: Tiny, image_token: int) -> dict[str, Any]:
     }
 
 
-# ---- tokenizer, template, image processor ----------------------------------------------------------------------------
-
-
-def _merges(count: int, space: str) -> list[tuple[str, str]]:
-    """`count` BPE merges that build whole words letter by letter."""
-    merges: dict[tuple[str, str], None] = {}
-    for word in (space + word for word in WORDS):
-        for end in range(1, len(word)):
-            merges[word[:end], word[end]] = None
-    if count > len(merges):
-        raise ValueError(f"{count} merges are asked for, the words give {len(merges)}; use a smaller vocab")
-    return list(merges)[:count]
-
-
-def write_tokenizer(folder: Path, tiny: Tiny) -> int:
-    """Write a tokenizer of exactly `tiny.vocab` tokens and return the id of the image token, which is the last."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-
-    metaspace = tiny.tokenizer == "metaspace"
-    if metaspace:
-        base = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *"etaoinshrdlucmfwypvbgkqjxzUSERAITN:?"]
-    else:
-        base = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*SPECIALS.values(), *base]
-    around = tiny.around
-    merges = _merges(tiny.vocab - len(pieces) - len(around) - 1, "▁" if metaspace else "Ġ")
-    pieces += ["".join(pair) for pair in merges]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=metaspace))
-    if metaspace:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        )
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", vocab["<s>"])])
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-    specials = [*SPECIALS.values(), *around, tiny.image_token]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {
-        **SPECIALS,
-        "image_token": tiny.image_token,
-        "tokenizer_class": "LlamaTokenizer" if metaspace else "PreTrainedTokenizerFast",
-        "processor_class": PROCESSORS[tiny.family],
-        "model_max_length": tiny.context,
-        "clean_up_tokenization_spaces": False,
-    }
-    if tiny.family == "gemma4":
-        pairs = zip(("boi", "eoi", "audio", "boa", "eoa"), tiny.around, strict=False)
-        settings["extra_special_tokens"] = {f"{name}_token": token for name, token in pairs}
-        settings["extra_special_tokens"] |= {"image_token": tiny.image_token}
-    if tiny.family == "internvl":
-        settings["extra_special_tokens"] = AROUND | {"context_image_token": tiny.image_token}
-    if tiny.template_place == "tokenizer_config":
-        settings["chat_template"] = tiny.template
-    _write_json(folder / "tokenizer_config.json", settings)
-    return tiny.vocab - 1
+# ---- template, image processor ---------------------------------------------------------------------------------------
 
 
 def _write_processor(folder: Path, tiny: Tiny) -> None:
@@ -515,20 +441,20 @@ def _write_processor(folder: Path, tiny: Tiny) -> None:
     if tiny.template_place == "processor_config":
         settings["chat_template"] = tiny.template
     elif tiny.template_place == "chat_template.json":
-        _write_json(folder / "chat_template.json", {"chat_template": tiny.template})
+        write_json(folder / "chat_template.json", {"chat_template": tiny.template})
     elif tiny.template_place == "jinja" and tiny.family != "paligemma":  # which has no template
         (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
     if tiny.family in VIDEOS and tiny.names != "hub":
         settings["video_processor"] = _video_settings(tiny)
     if tiny.family in VIDEOS and tiny.names == "hub":
-        _write_json(folder / "video_preprocessor_config.json", _video_settings(tiny))
+        write_json(folder / "video_preprocessor_config.json", _video_settings(tiny))
     if tiny.names == "hub":
-        _write_json(
+        write_json(
             folder / "preprocessor_config.json", _image_settings(tiny) | {"processor_class": PROCESSORS[tiny.family]}
         )
     else:
         settings["image_processor"] = _image_settings(tiny)
-    _write_json(folder / "processor_config.json", settings)
+    write_json(folder / "processor_config.json", settings)
 
 
 def _image_settings(tiny: Tiny) -> dict[str, Any]:
@@ -667,4 +593,4 @@ def _write_weights(folder: Path, tiny: Tiny, weights: dict[str, torch.Tensor]) -
         save_file({name: tensors[name] for name in mine}, folder / shard, metadata={"format": "pt"})
         placed |= dict.fromkeys(mine, shard)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": placed})
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": placed})

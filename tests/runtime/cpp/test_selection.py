@@ -18,8 +18,7 @@ from tests.support.bundles import export_with
 from tests.support.cpp import ask, needs_cpp, output
 from tests.support.exported import THREADS
 from tests.support.reference import Reference
-from tests.support.selection import CASES, Drawn, divprune, divprune_count, random_tokens
-from tests.support.statement import cdpruner
+from tests.support.selection import CASES, Drawn, cdpruner, divprune, divprune_count, random_tokens
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.tiny import ARCHITECTURES, Tiny, random_tensor, write_tokenizer
+from tests.support.tiny import ARCHITECTURES, Tiny, random_tensor
+from tests.support.tiny_tokenizer import write_tokenizer
 
 GEMMA4 = Tiny(
     family="gemma4", text="gemma4_text", tokenizer="bytes", names="saved", tied=True, heads=4, kv_heads=1, head_dim=16,

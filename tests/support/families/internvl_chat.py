@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tests.support.families.original import write_json, write_tokenizer_model
-from tests.support.tiny import Tiny, make, write_tokenizer
+from tests.support.tiny import Tiny, make
+from tests.support.tiny_tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from tests.support.families.paligemma import PALIGEMMA
-from tests.support.tiny import Tiny, random_tensor, write_tokenizer
+from tests.support.tiny import Tiny, random_tensor
+from tests.support.tiny_tokenizer import write_tokenizer
 
 STATISTICS = {
     "state_mean": [0.5, -1.0, 2.0, 0.0], "state_std": [1.0, 0.5, 2.0, 0.25], "actions_mean": [1.0, 0.0, -2.0],
