@@ -92,9 +92,13 @@ def run(
             raise ExportError(f"cannot clear {out} ({e.strerror}); name another --out") from e
     work.accelerator.wait_for_everyone()
     trainer.run(state, out, lambda done, total: report("training", done, total))
-    main = work.accelerator.is_main_process
+    main, steps = work.accelerator.is_main_process, trainer.order.steps
+    # The wrapped model goes before the process group: as the group's last owner it would end it while it holds the
+    # interpreter's lock, which a thread of the group may be waiting for.
+    del trainer
+    work.accelerator.free_memory()
     work.accelerator.end_training()
-    return _finish(options, work, decoder, rows, trainer.order.steps, out, report) if main else {}
+    return _finish(options, work, decoder, rows, steps, out, report) if main else {}
 
 
 def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) -> Workspace:

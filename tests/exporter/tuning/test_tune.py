@@ -39,6 +39,18 @@ pytestmark = pytest.mark.skipif(
 )
 TINY = Tiny(layers=4)
 QUESTIONS = ("red?", "how many circle shapes are there?")
+SCRIPT = """  # as the installed command is; a wrapped model would end the process group, and may wait for it forever
+import gc
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+end = Accelerator.end_training
+def ending(self):
+    assert not any(type(x) is DistributedDataParallel for x in gc.get_objects()), "a wrapped model is left"
+    end(self)
+Accelerator.end_training = ending
+from vtx.cli import tune
+tune()
+"""
 QUIET: Callable[..., None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
 
 
@@ -158,8 +170,8 @@ def test_bundle_transformers_and_adapters_agree_on_the_tuned_model(
 def test_two_processes_as_accelerate_s_launcher_starts_them_learn_what_one_learns(
     whole: Path, options: TuneOptions, tmp_path: Path
 ) -> None:
-    script = tmp_path / "vtx-tune.py"  # as the installed command is
-    script.write_text("from vtx.cli import tune\ntune()\n", encoding="utf-8")
+    script = tmp_path / "vtx-tune.py"
+    script.write_text(SCRIPT, encoding="utf-8")
     words = [
         options.data, "--model", options.model, "--k", "2-3", "--items", "12", "--held-out", "0", "--batch", "4",
         "--epochs", "4", "--lr", "5e-3", "--rank", "4", "--alpha", "8", "--hidden-weight", "0.1",
