@@ -6,8 +6,8 @@ Every configuration answers every question once; the answers are kept in --out, 
 vtx-fit's own code searches and tests, answer by answer from what was kept, on --splits random draws of --fitted images;
 its choice is judged on the images that are left. Beside it the exhaustive search: the same test on the fastest
 configurations that keep the answers by all questions that the search may see. Times are those of --timed questions,
-asked alone: on each draw a random half of them is what vtx-fit sees, the other half says whether 99 of 100 unseen
-first tokens keep the budget.
+asked alone, one after the other: on each draw vtx-fit sees a half of them in a row, from a random one on, and the
+others say whether 99 of 100 unseen first tokens keep the budget. A bound of that takes 299 times, so 600 questions.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from vtx.tools.common.files import write_json
 from vtx.tools.data.items import Item, plain, scene_items
 from vtx.tools.data.journal import ResultJournal
 from vtx.tools.fit.asking import KeptAnswers, Questions, TimedAnswer
-from vtx.tools.fit.fit import fit, times
+from vtx.tools.fit.fit import fit
 from vtx.tools.fit.search import Budget
-from vtx.tools.fit.settings import Setting, find_settings
+from vtx.tools.fit.settings import Setting, engines_of, find_settings
 
 TOKENS = 32
 
@@ -55,10 +55,13 @@ class Kept:
 class Replay:
     """Answers of some questions of the pool, by their numbers there, as `KeptAnswers` gives them."""
 
-    def __init__(self, kept: Kept, numbers: Sequence[int], timed: Sequence[int]) -> None:
+    def __init__(self, kept: Kept, numbers: Sequence[int], timed: Sequence[int], turn: int) -> None:
         names = tuple(f"image {n}" for n in numbers)
         self.questions: Any = SimpleNamespace(images=names, digests=names, data=SimpleNamespace(source="the scenes"))
-        self._kept, self._numbers, self._timed = kept, numbers, timed
+        self._kept, self._numbers, self._timed, self._turn = kept, numbers, timed, turn
+        self._held_out = dict[
+            int, int
+        ]()  # the questions held out by their place, each turn of which has times of its own
         self._asked = set[tuple[Setting, int]]()
         self.skipped: dict[int, str] = {}
         self.loading_s = 0.0
@@ -68,6 +71,8 @@ class Replay:
         return len(self._asked)
 
     def ask(self, settings: Sequence[Setting], numbers: Sequence[int], phase: str, turn: int = 0) -> None:
+        if phase == "testing":
+            self._held_out = {n: place for place, n in enumerate(numbers)}
         if not turn:
             self._asked |= {(setting, n) for setting in settings for n in numbers}
 
@@ -75,7 +80,8 @@ class Replay:
         return list(numbers)
 
     def reply(self, setting: Setting, number: int, turn: int = 0) -> TimedAnswer:
-        seen = self._timed[(self._numbers[number] + 7 * turn) % len(self._timed)]
+        place = turn * self._turn + self._held_out.get(number, number)
+        seen = self._timed[place % len(self._timed)]
         return self._kept.replies[setting][seen]
 
     def changed(self, setting: Setting, reference: Setting, number: int) -> float:
@@ -85,7 +91,8 @@ class Replay:
 
 def collect(bundles: Sequence[Path], items: Sequence[Item], timed: int, out: Path, threads: int) -> Kept:
     """Every answer, those of an image one after the other, so that its tower runs once."""
-    reference, settings = find_settings([Bundle.open(path) for path in bundles], "cpu", None, None)
+    opened = [Bundle.open(path) for path in bundles]
+    reference, settings = find_settings([on for bundle in opened for on in engines_of(bundle, "cpu")], None)
     settings = [s for s in settings if s.reduce == "none" or len(parse(s.reduce)) == 1]
     texts: dict[Setting, list[str]] = {s: [] for s in settings}
     identity = {"model": reference.on.digest, "settings": [s.name for s in settings]}
@@ -129,26 +136,27 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
     for seed in range(splits):
         numbers = random.Random(seed).sample(range(count), fitted)
         left = sorted({*range(count)} - {*numbers})
-        clocked = [*range(len(kept.replies[kept.reference]))]
-        random.Random(seed).shuffle(clocked)
-        half = len(clocked) // 2
-        replay: Any = Replay(kept, numbers, clocked[:half])
-        found = fit(allowed, kept.reference, replay, budget, seed)
+        timed = len(kept.replies[kept.reference])
+        start, half = random.Random(seed).randrange(timed), timed // 2
+        clocked = [n % timed for n in range(start, start + timed)]
+        replay: Any = Replay(kept, numbers, clocked[:half], half // 2)
+        found = fit(allowed, kept.reference, replay, budget, seed, timed=half // 2)
         chosen = found.chosen
         fitting = [
             s for s in allowed
             if share(kept, s, numbers) <= budget.limit
-            and not budget.over(*(t.p99 if t else None for t in clocks(kept, s)))  # type: ignore[arg-type]
+            and not budget.over(*clocks(kept, s))
         ]  # fmt: skip
         best = min(fitting, key=lambda s: ms(kept, s), default=None)
         rows.append({
             "chosen": None if chosen is None else chosen.name, "ms": None if chosen is None else ms(kept, chosen),
             "unseen": 0.0 if chosen is None else share(kept, chosen, left), "asked": replay.asked,
             "upper": None if chosen is None else found.evidence[chosen].upper,
-            "p99": None if chosen is None else found.evidence[chosen].first_token_ms.p99,
-            "p99_unseen": None if chosen is None else times(
+            "p99_upper": None if chosen is None else found.evidence[chosen].first_token_ms.p99_upper,
+            "p99_unseen": None if chosen is None else p99(
                 [kept.replies[chosen][n].first_token_ms for n in clocked[half:]]
-            ).p99,
+            ),
+            "quiet": found.quiet,
             "exhaustive": None if best is None else best.name,
             "exhaustive_ms": None if best is None else ms(kept, best),
             "exhaustive_unseen": 0.0 if best is None else share(kept, best, left),
@@ -156,6 +164,7 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
     made = [row for row in rows if row["chosen"] is not None]
     first = budget.first_token_ms
     return {
+        "quiet": sum(row["quiet"] for row in rows),
         "under_upper": sum(row["unseen"] <= row["upper"] for row in made),
         "in_time": None if first is None else sum(row["p99_unseen"] <= first for row in made),
         "budget": json_value(budget), "settings": len(allowed), "exhaustive_asked": len(allowed) * fitted,
@@ -168,11 +177,15 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
     }  # fmt: skip
 
 
-def clocks(kept: Kept, setting: Setting) -> tuple[Any, Any]:
-    """Times of the first token and of a further one."""
+def p99(values: Sequence[float]) -> float:
+    return float(np.quantile(values, 0.99))
+
+
+def clocks(kept: Kept, setting: Setting) -> tuple[float, float | None]:
+    """The 99th percentile of the times of the first token, and of a further one."""
     replies = kept.replies[setting]
     decoded = [r.per_token_ms for r in replies if r.per_token_ms is not None]
-    return times([r.first_token_ms for r in replies]), times(decoded) if decoded else None
+    return p99([r.first_token_ms for r in replies]), p99(decoded) if decoded else None
 
 
 def main() -> None:
@@ -183,11 +196,11 @@ def main() -> None:
     options.add_argument("--images", type=int, default=2400, help="with one question each")
     options.add_argument("--fitted", type=int, default=400, help="of them, that a search sees or tests with")
     options.add_argument("--splits", type=int, default=100)
-    options.add_argument("--timed", type=int, default=100)
+    options.add_argument("--timed", type=int, default=640)
     options.add_argument("--threads", type=int, default=1)
     args = options.parse_args()
     kept = collect(args.bundles, scene_items(args.images), args.timed, args.out, args.threads)
-    medians = sorted(clocks(kept, s)[0].p99 for s in kept.settings)
+    medians = sorted(clocks(kept, s)[0] for s in kept.settings)
     smallest = min(s.on.memory for s in kept.settings)
     light = [s for s in kept.settings if s.on.memory == smallest]
     runs = {
@@ -216,13 +229,18 @@ def main() -> None:
             f"{np.mean([r['exhaustive_ms'] for r in rows if r['exhaustive_ms']]):.1f}",
             str(run["exhaustive_asked"]),
         ])  # fmt: skip
-        choices[name] = {"first_token": json_value(clocks(kept, next(s for s in kept.settings if s.name == often))[0])
-                         if often != "nothing" else None}  # fmt: skip
+        firsts = [r.first_token_ms for s in kept.settings if s.name == often for r in kept.replies[s]]
+        choices[name] = {
+            "first_token": [float(np.median(firsts)), p99(firsts)] if firsts else None,
+            "quiet": run["quiet"],
+        }
     lines = [{"table": args.name, "columns": table[0], "align": ["---"] * len(table[0])}]
     lines += [{"table": args.name, "row": row} for row in table[1:]]
     for name, run in runs.items():
-        of = {key: [row[key] for row in run["splits"]] for key in ("chosen", "unseen", "upper", "p99", "p99_unseen")}
-        of |= {key: run[key] for key in ("settings", "found", "kept_bound", "under_upper", "in_time")}
+        of = {
+            key: [row[key] for row in run["splits"]] for key in ("chosen", "unseen", "upper", "p99_upper", "p99_unseen")
+        }
+        of |= {key: run[key] for key in ("settings", "found", "kept_bound", "under_upper", "in_time", "quiet")}
         lines.append({"table": args.name, "splits": {"name": name, **json_value(run["budget"]), **of}})
     lines.append({"table": args.name, "machine": json_value(describe())})
     (args.out / "results.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import click
@@ -24,6 +25,7 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
     epilog="vtx-fit llava-7b --questions questions.jsonl --images photos --keep 98%\n"
     "vtx-fit llava-fp16 llava-int8 llava-int4 --questions questions.jsonl --keep 95% --first-token 800 --memory 8\n"
     "vtx-fit llava-7b --questions questions.jsonl --accuracy-drop 1\n"
+    "vtx-fit llava-7b --questions questions.jsonl --profile orin-nx-16 --first-token 900\n"
     "vtx-fit llava-7b --questions questions.jsonl --images photos --check"
 )
 @click.argument("bundles", type=PATH, nargs=-1, required=True, metavar="BUNDLE [BUNDLE ...]")
@@ -38,6 +40,8 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
     option("--first-token", float, "Limit of 99 of 100 first tokens.", metavar="MS"),
     option("--per-token", float, "Limit of 99 of 100 answers' mean time per further token.", metavar="MS"),
     option("--memory", float, "Memory that a bundle may take.", metavar="GB"),
+    option("--profile", str, "Plan for this device, which is not here: times and memory are vtx-plan's estimates, and "
+           "--device is an engine there.", metavar="NAME"),
     option("--max-new-tokens", 32, "Tokens of an answer, at most."),
     option("--seed", 0, "Of the split into questions to search with and to hold out."),
     "device", "compute", "threads",
@@ -51,20 +55,21 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
 def fit(
     bundles: tuple[Path, ...], questions: str, images: Path | None, samples: int | None, keep: float,
     accuracy_drop: float | None, first_token: float | None, per_token: float | None, memory: float | None,
-    max_new_tokens: int, seed: int, loading: Loading, sign: Path | None, no_card: bool, check: bool, out: Path | None,
-    as_json: bool,
+    profile: str | None, max_new_tokens: int, seed: int, loading: Loading, sign: Path | None, no_card: bool,
+    check: bool, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Choose the fastest configuration of bundles of one model that keeps a budget, and write it into a card.
 
-    Precision (the bundles), arithmetic, K and reductions are searched with half of the images. The other half tests
-    what was found. The card makes it the default of vtx-run, vtx-chat, vtx-serve and the APIs. An interrupted run
-    resumes where it stopped.
+    Precision (the bundles), arithmetic, K, reductions, tiles or pixels are searched with half of the images. The other
+    half tests what was found. The card makes it the default of vtx-run, vtx-chat, vtx-serve and the APIs. An
+    interrupted run resumes where it stopped.
     """
     end_on_sigterm()
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.card import CARD, read_card, write_card
     from vtx.runtime.bundle.seal import SIGNATURE, SigningKey
     from vtx.runtime.host.machine import cores
+    from vtx.runtime.host.profiles import load_profile
     from vtx.runtime.units import counted, duration
     from vtx.tools.bench.machine import describe
     from vtx.tools.common.files import write_json
@@ -75,7 +80,7 @@ def fit(
     from vtx.tools.fit.fit import fit as search
     from vtx.tools.fit.report import data_of, draw_front, in_tables, make_card, to_dict
     from vtx.tools.fit.search import Budget
-    from vtx.tools.fit.settings import find_settings
+    from vtx.tools.fit.settings import engines_of, find_settings, planned_on
 
     if accuracy_drop is not None and given("keep"):
         raise RequestError("--keep and --accuracy-drop are mutually exclusive; give one of them")
@@ -106,9 +111,16 @@ def fit(
         note(f"skipped {line}")
     check_enough(asked, split(asked, seed)[1], budget)
     threads = cores() if loading.threads is None else loading.threads
-    reference, settings = find_settings(
-        opened, loading.device, loading.compute, None if memory is None else int(memory * 1e9)
-    )
+    most = None if memory is None else int(memory * 1e9)
+    if profile is None:
+        engines = [on for bundle in opened for on in engines_of(bundle, loading.device, loading.compute)]
+    else:
+        if loading.compute is not None:
+            raise RequestError("--compute has no effect on the estimates of --profile; leave it out")
+        device = load_profile(profile)
+        engines = [planned_on(bundle, device, loading.device, max_new_tokens) for bundle in opened]
+        most = device.usable_bytes if most is None else min(most, device.usable_bytes)
+    reference, settings = find_settings(engines, most, cache(asked.sizes))
     target, machine = out or Path(f"vtx-fit-{opened[0].folder.name}"), describe()
     identity = {
         "model": reference.on.digest, "--max-new-tokens": max_new_tokens, "--threads": threads, "machine": machine.cpu,

@@ -41,8 +41,9 @@ def load(
 ) -> Model:
     """Load a bundle that `vtx-export` made.
 
-    The settings of its card, if `vtx-fit` gave it one, are the defaults: device and arithmetic here, K and reductions
-    of its questions. A card whose engine is not possible here, or not the one asked for, is ignored with a warning.
+    The settings of its card, if `vtx-fit` gave it one, are the defaults: device, arithmetic and the limits of images
+    here, K and reductions of its questions. A card whose engine is not possible here, or not the one asked for, is
+    ignored with a warning.
 
     Args:
         bundle: its directory.

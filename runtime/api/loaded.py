@@ -105,7 +105,10 @@ class LoadedBundle:
         self.card = card
         self.default_k, self.default_reduce = manifest.default_k, next(iter(manifest.reductions), None)
         if card is not None:
-            self.default_k, self.default_reduce = card.chosen.configuration.k, card.chosen.configuration.reduce
+            fitted = card.chosen.configuration
+            self.default_k, self.default_reduce = fitted.k, fitted.reduce
+            if max_tiles is None and max_pixels is None and fit != "released":
+                max_tiles, max_pixels = fitted.max_tiles, fitted.max_pixels
         self.text = Text(
             *text_files(bundle.read), manifest.text, max_context=manifest.max_context,
             or_more_context=manifest.or_more_context,

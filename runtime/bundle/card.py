@@ -30,26 +30,38 @@ CURE = "run vtx-fit again, or remove card.json"
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds: the median and the 99th percentile of `count` measurements."""
+    """Milliseconds: the median and the 99th percentile of `count` measurements.
+
+    `p99_upper`: the 99th percentile is below it with a confidence of 95%; None of estimates, or if they are too few.
+    """
 
     p50: float
     p99: float
     count: int
+    p99_upper: float | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The settings of answers: the engine and its arithmetic, K, and a spec of reductions or "none"."""
+    """The settings of answers: the engine and its arithmetic, K, a spec of reductions or "none", and limits of images.
+
+    `max_tiles` and `max_pixels` as `load` takes them.
+    """
 
     device: str
     compute: str
     k: int | str | None
     reduce: str
+    max_tiles: int | None = optional(None)
+    max_pixels: int | None = optional(None)
 
     @property
     def name(self) -> str:
         depth = "K by the gates" if self.k == "auto" else f"K = {self.k or 'none'}"
-        return f"{depth}, {'no reduction' if self.reduce == 'none' else self.reduce}, {self.compute} on {self.device}"
+        limits = {"tiles": self.max_tiles, "pixels": self.max_pixels}
+        parts = [depth, "no reduction" if self.reduce == "none" else self.reduce]
+        parts += [f"at most {most:,} {unit} an image" for unit, most in limits.items() if most]
+        return ", ".join([*parts, f"{self.compute} on {self.device}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +114,8 @@ class Card:
     """The choice of `vtx-fit` for the bundle whose `vtx.json` has the SHA-256 `manifest`, its data and its machine.
 
     `reference` is the full model whose answers count as unchanged. `front`: the configurations that none beats in
-    both time and changed answers. `quiet`: times were repeated until they agreed.
+    both time and changed answers. `quiet`: times were repeated until they agreed. `planned`: the profile of the device
+    that times and memory are estimated for; nothing was measured there, and the answers are those of this machine.
     """
 
     format: str
@@ -118,13 +131,15 @@ class Card:
     versions: Mapping[str, str]
     quiet: bool
     front: tuple[Evidence, ...]
+    planned: str | None = optional(None)
 
     @property
     def in_words(self) -> str:
         """One line for people who use the bundle."""
+        estimated = "" if self.planned is None else f"; times are estimates for {self.planned}, not measured"
         return (
             f"card.json of vtx-fit: {self.chosen.configuration.name}; at most {100 * self.guarantee.limit:.3g}% of the "
-            f"answers {self.guarantee.loss} ({self.guarantee.confidence:.0%} confidence)"
+            f"answers {self.guarantee.loss} ({self.guarantee.confidence:.0%} confidence){estimated}"
         )
 
 

@@ -9,6 +9,9 @@ its questions, since questions about one image tend to change together.
                              1, so it is 20 or more with a probability of at most 5% (Markov); many c are averaged
 
 Both ask only that the images were drawn independently.
+
+A quantile, such as the 99th percentile of times, has an upper bound among the largest values: how many independent
+values lie beyond the quantile is binomial, whatever their distribution.
 """
 
 from __future__ import annotations
@@ -80,6 +83,17 @@ def least_images(limit: float, *, single: bool) -> int:
         enough = ImageLosses(np.zeros(middle), single).p_value(limit) <= RISK
         least, most = (least, middle) if enough else (middle, most)
     return most
+
+
+def quantile_upper(values: Sequence[float], quantile: float) -> float | None:
+    """The upper end of the one-sided 95% interval of a quantile: one of the largest values, None if these are too few.
+
+    `least_images(1 - quantile, single=True)` values are enough.
+    """
+    beyond, rank = 1 - quantile, 0
+    while _binomial_tail(rank, len(values), beyond) <= RISK:
+        rank += 1
+    return sorted(values)[-rank] if rank else None
 
 
 def passing(ordered: Sequence[ImageLosses], limit: float) -> int:

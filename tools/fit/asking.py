@@ -1,5 +1,7 @@
 """Questions put to configurations on the deployed graphs; each answer and its times are kept as they come.
 
+Times are measured, or of a device that is not here estimated from what the answer ran.
+
 One bundle is loaded at a time. An answer is computed alone, in a new conversation, so that its times are those of one
 user; the configurations of an engine take turns question by question.
 """
@@ -24,9 +26,10 @@ from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import ContextError, ImageError, RequestError
 from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.units import Progress
+from vtx.runtime.vision.image import image_size
 from vtx.tools.data.items import Data, Item, check_skipped, image_key, plain
 from vtx.tools.data.journal import ResultJournal
-from vtx.tools.fit.settings import LoadedOn, Setting
+from vtx.tools.fit.settings import NO_LIMIT, ImageLimit, LoadedOn, Setting
 
 BAD = (ImageError, RequestError, ContextError)  # a question's own fault; anything else ends the search
 STRICT = Strict(RequestError, "answers.jsonl is damaged, remove it")
@@ -72,6 +75,11 @@ class Questions:
         )
         return cls(data, digests, images)
 
+    def sizes(self) -> list[tuple[int, int]]:
+        """Width and height of every image. Raises ImageError for one that was removed."""
+        seen = {image_key(image): image for item in self.data.items for image in item.images}
+        return [image_size(image) for image in seen.values()]
+
     @property
     def sha256(self) -> str:
         """Changes with any question, answer or image, and with their order."""
@@ -99,7 +107,7 @@ class KeptAnswers:
         self._of_right = of_right
         self.questions, self._journal, self._threads, self._report = questions, journal, threads, report
         self._options = Options(max_new_tokens=max_new_tokens)
-        self._model: Model | None = None
+        self._models: dict[ImageLimit, Model] = {}  # of one engine, by the limit of their images
         self._on: LoadedOn | None = None
         self.skipped: dict[int, str] = {}
         self.asked, self.loading_s = 0, 0.0
@@ -108,8 +116,7 @@ class KeptAnswers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._model is not None:
-            self._model.close()
+        self._unload()
 
     def usable(self, numbers: Iterable[int]) -> list[int]:
         """The questions that could be asked."""
@@ -142,29 +149,42 @@ class KeptAnswers:
         self._report(phase, total, total)
 
     def _answers(self, on: LoadedOn, settings: Sequence[Setting], number: int, turn: int) -> dict[str, dict[str, Any]]:
-        model, item = self._load(on), self.questions.data.items[number]
-        images, replies = model.loaded.prepare_all(item.images), dict[str, dict[str, Any]]()
+        item, replies = self.questions.data.items[number], dict[str, dict[str, Any]]()
+        models = {setting.limit: self._load(on, setting.limit) for setting in settings}
+        images = {limit: model.loaded.prepare_all(item.images) for limit, model in models.items()}
         first = number % len(settings)  # so that none always runs with cold caches
         for setting in (*settings[first:], *settings[:first]):
-            start = time.perf_counter()
-            with Conversation(model.loaded, images) as conversation:
+            start, seen = time.perf_counter(), images[setting.limit]
+            with Conversation(models[setting.limit].loaded, seen) as conversation:
                 answer = conversation.ask(item.question, setting.k, self._options, reduce=setting.reduce)
-            answer_ms, times = 1000 * (time.perf_counter() - start), answer.stats.timings_ms
-            per_token = times["decode_per_token"] if len(answer.token_ids) > 1 else None
-            reply = TimedAnswer(answer.text, times["first_token"], per_token, answer_ms)
+            answer_ms, times, further = 1000 * (time.perf_counter() - start), answer.stats.timings_ms, None
+            first_token, tokens = times["first_token"], len(answer.token_ids)
+            if tokens > 1:
+                further = times["decode_per_token"]
+            if on.planned is not None:
+                first_token, each = on.planned.times(answer, sum(len(image.views) for image in seen))
+                further, answer_ms = (each if tokens > 1 else None), first_token + each * max(0, tokens - 1)
+            reply = TimedAnswer(answer.text, first_token, further, answer_ms)
             replies[self._key(setting, number, turn)] = json_value(reply)
             self.asked += 1
         return replies
 
-    def _load(self, on: LoadedOn) -> Model:
-        if self._model is None or self._on != on:
-            if self._model is not None:
-                self._model.close()
-            start = time.monotonic()
+    def _load(self, on: LoadedOn, limit: ImageLimit) -> Model:
+        start = time.monotonic()
+        if self._on != on:
+            self._unload()
             backend = open_backend(on.bundle, DeviceChoice(on.device, on.compute, "a candidate"), self._threads)
-            self._model, self._on = Model(on.bundle, backend, 0.0), on
-            self.loading_s += time.monotonic() - start
-        return self._model
+            self._models, self._on = {NO_LIMIT: Model(on.bundle, backend, 0.0)}, on
+        if limit not in self._models:
+            backend, (tiles, pixels) = self._models[NO_LIMIT].backend, limit
+            self._models[limit] = Model(on.bundle, backend, 0.0, max_tiles=tiles, max_pixels=pixels)
+        self.loading_s += time.monotonic() - start
+        return self._models[limit]
+
+    def _unload(self) -> None:
+        if self._models:
+            self._models[NO_LIMIT].close()  # and with it the engine of all
+        self._models, self._on = {}, None
 
     def _skip(self, number: int, error: Exception) -> None:
         items, source = self.questions.data.items, self.questions.data.source

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log2
+from itertools import takewhile
+from math import ceil, floor, inf, log2
 from statistics import median
 
 import numpy as np
@@ -13,14 +14,17 @@ import numpy as np
 from vtx.runtime.bundle.card import Evidence, Times
 from vtx.runtime.errors import RequestError
 from vtx.runtime.units import counted
-from vtx.tools.data.bounds import RISK, ImageLosses, least_images, passing
+from vtx.tools.data.bounds import RISK, ImageLosses, least_images, passing, quantile_upper
 from vtx.tools.fit.asking import KeptAnswers, Questions, TimedAnswer, split
-from vtx.tools.fit.search import FINALISTS, FIRST, Answers, Budget, Rung, planned, search
+from vtx.tools.fit.search import FINALISTS, FIRST, Answers, Budget, Rung, planned, rate, search
 from vtx.tools.fit.settings import Setting
 
-TIMED = 200  # questions whose times are measured again until they agree
-TURNS = 4  # times that they are measured at most
-QUIET = 0.1  # the share by which the medians of two turns may differ
+TIMED = 300  # questions whose times are measured again until they agree
+FURTHER = 2  # turns of measuring beyond those that must agree
+MOST_AGREEING = 20  # of these, where few questions are held out
+QUIET = 0.1  # the share by which the medians of these turns may differ
+LATE = 0.99  # the quantile of times that a budget is about
+LEAST_TIMES = least_images(1 - LATE, single=True)  # of which a bound of this quantile is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,40 +78,52 @@ def check_enough(questions: Questions, held_out: Sequence[int], budget: Budget) 
 
 def fit(
     settings: Sequence[Setting], reference: Setting, answers: KeptAnswers, budget: Budget, seed: int,
-    predict: Callable[[float], None] = lambda _: None,
+    predict: Callable[[float], None] = lambda _: None, timed: int = TIMED,
 ) -> Fitted:  # fmt: skip
     """Search with half of the images, test on the other half, and choose the fastest that passes and is in time.
 
-    `predict` gets the total seconds, at most, estimated from the first question.
+    `predict` gets the total seconds, at most, estimated from the first question. The times of `timed` questions held
+    out are measured several times.
     """
-    questions = answers.questions
+    questions, estimated = answers.questions, reference.on.planned is not None
     searched, held_out = split(questions, seed)
     check_enough(questions, held_out, budget)
+    timed = min(timed, len(held_out))
+    most = 1 if estimated else turns_for(timed, budget) + FURTHER
     start = time.monotonic()
     answers.ask([reference, *settings], searched[:1], "searching")
     if answers.asked:
-        tested = (FINALISTS + 1) * (len(held_out) + (TURNS - 1) * min(TIMED, len(held_out)))
+        tested = (FINALISTS + 1) * (len(held_out) + (most - 1) * timed)
         each = (time.monotonic() - start - answers.loading_s) / answers.asked
-        steps = TURNS + max(0, ceil(log2(len(searched) / FIRST)))  # engines take turns in each
+        steps = most + max(0, ceil(log2(len(searched) / FIRST)))  # engines take turns in each
         predict(each * (planned(len(settings), len(searched)) + tested) + steps * answers.loading_s)
     finalists, rungs = search(settings, reference, searched, questions.images, answers, budget)
     answers.ask([reference, *finalists], held_out, "testing")
     used = answers.usable(held_out)
-    timed = used[:TIMED]
-    turns, quiet = agreeing_turns([reference, *finalists], timed, answers)
+    clocked, turns, quiet = used[:timed], range(1), True
+    if not estimated:
+        several = [sum(answers.reply(s, n).per_token_ms is not None for n in clocked) for s in (reference, *finalists)]
+        fewest = len(clocked) if budget.per_token_ms is None else min(filter(None, several), default=len(clocked))
+        turns, quiet = agreeing_turns([reference, *finalists], clocked, answers, turns_for(fewest, budget))
 
     losses = {setting: losses_of(setting, reference, used, questions.images, answers) for setting in finalists}
     passed = finalists[: passing(list(losses.values()), budget.limit)]
     evidence = {
-        setting: evidence_of(setting, losses.get(setting), [answers.reply(setting, n, t) for t in turns for n in timed])
+        setting: evidence_of(
+            setting, losses.get(setting), [[answers.reply(setting, n, turn) for n in clocked] for turn in turns]
+        )
         for setting in (reference, *finalists)
     }
     keeping = [*passed, *([reference] if reference in settings else [])]  # which may be too large to be shipped
-    in_time = [s for s in keeping if not excess(evidence[s], budget)]
+    # Times are tested like answers: the quickest in the search first, until one is not shown to be in time.
+    seen = answers.usable(searched)
+    speed = {s: rate(s, reference, seen, questions.images, answers, budget).used for s in keeping}
+    late = {s: excess(found, budget, estimated=estimated) for s, found in evidence.items()}
+    in_time = list(takewhile(lambda s: not late[s], sorted(keeping, key=lambda s: speed[s])))
     chosen = min(in_time, key=lambda s: evidence[s].answer_ms.p50, default=None)
     method = next(iter(losses.values())).method if losses else "none is needed"
     return Fitted(
-        budget, reference, chosen, verdict(chosen, evidence, keeping, finalists, reference, budget), evidence,
+        budget, reference, chosen, verdict(chosen, evidence, late, keeping, finalists, reference, budget), evidence,
         tuple(finalists), tuple(passed), method, len(settings), tuple(rungs), tuple(used), quiet, answers.asked,
         tuple(answers.skipped.values()),
     )  # fmt: skip
@@ -119,25 +135,46 @@ def losses_of(
     return ImageLosses.of([answers.changed(setting, reference, n) for n in numbers], [images[n] for n in numbers])
 
 
-def agreeing_turns(settings: Sequence[Setting], numbers: Sequence[int], answers: Answers) -> tuple[list[int], bool]:
-    """Ask again until the median times of two turns agree for all; these two turns, or the last two and False."""
+def turns_for(times: int, budget: Budget) -> int:
+    """The turns that must agree: two, or more where it takes them to know a bound from so many times a turn."""
+    return min(MOST_AGREEING, max(2, ceil(LEAST_TIMES / times))) if budget.used(1.0, 1.0) else 2
+
+
+def agreeing_turns(
+    settings: Sequence[Setting], numbers: Sequence[int], answers: Answers, agreeing: int
+) -> tuple[range, bool]:
+    """Ask again until the median times of so many turns agree for all; these turns, or the last ones and False."""
 
     def medians(turn: int) -> list[float]:
         return [median(answers.reply(setting, n, turn).answer_ms for n in numbers) for setting in settings]
 
-    before = medians(0)
-    for turn in range(1, TURNS):
+    turns = [medians(0)]
+    for turn in range(1, agreeing + FURTHER):
         answers.ask(settings, numbers, "timing", turn)
-        now = medians(turn)
-        if all(abs(a - b) <= QUIET * min(a, b) for a, b in zip(before, now, strict=True)):
-            return [turn - 1, turn], True
-        before = now
-    return [TURNS - 2, TURNS - 1], False
+        turns.append(medians(turn))
+        last = np.array(turns[-agreeing:])
+        if len(last) == agreeing and (last.max(0) <= (1 + QUIET) * last.min(0)).all():
+            return range(turn + 1 - agreeing, turn + 1), True
+    return range(len(turns) - agreeing, len(turns)), False
 
 
-def evidence_of(setting: Setting, losses: ImageLosses | None, replies: Sequence[TimedAnswer]) -> Evidence:
-    """`losses` of None are those of the reference, which changes nothing by definition."""
+def evidence_of(setting: Setting, losses: ImageLosses | None, turns: Sequence[Sequence[TimedAnswer]]) -> Evidence:
+    """`losses` of None are those of the reference, which changes nothing by definition.
+
+    Upper ends of times grow with the spread between the `turns`: another turn may be as much slower.
+    """
+    replies, medians = (
+        [reply for turn in turns for reply in turn],
+        [median(r.answer_ms for r in turn) for turn in turns],
+    )
     decoded = [reply.per_token_ms for reply in replies if reply.per_token_ms is not None]
+
+    def times(values: Sequence[float]) -> Times:
+        upper = None if setting.on.planned else quantile_upper(values, LATE)
+        widened = None if upper is None else round(upper * max(medians) / min(medians), 3)
+        middle, late = (round(float(ms), 3) for ms in np.quantile(values, [0.5, LATE]))
+        return Times(middle, late, len(values), widened)
+
     return Evidence(
         bundle=setting.on.name, configuration=setting.configuration,
         changed=0.0 if losses is None else losses.mean, upper=0.0 if losses is None else losses.upper(),
@@ -147,21 +184,20 @@ def evidence_of(setting: Setting, losses: ImageLosses | None, replies: Sequence[
     )  # fmt: skip
 
 
-def times(values: Sequence[float]) -> Times:
-    p50, p99 = (round(float(ms), 3) for ms in np.quantile(values, [0.5, 0.99]))
-    return Times(p50, p99, len(values))
+def excess(evidence: Evidence, budget: Budget, *, estimated: bool = False) -> float:
+    """By which share the times of 99 answers of 100 may exceed the budget: by their upper ends, or as estimated."""
 
+    def worst(times: Times) -> float:
+        return times.p99 if estimated else inf if times.p99_upper is None else times.p99_upper
 
-def excess(evidence: Evidence, budget: Budget) -> float:
-    """By which share the times of 99 answers of 100 exceed the budget."""
-    return budget.over(evidence.first_token_ms.p99, evidence.per_token_ms.p99 if evidence.per_token_ms else None)
+    return budget.over(worst(evidence.first_token_ms), worst(evidence.per_token_ms) if evidence.per_token_ms else None)
 
 
 def verdict(
-    chosen: Setting | None, evidence: Mapping[Setting, Evidence], keeping: Sequence[Setting],
-    tested: Sequence[Setting], reference: Setting, budget: Budget,
+    chosen: Setting | None, evidence: Mapping[Setting, Evidence], late: Mapping[Setting, float],
+    keeping: Sequence[Setting], tested: Sequence[Setting], reference: Setting, budget: Budget,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Sentences: the choice, or what comes nearest and which budget would do."""
+    """Sentences: the choice, or what comes nearest and which budget would do; `late`: the `excess` of each."""
     if chosen is not None:
         found = evidence[chosen]
         kept = (
@@ -173,14 +209,18 @@ def verdict(
         return (f"chosen: {chosen.name}; {kept}; {spoken(found)}",)
     sentences = ["nothing fits the budget: none of those tested is shown to keep the answers"]
     if keeping:
-        nearest = min(keeping, key=lambda s: excess(evidence[s], budget))
+        nearest = min(keeping, key=lambda s: late[s])
         near = f"{nearest.name}; {spoken(evidence[nearest])}"
         sentences = [f"nothing fits the budget. Nearest that keeps the answers: {near}"]
-        first, token = evidence[nearest].first_token_ms.p99, evidence[nearest].per_token_ms
-        wanted = [f"--first-token {round_up(first):g}"] if budget.first_token_ms is not None else []
-        wanted += [f"--per-token {round_up(token.p99):g}"] if budget.per_token_ms is not None and token else []
+        limits = {"first-token": budget.first_token_ms, "per-token": budget.per_token_ms}
+        times = evidence[nearest].first_token_ms, evidence[nearest].per_token_ms
+        wanted = [
+            f"--{name} {round_up(of.p99_upper or of.p99):g}"
+            for (name, limit), of in zip(limits.items(), times, strict=True)
+            if limit is not None and of is not None
+        ]
         sentences.append(f"it fits with {' '.join(wanted)}")
-    if quick := [s for s in tested if not excess(evidence[s], budget)]:
+    if quick := [s for s in tested if not late[s]]:
         least = min(quick, key=lambda s: evidence[s].upper)
         keep = floor(1000 * (1 - evidence[least].upper)) / 10
         wanted_keep = f"--accuracy-drop {100 - keep:.1f}" if budget.of_right else f"--keep {keep:g}%"
@@ -197,7 +237,8 @@ def spoken(evidence: Evidence) -> str:
 
 
 def _spoken(times: Times) -> str:
-    return f"{times.p50:.1f} ms (p99 {times.p99:.1f})"
+    upper = "" if times.p99_upper is None else f", at most {times.p99_upper:.1f} with {1 - RISK:.0%} confidence"
+    return f"{times.p50:.1f} ms (p99 {times.p99:.1f}{upper})"
 
 
 def round_up(ms: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.bundle.card import FORMAT, Card, Evidence, FittedData, Guarantee, Times
+from vtx.runtime.bundle.card import FORMAT, Card, FittedData, Guarantee, Times
 from vtx.runtime.strict import json_value
 from vtx.runtime.terminal.console import WideTable
 from vtx.runtime.units import counted, size
@@ -13,7 +13,7 @@ from vtx.tools.bench.machine import Machine
 from vtx.tools.common.plots import COLORS, GREY, draw, headline
 from vtx.tools.data.bounds import RISK
 from vtx.tools.fit.asking import Questions
-from vtx.tools.fit.fit import Fitted
+from vtx.tools.fit.fit import Fitted, spoken
 from vtx.tools.fit.settings import Setting
 
 
@@ -33,8 +33,14 @@ def make_card(
         guarantee=Guarantee(fitted.budget.limit, 1 - RISK, fitted.method, len(fitted.tested), fitted.budget.loss),
         data=data_of(fitted, questions), reference=fitted.reference.name, max_new_tokens=max_new_tokens,
         threads=threads, cpu=machine.cpu, system=machine.system, versions=machine.versions, quiet=fitted.quiet,
-        front=tuple(fitted.evidence[setting] for setting in fitted.front),
+        front=tuple(fitted.evidence[setting] for setting in fitted.front), planned=planned_for(fitted),
     )  # fmt: skip
+
+
+def planned_for(fitted: Fitted) -> str | None:
+    """The profile whose times were estimated, None if times were measured."""
+    planned = fitted.reference.on.planned
+    return None if planned is None else planned.profile.name
 
 
 def to_dict(fitted: Fitted, questions: Questions, machine: Machine) -> dict[str, Any]:
@@ -49,18 +55,20 @@ def to_dict(fitted: Fitted, questions: Questions, machine: Machine) -> dict[str,
         "passed": [setting.name for setting in fitted.passed],
         "evidence": [json_value(evidence) for evidence in fitted.evidence.values()],
         "data": json_value(data_of(fitted, questions)), "method": fitted.method, "quiet": fitted.quiet,
+        "planned": planned_for(fitted),
         "settings": fitted.settings, "asked": fitted.asked, "skipped": list(fitted.skipped), "search": rungs,
     }  # fmt: skip
 
 
 def in_tables(fitted: Fitted, questions: Questions, machine: Machine) -> list[str | WideTable]:
-    data, heads = data_of(fitted, questions), ["", "changed", "upper end alone", "first token, ms (p99)",
-                                               "token, ms (p99)", "answer, ms", "memory", "answers kept"]  # fmt: skip
+    data, heads = data_of(fitted, questions), ["", "changed", "upper end alone", "first token, ms", "token, ms",
+                                               "answer, ms", "memory", "answers kept"]  # fmt: skip
 
     heads[1] = "lost" if fitted.budget.of_right else heads[1]
 
     def shown(times: Times | None) -> str:
-        return "-" if times is None else f"{times.p50:.1f} ({times.p99:.1f})"
+        ends = [] if times is None else [times.p50, times.p99, times.p99_upper]
+        return "-" if times is None else "; ".join(f"{ms:.1f}" for ms in ends if ms is not None)
 
     rows = [
         [
@@ -71,12 +79,16 @@ def in_tables(fitted: Fitted, questions: Questions, machine: Machine) -> list[st
         for setting, found in fitted.evidence.items()
     ]  # fmt: skip
     loud = "" if fitted.quiet else " THE TIMES DID NOT AGREE when they were measured again: the machine is not quiet."
+    how = "Times: median; 99th percentile; its upper end with 95% confidence, where enough were measured."
+    if (planned := planned_for(fitted)) is not None:
+        how = f"Times, median and 99th percentile, and memory: vtx-plan's estimates for {planned}; none was measured."
     return [
         machine.in_words(),
         f"{counted(data.questions, 'question')} about {counted(data.images, 'image')} of {data.source}; tested on "
         f"{data.held_out_questions} about {data.held_out_images}, none of which the search saw ({fitted.method}). "
         f"{counted(fitted.settings, 'configuration')}, {counted(fitted.asked, 'answer')} computed now.{loud}",
         WideTable("the full model, and those tested in this order until one failed", heads, rows),
+        how,
         *fitted.verdict,
     ]
 
@@ -90,17 +102,13 @@ def card_tables(card: Card) -> list[str | WideTable]:
                       f"{card.reference}, with {card.guarantee.confidence:.0%} confidence ({card.guarantee.method})"],
         ["held out", f"{card.chosen.changed:.2%} changed of {data.held_out_questions} questions about "
                      f"{data.held_out_images} images of {data.source} ({data.sha256[:12]})"],
-        ["times", f"{_times(card.chosen)}, {counted(card.threads, 'thread')}{'' if card.quiet else '; not quiet'}"],
+        ["times", f"{spoken(card.chosen)}, {counted(card.threads, 'thread')}{'' if card.quiet else '; not quiet'}"
+                  if card.planned is None else f"{spoken(card.chosen)}: estimates for {card.planned}, not measured"],
         ["machine", card.cpu],
-        *(["alternative", f"{other.bundle}: {other.configuration.name}; {other.changed:.2%} changed; {_times(other)}"]
+        *(["alternative", f"{other.bundle}: {other.configuration.name}; {other.changed:.2%} changed; {spoken(other)}"]
           for other in card.front if other != card.chosen),
     ]  # fmt: skip
     return [WideTable("card.json of vtx-fit", ["", ""], rows)]
-
-
-def _times(evidence: Evidence) -> str:
-    parts = {"first token": evidence.first_token_ms, "token": evidence.per_token_ms}
-    return ", ".join(f"{name} {t.p50:.1f} ms (p99 {t.p99:.1f})" for name, t in parts.items() if t)
 
 
 def draw_front(fitted: Fitted, source: str, path: Path) -> None:

@@ -50,10 +50,14 @@ class Budget:
         """The change of an answer that counts, in words."""
         return LOST if self.of_right else CHANGED
 
+    def used(self, first_token_ms: float, per_token_ms: float | None) -> list[float]:
+        """Times as shares of their limits; empty without limits."""
+        pairs = (first_token_ms, self.first_token_ms), (per_token_ms or 0.0, self.per_token_ms)
+        return [ms / most for ms, most in pairs if most is not None]
+
     def over(self, first_token_ms: float, per_token_ms: float | None) -> float:
         """By which share times exceed the budget, 0 if they keep it."""
-        pairs = (first_token_ms, self.first_token_ms), (per_token_ms or 0.0, self.per_token_ms)
-        return sum(max(0.0, ms / most - 1) for ms, most in pairs if most is not None)
+        return sum(max(0.0, share - 1) for share in self.used(first_token_ms, per_token_ms))
 
 
 class Answers(Protocol):
@@ -67,11 +71,15 @@ class Answers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """A configuration after some questions. `excess`: how far it is beyond the budget, 0 if it may keep it."""
+    """A configuration after some questions. `excess`: how far it is beyond the budget, 0 if it may keep it.
+
+    `used`: the largest share that a median time has of its limit.
+    """
 
     changed: float
     answer_ms: float
     excess: float
+    used: float
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -127,9 +135,9 @@ def rate(
     replies = [answers.reply(setting, n) for n in numbers]
     losses = ImageLosses.of([answers.changed(setting, reference, n) for n in numbers], [images[n] for n in numbers])
     decoded = [reply.per_token_ms for reply in replies if reply.per_token_ms is not None]
-    late = budget.over(median(r.first_token_ms for r in replies), median(decoded) if decoded else None)
-    wrong = max(0.0, losses.lower() / budget.limit - 1)
-    return Rating(losses.mean, fmean(reply.answer_ms for reply in replies), late + wrong)
+    medians = median(reply.first_token_ms for reply in replies), median(decoded) if decoded else None
+    wrong, used = max(0.0, losses.lower() / budget.limit - 1), max(budget.used(*medians), default=0.0)
+    return Rating(losses.mean, fmean(r.answer_ms for r in replies), budget.over(*medians) + wrong, used)
 
 
 def best(ratings: Mapping[Setting, Rating], count: int, limit: float) -> list[Setting]:

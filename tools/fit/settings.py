@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vtx.runtime.backends.devices import DeviceChoice, choose, float_bytes
 from vtx.runtime.backends.engines import AUTO, ENGINES
@@ -12,28 +13,47 @@ from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.card import Configuration, manifest_digest
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.errors import DeviceError, ImageError, RequestError
+from vtx.runtime.host.profiles import Profile
 from vtx.runtime.policies import parse, to_spec
 from vtx.runtime.policies.make import check_layout, check_provided
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.units import size
+from vtx.runtime.vision.layout import Layout, limited_layout
 from vtx.runtime.vision.layouts import read_layout
 from vtx.tools.bench.ladder import SETTINGS
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.methods import NONE, Method
+from vtx.tools.fit.planning import PlannedEngine
 
 CONTROL = "random"  # a measure of other reductions, not one to ship
+HALVINGS = 3  # of an image's tiles or tokens
+
+
+class ImageLimit(NamedTuple):
+    """Limits of an image as `load` takes them; at most one of them is given."""
+
+    max_tiles: int | None = None
+    max_pixels: int | None = None
+
+
+NO_LIMIT = ImageLimit()
+Sizes = Callable[[], Iterable[tuple[int, int]]]  # widths and heights of images, which are read when they are asked for
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedOn:
-    """A bundle on an engine, with the memory that it is predicted to take; `digest` is its manifest's."""
+    """A bundle on an engine, with the memory that it is predicted to take; `digest` is its manifest's.
+
+    `planned`: the engine that it is to be shipped for, with times by estimate; answers are computed on `device`.
+    """
 
     bundle: Bundle
     device: str
     compute: str
     memory: int
     digest: str
+    planned: PlannedEngine | None = None
 
     @property
     def name(self) -> str:
@@ -45,15 +65,17 @@ class LoadedOn:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A configuration to choose from: an engine, K and a spec of reductions."""
+    """A configuration to choose from: an engine, K, a spec of reductions, and a limit of tiles or pixels an image."""
 
     on: LoadedOn
     k: K
     reduce: str
+    limit: ImageLimit = NO_LIMIT
 
     @property
     def configuration(self) -> Configuration:
-        return Configuration(self.on.device, self.on.compute, self.k, self.reduce)
+        engine = self.on.planned or self.on
+        return Configuration(engine.device, engine.compute, self.k, self.reduce, *self.limit)
 
     @property
     def name(self) -> str:
@@ -61,7 +83,10 @@ class Setting:
 
     @property
     def key(self) -> str:
-        return f"{self.on.digest} {self.on.device} {self.on.compute} k={self.k} reduce={self.reduce}"
+        limit = "" if self.limit == NO_LIMIT else f" tiles={self.limit.max_tiles} pixels={self.limit.max_pixels}"
+        on, planned = self.on, self.on.planned
+        planned_for = "" if planned is None else f" for {planned.engine.software} of {planned.profile.name}"
+        return f"{on.digest} {on.device} {on.compute} k={self.k} reduce={self.reduce}{limit}{planned_for}"
 
 
 def engines_of(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> list[LoadedOn]:
@@ -85,43 +110,86 @@ def engines_of(bundle: Bundle, device: str = AUTO, compute: str | None = None) -
     return found
 
 
-def settings_of(on: LoadedOn) -> list[Setting]:
-    """No method, every K, the gates, every reduction with each of these, and other strengths of each reduction."""
-    manifest, dialect = on.bundle.manifest, ENGINES[on.device].dialect
+def limits_of(layout: Layout, sizes: Sizes) -> list[ImageLimit]:
+    """Limits that halve, again and again, the tiles or the tokens of images of these sizes; without effect left out."""
+    if layout.max_views == 1 and layout.min_tokens is None:
+        return []
+    known = list[tuple[int, int]]()
+    for sides in dict.fromkeys(sizes()):
+        with contextlib.suppress(ImageError):  # it will be refused when it is asked about
+            layout.count(*sides)
+            known.append(sides)
+    limits, counts = list[ImageLimit](), [layout.count(*sides) for sides in known]
+    if not known:
+        return []
+    if layout.max_views > 1:
+        tiles = [max(layout.passes(*sides) for sides in known) - 1]  # beside the whole image
+        while tiles[-1] > 0:
+            tiles.append(tiles[-1] // 2)
+        limits = [ImageLimit(max_tiles=1 + count) for count in tiles[1:]]
+    else:
+        largest, most = max(zip(known, counts, strict=True), key=lambda pair: pair[1])
+        fitting = [layout.fitting([largest], most >> step) for step in range(1, HALVINGS + 1)]
+        limits = [ImageLimit(max_pixels=pixels) for pixels in fitting if pixels]
+    kept = list[ImageLimit]()
+    for limit in limits:
+        now = [limited_layout(layout, *limit).count(*sides) for sides in known]
+        if now != counts:
+            kept.append(limit)
+        counts = now
+    return kept
+
+
+def settings_of(on: LoadedOn, sizes: Sizes = tuple) -> list[Setting]:
+    """No method, every K, the gates, every reduction with each of these, and other strengths of each reduction.
+
+    All but the last also with images of fewer tiles or pixels, if that changes anything for images of these `sizes`.
+    """
+    manifest = on.bundle.manifest
+    dialects = {ENGINES[engine.device].dialect for engine in (on, on.planned or on)}
     ks: list[K] = [None, *manifest.variants, *(["auto"] if manifest.gates else [])]
     exported = [spec for spec in manifest.reductions if spec != NONE]
     families = {part.name for spec in exported for part in parse(spec)} - {CONTROL}
     strengths = (spec for steps in SETTINGS.values() for spec in steps if parse(spec)[0].name in families)
     methods = [Method(k, spec) for spec in (NONE, *exported) for k in ks]
     layout = read_layout(manifest.layout, manifest.model.tower)
+    asked = [(method, NO_LIMIT) for method in (*methods, *(Method(None, to_spec(parse(spec))) for spec in strengths))]
+    asked += [(method, limit) for limit in limits_of(layout, sizes) for method in methods]
     settings = list[Setting]()
-    for method in dict.fromkeys([*methods, *(Method(None, to_spec(parse(spec))) for spec in strengths)]):
+    for method, limit in dict.fromkeys(asked):
         with contextlib.suppress(RequestError):
             reductions = () if method.reduce == NONE else parse(method.reduce)
-            check_provided(reductions, manifest, dialect)
-            check_layout(reductions, layout)
-            settings.append(Setting(on, method.k, method.reduce))
+            for dialect in dialects:
+                check_provided(reductions, manifest, dialect)
+            check_layout(reductions, limited_layout(layout, *limit))
+            settings.append(Setting(on, method.k, method.reduce, limit))
     return settings
 
 
+def planned_on(bundle: Bundle, profile: Profile, device: str, max_new_tokens: int) -> LoadedOn:
+    """A bundle for `device` of a profile, on the engine that answers with it here in float32."""
+    planned, here = PlannedEngine.of(bundle, profile, device, max_new_tokens), choose(bundle, compute="f32")
+    return LoadedOn(bundle, here.device, here.compute, planned.memory, manifest_digest(bundle), planned)
+
+
 def find_settings(
-    bundles: Sequence[Bundle], device: str, compute: str | None, memory: int | None
+    engines: Sequence[LoadedOn], memory: int | None, sizes: Sizes = tuple
 ) -> tuple[Setting, list[Setting]]:
-    """The reference, and all that fit into `memory` bytes.
+    """The reference, and all that fit into `memory` bytes; `sizes` are those of the images to be asked about.
 
     The reference is the full model of the most precise bundle (of equals the first) in float32 where that is possible.
     Raises RequestError if nothing fits, with the memory that would do.
     """
-    engines = [on for bundle in bundles for on in engines_of(bundle, device, compute)]
     first = max(engines, key=lambda on: (_bits(on.bundle.manifest), on.compute == "f32"))
     fitting = [on for on in engines if memory is None or on.memory <= memory]
     if not fitting:
         least = min(engines, key=lambda on: on.memory)
         raise RequestError(
-            f"nothing fits: --memory is {size(memory or 0)}, and {least.name} on {least.device}, the smallest, is "
-            f"predicted to take {size(least.memory)}; give that, or a bundle of a smaller precision"
+            f"nothing fits into {size(memory or 0)} of memory: {least.name} on {(least.planned or least).device}, the "
+            f"smallest, is predicted to take {size(least.memory)}; allow that with --memory, or give a bundle of a "
+            "smaller precision"
         )
-    return Setting(first, None, NONE), [setting for on in fitting for setting in settings_of(on)]
+    return Setting(first, None, NONE), [setting for on in fitting for setting in settings_of(on, sizes)]
 
 
 def _bits(manifest: Manifest) -> int:

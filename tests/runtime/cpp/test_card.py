@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.support.cabi import Loaded
 from tests.support.cards import card_of
 from tests.support.cpp import ask, needs_cpp, run
 from tests.support.exported import Models
+from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
@@ -46,6 +48,21 @@ def test_a_card_has_the_defaults_and_every_option_overrides_them(
         assert list(image.ask("red?", max_new_tokens=4).token_ids) == fitted["token_ids"]
     [other] = ask(bundle.folder, picture, "red?", "--k", "2", "--reduce", "none", "--max-new-tokens", "1")
     assert (other["k"], other["reduce"]) == (2, "none")
+
+
+def test_a_card_limits_the_tiles_of_images_unless_they_are_given(models: Models, tmp_path: Path) -> None:
+    folder = bundles.copy(models(LLAVA_NEXT, (3, 5)).bundle.folder, tmp_path / "bundle")
+    random_image(0, (200, 100)).save(tmp_path / "wide.png")
+    whole = card_of(Bundle.open(folder), None, "none")
+    how = dataclasses.replace(whole.chosen.configuration, max_tiles=2)
+    write_card(folder, dataclasses.replace(whole, chosen=dataclasses.replace(whole.chosen, configuration=how)))
+    [fitted] = ask(folder, tmp_path / "wide.png", "red?", "--max-new-tokens", "4")
+    with load(folder, threads=1) as model, model.open(tmp_path / "wide.png") as image:
+        answer = image.ask("red?", max_new_tokens=4)
+        assert fitted["vision_tokens"] == answer.stats.vision_tokens == model.loaded.layout.count(200, 100)
+        assert fitted["token_ids"] == list(answer.token_ids)
+    [given] = ask(folder, tmp_path / "wide.png", "red?", "--max-new-tokens", "1", "--max-tiles", "5")
+    assert given["vision_tokens"] > fitted["vision_tokens"]
 
 
 @pytest.mark.parametrize(

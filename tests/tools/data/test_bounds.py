@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vtx.tools.data.bounds import BETTING, EXACT, RISK, ImageLosses, least_images, passing
+from vtx.tools.data.bounds import BETTING, EXACT, RISK, ImageLosses, least_images, passing, quantile_upper
 
 DRAWS = 3000
 SLACK = 3 * (RISK * (1 - RISK) / DRAWS) ** 0.5
@@ -71,3 +71,14 @@ def test_searching_among_many_does_not_raise_the_risk() -> None:
 def test_the_first_failure_ends_the_sequence() -> None:
     good, bad = ImageLosses(np.zeros(200), True), ImageLosses(np.ones(200), True)
     assert [passing(order, 0.02) for order in ([good, good, bad, good], [bad, good], [good], [])] == [2, 0, 1, 0]
+
+
+def test_times_whose_99th_percentile_is_the_limit_pass_in_5_of_100_searches_at_most() -> None:
+    """Times of which 1 of 100 is beyond the limit."""
+    rng, promised, rounds = np.random.default_rng(11), 0, 2000
+    limit = float(np.exp(2.3263))  # the 99th percentile of the exponential of a normal number
+    for _ in range(rounds):
+        upper = quantile_upper(list(np.exp(rng.standard_normal(600))), 0.99)
+        promised += upper is not None and upper <= limit
+    assert promised <= 0.05 * rounds + 3 * np.sqrt(0.05 * 0.95 * rounds)
+    assert promised > 0.005 * rounds, "a bound that never promises anything would pass, too"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +13,26 @@ from click.testing import CliRunner, Result
 from PIL import Image
 from tests.support import bundles
 from tests.support.exported import Models
+from tests.support.families.llava_next import LLAVA_NEXT
+from tests.support.families.qwen import QWEN25
+from tests.support.tiny import Tiny, random_image
 
 from vtx.cli import doctor, fit
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.memory import needed_memory
+from vtx.runtime.bundle import card as card_module
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.card import CARD, read_card
+from vtx.runtime.bundle.card import CARD, read_card, write_card
+from vtx.runtime.host.profiles import load_profile
+from vtx.runtime.terminal.console import WideTable
+from vtx.runtime.vision.layout import limited_layout
 from vtx.tools.data.items import plain
+from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.sizes import bundle_size
 from vtx.tools.fit import asking
-from vtx.tools.fit.fit import TURNS
+from vtx.tools.fit.fit import FURTHER, LEAST_TIMES
+from vtx.tools.fit.planning import PlannedEngine
+from vtx.tools.fit.report import card_tables
 
 TOKENS = "2"
 IMAGES = 30  # of which 15 are held out; 14 show that 80% of the answers stay the same
@@ -36,10 +48,10 @@ def questions(tmp_path: Path) -> Path:
     return write(tmp_path, [f"{n}.png" for n in range(IMAGES)])
 
 
-def write(folder: Path, images: Sequence[str]) -> Path:
+def write(folder: Path, images: Sequence[str], size: tuple[int, int] = (8, 8)) -> Path:
     """A question, without an answer, about each of these images, which are plain colours of their own."""
     for number, name in enumerate(dict.fromkeys(images)):
-        Image.new("RGB", (8, 8), (4 * number % 256, 255 - number % 256, number * 9 % 256)).save(folder / name)
+        Image.new("RGB", size, (4 * number % 256, 255 - number % 256, number * 9 % 256)).save(folder / name)
     file = folder / "questions.jsonl"
     file.write_text(
         "".join(json.dumps({"image": name, "question": f"red {n}?"}) + "\n" for n, name in enumerate(images))
@@ -90,10 +102,10 @@ def asking_data(questions: Path) -> Any:
     return read_data(str(questions), None, IMAGES)
 
 
-def test_an_interrupted_search_resumes_and_gives_the_same_card(
+def test_a_search_interrupted_anywhere_resumes_and_gives_the_same_card(
     bundle: Bundle, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, left = asking.Conversation, 100
+    opened, kept = asking.Conversation, list[int]()
 
     def interrupted(*args: Any) -> Any:
         nonlocal left
@@ -102,16 +114,27 @@ def test_an_interrupted_search_resumes_and_gives_the_same_card(
             raise KeyboardInterrupt
         return opened(*args)
 
+    for count in (1, 4, 30, 40, 40):  # the first answer; in the search, in the test, between turns of timing
+        left = count
+        with monkeypatch.context() as patched:
+            patched.setattr(asking, "Conversation", interrupted)
+            assert run(bundle, questions).exit_code == 130
+        assert not (bundle.folder / CARD).exists()
+        kept.append((questions.parent / "out" / "answers.jsonl").read_text().count("\n"))
+    assert kept == sorted(kept)
+    assert kept[-1] > 80
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
     with monkeypatch.context() as patched:
-        patched.setattr(asking, "Conversation", interrupted)
-        assert run(bundle, questions).exit_code == 130
+        patched.setattr(card_module, "write_sealed", full_disk)
+        assert "No space left on device" in run(bundle, questions).stderr
     assert not (bundle.folder / CARD).exists()
-    lines = (questions.parent / "out" / "answers.jsonl").read_text().count("\n")
     first = run(bundle, questions, "--json")
     assert first.exit_code == 0, first.output
     card = read_card(bundle)
     again = run(bundle, questions, "--json")
-    assert lines > 80
     assert json.loads(again.stdout)["asked"] == 0
     assert read_card(bundle) == card
 
@@ -198,7 +221,7 @@ def test_a_budget_that_excludes_everything_says_what_would_do(bundle: Bundle, qu
     assert "it fits with --first-token" in done.stderr
     assert not (bundle.folder / CARD).exists()
     done = run(bundle, questions, "--memory", "0.001")
-    assert "nothing fits: --memory is 1 MB" in done.stderr
+    assert "nothing fits into 1 MB of memory" in done.stderr
     assert "is predicted to take" in done.stderr
 
 
@@ -227,4 +250,100 @@ def test_times_that_do_not_agree_are_said_to_be_of_a_busy_machine(
     card = read_card(bundle)
     assert card is not None
     assert not card.quiet
-    assert f"turn={TURNS - 1}" in (questions.parent / "out" / "answers.jsonl").read_text()
+    assert f"turn={1 + FURTHER}" in (questions.parent / "out" / "answers.jsonl").read_text()
+
+
+def test_a_limit_of_times_takes_enough_of_them_for_a_bound(bundle: Bundle, questions: Path) -> None:
+    done = run(bundle, questions, "--first-token", "60000", "--json")
+    assert done.exit_code == 0, done.output
+    card = read_card(bundle)
+    assert card is not None
+    first = card.chosen.first_token_ms
+    assert first.count >= LEAST_TIMES > 2 * card.data.held_out_questions
+    assert first.p99_upper is not None
+    assert first.p99 <= first.p99_upper < 60000
+    assert run(bundle, questions, "--check").exit_code == 0  # reads the card again
+
+
+@pytest.mark.parametrize(
+    ("tiny", "size", "wanted"),
+    [(LLAVA_NEXT, (200, 100), [{"max_tiles": 2}]), (QWEN25, (140, 112), [10, 5, 2])],  # of 3 tiles, and of 20 tokens
+    ids=["tiles", "pixels"],
+)
+def test_tiles_or_pixels_are_searched_and_the_card_limits_images(
+    models: Models, tmp_path: Path, tiny: Tiny, size: tuple[int, int], wanted: list[Any]
+) -> None:
+    model = models(tiny, ks=(3,))
+    folder, layout = bundles.copy(model.bundle.folder, tmp_path / "bundle"), model.loaded.layout
+    wanted = [{"max_pixels": layout.fitting([size], most)} if isinstance(most, int) else most for most in wanted]
+    bundle, file = Bundle.open(folder), write(tmp_path, [f"{n}.png" for n in range(10)], size)
+    done = run(bundle, file, "--json", keep="50%")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    first = report["search"][0]["settings"]
+    for most in wanted:
+        (unit, count), *_ = most.items()
+        limit = f"at most {count:,} {unit.removeprefix('max_')} an image"
+        assert f"bundle: K = none, no reduction, {limit}, f32 on cpu" in first
+        assert f"bundle: K = 3, no reduction, {limit}, f32 on cpu" in first
+    assert len(first) == 2 * (1 + len(wanted)) - 1  # without the reference
+    card = read_card(bundle)
+    assert card is not None
+    how = dataclasses.replace(card.chosen.configuration, **wanted[-1])
+    write_card(folder, dataclasses.replace(card, chosen=dataclasses.replace(card.chosen, configuration=how)))
+    with load(folder, threads=1) as fitted, load(folder, threads=1, **dict.fromkeys(wanted[-1], 1 << 20)) as given:
+        seen = fitted.loaded.prepare(tmp_path / "0.png").tokens
+        assert seen == limited_layout(layout, how.max_tiles, how.max_pixels).count(*size)
+        assert seen < given.loaded.prepare(tmp_path / "0.png").tokens == layout.count(*size)
+
+
+@pytest.fixture
+def half(models: Models, tmp_path: Path) -> Bundle:
+    """With K and V as a GPU takes them."""
+    return Bundle.open(bundles.copy(models(ks=(3, 8), precision="fp16").bundle.folder, tmp_path / "bundle"))
+
+
+def test_a_profile_plans_for_a_device_that_is_not_here(half: Bundle, questions: Path) -> None:
+    words = "--profile", "rtx-4070", "--device", "auto", "--json"
+    done = run(half, questions, *words)
+    assert done.exit_code == 0, done.output
+    report, card = json.loads(done.stdout), read_card(half)
+    assert card is not None
+    assert card.planned == report["planned"] == "NVIDIA GeForce RTX 4070"
+    assert card.in_words.endswith("times are estimates for NVIDIA GeForce RTX 4070, not measured")
+    assert card.chosen.configuration.device in ("tensorrt", "cuda")
+    assert card.chosen.first_token_ms.p99_upper is None
+    assert run(half, questions, *words).exit_code == 0
+    again = read_card(half)
+    assert again is not None
+    assert again.chosen == card.chosen, "estimates do not vary"
+    with load(half.folder, device="cpu", threads=1) as model:
+        assert model.loaded.card is None, "it is for another engine"
+    [table] = card_tables(again)
+    assert isinstance(table, WideTable)
+    assert any(row[1].endswith("estimates for NVIDIA GeForce RTX 4070, not measured") for row in table.rows)
+
+
+def test_an_estimate_is_that_of_vtx_plan_for_what_the_answer_ran(half: Bundle) -> None:
+    planned = PlannedEngine.of(half, load_profile("rtx-4070"), "auto", 2)
+    size = bundle_size(half)
+    with load(half.folder, device="cpu", threads=1) as model, model.open(random_image(0)) as image:
+        for k in (None, 3, 8):
+            answer = image.ask("red?", k, max_new_tokens=2)
+            text = answer.stats.prompt_tokens - answer.stats.vision_tokens
+            work = Workload(text, answer.stats.vision_tokens, 2, 1)
+            cost = make_plan(size, work, [k], ["fp16"], planned.profile, engine=planned.engine.cost)
+            phases = cost.depths[0].precisions["fp16"].phases
+            assert phases is not None
+            assert planned.times(answer, 1) == pytest.approx(
+                (phases["vision"].ms + phases["prefill"].ms, phases["decode_per_token"].ms)
+            )
+
+
+def test_a_plan_without_an_engine_there_is_refused(half: Bundle, questions: Path) -> None:
+    assert "no profile is called" in run(half, questions, "--profile", "abacus").stderr
+    assert "leave it out" in run(half, questions, "--profile", "orin-nx-16", "--compute", "f32").stderr
+    done = run(half, questions, "--profile", "orin-nx-16", "--device", "auto")
+    assert "bundle holds none; export it with --dialect ort,trt" in done.stderr
+    done = run(half, questions, "--profile", "rtx-4070", "--device", "auto", "--memory", "0.001")
+    assert "nothing fits into 1 MB of memory" in done.stderr

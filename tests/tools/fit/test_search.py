@@ -11,8 +11,8 @@ import pytest
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.bounds import ImageLosses
 from vtx.tools.fit.asking import TimedAnswer
+from vtx.tools.fit.fit import MOST_AGREEING, excess, turns_for, verdict
 from vtx.tools.fit.fit import evidence_of as evidence
-from vtx.tools.fit.fit import excess, verdict
 from vtx.tools.fit.search import FINALISTS, Budget, planned, search
 from vtx.tools.fit.settings import Setting
 
@@ -23,7 +23,7 @@ IMAGES = [f"image {n}" for n in range(QUESTIONS)]
 class Engine:
     """Stands for a bundle on an engine."""
 
-    digest, device, compute, name, memory = "bundle", "cpu", "f32", "bundle", 1
+    digest, device, compute, name, memory, planned = "bundle", "cpu", "f32", "bundle", 1, None
 
 
 class Made:
@@ -113,14 +113,44 @@ def test_if_nothing_fits_the_verdict_has_the_nearest_and_the_budgets_that_would_
     budget = Budget(0.98, first_token_ms=10.0)
     slow, quick = of(20), of(4)
     held = {
-        of(None): evidence(of(None), None, [TimedAnswer("", 30.0, None, 40.0)]),
-        slow: evidence(slow, ImageLosses(np.zeros(200), True), [TimedAnswer("", 12.0, None, 20.0)]),
-        quick: evidence(quick, ImageLosses(np.repeat([1.0, 0.0], [20, 180]), True), [TimedAnswer("", 6.0, None, 9.0)]),
+        of(None): evidence(of(None), None, [[TimedAnswer("", 30.0, None, 40.0)] * 300]),
+        slow: evidence(slow, ImageLosses(np.zeros(200), True), [[TimedAnswer("", 12.0, None, 20.0)] * 300]),
+        quick: evidence(
+            quick, ImageLosses(np.repeat([1.0, 0.0], [20, 180]), True), [[TimedAnswer("", 6.0, None, 9.0)] * 300]
+        ),
     }
-    assert excess(held[slow], budget) == pytest.approx(0.2)
-    nearest, would_do, other = verdict(None, held, [slow], [slow, quick], of(None), budget)
+    late = {s: excess(found, budget) for s, found in held.items()}
+    assert late[slow] == pytest.approx(0.2)
+    nearest, would_do, other = verdict(None, held, late, [slow], [slow, quick], of(None), budget)
     assert "nothing fits" in nearest
     assert "K = 20" in nearest
     assert would_do == "it fits with --first-token 13"
     assert "K = 4" in other
     assert "--keep 85.8%" in other  # Clopper and Pearson's upper end of 20 of 200 is 14.2%
+
+
+def timed(ms: Sequence[float]) -> list[TimedAnswer]:
+    return [TimedAnswer("", first, None, 2 * first) for first in ms]
+
+
+def test_the_bound_of_the_99th_percentile_grows_with_what_turns_differ_by() -> None:
+    rng = np.random.default_rng(3)
+    alike, slower = rng.uniform(9, 10, 300), 1.5 * rng.uniform(9, 10, 300)
+    first = evidence(of(4), None, [timed(alike), timed(alike)]).first_token_ms
+    assert first.p99_upper == pytest.approx(sorted([*alike, *alike])[-2], abs=1e-3)
+    spread = evidence(of(4), None, [timed(alike), timed(slower)]).first_token_ms.p99_upper
+    assert spread is not None
+    assert spread == pytest.approx(sorted(slower)[-2] * np.median(slower) / np.median(alike), abs=1e-3)
+
+
+def test_too_few_times_are_never_in_time() -> None:
+    few = evidence(of(4), None, [timed([1.0] * 298)])
+    assert few.first_token_ms.p99_upper is None
+    assert excess(few, Budget(0.9, first_token_ms=50.0)) == np.inf
+    assert excess(few, Budget(0.9, first_token_ms=50.0), estimated=True) == 0
+    assert excess(few, Budget(0.9)) == 0
+
+
+def test_turns_are_as_many_as_a_bound_needs() -> None:
+    assert [turns_for(times, Budget(0.9, 50.0)) for times in (300, 150, 149, 15, 1)] == [2, 2, 3, 20, MOST_AGREEING]
+    assert turns_for(15, Budget(0.9)) == 2

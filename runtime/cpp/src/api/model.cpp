@@ -30,7 +30,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
     : start_(std::chrono::steady_clock::now()), bundle_(bundle, key_of(options)), fit_(options.fit) {
   layout_ = read_layout(manifest().layout, manifest().model.tower);
   settings_for(*layout_, manifest().image, fit_);
-  if (options.max_tiles != 0) layout_ = layout_->limited(options.max_tiles);
+  int64_t max_tiles = options.max_tiles;
   newline_ = layout_->newline() ? read_newline(bundle_) : Rows(0, static_cast<size_t>(manifest().model.hidden));
   if (options.threads != 0) check_whole("threads", options.threads, 1, names::kMostThreads);
   if (manifest().text.seg_token_id) final_norm_ = read_final_norm(bundle_);
@@ -44,7 +44,9 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
     std::string reason = other ? "another device or arithmetic was asked for" : obstacle(bundle_, card->device, fitted);
     card_ = reason.empty() ? "used" : "ignored: " + reason;
     if (reason.empty()) device = card->device, how = fitted, default_k_ = card->k, default_reduce_ = card->reduce;
+    if (reason.empty() && max_tiles == 0 && fit_ != "released") max_tiles = card->max_tiles;
   }
+  if (max_tiles != 0) layout_ = layout_->limited(max_tiles);
   backend_ = open_backend(bundle_, device, how);
   try {
     text_.emplace(bundle_);

@@ -32,7 +32,8 @@ std::optional<Card> read_card(const Bundle& bundle) {
   Fields card(value, kCard);
   Fields chosen(card.get("chosen"), cat(kCard, ": chosen"));
   Fields how(chosen.get("configuration"), cat(kCard, ": chosen: configuration"));
-  return Card{how.text("device"), how.text("compute"), how.text("reduce"), read_k(how)};
+  return Card{how.text("device"), how.text("compute"), how.text("reduce"), read_k(how),
+              how.whole_or_null("max_tiles", 1).value_or(0)};
 }
 
 }  // namespace vtxcore
