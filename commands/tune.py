@@ -35,6 +35,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     option("--alpha", 32, "Scale of the adapters: alpha / rank."),
     option("--layers", str, "Layers to train [default: all].", metavar="N|FIRST-LAST"),
     option("--full", bool, "Train these layers in full, without adapters."),
+    option("--qlora", bool, "Hold the layers' matrices in 4 bits below the adapters; needs bitsandbytes."),
     option("--lr", 2e-4, "Learning rate."),
     option("--epochs", 1.0),
     option("--steps", int, "Number of steps, instead of --epochs.", metavar="N"),
@@ -52,10 +53,10 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 )  # fmt: skip
 def tune(
     data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float,
-    judged: str | None, kl_weight: float,
-    ce_weight: float, hidden_weight: float, rank: int, alpha: int, layers: str | None, full: bool, lr: float,
-    epochs: float, steps: int | None, batch: int, questions: int, max_tokens: int, max_new_tokens: int, dtype: str,
-    checkpointing: bool, save_every: int, seed: int, out: Path | None, as_json: bool,
+    judged: str | None, kl_weight: float, ce_weight: float, hidden_weight: float, rank: int, alpha: int,
+    layers: str | None, full: bool, qlora: bool, lr: float, epochs: float, steps: int | None, batch: int,
+    questions: int, max_tokens: int, max_new_tokens: int, dtype: str, checkpointing: bool,
+    save_every: int, seed: int, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Fine-tune a model for an earlier K, with the model itself as the teacher.
 
@@ -70,7 +71,7 @@ def tune(
     options = TuneOptions(
         Depths.parse(k), model, data, images, items, held_out, full_share,
         LossWeights(kl_weight, ce_weight, hidden_weight),
-        Learning(rank, alpha, Learning.parse_layers(layers) if layers else None, full),
+        Learning(rank, alpha, Learning.parse_layers(layers) if layers else None, full, qlora),
         Schedule(lr, epochs, batch, save_every, seed, steps), Packing(questions, max_tokens, max_new_tokens),
         dtype, checkpointing, judged,  # type: ignore[arg-type]  # click has checked it
     )  # fmt: skip

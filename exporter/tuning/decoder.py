@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
+from vtx.exporter.reference.model import Encoded
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.tuning.options import Learning
 from vtx.exporter.tuning.packing import Row, visible
@@ -58,14 +60,40 @@ def load_text_model(source: Source, dtype: torch.dtype, device: torch.device, le
     model.model.rotary_emb = nn.Identity()  # positions are rotated by the tables of our own configuration
     weights = CheckpointWeights(source.checkpoint)
     exact = {n for layer in learning.chosen(c.layers) for n, _ in layer_tensors(c, layer)} if learning.full else set()
+    waiting = torch.device("cpu") if learning.qlora else device  # where the layers are, until they are in 4 bits
     state = {
-        module_name(name): weights.read(name).to(device=device, dtype=torch.float32 if name in exact else dtype)
+        module_name(name): weights.read(name).to(
+            device=waiting if ".layers." in name else device, dtype=torch.float32 if name in exact else dtype
+        )
         for name, _ in decoder_tensors(c)
     }
     if c.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
-    return model.requires_grad_(False).eval()
+    model.requires_grad_(False).eval()
+    if learning.qlora:
+        hold_in_4_bits(model, dtype, device)
+    return model
+
+
+def hold_in_4_bits(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Put the layers on `device`, their matrices as 4-bit numbers (NF4) that are widened to `dtype` to multiply."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for layer in model.model.layers:
+        for block in (layer.self_attn, layer.mlp):
+            for name in MATRICES:
+                if (wide := getattr(block, name, None)) is None:
+                    continue
+                narrow = Linear4bit(
+                    wide.in_features, wide.out_features, wide.bias is not None, compute_dtype=dtype, quant_type="nf4",
+                    device="meta",
+                )  # fmt: skip
+                narrow.weight = Params4bit(wide.weight.data, requires_grad=False, quant_type="nf4")
+                narrow.bias = wide.bias
+                setattr(block, name, narrow.to(device))
+        layer.to(device)
+    model.is_loaded_in_4bit = True  # by which peft puts its adapters on them
 
 
 class WithdrawingDecoder(nn.Module):
@@ -100,12 +128,12 @@ class WithdrawingDecoder(nn.Module):
         """The parameters that the optimizer changes, by name, in a fixed order."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def forward(self, row: dict[str, Tensor], features: Tensor, k: int | None) -> Tensor:
+    def forward(self, row: dict[str, Any], features: Tensor, k: int | None) -> Tensor:
         """The hidden states [m, hidden] before the last norm of the tokens `at`; `features` [image tokens, hidden]."""
         return self._run(list(self.model.model.layers), row, features, k)
 
     @torch.no_grad()
-    def teach(self, row: dict[str, Tensor], features: Tensor) -> Tensor:
+    def teach(self, row: dict[str, Any], features: Tensor) -> Tensor:
         """As `forward`, of the model as it was and without withdrawal."""
         with self._as_it_was() as layers:
             return self._run(layers, row, features, None)
@@ -125,9 +153,9 @@ class WithdrawingDecoder(nn.Module):
             for module in adapted:
                 module.enable_adapters(True)
 
-    def _run(self, layers: Sequence[nn.Module], row: dict[str, Tensor], features: Tensor, k: int | None) -> Tensor:
+    def _run(self, layers: Sequence[nn.Module], row: dict[str, Any], features: Tensor, k: int | None) -> Tensor:
         x = self._enter(row, features)
-        text, at = torch.nonzero(~row["image"]).flatten(), row["at"]
+        (text,), (image,), at = torch.where(~row["image"]), torch.where(row["image"]), row["at"]
         mask, rope = visible(row["blocks"])[None, None], self._rope(row["positions"], x.dtype)
         for number, layer in enumerate(layers, 1):
             if number == k:
@@ -138,6 +166,8 @@ class WithdrawingDecoder(nn.Module):
                 x = checkpoint(layer, x, attention_mask=mask, position_embeddings=rope, use_reentrant=False)
             else:
                 x = layer(x, attention_mask=mask, position_embeddings=rope)
+            if number <= len(row["maps"]) and (k is None or number < k):
+                x = x.index_add(1, image, row["maps"][number - 1][None].to(x.dtype))
         return x[0, at]
 
     def _enter(self, row: dict[str, Tensor], features: Tensor) -> Tensor:
@@ -146,43 +176,55 @@ class WithdrawingDecoder(nn.Module):
         return x[None]
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cos and sin [1, n, head_dim] of positions [n]."""
+        """Cos and sin [1, n, head_dim] of positions [n], or of three parts each [n, 3]."""
         rope = self.text.rope
         rates = torch.tensor(rope.frequencies, device=positions.device)
-        angles = (positions[:, None].float() * rates).repeat(1, 2)[None]
+        own = positions[:, rope.axes] if positions.ndim > 1 else positions[:, None]
+        angles = (own.float() * rates).repeat(1, 2)[None]
         return (angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype)
 
     @torch.no_grad()
     def greedy(
-        self, prefix: Tensor, image: Tensor, features: Tensor, suffixes: Sequence[Tensor], ends: Sequence[int],
+        self, prefix: Tensor, image: Tensor, encoded: Encoded, suffixes: Sequence[Tensor], ends: Sequence[int],
         limit: int,
     ) -> list[list[int]]:  # fmt: skip
         """The teacher's greedy answers to questions `suffixes` after one `prefix`, at most `limit` ids, the end too.
 
         `image` [prefix] bool says which of the prefix's tokens are the image's.
         """
+        positions = prefix_positions(encoded, image).to(prefix.device)
         with self._as_it_was() as layers:
-            cache = _Cache()
-            self._extend(layers, self._enter({"ids": prefix, "image": image}, features), 0, cache)
+            cache, x = _Cache(), self._enter({"ids": prefix, "image": image}, encoded.hidden)
+            self._extend(layers, x, positions[:-1], 0, cache, torch.where(image)[0], encoded.maps)
             answers = []
             for suffix in suffixes:
                 cache.crop(len(prefix))
-                answer, ids, start = list[int](), suffix, len(prefix)
+                answer, ids, start = list[int](), suffix, 0
                 while len(answer) < limit and not (answer and answer[-1] in ends):
-                    x = self._extend(layers, self.model.model.embed_tokens(ids)[None], start, cache)
+                    x = self.model.model.embed_tokens(ids)[None]
+                    more = torch.arange(start, start + len(ids), device=ids.device)
+                    at = positions[-1] + (more if positions.ndim == 1 else more[:, None])
+                    x = self._extend(layers, x, at, len(prefix) + start, cache)
                     start += len(ids)
                     answer.append(int(self.head(x[:, -1])[0].argmax()))
                     ids = torch.tensor(answer[-1:], device=suffix.device)
                 answers.append(answer)
         return answers
 
-    def _extend(self, layers: Sequence[nn.Module], x: Tensor, start: int, cache: _Cache) -> Tensor:
-        """New tokens [1, n, hidden] at positions from `start` on, after those in `cache`, which they join."""
-        n = x.shape[1]
-        rope = self._rope(torch.arange(start, start + n, device=x.device), x.dtype)
-        mask = torch.ones(n, start + n, dtype=torch.bool, device=x.device).tril(start)[None, None]
-        for layer in layers:
+    def _extend(
+        self, layers: Sequence[nn.Module], x: Tensor, positions: Tensor, filled: int, cache: _Cache,
+        image: Tensor | None = None, maps: Sequence[Tensor] = (),
+    ) -> Tensor:  # fmt: skip
+        """New tokens [1, n, hidden] at `positions`, after the `filled` ones in `cache`, which they join.
+
+        `maps` are added to those numbered `image`, one after each of the first layers.
+        """
+        n, rope = x.shape[1], self._rope(positions, x.dtype)
+        mask = torch.ones(n, filled + n, dtype=torch.bool, device=x.device).tril(filled)[None, None]
+        for number, layer in enumerate(layers):
             x = layer(x, attention_mask=mask, position_embeddings=rope, past_key_values=cache)
+            if image is not None and number < len(maps):
+                x = x.index_add(1, image, maps[number][None].to(x))
         return x
 
 
@@ -220,6 +262,18 @@ def adapter_layers(model: Any) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, BaseTunerLayer))
 
 
-def tensors_of(row: Row, device: torch.device) -> dict[str, Tensor]:
+def prefix_positions(encoded: Encoded, image: Tensor) -> Tensor:
+    """Positions [p + 1], or [p + 1, 3], of the tokens before a question and of its first one; `image` [p] bool."""
+    return torch.from_numpy(encoded.positions(np.append(image.cpu().numpy(), False)))
+
+
+def tensors_of(row: Row, encoded: Encoded, device: torch.device) -> dict[str, Any]:
+    """A row's tensors, at the positions that its images give it, with the `maps` that are added to their tokens."""
     names = ("ids", "blocks", "positions", "image", "at", "targets", "given")
-    return {name: getattr(row, name).to(device) for name in names}
+    tensors: dict[str, Any] = {name: getattr(row, name).to(device) for name in names}
+    if encoded.images:
+        prefix = int((row.blocks == 0).sum())
+        own = prefix_positions(encoded, row.image[:prefix])
+        asked = own[-1] + (row.positions[prefix:] - prefix)[:, None]
+        tensors["positions"] = torch.cat((own[:-1], asked)).to(device)
+    return tensors | {"maps": [each.to(device) for each in encoded.maps]}

@@ -70,15 +70,20 @@ class LossWeights:
 @dataclass(frozen=True, slots=True)
 class Learning:
     """The weights to train: adapters of `rank` on every matrix of `layers` (None: all), or with `full` these
-    layers' weights themselves.
+    layers' weights themselves. `qlora`: the matrices below the adapters are held in 4 bits.
     """
 
     rank: int = 16
     alpha: int = 32
     layers: tuple[int, int] | None = None
     full: bool = False
+    qlora: bool = False
 
     def __post_init__(self) -> None:
+        if self.full and self.qlora:
+            raise RequestError(
+                "--full trains the weights themselves and --qlora holds them in 4 bits; give one of them"
+            )
         if not 1 <= self.rank <= 4096 or not 1 <= self.alpha <= 65536:
             raise RequestError(f"--rank is {self.rank} and --alpha {self.alpha}; they must be 1 to 4096 and 1 to 65536")
 
@@ -189,8 +194,4 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
     if config.text.conv_layers:
         raise UnsupportedModelError(
             f"{name} has layers with a convolution, which vtx-tune does not know; tune a llama, mistral or qwen"
-        )
-    if config.text.rope.sections:
-        raise UnsupportedModelError(
-            f"{name} has positions of three parts, which vtx-tune does not know; tune a model of LLaVA's kin"
         )

@@ -11,7 +11,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtx.exporter.reference.model import Reference
+from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.training import learning_rate_factor
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, tensors_of
@@ -38,7 +38,7 @@ MAX_NORM = 1.0
 
 
 def losses(
-    decoder: WithdrawingDecoder, student: Tensor, teacher: Tensor, row: dict[str, Tensor], weights: LossWeights
+    decoder: WithdrawingDecoder, student: Tensor, teacher: Tensor, row: dict[str, Any], weights: LossWeights
 ) -> dict[str, Tensor]:
     """The losses from hidden states [m, hidden] before the last norm, the student's and the teacher's: scalars.
 
@@ -141,7 +141,8 @@ class Trainer:
             last = part == self._share - 1
             with contextlib.nullcontext() if last else self._accelerator.no_sync(self._parallel):
                 row, k = self._rows[self.order.row(example)], self.order.k(example)
-                tensors, features = tensors_of(row, device), self._encoder(row.images)
+                encoded = self._encoder(row.images)
+                tensors, features = tensors_of(row, encoded, device), encoded.hidden
                 with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
                     teacher = self._decoder.teach(tensors, features)
                     student = self._parallel(tensors, features, k)
@@ -173,24 +174,30 @@ class ResidentWeights(CheckpointWeights):
 
 
 class ImageEncoder:
-    """Images to their tokens [tokens, hidden] float32, computed in float32."""
+    """Images to their tokens, float32 and computed in float32."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self._reference = Reference(source.checkpoint, source.config, ResidentWeights(source, device))
         self._settings, self._device = source.image, device
-        self._kept: OrderedDict[tuple[object, ...], Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[object, ...], Encoded] = OrderedDict()
         self._bytes = 0
 
     @torch.no_grad()
-    def __call__(self, images: tuple[ImageSource, ...]) -> Tensor:
+    def __call__(self, images: tuple[ImageSource, ...]) -> Encoded:
         key = tuple(map(image_key, images))
         if key in self._kept:
             self._kept.move_to_end(key)
         else:
             with torch.autocast(self._device.type, enabled=False):
-                tokens = self._reference.encode(images, self._settings).hidden
-            self._kept[key] = tokens
-            self._bytes += tokens.nbytes
+                encoded = self._reference.encode(images, self._settings)
+            self._kept[key] = encoded
+            self._bytes += _bytes(encoded)
             while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
-        return self._kept[key].to(self._device)
+                self._bytes -= _bytes(self._kept.popitem(last=False)[1])
+        found = self._kept[key]
+        maps = tuple(each.to(self._device) for each in found.maps)
+        return replace(found, hidden=found.hidden.to(self._device), maps=maps)
+
+
+def _bytes(encoded: Encoded) -> int:
+    return sum(each.nbytes for each in (encoded.hidden, *encoded.maps))

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from vtx.tools.estimate.sizes import ModelSize
 MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"
 BASE = 1 << 30  # bytes: Python, PyTorch, transformers and peft, before any weight
 ADAM_BYTES = 16  # of a trained weight: itself, its gradient and two moments in float32
+IN_4_BITS = 0.5 + 4 / 64  # bytes of a weight, a scale of float32 for 64 of them
 KEPT = 8  # hidden-sized and a few FFN-sized tensors that one layer keeps for its backward pass
 LOGITS = 4  # float32 tensors of the vocabulary's width in the loss, each with a gradient
 
@@ -110,6 +112,14 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
         raise DeviceError(f'tuning needs {e.name}; pip install "vtx-edge[tune]"') from e
     # The other processes wait while the first one makes answers.
     wait = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    if options.learning.qlora and find_spec("bitsandbytes") is None:
+        raise DeviceError("--qlora needs bitsandbytes; pip install bitsandbytes, or leave --qlora out")
+    for sharding in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):  # as accelerate's launcher says
+        if os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() not in ("", "0", "false"):
+            raise DeviceError(
+                f"accelerate was configured to shard the model ({sharding}), and each process of vtx-tune holds the "
+                "whole model; launch it without sharding, and use --qlora where memory is short"
+            )
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[wait])
     source = open_source(options.model)
     check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
@@ -165,8 +175,8 @@ def _teacher_answers(
                 suffixes = [torch.from_numpy(work.questions[n].suffix).to(device) for n in numbers]
                 image = prefix == work.source.config.image_token_id
                 with torch.autocast(device.type, torch.bfloat16, enabled=work.dtype == torch.bfloat16):
-                    features = encoder(first.item.images)
-                    made = decoder.greedy(prefix, image, features, suffixes, ends, options.packing.max_new_tokens)
+                    encoded = encoder(first.item.images)
+                    made = decoder.greedy(prefix, image, encoded, suffixes, ends, options.packing.max_new_tokens)
                 journal.add({digests[n]: {"ids": ids} for n, ids in zip(numbers, made, strict=True)})
                 done += len(numbers)
                 report("answers", done, sum(map(len, groups.values())))
@@ -197,7 +207,10 @@ def predict_memory(model: ModelSize, rows: Sequence[Row], options: TuneOptions, 
     longest, answer = max(map(len, rows)), max(len(row.at) for row in rows)
     kept = longest * (KEPT * d.hidden + 3 * d.ffn)
     hidden = longest * d.hidden * d.layers + kept if options.checkpointing else kept * d.layers
-    memory = BASE + element * d.parameters + 4 * (model.vision.parameters if model.vision else 0)
+    base = element * d.parameters
+    if options.learning.qlora:
+        base -= int((element - IN_4_BITS) * d.macs_of(d.every))
+    memory = BASE + base + 4 * (model.vision.parameters if model.vision else 0)
     memory += ADAM_BYTES * learning_weights(model, options) + element * hidden + 4 * LOGITS * answer * d.vocab
     return memory + options.learning.full * element * learns * d.layer_macs  # the teacher's copy of these layers
 

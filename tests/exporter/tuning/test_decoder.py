@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.exported import Models, greedy, prompt
+from tests.support.families import qwen
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.reference.prompts import Source
@@ -22,6 +25,7 @@ from vtx.tools.data.items import Item
 GQA, MHA = Tiny(layers=4), Tiny(layers=4, kv_heads=4)
 QWEN2 = Tiny(layers=4, text="qwen2", tied=True, rope="yarn")
 QWEN3 = Tiny(layers=4, text="qwen3")
+VL25, VL3 = replace(qwen.QWEN25, layers=4), replace(qwen.QWEN3, layers=4)
 CPU = torch.device("cpu")
 QUESTIONS = ("red?", "how many circle shapes are there?", "describe the left square")
 ANSWER = "the red square"
@@ -42,19 +46,27 @@ def rows_of(source: Source, answer: str | None = ANSWER, count: int = 3, packing
     return pack(questions, {}, source.config.image_token_id, packing, source.context)
 
 
+def entered(source: Source, row: Row) -> tuple[dict[str, Any], torch.Tensor]:
+    """A row's tensors and the tokens of its images."""
+    encoded = ImageEncoder(source, CPU)(row.images)
+    return tensors_of(row, encoded, CPU), encoded.hidden
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("tiny", [GQA, MHA, QWEN2, QWEN3], ids=["gqa", "mha", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "tiny", [GQA, MHA, QWEN2, QWEN3, VL25, VL3], ids=["gqa", "mha", "qwen2", "qwen3", "qwen2.5-vl", "qwen3-vl"]
+)
 def test_the_training_forward_gives_the_bundle_s_logits_at_k(
     tiny: Tiny, models: Models, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """Three questions packed behind one image, against a fresh session for each, along the same answer."""
     source, model = open_source(str(tiny_checkpoint(tiny))), models(tiny, (2, 4))
     decoder, (row,) = trained(source), rows_of(source)
-    tensors, features = tensors_of(row, CPU), ImageEncoder(source, CPU)(row.images)
+    tensors, features = entered(source, row)
     asked = [prompt(model, prompt_messages(question), [random_image(1)]) for question in QUESTIONS]
     answers = row.targets.reshape(3, -1).tolist()
     for k in (2, 4, None):
@@ -73,7 +85,7 @@ def test_gradients_do_not_depend_on_checkpointing_and_reach_layers_on_both_sides
     gradients = []
     for checkpointing in (False, True):
         decoder, (row,) = trained(source, checkpointing=checkpointing), rows_of(source)
-        decoder.head(decoder(tensors_of(row, CPU), ImageEncoder(source, CPU)(row.images), 3)).square().mean().backward()
+        decoder.head(decoder(*entered(source, row), 3)).square().mean().backward()
         gradients.append({name: p.grad for name, p in decoder.learning_parameters().items()})
     assert all(torch.equal(gradients[0][name], g) for name, g in gradients[1].items())
     assert all(float(g.abs().max()) > 0 for g in gradients[0].values())
@@ -82,7 +94,7 @@ def test_gradients_do_not_depend_on_checkpointing_and_reach_layers_on_both_sides
 def test_the_teacher_is_the_model_as_it_was_whatever_has_been_learnt(tiny_checkpoint: Callable[..., Path]) -> None:
     source = open_source(str(tiny_checkpoint(GQA)))
     decoder, (row,) = trained(source, layers=(2, 3)), rows_of(source)
-    tensors, features = tensors_of(row, CPU), ImageEncoder(source, CPU)(row.images)
+    tensors, features = entered(source, row)
     with torch.no_grad():
         before = decoder(tensors, features, None)
         for parameter in decoder.learning_parameters().values():
@@ -92,8 +104,11 @@ def test_the_teacher_is_the_model_as_it_was_whatever_has_been_learnt(tiny_checkp
     assert {name.split(".")[3] for name in decoder.learning_parameters()} == {"1", "2"}
 
 
-def test_the_teacher_s_greedy_answers_are_the_bundle_s(models: Models, tiny_checkpoint: Callable[..., Path]) -> None:
-    source, model = open_source(str(tiny_checkpoint(GQA))), models(GQA, (2, 4))
+@pytest.mark.parametrize("tiny", [GQA, VL25, VL3], ids=["gqa", "qwen2.5-vl", "qwen3-vl"])
+def test_the_teacher_s_greedy_answers_are_the_bundle_s(
+    tiny: Tiny, models: Models, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    source, model = open_source(str(tiny_checkpoint(tiny))), models(tiny, (2, 4))
     questions, _ = read_questions(source, [Item((random_image(1),), text) for text in QUESTIONS], PACKING)
     prefix = torch.from_numpy(questions[0].prefix)
     ours = trained(source).greedy(

@@ -46,6 +46,7 @@ def test_a_k_that_cannot_be_is_refused(k: str) -> None:
         lambda: LossWeights(kl=float("nan")),
         lambda: Learning(rank=0),
         lambda: Learning.parse_layers("0-3"),
+        lambda: Learning(full=True, qlora=True),
         lambda: Learning(layers=(1, 9)).chosen(8),
         lambda: Schedule(lr=0),
         lambda: Schedule(batch=0),
@@ -69,4 +70,23 @@ def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(DeviceError, match=r'tuning needs peft; pip install "vtx-edge\[tune\]"'):
         open_workspace(TuneOptions(Depths(2, 3)), tmp_path / "out", lambda _: None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("sharding", ["FSDP", "DEEPSPEED"])
+def test_a_launcher_that_shards_the_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: str
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
+    with pytest.raises(DeviceError, match=rf"\({sharding}\), and each process of vtx-tune holds the whole model"):
+        open_workspace(TuneOptions(Depths(2, 3)), tmp_path / "out", lambda _: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_bitsandbytes_qlora_is_refused_before_anything_costs_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(DeviceError, match="--qlora needs bitsandbytes; pip install bitsandbytes"):
+        open_workspace(TuneOptions(Depths(2, 3), learning=Learning(qlora=True)), tmp_path / "out", lambda _: None)
     assert not (tmp_path / "out").exists()

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from tests.support.bundles import ORT
 from tests.support.exported import Models, greedy, prompt
+from tests.support.families import qwen
 from tests.support.faults import Disk, failing
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
@@ -89,6 +90,45 @@ def options(data: Path, tiny_checkpoint: Callable[..., Path]) -> TuneOptions:
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("tiny", [qwen.QWEN25, qwen.QWEN3], ids=["qwen2.5-vl", "qwen3-vl"])
+def test_qwen_vl_is_tuned_to_a_checkpoint_like_the_original(
+    tiny: Tiny, data: Path, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its training forward is held to the bundle's logits, and its answers to the bundle's, in test_decoder.py."""
+    checkpoint = tiny_checkpoint(replace(tiny, layers=4))
+    tune(small(data, checkpoint), tmp_path, QUIET, QUIET)
+    losses = [float(line["loss"]) for line in lines_of(tmp_path)]
+    assert np.isfinite(losses).all()
+    assert min(losses[1:]) < losses[0]
+    original = read_header(checkpoint / "model.safetensors").tensors
+    tuned = weights(tmp_path)
+    assert tuned.keys() == original.keys()
+    moved = {name for name, weight in tuned.items() if not np.array_equal(weight, read_tensor(original[name]))}
+    assert moved
+    assert all(".layers." in name and "visual" not in name for name in moved)
+    assert open_source(str(tmp_path / "merged")).config == open_source(str(checkpoint)).config
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install bitsandbytes"
+)
+def test_qlora_holds_the_matrices_in_4_bits_and_adds_what_was_learnt_to_the_checkpoint_s(
+    options: TuneOptions, tmp_path: Path
+) -> None:
+    wide = replace(options, schedule=replace(options.schedule, lr=1e-3))
+    narrow = replace(wide, learning=replace(wide.learning, qlora=True))
+    tune(wide, tmp_path / "wide", QUIET, QUIET)
+    tune(narrow, tmp_path / "narrow", QUIET, QUIET)
+    first, last = (float(lines_of(tmp_path / "narrow")[step]["loss"]) for step in (0, -1))
+    assert last < first
+    original = read_header(Path(options.model) / "model.safetensors").tensors
+    for name, weight in weights(tmp_path / "narrow").items():
+        before, learnt = read_tensor(original[name]), weights(tmp_path / "wide")[name]
+        moved = np.abs(weight - before).max()
+        assert moved < 0.1 * np.abs(before).max(), "4 bits below the adapters are not in the result"
+        assert (moved > 0) == (np.abs(learnt - before).max() > 0)
 
 
 def weights(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
