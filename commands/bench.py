@@ -166,7 +166,7 @@ def _compare(
     from vtx.runtime.units import counted
     from vtx.tools.bench.compare import make_comparison
     from vtx.tools.bench.ladder import make_ladder
-    from vtx.tools.bench.methods import Method, Trial, find_methods
+    from vtx.tools.bench.methods import NONE, Method, Trial, find_methods
     from vtx.tools.bench.plots import draw_comparison
     from vtx.tools.bench.tables import comparison_tables
 
@@ -175,7 +175,7 @@ def _compare(
     methods = tuple(dict.fromkeys((Method(None), *settings))) if budgets else find_methods(model.manifest, ks)
     if lacking:
         note(f"left out, since the bundle was not exported for them: {', '.join(lacking)}")
-    if not any(method.kind == "pruning" for method in methods):
+    if not any(spec != NONE for spec in model.manifest.reductions):
         note("this bundle only withdraws image tokens; export it with --reduce to compare other methods")
     trial = Trial(model, data, methods, new_tokens, loading.threads or 1)
     note(

@@ -90,12 +90,12 @@ class Vtx(lmms):
 
 
 def _as_vtx(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of lmms-eval, whose images are PIL images or paths under "url"."""
+    """A message of lmms-eval, whose images and videos are under "url": PIL images or paths."""
     content = []
     for part in message["content"]:
-        if part["type"] not in ("text", "image"):
-            raise ValueError(f"the task shows a {part['type']}; vtx sees texts and images")
-        content.append(part if part["type"] == "text" else {"type": "image", "image": part["url"]})
+        if part["type"] not in ("text", "image", "video"):
+            raise ValueError(f"the task shows a {part['type']}; vtx sees texts, images and videos")
+        content.append(part if part["type"] == "text" else {"type": part["type"], part["type"]: part["url"]})
     return {"role": message["role"], "content": content}
 
 

@@ -31,7 +31,7 @@ class Vtx(BaseModel):
     """
 
     INTERLEAVE = True
-    allowed_types = ("text", "image")
+    allowed_types = ("text", "image", "video")
     is_api = True
 
     def __init__(
@@ -50,10 +50,11 @@ class Vtx(BaseModel):
         self._model = vtx.load(bundle, device=device, compute=compute, threads=threads, fit=fit)
         self._settings = Settings.of(k, None, {"reduce": reduce, "max_new_tokens": max_new_tokens})
         self._model.loaded.policy(k, reduce=reduce)  # refuses what the bundle lacks before the first question
+        self.VIDEO_LLM = self._model.manifest.video is not None  # else VLMEvalKit shows frames as images
         self._engine = Engine("vlmevalkit", self._model, Capacity(parallel, parallel, kept=parallel))
 
     def generate_inner(self, message: list[dict[str, Any]], dataset: str | None = None) -> str:
-        """The answer to one message: texts, and images as paths."""
+        """The answer to one message: texts, and images and videos as paths."""
         content = [{"type": part["type"], part["type"]: part["value"]} for part in message]  # {"type": "text", "text"}
         messages = [{"role": "user", "content": content}]
         return self._engine.ask(AnswerRequest.of_chat(self._model.loaded, messages, self._settings)).text

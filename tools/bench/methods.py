@@ -16,6 +16,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.policies import Reduction, parse, to_spec
 from vtx.runtime.units import Progress
+from vtx.runtime.vision.layouts import read_layout
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.stopwatch import timed
 from vtx.tools.bench.work import WorkCounter
@@ -67,10 +68,14 @@ class MethodAnswer:
 def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
     """No method, each of `ks`, each exported reduction, and each of these followed by one withdrawal.
 
-    Where there are reductions, tokens drawn at random stand beside them: one that does not beat these is worth nothing.
+    Tokens drawn at random stand beside them, where the model's layout allows it: a method that does not beat these is
+    worth nothing.
     """
     specs = [spec for spec in manifest.reductions if spec != NONE]
-    drawn = [] if not specs or any("random" in spec for spec in specs) else [to_spec(parse(spec)) for spec in RANDOM]
+    drawn = [to_spec(parse(spec)) for spec in RANDOM]
+    alone = not specs and not any(ks)
+    if alone or any("random" in spec for spec in specs) or read_layout(manifest.layout, manifest.model.tower).has_text:
+        drawn = []
     fixed = [k for k in ks if isinstance(k, int)]
     k = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
     both = [Method(k, spec) for spec in specs] if k is not None else []

@@ -6,6 +6,7 @@ They are untrusted: sizes are bounded, images are inside one directory, only the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,11 @@ def _multiple_choice(record: dict[str, Any], paths: tuple[Path, ...], image: str
 
 
 def _choices(record: Any, source: QuestionFiles) -> TaskQuestion:
-    """{"image", "question", "choices", "answer", "hint", "category"}, a line each."""
+    """{"image" or "video": name or list, "question", "choices", "answer", "hint", "category"}, a line each."""
     fields = _fields(record)
-    images = named_files(fields, "image", source.images)
-    about = "\0".join(map(str, images)) or _text(fields, "question")
-    return _multiple_choice(fields, images, about, str(fields.get("category", "")))
+    images, videos = (named_files(fields, kind, source.images) for kind in ("image", "video"))
+    about = "\0".join(map(str, (*images, *videos))) or _text(fields, "question")
+    return replace(_multiple_choice(fields, images, about, str(fields.get("category", ""))), videos=videos)
 
 
 def _seed(record: Any, source: QuestionFiles) -> TaskQuestion:

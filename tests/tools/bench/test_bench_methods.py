@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.support.bundles import EXPORT_ONLY, export, export_with
 from tests.support.dialects import DialectBackend
-from tests.support.exported import THREADS
+from tests.support.exported import THREADS, Models
+from tests.support.families.smolvlm import SMOLVLM
 from tests.support.gates import certain_gate, write_gates
 from tests.support.tiny import Tiny, random_image
 
@@ -24,6 +25,7 @@ from vtx.commands import bench as commands
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.loaded import LoadedBundle
+from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.policies import parse
@@ -207,7 +209,7 @@ def test_gates_are_asked_where_there_are_any(gated: tuple[bool, Path], data: Pat
     done = vtx_bench("--bundle", str(folder), "--data", str(data), "--out", str(tmp_path / "out.json"))
     assert done.exit_code == 0, done.stderr
     found = {method["name"]: method for method in json.loads((tmp_path / "out.json").read_text())["methods"]}
-    assert list(found) == ["none", "K = 3", "gates"]
+    assert list(found) == ["none", "K = 3", "gates", "random:keep=0.25", "random:keep=0.5"]
     same = found["K = 3" if fires else "none"]
     for figure in ("full_layers", "vision_rows", "flops", "kv_bytes"):
         assert found["gates"][figure] == same[figure]
@@ -275,17 +277,30 @@ def test_a_name_is_short_and_tells_methods_apart(word: str, name: str) -> None:
     assert [short(part) for part in parse(word)] == [name]
 
 
-def test_without_a_fixed_k_nothing_stands_behind_a_reduction() -> None:
-    manifest: Any = SimpleNamespace(reductions=("cls:keep=0.25",), default_k=None)
+def only(model: Model, *reductions: str) -> Any:
+    """A manifest with these reductions and no default K."""
+    return SimpleNamespace(
+        reductions=reductions, default_k=None, layout=model.manifest.layout, model=model.manifest.model
+    )
+
+
+def test_without_a_fixed_k_nothing_stands_behind_a_reduction(models: Models) -> None:
+    manifest = only(models(), "cls:keep=0.25")
     assert [method.kind for method in find_methods(manifest, (None,))] == ["withdrawal", *["pruning"] * 3]
     assert [method.name for method in find_methods(manifest, ("auto", 4))] == [
         "none", "gates", "K = 4", "cls:keep=0.25", "cls:keep=0.25 + K = 4", "random:keep=0.25", "random:keep=0.5",
     ]  # fmt: skip
-    own: Any = SimpleNamespace(reductions=("random:keep=0.75",), default_k=None)
+    own = only(models(), "random:keep=0.75")
     assert [method.name for method in find_methods(own, (None,))] == ["none", "random:keep=0.75"]
-    assert [method.name for method in find_methods(SimpleNamespace(reductions=(), default_k=None), (4,))] == [  # type: ignore[arg-type]
-        "none", "K = 4",
+
+
+def test_random_tokens_stand_beside_withdrawal_too_unless_text_is_among_an_images_tokens(models: Models) -> None:
+    assert [method.name for method in find_methods(only(models()), (4,))] == [
+        "none", "K = 4", "random:keep=0.25", "random:keep=0.5",
     ]  # fmt: skip
+    assert [method.name for method in find_methods(only(models()), (None,))] == ["none"]
+    marked = only(models(SMOLVLM), "fastv:k=2,ratio=0.5")
+    assert [method.name for method in find_methods(marked, (None,))] == ["none", "fastv:k=2,ratio=0.5"]
 
 
 # --- the verdict ----------------------------------------------------------------------------------

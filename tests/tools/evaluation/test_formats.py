@@ -46,6 +46,16 @@ def test_an_instruction_of_one_s_own_or_none(folder: Path) -> None:
     assert texts == [f"{POPE['text']}\nBe brief.", POPE["text"]]
 
 
+def test_choices_about_videos(folder: Path) -> None:
+    (folder / "clip.mp4").write_bytes(b"read when it is asked about")
+    line = {"video": "clip.mp4", "question": "What falls?", "choices": ["a cup", "a book"], "answer": "B"}
+    [question] = read("choices", lines(folder / "mme.jsonl", line), folder).questions
+    assert (question.images, question.videos) == ((), (folder.resolve() / "clip.mp4",))
+    assert (question.answers, question.image) == (("B",), str(folder.resolve() / "clip.mp4"))
+    with pytest.raises(RequestError, match=r"none\.mp4 is not in"):
+        read("choices", lines(folder / "mme.jsonl", {**line, "video": "none.mp4"}), folder)
+
+
 BAD: list[tuple[Any, str]] = [
     ("{", "not sound JSON"),
     ({**POPE, "image": "../../etc/passwd"}, "lies outside"),
