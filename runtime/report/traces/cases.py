@@ -60,7 +60,8 @@ def questions(manifest: Manifest) -> Iterator[TraceQuestion]:
     opening = _user("Is there a pattern?", 1)
     yield TraceQuestion("chat, first turn", (opening,))
     answer: Message = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
-    yield TraceQuestion("chat, second turn", (opening, answer, _user("Where is it?", 0)), continues=True)
+    if manifest.model.two_way is None:  # a prompt that sees itself both ways has one turn
+        yield TraceQuestion("chat, second turn", (opening, answer, _user("Where is it?", 0)), continues=True)
     yield TraceQuestion("third", (_user("What is in the picture?", 1),))
     yield TraceQuestion("another image", (_user("What is in the picture?", 1),), (1,))
     if 2 * manifest.layout.max_tokens + TEXT_TOKENS <= manifest.max_context:

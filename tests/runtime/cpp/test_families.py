@@ -16,6 +16,7 @@ from tests.support.families.internvl_chat_1 import INTERNVL_CHAT_1, with_internv
 from tests.support.families.lisa import LISA
 from tests.support.families.llava_next import GRANITE
 from tests.support.families.original import ANYRES, PAD
+from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.smolvlm import IDEFICS, SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO
 from tests.support.families.vila import VILA
@@ -27,7 +28,7 @@ from vtx.runtime.api.model import Model
 pytestmark = needs_cpp
 
 QUESTIONS = ("What is  the picture?", "red?")
-REFUSED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paligemma", "pi0", "lfm2_vl", "gemma4"}  # by name: test_layouts
+REFUSED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "pi0", "lfm2_vl", "gemma4"}  # by name: test_layouts
 SIZES = ((60, 60), (150, 60), (40, 90))
 FAMILIES = {
     "vila": VILA,
@@ -40,6 +41,7 @@ FAMILIES = {
     "llava_next_video": NEXT_VIDEO,
     "granite vision": GRANITE,
     "fastvlm": FAST_VLM,
+    "paligemma": PALIGEMMA,
 }
 
 

@@ -11,6 +11,7 @@ from tests.support.bundles import export_with, write_gate
 from tests.support.cabi import Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, write_pictures
 from tests.support.exported import THREADS
+from tests.support.families.paligemma import PALIGEMMA
 from tests.support.tiny import Tiny
 from tests.support.traces import REDUCTIONS, meets
 from vtx.exporter.bundling.options import ExportOptions
@@ -58,6 +59,25 @@ def test_gates_are_told_where_python_tells_them(
                 want = conversation.ask(question, "auto", max_new_tokens=4)
             assert answer["token_ids"] == list(want.token_ids), question
             assert len(answer["gate"]) == len(want.stats.gate or ()) == (number in (0, 2)), question
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+def test_prompts_that_see_themselves_both_ways_meet_their_traces(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str
+) -> None:
+    reductions = ("divprune:keep=0.3",)
+    checkpoint = tiny_checkpoint(PALIGEMMA)
+    assert meets(checkpoint, tmp_path, "fp32", device=device, reductions=reductions, limit=SAME) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
+def test_prompts_that_see_themselves_both_ways_meet_their_traces_at_every_precision(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str, device: str
+) -> None:
+    kv = "int8" if precision == "int8" else None
+    assert meets(tiny_checkpoint(PALIGEMMA), tmp_path, precision, kv=kv, device=device, reductions=()) > 10
 
 
 @pytest.mark.slow

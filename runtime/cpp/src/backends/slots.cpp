@@ -3,10 +3,22 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <map>
 
 #include "backends/contract.hpp"
+#include "bundle/names.hpp"
 
 namespace vtxcore {
+
+Ids seen_slots(const TokenStates& tokens, int64_t length) {
+  Ids seen = count_up(length + 1, tokens.count());
+  auto groups = tokens.inputs.find(names::kGroup);
+  if (groups == tokens.inputs.end()) return seen;
+  std::map<float, int64_t> last;
+  for (size_t i = seen.size(); i-- > 0;)
+    if (float group = groups->second.data[i]; group >= 0) seen[i] = last.emplace(group, seen[i]).first->second;
+  return seen;
+}
 
 SlotMemory::SlotMemory(size_t planes, size_t capacity, size_t slot_bytes)
     : planes_(planes), capacity_(capacity), slot_bytes_(slot_bytes),

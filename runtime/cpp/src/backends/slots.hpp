@@ -27,6 +27,10 @@ class ZeroedPages {
   uint8_t* data_;
 };
 
+// The number of first slots that each token sees which follows `length` filled ones, its own among them. Tokens of one
+// group (names::kGroup), which stand together, see as far as the last of them.
+Ids seen_slots(const TokenStates& tokens, int64_t length);
+
 // The block, zeroed. Throws Error(device) if there is no memory.
 class SlotMemory {
  public:

@@ -129,6 +129,7 @@ GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query,
                {names::kCos, "float32", {rows, m.model.head_dim / 2}},
                {names::kSin, "float32", {rows, m.model.head_dim / 2}}},
               {hidden(m, names::kHiddenOut)}};
+  if (m.model.two_way) out.inputs.push_back({names::kSeenSlots, "int64", {int64_t{1}, "tokens"}});
   auto reads = [&](const TokenInput& each) {
     return stage && std::count(stage->inputs.begin(), stage->inputs.end(), each.name) > 0;
   };

@@ -90,7 +90,13 @@ ModelSpec read_model(const Json& value) {
     fail(Kind::bundle, "vtx.json: ", m.heads, " heads cannot share ", m.kv_heads, " key/value heads evenly; export again");
   read_rope(fields.get("rope"), m.head_dim);
   refuse(fields, "sliding", "layers with sliding windows, as in Gemma,");
-  refuse(fields, "two_way", "tokens that see each other both ways, as in PaliGemma,");
+  if (fields.has("two_way") && !fields.get("two_way").is_null()) {
+    std::string kind = fields.text("two_way");
+    if (kind != "prompt")
+      fail(Kind::bundle, "vtx.json: tokens that see each other both ways are '", kind.substr(0, 40),
+           "', unknown to this vtx, which has prompt; ", kUpgrade);
+    m.two_way = true;
+  }
   refuse(fields, "conv_layers", "layers with a convolution, as in LFM2-VL,");
   m.tower = read_tower(fields.get("tower"));
   Fields projector(fields.get("projector"), "vtx.json: model.projector");
@@ -410,6 +416,7 @@ Manifest read_manifest(const Json& root) {
   Manifest m;
   fields.whole("format");
   m.vtx = fields.text("vtx");
+  refuse(fields, "action", "models that answer with actions");
   m.model = read_model(fields.get("model"));
   m.layout = read_layout(fields.get("layout"));
   m.precision = fields.text("precision");

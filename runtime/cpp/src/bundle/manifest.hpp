@@ -26,7 +26,8 @@ struct TowerSpec {
 struct ModelSpec {
   std::string name, family;
   int64_t layers, hidden, heads, kv_heads, head_dim, vocab, max_positions;
-  double eps;  // of the decoder's norms
+  double eps;            // of the decoder's norms
+  bool two_way = false;  // the tokens of a prompt see each other both ways
   TowerSpec tower;
 };
 

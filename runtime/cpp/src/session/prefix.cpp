@@ -8,8 +8,8 @@ size_t Prompt::prefix_length() const {
   return 0;
 }
 
-std::string Prompt::prefix_key() const {
-  std::string key(reinterpret_cast<const char*>(ids.data()), prefix_length() * sizeof(int64_t));
+std::string Prompt::prefix_key(bool whole) const {
+  std::string key(reinterpret_cast<const char*>(ids.data()), (whole ? ids.size() : prefix_length()) * sizeof(int64_t));
   for (const Encoder& encoder : encoders) key += "|" + encoder.key;
   return key;
 }

@@ -33,7 +33,8 @@ struct Prompt {
   int64_t skipped = 0;
 
   size_t prefix_length() const;  // up to and including the last image token; 0 without an image
-  std::string prefix_key() const;
+  // Equal keys mean equal prefixes; `whole`: of a prefix that sees the text behind it, so of the whole prompt.
+  std::string prefix_key(bool whole) const;
 };
 
 // K/V of the `dropped` slots of a full stage, after its cache has shrunk to `survivors`.

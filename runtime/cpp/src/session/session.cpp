@@ -29,7 +29,7 @@ PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const
     fail(Kind::request, "the prompt ends with an image and leaves no token to answer from; export with a --chat-template ",
          "that prints the question, or ASSISTANT:, after the images");
   check_ = check;
-  bool known = prompt.prefix_key() == prefix_.key;
+  bool known = prompt.prefix_key(m_.model.two_way) == prefix_.key;
   bool reused = known && prompt.prefix_length() > 0 && prefix_.depth() > 0;
   if (!known) replace_prefix(prompt);
   Rows hidden = run_suffix(prompt, policy, after);
@@ -61,7 +61,7 @@ void Session::check_room(int64_t tokens, int64_t vision) const {
 // Runs what the caches lack of the prompt's suffix; its hidden states after the last stage.
 Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after) {
   Ids suffix(prompt.ids.begin() + static_cast<std::ptrdiff_t>(prompt.prefix_length()), prompt.ids.end());
-  Selection asked{prompt.prefix_key(), policy.key(), suffix};
+  Selection asked{prompt.prefix_key(m_.model.two_way), policy.key(), suffix};
   reused_suffix_ = 0;
   bool continues =
       after && after->key == asked.key && after->policy == asked.policy && common_prefix(after->ids, suffix) > 0;
@@ -93,7 +93,7 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
   layouts_.clear();
   size_t depth = prefix_.depth();
   std::optional<Mask> survivors;
-  TokenStates here = embed(selection.ids);
+  TokenStates here = embed(selection.ids, true);
   for (size_t number = 0; number < stages_.size(); ++number) {
     if (number > 0 && sees_image(number - 1)) {
       if (std::optional<Removal> removal = policy.ask(boundary(number, here, policy))) {
@@ -127,11 +127,16 @@ Rows Session::append(const Ids& ids) {
   return std::move(here.hidden);
 }
 
-// Text tokens before the decoder, with zeros for the inputs that the embed graph does not give.
-TokenStates Session::embed(const Ids& ids) {
+// Text tokens before the decoder, with zeros for the inputs that the embed graph does not give. `of_prompt`: they belong
+// to a prompt, not to an answer.
+TokenStates Session::embed(const Ids& ids, bool of_prompt) {
   TokenStates out = backend_.embed(ids);
   for (const TokenInput& each : m_.token_inputs)
     if (!each.of_text) out.inputs[each.name] = Rows(ids.size(), static_cast<size_t>(each.width));
+  if (m_.model.two_way) {
+    Rows& group = out.inputs[names::kGroup] = Rows(ids.size(), 1);
+    if (!of_prompt) std::fill(group.data.begin(), group.data.end(), -1.0f);
+  }
   return out;
 }
 
@@ -209,7 +214,7 @@ void Session::replace_prefix(const Prompt& prompt) {
   size_t length = prompt.prefix_length();
   if (length > 0) {
     auto end = static_cast<std::ptrdiff_t>(length);
-    TokenStates tokens = embed(Ids(prompt.ids.begin(), prompt.ids.begin() + end));
+    TokenStates tokens = embed(Ids(prompt.ids.begin(), prompt.ids.begin() + end), true);
     prefix.is_vision = Mask(prompt.is_vision.begin(), prompt.is_vision.begin() + end);
     for (const Encoder& encoder : prompt.encoders) {
       check_();
@@ -236,7 +241,7 @@ void Session::replace_prefix(const Prompt& prompt) {
   suffix_.clear();
   selection_.reset();
   pruned_prefix_.reset();
-  prefix.key = prompt.prefix_key();
+  prefix.key = prompt.prefix_key(m_.model.two_way);
   prefix_ = std::move(prefix);
 }
 
@@ -284,7 +289,8 @@ PrefixSlots Session::layout(size_t number) const {
 }
 
 // Runs a suffix through stage `number`, and before it what continues of the prefix if it has yet to run: both in one run,
-// which reads the weights once, but not with a long suffix, nor with one whose `query` is kept. The suffix's hidden states.
+// which reads the weights once, but not with a long suffix, nor with one whose `query` is kept; always where the prefix sees
+// the suffix. The suffix's hidden states.
 Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
   bool whole = number < first_pruned_;
   PrunedPrefix* pruned = whole ? nullptr : &*pruned_prefix_;
@@ -306,7 +312,7 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
     SharedRows hidden = whole ? prefix_.boundaries.back() : pruned->hidden;
     Rows behind;
     if (hidden->count() > 0) {  // an empty prefix does not run
-      bool joins = !query && suffix.count() <= static_cast<size_t>(names::kQuestionRows);
+      bool joins = m_.model.two_way || (!query && suffix.count() <= static_cast<size_t>(names::kQuestionRows));
       TokenStates both{Rows(0, hidden->width), whole ? prefix_.inputs : take(prefix_.inputs, indices_of(pruned->present))};
       both.hidden.data.reserve(hidden->data.size() + (joins ? suffix.hidden.data.size() : 0));
       vtxcore::append(both.hidden, *hidden);

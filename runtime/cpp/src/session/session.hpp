@@ -76,7 +76,7 @@ class Session {
   Rows run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after);
   Rows select(const Selection& selection, const Policy& policy);
   Rows append(const Ids& ids);
-  TokenStates embed(const Ids& ids);
+  TokenStates embed(const Ids& ids, bool of_prompt = false);
   bool sees_image(size_t number) const;
   Boundary boundary(size_t number, const TokenStates& suffix, const Policy& policy);
   void replace_prefix(const Prompt& prompt);

@@ -51,6 +51,7 @@ class OpenvinoBackend : public HostBackend {
   }
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
+    if (m_.model.two_way) return make_openvino_growing_cache(context_, stages_[index], m_.stages[index], capacity);
     return std::make_unique<OpenvinoStageCache>(context_, stages_[index], m_.stages[index], capacity);
   }
 
@@ -104,6 +105,7 @@ class OpenvinoBackend : public HostBackend {
 
   std::unique_ptr<openvino::Model> read_stage(const std::string& file, const StageSpec& spec) const {
     auto model = openvino_.read(bundle_, file, stage_io(m_, kDialect, spec.query, &spec), compute);
+    if (m_.model.two_way) return model;  // paged attention is causal
     loading(file, [&] {
       model->page_caches(spec.first, spec.last, m_.model.heads);
       model->choose_rows();
@@ -114,7 +116,7 @@ class OpenvinoBackend : public HostBackend {
   // A stage of int4 in int8, where products are of integers; else null.
   std::unique_ptr<openvino::Model> read_for_many(const std::string& file, const StageSpec& spec,
                                                  OpenvinoStage& stage) const {
-    if (compute != kIntegers || m_.precision != "int4") return nullptr;
+    if (compute != kIntegers || m_.precision != "int4" || m_.model.two_way) return nullptr;
     auto model = read_stage(file, spec);
     auto memory = std::make_unique<WeightsOnDisk>();
     loading(file, [&] { model->bring_to_int8(*memory); });
@@ -132,6 +134,7 @@ class OpenvinoBackend : public HostBackend {
     stage.name = file;
     stage.compiled = compile(file, *model, m_.precision);
     if (many) stage.for_many = compile(file, *many, "int8");
+    if (m_.model.two_way) return;
     OpenvinoStageCache cache(context_, stage, spec, names::kFewTokens + 2);
     for (size_t count : {1, static_cast<int>(names::kFewTokens + 1)}) {
       TokenStates tokens{Rows(count, static_cast<size_t>(m_.model.hidden))};

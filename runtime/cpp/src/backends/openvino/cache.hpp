@@ -73,4 +73,9 @@ class OpenvinoStageCache : public StageCache {
   bool token_bound_ = false;
 };
 
+// The cache of a stage whose tokens see each other both ways: its graph runs as it is written, K and V of the filled slots go
+// in, and those of the new tokens come out.
+std::unique_ptr<StageCache> make_openvino_growing_cache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
+                                                        const StageSpec& spec, int64_t slots);
+
 }  // namespace vtxcore

@@ -14,7 +14,7 @@ OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& sta
       last_tensor_(tensor_over(context.ort, &last_, {1}, "int32")),
       total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")),
       token_{Rows(1, static_cast<size_t>(context.manifest.model.hidden))}, token_out_(token_.hidden), token_position_(1),
-      token_binding_(stage) {
+      token_seen_(1), token_binding_(stage) {
   const ModelSpec& model = context.manifest.model;
   Ids shape{1, model.kv_heads, slots, model.head_dim};
   for (size_t plane = 0; plane < static_cast<size_t>(2 * spec.layers()); ++plane)
@@ -22,10 +22,11 @@ OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& sta
                                    context.manifest.kv_dtype));
   for (const TokenInput& each : context.manifest.token_inputs)
     token_.inputs[each.name] = Rows(1, static_cast<size_t>(each.width));
-  bind(token_binding_, token_, token_position_, token_out_);
+  bind(token_binding_, token_, token_position_, token_seen_, token_out_);
 }
 
-void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const Ids& positions, const Rows& out) {
+void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const Ids& positions, const Ids& seen,
+                         const Rows& out) {
   auto count = static_cast<int64_t>(tokens.count());
   auto over = [&](const Rows& rows) {
     return tensor_over(context_.ort, rows.data.data(), {count, static_cast<int64_t>(rows.width)}, "float32");
@@ -33,6 +34,8 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const I
   binding.input(names::kHidden, over(tokens.hidden));
   for (const std::string& name : spec_.inputs) binding.input(names::kTokenInput + name, over(tokens.inputs.at(name)));
   binding.input(names::kPositions, tensor_over(context_.ort, positions.data(), {1, count}, "int64"));
+  if (context_.manifest.model.two_way)
+    binding.input(names::kSeenSlots, tensor_over(context_.ort, seen.data(), {1, count}, "int64"));
   binding.input(names::kLastSlot, last_tensor_);
   binding.input(names::kTotalSlots, total_tensor_);
   binding.input(names::kCos, context_.tensors.at(names::kCos));
@@ -59,12 +62,14 @@ Rows OrtStageCache::run(const TokenStates& tokens, const Ids& positions, bool qu
     token_.hidden.data = tokens.hidden.data;  // equally long: the memory that is bound stays
     for (const std::string& name : spec_.inputs) token_.inputs.at(name).data = tokens.inputs.at(name).data;
     token_position_[0] = positions[0];
+    token_seen_[0] = length + 1;
     token_binding_.run();
     return token_out_;
   }
   Rows out(tokens.count(), tokens.hidden.width);
+  Ids seen = seen_slots(tokens, length);
   OrtBinding binding(stage_);
-  bind(binding, tokens, positions, out);
+  bind(binding, tokens, positions, seen, out);
   if (query) {
     const ModelSpec& model = context_.manifest.model;
     query_ = Rows(tokens.count(), static_cast<size_t>(model.heads * model.head_dim));

@@ -34,8 +34,8 @@ class OrtStageCache : public StageCache {
   Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) override;
 
  private:
-  // Over tokens, positions and hidden states after the stage, which must stay until the binding has run.
-  void bind(OrtBinding& binding, const TokenStates& tokens, const Ids& positions, const Rows& out);
+  // Over tokens, positions, the slots they see and hidden states after the stage, which must stay until the binding has run.
+  void bind(OrtBinding& binding, const TokenStates& tokens, const Ids& positions, const Ids& seen, const Rows& out);
 
   const OrtCacheContext& context_;
   const OrtGraph& stage_;
@@ -47,7 +47,7 @@ class OrtStageCache : public StageCache {
   Rows query_;
   TokenStates token_;  // the one token of a step
   Rows token_out_;
-  Ids token_position_;
+  Ids token_position_, token_seen_;
   OrtBinding token_binding_;
 };
 

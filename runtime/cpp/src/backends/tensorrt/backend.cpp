@@ -128,7 +128,10 @@ class TensorrtBackend : public GraphBackend {
 
 int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3; }
 
-void check(const Bundle& bundle, const BackendOptions& options) { find_engines(bundle, options.library); }
+void check(const Bundle& bundle, const BackendOptions& options) {
+  if (bundle.manifest().model.two_way) fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
+  find_engines(bundle, options.library);
+}
 
 std::unique_ptr<Backend> open(const Bundle& bundle, const BackendOptions& options) {
   return std::make_unique<TensorrtBackend>(bundle, find_engines(bundle, options.library));

@@ -1,0 +1,111 @@
+#include <cstring>
+
+#include "backends/contract.hpp"
+#include "backends/openvino/cache.hpp"
+#include "base/halves.hpp"
+
+namespace vtxcore {
+namespace {
+
+using openvino::Type;
+
+// The memory is [layers, 2, kv_heads, capacity, head_dim], of the type that K and V have in the graph.
+class OpenvinoGrowingCache : public StageCache {
+ public:
+  OpenvinoGrowingCache(const OpenvinoCacheContext& context, const OpenvinoStage& stage, const StageSpec& spec, int64_t slots)
+      : StageCache(slots), context_(context), stage_(stage), spec_(spec), m_(context.manifest),
+        heads_(static_cast<size_t>(m_.model.kv_heads)), dim_(static_cast<size_t>(m_.model.head_dim)),
+        slot_bytes_(dim_ * (context.half_keys ? 2 : 4)), planes_(static_cast<size_t>(2 * spec.layers())),
+        memory_(planes_ * heads_, static_cast<size_t>(slots), slot_bytes_) {
+    request_ = running(stage.name, [&] { return stage.compiled->request(); });
+  }
+
+  Scores attention(bool) override {
+    fail(Kind::bundle, stage_.name, " says what a question sees while the image sees the question; export again");
+  }
+
+  Rows keys() override {
+    Rows out(static_cast<size_t>(length), heads_ * dim_);
+    for (size_t head = 0; head < heads_; ++head)
+      for (size_t slot = 0; slot < out.count(); ++slot)
+        widen(memory_.plane((planes_ - 2) * heads_ + head) + slot * slot_bytes_, context_.half_keys ? "float16" : "float32",
+              dim_, out.row(slot) + head * dim_);
+    return out;
+  }
+
+  SavedSlots read(const Ids& slots) override { return memory_.read(slots); }
+
+  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
+    memory_.write(slots, kv);
+    length = filled;
+  }
+
+ protected:
+  Rows run(const TokenStates& tokens, const Ids& positions, bool, const Ids*) override {
+    auto count = static_cast<int64_t>(tokens.count());
+    size_t before = static_cast<size_t>(length), grown = before + tokens.count();
+    Ids seen = seen_slots(tokens, length);
+    SavedSlots past = memory_.read(count_up(0, before));
+    Ids past_shape{1, m_.model.kv_heads, length, m_.model.head_dim};
+    Type kind = context_.half_keys ? Type::f16 : Type::f32;
+    Rows out(tokens.count(), tokens.hidden.width);
+    running(stage_.name, [&] {
+      auto set = [&](const std::string& name, Type type, const Ids& shape, const void* data) {
+        request_->set(name, type, shape, const_cast<void*>(data));
+      };
+      auto set_rows = [&](const std::string& name, const Rows& rows) {
+        set(name, Type::f32, {count, static_cast<int64_t>(rows.width)}, rows.data.data());
+      };
+      set_rows(names::kHidden, tokens.hidden);
+      for (const std::string& name : spec_.inputs) set_rows(names::kTokenInput + name, tokens.inputs.at(name));
+      set(names::kPositions, Type::i64, {1, count}, positions.data());
+      set(names::kSeenSlots, Type::i64, {1, count}, seen.data());
+      for (const auto& [name, table] : context_.rope)
+        set(name, Type::f32, {m_.max_context, m_.model.head_dim / 2}, table.data());
+      each_plane([&](size_t plane, const char* given, const char*, const std::string& layer) {
+        set(given + layer, kind, past_shape, past.data() + plane * heads_ * before * slot_bytes_);
+      });
+      request_->run();
+      openvino::TensorView hidden = request_->get(names::kHiddenOut);
+      check_width(stage_.name, hidden.shape, static_cast<int64_t>(out.width));
+      check_rows(stage_.name, static_cast<size_t>(hidden.shape.front()), out.count());
+      std::memcpy(out.data.data(), hidden.data, sizeof(float) * out.data.size());
+      each_plane([&](size_t plane, const char*, const char* made, const std::string& layer) {
+        openvino::TensorView kv = request_->get(made + layer);
+        check_rows(stage_.name, static_cast<size_t>(kv.shape.at(2)), grown);
+        for (size_t head = 0; head < heads_; ++head)
+          std::memcpy(memory_.plane(plane * heads_ + head) + before * slot_bytes_,
+                      static_cast<const uint8_t*>(kv.data) + (head * grown + before) * slot_bytes_,
+                      tokens.count() * slot_bytes_);
+      });
+    });
+    return out;
+  }
+
+ private:
+  template <typename Work>
+  void each_plane(Work work) const {
+    for (int64_t layer = spec_.first; layer <= spec_.last; ++layer) {
+      auto plane = static_cast<size_t>(2 * (layer - spec_.first));
+      work(plane, names::kPastKey, names::kPresentKey, std::to_string(layer));
+      work(plane + 1, names::kPastValue, names::kPresentValue, std::to_string(layer));
+    }
+  }
+
+  const OpenvinoCacheContext& context_;
+  const OpenvinoStage& stage_;
+  const StageSpec spec_;
+  const Manifest& m_;
+  const size_t heads_, dim_, slot_bytes_, planes_;
+  SlotMemory memory_;
+  std::unique_ptr<openvino::Request> request_;
+};
+
+}  // namespace
+
+std::unique_ptr<StageCache> make_openvino_growing_cache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
+                                                        const StageSpec& spec, int64_t slots) {
+  return std::make_unique<OpenvinoGrowingCache>(context, stage, spec, slots);
+}
+
+}  // namespace vtxcore
