@@ -20,7 +20,7 @@ REFUSED = {
     *("window", "full_blocks", "min_tokens", "interleaved"),  # "sections": towers at their own resolution
     "maps",  # "token_inputs"
     "conv_taps",  # "conv_layers"
-    *("action", "actions_mean", "actions_std", "cameras", "horizon", "max_period", "min_period", "state"),  # "two_way"
+    *("actions_mean", "actions_std", "cameras", "horizon", "max_period", "min_period", "state"),  # "action"
     *("state_mean", "state_std", "steps", "within"),
     *("attention_scale", "axis_positions", "padding_id", "per_layer", "shared", "shared_ffn", "softcap"),  # "sliding"
 }
