@@ -21,7 +21,7 @@ from vtx.tools.fit.settings import Setting
 
 TIMED = 300  # questions whose times are measured again until they agree
 FURTHER = 2  # turns of measuring beyond those that must agree
-MOST_AGREEING = 20  # of these, where few questions are held out
+TURNS = 20  # of these, where few questions are held out
 QUIET = 0.1  # the share by which the medians of these turns may differ
 LATE = 0.99  # the quantile of times that a budget is about
 LEAST_TIMES = least_images(1 - LATE, single=True)  # of which a bound of this quantile is known
@@ -136,14 +136,14 @@ def losses_of(
 
 
 def turns_for(times: int, budget: Budget) -> int:
-    """The turns that must agree: two, or more where it takes them to know a bound from so many times a turn."""
-    return min(MOST_AGREEING, max(2, ceil(LEAST_TIMES / times))) if budget.used(1.0, 1.0) else 2
+    """The turns that must agree: two, or more where a bound takes more than this number of times a turn."""
+    return min(TURNS, max(2, ceil(LEAST_TIMES / times))) if budget.used(1.0, 1.0) else 2
 
 
 def agreeing_turns(
     settings: Sequence[Setting], numbers: Sequence[int], answers: Answers, agreeing: int
 ) -> tuple[range, bool]:
-    """Ask again until the median times of so many turns agree for all; these turns, or the last ones and False."""
+    """Ask again until the median times of `agreeing` turns agree for all; these turns, or the last ones and False."""
 
     def medians(turn: int) -> list[float]:
         return [median(answers.reply(setting, n, turn).answer_ms for n in numbers) for setting in settings]

@@ -67,7 +67,7 @@ class PlannedEngine:
         return next(iter(ENGINES[self.device].compute))
 
     def times(self, answer: Answer, views: int) -> tuple[float, float]:
-        """Milliseconds until the first token and for a further one, of an answer to images of so many `views`."""
+        """Milliseconds until the first token and for a further one, of an answer to images of that many `views`."""
         stats, size = answer.stats, self.size.seeing(answer.stats.vision_tokens)
         reductions = () if stats.reduce == NONE else parse(stats.reduce)
         ahead = sorted(layer for part in reductions for layer in part.needs().ahead)

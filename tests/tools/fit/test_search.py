@@ -11,7 +11,7 @@ import pytest
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.bounds import ImageLosses
 from vtx.tools.fit.asking import TimedAnswer
-from vtx.tools.fit.fit import MOST_AGREEING, excess, turns_for, verdict
+from vtx.tools.fit.fit import TURNS, excess, turns_for, verdict
 from vtx.tools.fit.fit import evidence_of as evidence
 from vtx.tools.fit.search import FINALISTS, Budget, planned, search
 from vtx.tools.fit.settings import Setting
@@ -152,5 +152,5 @@ def test_too_few_times_are_never_in_time() -> None:
 
 
 def test_turns_are_as_many_as_a_bound_needs() -> None:
-    assert [turns_for(times, Budget(0.9, 50.0)) for times in (300, 150, 149, 15, 1)] == [2, 2, 3, 20, MOST_AGREEING]
+    assert [turns_for(times, Budget(0.9, 50.0)) for times in (300, 150, 149, 15, 1)] == [2, 2, 3, 20, TURNS]
     assert turns_for(15, Budget(0.9)) == 2
