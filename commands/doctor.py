@@ -64,7 +64,8 @@ def doctor(
     elif check_traces:
         _check_traces(bundle, check_traces, loading, as_json=as_json)
     else:
-        from vtx.runtime.bundle.card import CARD, read_card
+        from vtx.runtime.bundle.bundle import CARD
+        from vtx.runtime.bundle.card import read_card
         from vtx.runtime.report.doctor import check_bundle
         from vtx.runtime.strict import json_value
         from vtx.tools.bench.machine import describe

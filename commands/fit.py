@@ -65,8 +65,8 @@ def fit(
     interrupted run resumes where it stopped.
     """
     end_on_sigterm()
-    from vtx.runtime.bundle.bundle import Bundle
-    from vtx.runtime.bundle.card import CARD, read_card, write_card
+    from vtx.runtime.bundle.bundle import CARD, Bundle
+    from vtx.runtime.bundle.card import read_card, write_card
     from vtx.runtime.bundle.seal import SIGNATURE, SigningKey
     from vtx.runtime.host.machine import cores
     from vtx.runtime.host.profiles import load_profile

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.card import Card
 from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
@@ -37,6 +36,7 @@ from vtx.runtime.vision.video import Video, as_video, load_frames
 if TYPE_CHECKING:
     from PIL import Image
 
+    from vtx.runtime.bundle.card import Card
     from vtx.runtime.prompt.text_tower import TextTower
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vtx.runtime.api.acting import Actor, Cameras
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.loaded import ImageKeywords, Images, LoadedBundle, as_list
@@ -31,12 +30,14 @@ from vtx.runtime.api.options import DEFAULT, K, Options, QuestionKeywords, Setti
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.card import Card
 from vtx.runtime.checks import MOST_THREADS, check_whole
 from vtx.runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+    from vtx.runtime.api.acting import Actor, Cameras
+    from vtx.runtime.bundle.card import Card
 
 
 class Model:
@@ -136,6 +137,8 @@ class Model:
     def actor(self) -> Actor:
         """The actor that `act` uses, with the seconds of its last actions, and the number of new pictures."""
         if self._actor is None:
+            from vtx.runtime.api.acting import Actor
+
             self._actor = Actor(self.loaded)
         return self._actor
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES, FASTER, Floats
-from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.card import Card, read_card
+from vtx.runtime.bundle.bundle import CARD, Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import cpu_flags
 from vtx.runtime.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from vtx.runtime.bundle.card import Card
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,11 @@ def default_compute(manifest: Manifest, device: str) -> str:
 
 def choose_by_card(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> DeviceChoice:
     """As `choose`, but where nothing else was asked for the engine of the bundle's card. Raises DeviceError."""
-    card = read_card(bundle)
+    card = None
+    if bundle.files.exists(CARD):
+        from vtx.runtime.bundle.card import read_card
+
+        card = read_card(bundle)
     if card is None:
         return choose(bundle, device, compute)
     fitted = card.chosen.configuration

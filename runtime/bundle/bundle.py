@@ -13,14 +13,13 @@ from typing import Any, BinaryIO
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.files import Folder, Identity, digest, open_named, read_all, reason
-from vtx.runtime.bundle.releases import check_release, note_release
 from vtx.runtime.bundle.safetensors import Header, header_of, unpack
 from vtx.runtime.bundle.seal import CHECKSUM, PublicKey, SigningKey, read_sealed, write_sealed
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
 from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError
 
-MANIFEST = "vtx.json"
+MANIFEST, CARD = "vtx.json", "card.json"  # the second by vtx-fit
 QUICK_BYTES = 64 << 20  # files up to this size are hashed whole at every load
 CURE = "copy the bundle again, or export it again"
 
@@ -69,6 +68,8 @@ class Bundle:
             raise BundleError(f"{folder} cannot be read ({reason(e)}); check its name and permissions") from e
         bundle = cls(path, manifest, key)
         if key is not None:
+            from vtx.runtime.bundle.releases import check_release
+
             check_release(manifest.release, key, f"the bundle {path}")
         if check:
             for name in bundle.manifest.files:
@@ -78,6 +79,8 @@ class Bundle:
     def note_release(self) -> None:
         """Note that answers are computed with it, if it is signed and has a release number."""
         if self.key is not None and self.manifest.release is not None:
+            from vtx.runtime.bundle.releases import note_release
+
             note_release(self.manifest.release, self.key)
 
     @property

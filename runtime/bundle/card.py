@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vtx.runtime.bundle.bundle import MANIFEST, Bundle
+from vtx.runtime.bundle.bundle import CARD, MANIFEST, Bundle
 from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.seal import SigningKey, read_sealed, write_sealed
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES as MAX_MANIFEST
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import UPGRADE, Strict, optional, write_json
 
-CARD, FORMAT = "card.json", "vtx-card-1"
+FORMAT = "vtx-card-1"
 MAX_BYTES = 1 << 20
 CHANGED, LOST = "change", "were right and are wrong now"
 CURE = "run vtx-fit again, or remove card.json"
