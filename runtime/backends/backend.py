@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -154,8 +154,19 @@ class EngineBackend(Backend, Protocol):
         """The reason why it cannot answer a bundle here, and the fix; None if it can. Its module is installed."""
 
     @staticmethod
+    def refusal(kv_dtype: str, *, jetson: bool) -> str | None:
+        """The reason why it answers no bundle with K and V of this type, or none on a Jetson; for a plan."""
+
+    @staticmethod
     def state(machine: Device) -> DeviceState:
         """The report of vtx-doctor on this machine."""
+
+    @staticmethod
+    def product(graph: bytes, compute: str, precision: str, threads: int) -> Callable[[Mapping[str, Any]], Any]:
+        """A function from the inputs to the output "y" of a small graph, whose weights are stored in `precision`.
+
+        Of engines on the CPU, for the ceilings of vtx-bench.
+        """
 
     def __init__(self, bundle: Bundle, threads: int | None, compute: str) -> None:
         """Load a bundle's graphs."""

@@ -28,12 +28,34 @@ INTEGERS: Floats = {**KEPT, "I4": 1}
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCost:
+    """An engine's use of memory for a model, as vtx-plan counts it.
+
+    `floats`: bytes of a float weight there, by its stored type, None: all weights as stored. `wide`: arithmetic and
+    activations are float32. `whole`: K/V have `max_context` slots in every layer; else as many as are filled, or with
+    `blocks` whole blocks of them. `buffers`: of K/V; `passes`: times that a token reads or writes those that are
+    filled.
+    """
+
+    floats: Floats | None = None
+    wide: bool = False
+    whole: bool = False
+    blocks: bool = False
+    buffers: int = 1
+    passes: int = 1
+    note: str = "weights as stored, K/V grow with the tokens"
+
+
+WIDENED = "floats are widened to float32 and computed in it"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """An engine that computes on a device.
 
     `title`: its name in messages. `module`: what must be importable, installed by `extra` in `package`. `dialect`: of
     the graphs that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float in memory.
-    `backend`: the class that runs a bundle there; `gpu`: in memory of its own.
+    `backend`: the class that runs a bundle there; `gpu`: in memory of its own. `costs`: by dialect.
     """
 
     title: str
@@ -43,6 +65,7 @@ class EngineSpec:
     dialect: str
     compute: Mapping[str, Floats]
     backend: str
+    costs: Mapping[str, EngineCost]
     gpu: bool = False
 
     def load(self) -> type[EngineBackend]:
@@ -55,18 +78,29 @@ class EngineSpec:
 ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the sizes of known models is the last
     "cpu": EngineSpec(
         "onnxruntime", "onnxruntime", "cpu", "onnxruntime", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend",
+        {"ort": EngineCost(EXPANDED, wide=True, note=f"{WIDENED}, K/V grow with the tokens")},
     ),
     "openvino": EngineSpec(
         "OpenVINO", "openvino", "openvino", "openvino", "plain",
         {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS}, "openvino.backend:OpenvinoBackend",
+        {"plain": EngineCost(KEPT, wide=True)},
     ),
     "cuda": EngineSpec(
-        "onnxruntime on CUDA", "onnxruntime", "gpu", "onnxruntime-gpu", "ort", {"f32": EXPANDED},
-        "ort.cuda:OrtCudaBackend", gpu=True,
+        "onnxruntime's CUDA provider", "onnxruntime", "gpu", "onnxruntime-gpu", "ort", {"f32": EXPANDED},
+        "ort.cuda:OrtCudaBackend",
+        {"ort": EngineCost(EXPANDED, wide=True, whole=True, note=f"{WIDENED}, --max-context slots of K/V at every K")},
+        gpu=True,
     ),
     "tensorrt": EngineSpec(
         "TensorRT", "cuda", "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
-        "tensorrt.backend:TensorrtBackend", gpu=True,
+        "tensorrt.backend:TensorrtBackend",
+        {  # K/V are read, joined to the new token's in other memory, and read there
+            "trt": EngineCost(blocks=True, passes=3),
+            "plain": EngineCost(
+                EXPANDED, wide=True, blocks=True, buffers=2, passes=3, note=f"{WIDENED}, K/V are held twice"
+            ),
+        },
+        gpu=True,
     ),
 }  # fmt: skip
 DEVICES = (AUTO, *ENGINES)

@@ -52,6 +52,10 @@ class HostBackend(ABC):
         self._tower_lock = threading.Lock()
         self._batches: Sequence[StageBatch] = []
 
+    @staticmethod
+    def refusal(kv_dtype: str, *, jetson: bool) -> str | None:
+        return None
+
     @abstractmethod
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> HostGraph:
         """Load a graph of images, or one of other tokens, whose `image` is None."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vtx.runtime.backends.engines import ENGINES
+from vtx.runtime.backends.engines import ENGINES, EngineCost
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.host.profiles import Profile, load_profile
 from vtx.runtime.precision import PRECISIONS
-from vtx.tools.estimate.plan import ENGINE_COSTS, EngineCost, Workload, make_plan
+from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
 
 SHOWN = ("fp16", *(row.name for row in PRECISIONS.values() if row.bits))
@@ -48,7 +48,7 @@ class Fits:
         return {"place": self.device, "usable_bytes": self.usable, "models": models}
 
 
-def fits_here(device: Device, cpu_device: str | None, gpu: EngineCost = ENGINE_COSTS["tensorrt", "trt"]) -> list[Fits]:
+def fits_here(device: Device, cpu_device: str | None, gpu: EngineCost = ENGINES["tensorrt"].costs["trt"]) -> list[Fits]:
     """The models that fit into the memory of this machine's GPU with that engine, and of its CPU if it can answer.
 
     A Jetson's memory is shared, so it counts once, with the engines of its GPU.
@@ -64,8 +64,8 @@ def fits_here(device: Device, cpu_device: str | None, gpu: EngineCost = ENGINE_C
     if not device.jetson and cpu_device and free is not None:
         cpu = load_profile("cpu")
         cpu_name = f"this CPU with --device {cpu_device}"
-        engine = ENGINE_COSTS[cpu_device, ENGINES[cpu_device].dialect]
-        fits.append(Fits(cpu_name, free, what_fits(cpu, free, engine=engine)))
+        spec = ENGINES[cpu_device]
+        fits.append(Fits(cpu_name, free, what_fits(cpu, free, engine=spec.costs[spec.dialect])))
     return [entry for entry in fits if entry.usable]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from vtx.runtime.backends.engines import EXPANDED, KEPT, Floats
+from vtx.runtime.backends.engines import ENGINES, EXPANDED, EngineCost
 from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.backends.slots import BLOCK
 from vtx.runtime.bundle.spec.stored import Precisions
@@ -104,38 +104,7 @@ class Phase:
     bound: str
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCost:
-    """An engine's use of memory for a model.
-
-    `floats`: bytes of a float weight there, by its stored type, None: all weights as stored. `wide`: arithmetic and
-    activations are float32. `whole`: K/V have `max_context` slots in every layer; else as many as are filled, rounded
-    up to `step`. `buffers`: of K/V; `passes`: times that a token reads or writes those that are filled.
-    """
-
-    floats: Floats | None = None
-    wide: bool = False
-    whole: bool = False
-    step: int = 1
-    buffers: int = 1
-    passes: int = 1
-    note: str = "weights as stored, K/V grow with the tokens"
-
-
 IDEAL = EngineCost()
-_WIDENED = "floats are widened to float32 and computed in it"
-ENGINE_COSTS: Mapping[tuple[str, str], EngineCost] = {  # by device and dialect
-    ("cpu", "ort"): EngineCost(EXPANDED, wide=True, note=f"{_WIDENED}, K/V grow with the tokens"),
-    ("openvino", "plain"): EngineCost(KEPT, wide=True),
-    ("cuda", "ort"): EngineCost(
-        EXPANDED, wide=True, whole=True, note=f"{_WIDENED}, --max-context slots of K/V at every K"
-    ),
-    # on TensorRT, K/V are read, joined to the new token's in other memory, and read there
-    ("tensorrt", "trt"): EngineCost(step=BLOCK, passes=3),
-    ("tensorrt", "plain"): EngineCost(
-        EXPANDED, wide=True, step=BLOCK, buffers=2, passes=3, note=f"{_WIDENED}, K/V are held twice"
-    ),
-}
 DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
 
 
@@ -298,7 +267,7 @@ def make_plan(
     does so at all. Raises RequestError.
     """
     if engine is None:
-        engine = ENGINE_COSTS["cpu", "ort"] if profile is not None and profile.kind == "cpu" else IDEAL
+        engine = ENGINES["cpu"].costs["ort"] if profile is not None and profile.kind == "cpu" else IDEAL
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)
@@ -337,7 +306,8 @@ def _cost(
 ) -> PrecisionCost:  # fmt: skip
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
-    used = [-(-(count + work.new_tokens) // engine.step) * engine.step for count in slots]
+    step = BLOCK if engine.blocks else 1
+    used = [-(-(count + work.new_tokens) // step) * step for count in slots]
     reserved = [max(max_context, work.slots)] * len(used) if engine.whole else used
     kv = engine.buffers * sum(flops.kv_bytes(model.decoder, reserved, element))
     read = engine.passes * sum(cache)

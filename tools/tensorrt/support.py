@@ -6,19 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtx.runtime.backends.engines import ENGINES
-from vtx.runtime.backends.ort.cuda import kv_obstacle
+from vtx.runtime.backends.engines import ENGINES, EngineCost
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.profiles import Profile
-from vtx.tools.estimate.plan import ENGINE_COSTS, EngineCost
 from vtx.tools.estimate.sizes import ModelSize, NaflexSize, NativeSize
 from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS
-
-NO_CUDA_PACKAGE = "onnxruntime-gpu is published for x86-64 only, a Jetson is aarch64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class EngineSupport:
     @property
     def cost(self) -> EngineCost:
         """Its use of memory; of an engine that answers."""
-        return ENGINE_COSTS[self.device, self.dialect or ""]
+        return ENGINES[self.device].costs[self.dialect or ""]
 
     @property
     def refusals(self) -> dict[str, str]:
@@ -53,30 +49,24 @@ class EngineSupport:
 
 def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> tuple[EngineSupport, ...]:
     """Every engine of the processor of `profile`, with the precisions of `model` that it answers."""
-    if profile.kind == "cpu":
-        found = [
-            EngineSupport(device, engine.module, engine.dialect, dict.fromkeys(parts))
-            for device, engine in ENGINES.items()
-            if not engine.gpu
-        ]
-    else:
-        found = list[EngineSupport]()
-        for jetpack in profile.jetpack if profile.kind == "jetson" else ():  # TensorRT of each JetPack
-            software = f"TensorRT {jetpack.tensorrt} of JetPack {jetpack.version}"
-            try:
-                release = parse_release(TENSORRT, jetpack.tensorrt)
-            except RequestError as e:
-                found.append(EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e))))
-            else:
-                found.append(_tensorrt(software, release, frozenset(), model, parts))
-        if profile.kind != "jetson":
-            capability = tuple(map(int, (profile.compute_capability or "0.0").split(".")))
-            for target in TARGETS.values():
-                if target.portable and target.capability == capability:
-                    found.append(_tensorrt(target.release.name, target.release, target.lacks, model, parts))
-        lacking = NO_CUDA_PACKAGE if profile.kind == "jetson" else None
-        obstacles = {name: lacking or kv_obstacle(p.kv_dtype) for name, p in parts.items()}
-        found.append(EngineSupport("cuda", "onnxruntime's CUDA provider", ENGINES["cuda"].dialect, obstacles))
+    found = list[EngineSupport]()
+    for jetpack in profile.jetpack if profile.kind == "jetson" else ():  # TensorRT of each JetPack
+        software = f"TensorRT {jetpack.tensorrt} of JetPack {jetpack.version}"
+        try:
+            release = parse_release(TENSORRT, jetpack.tensorrt)
+        except RequestError as e:
+            found.append(EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e))))
+        else:
+            found.append(_tensorrt(software, release, frozenset(), model, parts))
+    capability = tuple(map(int, (profile.compute_capability or "0.0").split(".")))
+    for target in TARGETS.values() if profile.kind == "desktop" else ():
+        if target.portable and target.capability == capability:
+            found.append(_tensorrt(target.release.name, target.release, target.lacks, model, parts))
+    for device, engine in ENGINES.items():
+        if device != "tensorrt" and engine.gpu == (profile.kind != "cpu"):
+            refusal = engine.load().refusal
+            refusals = {name: refusal(p.kv_dtype, jetson=profile.kind == "jetson") for name, p in parts.items()}
+            found.append(EngineSupport(device, engine.title, engine.dialect, refusals))
     if not any(engine.answered for engine in found):
         by_reason: dict[str, dict[str, None]] = {}
         for engine in found:
@@ -96,7 +86,7 @@ def gpu_cost(device: Device) -> EngineCost:
         dialect = parse_release(TENSORRT, (device.jetson and device.jetson.tensorrt) or "").dialect
     except RequestError:  # none, or one too old: what fits after an upgrade
         dialect = ENGINES["tensorrt"].dialect
-    return ENGINE_COSTS["tensorrt", dialect]
+    return ENGINES["tensorrt"].costs[dialect]
 
 
 def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack: str | None) -> EngineSupport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -96,6 +96,12 @@ class OrtBackend(HostBackend):
             return DeviceState("cpu", True, False, broken)
         number = version(package) or onnxruntime.__version__
         return DeviceState("cpu", True, True, "; ".join((f"{package} {number}", *lacks(number))))
+
+    @staticmethod
+    def product(graph: bytes, compute: str, precision: str, threads: int) -> Callable[[Mapping[str, Any]], Any]:
+        ort = load_onnxruntime()
+        session = ort.InferenceSession(graph, session_options(ort, threads), providers=["CPUExecutionProvider"])
+        return lambda inputs: session.run(None, inputs)[0]
 
     def _session_options(self, threads: int) -> Any:
         options = session_options(self._ort, threads)

@@ -85,16 +85,6 @@ def provider_obstacle() -> str | None:
     return None
 
 
-def kv_obstacle(kv_dtype: str) -> str | None:
-    """The reason why onnxruntime cannot attend to K and V of this type on any GPU; None if it can."""
-    if kv_dtype == "float16":
-        return None
-    return (
-        f"onnxruntime attends in float16 on CUDA, the K and V of this bundle are {kv_dtype}; "
-        "export with --kv-precision fp16"
-    )
-
-
 class OrtCudaBackend(OrtBackend):
     """`Backend` on onnxruntime's CUDA provider. Operators that it lacks run on the CPU."""
 
@@ -112,7 +102,18 @@ class OrtCudaBackend(OrtBackend):
     def obstacle(bundle: Bundle) -> str | None:
         if bundle.manifest.model.sliding is not None:
             return "sliding windows are not built for onnxruntime's CUDA provider; use --device cpu or openvino"
-        return kv_obstacle(bundle.manifest.kv_dtype) or provider_obstacle()
+        return OrtCudaBackend.refusal(bundle.manifest.kv_dtype, jetson=False) or provider_obstacle()
+
+    @staticmethod
+    def refusal(kv_dtype: str, *, jetson: bool) -> str | None:
+        if jetson:
+            return "onnxruntime-gpu is published for x86-64 only, a Jetson is aarch64"
+        if kv_dtype == "float16":
+            return None
+        return (
+            f"onnxruntime attends in float16 on CUDA, the K and V of this bundle are {kv_dtype}; "
+            "export with --kv-precision fp16"
+        )
 
     @staticmethod
     def state(machine: Device) -> DeviceState:

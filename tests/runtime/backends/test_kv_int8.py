@@ -29,7 +29,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.devices import choose
-from vtx.runtime.backends.ort.cuda import PROVIDER, kv_obstacle
+from vtx.runtime.backends.ort.cuda import PROVIDER, OrtCudaBackend
 from vtx.runtime.backends.ort.library import check_release, load_onnxruntime
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import write_safetensors
@@ -329,7 +329,9 @@ def test_the_provider_for_gpus_is_refused_by_name(made: Callable[..., Made], mon
     import onnxruntime
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [PROVIDER])
-    assert "K and V of this bundle are int8; export with --kv-precision fp16" in str(kv_obstacle("int8"))
+    assert "K and V of this bundle are int8; export with --kv-precision fp16" in str(
+        OrtCudaBackend.refusal("int8", jetson=False)
+    )
     with pytest.raises(DeviceError, match="int8"):
         choose(made().bundle, "cuda", None)
 

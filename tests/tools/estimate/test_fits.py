@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.host.device import Device, Jetson
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.host.profiles import load_profile, profile_names
 from vtx.tools.estimate.fits import EXPORTED, SHOWN, WORK, Fit, fits_here, what_fits
-from vtx.tools.estimate.plan import ENGINE_COSTS, Workload, make_plan
+from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
 from vtx.tools.tensorrt.releases import TENSORRT, parse_release
 from vtx.tools.tensorrt.support import gpu_cost
@@ -52,7 +53,7 @@ def test_the_table_in_the_jetson_page_is_what_the_plan_says() -> None:
             j.version[0]: parse_release(TENSORRT, j.tensorrt).dialect for j in profile.jetpack if j.version > "6"
         }
         for release, dialect in releases.items():
-            fits = what_fits(profile, engine=ENGINE_COSTS["tensorrt", dialect])
+            fits = what_fits(profile, engine=ENGINES["tensorrt"].costs[dialect])
             cells = [*fits["llava-1.5-7b"], *fits["llava-1.5-13b"]]
             device = profile.name.removeprefix("NVIDIA Jetson ")
             row = " | ".join([device, f"{profile.usable_bytes / 1e9:.1f} GB", release, *map(str, cells)])
@@ -70,7 +71,7 @@ def test_only_models_that_export_are_listed() -> None:
 def test_a_cpu_counts_floats_as_its_engine_keeps_them() -> None:
     cpu, free = load_profile("cpu"), 20_000_000_000  # 14 GB of fp16 weights, which onnxruntime expands to 28
     assert not what_fits(cpu, free, ["fp16"], ["llava-1.5-7b"])["llava-1.5-7b"][0].fits
-    assert what_fits(cpu, free, ["fp16"], ["llava-1.5-7b"], engine=ENGINE_COSTS["openvino", "plain"])["llava-1.5-7b"][
+    assert what_fits(cpu, free, ["fp16"], ["llava-1.5-7b"], engine=ENGINES["openvino"].costs["plain"])["llava-1.5-7b"][
         0
     ].fits
 
@@ -92,6 +93,6 @@ def test_a_jetson_is_counted_with_the_graphs_of_its_tensorrt() -> None:
     """7B in fp16 is 28 GB in the float32 of TensorRT 10.3, and 14 GB from 10.15 on."""
     for release, dialect in (("10.3.0.30", "plain"), ("10.16.2", "trt"), ("8.5.2", "trt"), (None, "trt")):
         orin = Device(Jetson("Orin", "p3701-0004", "36.4", "6.2", release), (), "agx-orin-32")
-        assert gpu_cost(orin) == ENGINE_COSTS["tensorrt", dialect]
+        assert gpu_cost(orin) == ENGINES["tensorrt"].costs[dialect]
         (shared,) = fits_here(orin, None, gpu_cost(orin))
         assert str(shared.models["llava-1.5-13b"][0]) == ("no" if dialect == "plain" else "yes")

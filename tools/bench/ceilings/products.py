@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vtx.runtime.backends.engines import ENGINES
-from vtx.runtime.backends.openvino.backend import arithmetic, load_openvino
-from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
-from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.bundle.spec.stored import BLOCK, INT8_ACTIVATIONS
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.precision import PRECISIONS
@@ -54,24 +51,8 @@ class Product:
 
     def __init__(self, kind: Kind, rows: int, depth: int, width: int, threads: int) -> None:
         graph = make_graph(kind, rows, depth, width)
-        if ENGINES[kind.device].dialect == "ort":
-            ort = load_onnxruntime()
-            session = ort.InferenceSession(graph, session_options(ort, threads), providers=["CPUExecutionProvider"])
-            self._run: Callable[[Any], Any] = lambda inputs: session.run(None, inputs)[0]
-        else:
-            core = load_openvino().Core()
-            settings = arithmetic(kind.compute, "fp32" if kind.stored == "float" else kind.stored, threads)
-            model = core.read_model(graph, b"")
-            if kind.compute == "int8":
-                self._held = bring_to_int8(model)  # the weights' memory, which only the engine reads
-                multiply_integers(model)
-            request = core.compile_model(model, "CPU", settings).create_infer_request()
-
-            def run(inputs: Any) -> Any:
-                request.infer(inputs, share_inputs=True, share_outputs=True)
-                return request.get_tensor("y").data
-
-            self._run = run
+        precision = "fp32" if kind.stored == "float" else kind.stored
+        self._run = ENGINES[kind.device].load().product(graph, kind.compute, precision, threads)
         self._inputs = {"x": np.random.default_rng(1).standard_normal((rows, depth), np.float32)}
         self.flops = 2 * rows * depth * width
 
