@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.bundling.prepare import plan_reductions
-from vtx.exporter.checkpoint.config import TEXT_FAMILIES, VISION_FAMILIES, ModelConfig
+from vtx.exporter.checkpoint.config import VISION_FAMILIES, ModelConfig
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
 from vtx.exporter.checkpoint.spec import model_spec
+from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES
 from vtx.exporter.tuning.options import check_tunable
 from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT
 from vtx.runtime.errors import VtxError

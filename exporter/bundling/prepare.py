@@ -12,13 +12,14 @@ from pathlib import Path
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import Prediction, predict, small_files
 from vtx.exporter.checkpoint.assembly import open_checkpoint
-from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.loader import Checkpoint, read_settings
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor, read_video_settings
 from vtx.exporter.checkpoint.text import read_template, read_text
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.decoder import decoder_tensors

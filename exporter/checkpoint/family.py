@@ -15,10 +15,10 @@ from vtx.exporter.checkpoint.config import (
     feature_layers_of,
     image_token_of,
     parse_parts,
-    text_config_of,
     tower_of,
 )
 from vtx.exporter.checkpoint.fields import number
+from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout

@@ -35,6 +35,15 @@ def number(parameters: Mapping[str, Any], name: str, default: float | None = Non
     return float(value)
 
 
+def check_patches(processor: Mapping[str, Any], tower: Mapping[str, int]) -> None:
+    """Raise CheckpointError if sizes that an image processor gives are not the tower's, by the same names."""
+    for name, value in tower.items():
+        if processor.get(name, value) != value:
+            raise CheckpointError(
+                f"the image processor's {name} is {processor[name]!r:.40}, the tower's is {value}; correct it"
+            )
+
+
 def rope_tables(rope: RopeSpec, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Cos and sin, each [positions, head_dim / 2] float32."""
     angles = np.arange(positions, dtype=np.float32)[:, None] * np.array(rope.frequencies, np.float32)

@@ -12,10 +12,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, TextConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object, read_settings
 from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, TowerSpec

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.config import TextConfig
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.weights.plan import StoredTensor
 
 FLOAT = ir.DataType.FLOAT

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.config import TextConfig
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shape, Shapes, linear_tensors
 from vtx.runtime.bundle.spec import names

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.checkpoint.loader import check_finite
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.runtime.bundle.safetensors import TensorInfo, read_bits, read_header, read_tensor, shown
 from vtx.runtime.bundle.spec import names

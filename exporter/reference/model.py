@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.decoder import (
     PER_LAYER,
     PER_LAYER_NORM,

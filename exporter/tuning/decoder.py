@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vtx.exporter.checkpoint.config import TextConfig
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.reference.model import Encoded
 from vtx.exporter.reference.prompts import Source

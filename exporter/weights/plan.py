@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vtx.exporter.checkpoint.config import TextConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.safetensors import TensorInfo, layout, read_bits
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme
 

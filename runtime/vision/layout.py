@@ -52,7 +52,8 @@ class Layout(ABC):
 
     def limited(self, max_views: int) -> Layout:
         """The layout with at most `max_views` views an image. Raises RequestError if images have one view anyway."""
-        raise RequestError("max_tiles has no effect here: this model sees each image in one piece; leave it out")
+        fix = "leave it out" if self.min_tokens is None else "use max_pixels (--max-pixels)"
+        raise RequestError(f"max_tiles has no effect here: this model sees each image in one piece; {fix}")
 
     def within(self, max_pixels: int) -> Layout:
         """The layout with images of at most `max_pixels` pixels after they are resized.
@@ -105,6 +106,18 @@ def check_tiles(tower: TowerSpec, tile: int, tokens: int) -> None:
         raise BundleError(
             f"vtx.json: the image layout has tiles of {tile} pixels and {tokens} tokens, the tower takes "
             f"{tower.image} pixels and gives {tower.tokens} tokens; export the bundle again"
+        )
+
+
+def check_squares(tower: TowerSpec, patch: int, side: int, *, any_shape: bool) -> None:
+    """Raise BundleError if the tower's tokens are not of `side` x `side` patches of `patch` pixels a side.
+
+    Or if it is not one for images of `any_shape`.
+    """
+    if (patch, side) != (tower.patch, tower.shuffle) or not any_shape:
+        raise BundleError(
+            f"vtx.json: the image layout has tokens of {side} x {side} patches of {patch} pixels, "
+            f"the tower of {tower.shuffle} x {tower.shuffle} of {tower.patch}; export the bundle again"
         )
 
 

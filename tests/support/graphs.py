@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.exported import THREADS
-from vtx.exporter.checkpoint.config import TextConfig
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import Builder, Dialect
 from vtx.exporter.graphs.dialects.ort import Ort
 from vtx.exporter.weights.plan import StoredTensor

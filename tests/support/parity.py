@@ -14,6 +14,7 @@ from tests.support.tiny import prompt_messages
 from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Prompt
 
 STEPS = 6
@@ -63,6 +64,17 @@ def assert_chat_as_reference(model: Model, judge: Reference, pictures: Sequence[
                 chosen = [float(row[id]) for row, id in zip(wanted.logits.log_softmax(-1), wanted.ids, strict=True)]
                 np.testing.assert_allclose(found.logprobs or (), chosen, atol=2 * TOLERANCE, rtol=0)
             messages.append({"role": "assistant", "content": [{"type": "text", "text": found.text}]})
+
+
+def assert_near_reference(
+    model: Model, judge: Reference, messages: list[dict[str, Any]], images: Sequence[Image.Image], most: float
+) -> None:
+    """Logits of `model`, exported for K = 3, are within `most` of those of `judge`, and its golden vectors hold."""
+    assert all(check.passed for check in check_golden(model))
+    for k in (None, 3):
+        wanted = judge.greedy(judge.inputs(messages, images), k, STEPS)
+        found = greedy(model, prompt(model, messages, images), k, STEPS, forced=wanted.ids)
+        np.testing.assert_allclose(found.logits, wanted.logits, atol=most, rtol=0)
 
 
 def assert_parity(model: Model, judge: Reference, inputs: Any, asked: Prompt) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.runtime.bundle.spec.names import CLIP_PATCHES, CLS_ATTENTION, RECEIVED
+from vtx.runtime.policies import parse
 from vtx.runtime.vision.tokens import NEWLINE, ImageTokens, Patches, TowerTokens
 
 Floats = NDArray[np.float32]
@@ -67,6 +68,17 @@ def drawn(case: int) -> Drawn:
         hidden[views < 0], patches[views < 0] = -mean, 0
     return Drawn(*(x.astype(np.float32) for x in (hidden, patches)), views,
                  *(x.astype(np.float32) for x in (mean, embeddings)))  # fmt: skip
+
+
+def selected(spec: str, image: ImageTokens) -> list[int]:
+    """The tokens of an image or a clip that the method of `spec`, which reads no question, lets in."""
+    [method] = parse(spec)
+    entry = method.entry()
+    assert entry is not None
+    assert not entry.uses_question
+    assert not entry.keeps_positions
+    found = entry.select(image)
+    return list(range(len(image))) if found is None else found.tolist()
 
 
 def released_cdpruner(case: Drawn, raw: Tensor | None, count: int) -> list[int]:

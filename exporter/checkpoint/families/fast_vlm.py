@@ -7,18 +7,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from vtx.exporter.checkpoint.config import (
-    ATTENDING,
-    HEAD,
-    STEM,
-    ModelConfig,
-    VisionConfig,
-    image_token_of,
-    parse_parts,
-    text_config_of,
-)
+from vtx.exporter.checkpoint.config import ATTENDING, HEAD, STEM, ModelConfig, VisionConfig, image_token_of, parse_parts
 from vtx.exporter.checkpoint.family import ONE_PIECE, Family
 from vtx.exporter.checkpoint.fields import MAX_WIDTH
+from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.single import Single

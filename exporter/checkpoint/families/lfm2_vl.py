@@ -8,17 +8,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import (
-    ModelConfig,
-    VisionConfig,
-    check_known,
-    image_token_of,
-    parse_parts,
-    text_config_of,
-    tower_of,
-)
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, check_known, image_token_of, parse_parts, tower_of
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
-from vtx.exporter.checkpoint.fields import number, size
+from vtx.exporter.checkpoint.fields import check_patches, number, size
+from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native_tiles import NativeTiles
 
@@ -60,11 +53,7 @@ def _layout(tower: VisionConfig, sizes: Sequence[int], tolerance: float, thumbna
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     """Set the image processor's tiles and limits of tokens; its patches must be the tower's."""
     vision = config.vision
-    for name, value in (("encoder_patch_size", vision.patch), ("downsample_factor", vision.shuffle)):
-        if processor.get(name, value) != value:
-            raise CheckpointError(
-                f"the image processor's {name} is {processor[name]!r:.40}, the tower's is {value}; correct it"
-            )
+    check_patches(processor, {"encoder_patch_size": vision.patch, "downsample_factor": vision.shuffle})
     numbers = dict(zip(KEYS, DEFAULTS, strict=True))
     numbers |= {name: processor[name] for name in KEYS if name in processor}
     sizes = [size(SimpleNamespace(**numbers), name, 1 << 14, "the image processor") for name in KEYS]

@@ -9,13 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vtx.exporter.checkpoint.config import MAX_POSITIONS, ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.checkpoint.families.llava import in_one_piece
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.families.llava_next import tiles_of
 from vtx.exporter.checkpoint.family import LLAVA, ONE_PIECE, Config, Family, OriginalLayout, read_llava_like
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336, CLIP_L_336_CONFIG, INTERNVIT
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
+from vtx.exporter.checkpoint.text_config import MAX_POSITIONS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 

@@ -12,10 +12,10 @@ from vtx.exporter.checkpoint.config import (
     check_values,
     image_token_of,
     parse_parts,
-    text_config_of,
     tower_of,
 )
 from vtx.exporter.checkpoint.family import SIGLIP, Family
+from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.vision.layouts.single import Single
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import GEMMA_NORMS, ModelConfig, parse, text_config_of
+from vtx.exporter.checkpoint.config import ModelConfig, parse
 from vtx.exporter.checkpoint.families.paligemma import PROMPT, paligemma_config
 from vtx.exporter.checkpoint.family import Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import number, size
+from vtx.exporter.checkpoint.text_config import GEMMA_NORMS, text_config_of
 from vtx.runtime.bundle.spec.action_spec import ActionSpec
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 

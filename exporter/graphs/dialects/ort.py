@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from vtx.exporter.checkpoint.config import TextConfig
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder, Dialect
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.stored import INT8_ACTIVATIONS, power_of_two_in

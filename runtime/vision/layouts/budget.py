@@ -14,7 +14,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, ImageError, RequestError
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, image_layout
+from vtx.runtime.vision.layout import Layout, check_squares, image_layout
 from vtx.runtime.vision.preprocess import normalised
 
 BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image that the model was trained for
@@ -59,17 +59,7 @@ class TokenBudget(Layout):
         return self.tokens
 
     def check(self, tower: TowerSpec) -> None:
-        if (self.patch, self.pool) != (tower.patch, tower.shuffle) or tower.axis_positions is None:
-            raise BundleError(
-                f"vtx.json: the image layout has tokens of {self.pool} x {self.pool} patches of {self.patch} pixels, "
-                f"the tower of {tower.shuffle} x {tower.shuffle} of {tower.patch}; export the bundle again"
-            )
-
-    def limited(self, max_views: int) -> TokenBudget:
-        raise RequestError(
-            "max_tiles has no effect here: this model sees each image in one piece, within a budget of tokens; use "
-            "max_pixels (--max-pixels)"
-        )
+        check_squares(tower, self.patch, self.pool, any_shape=tower.axis_positions is not None)
 
     def within(self, max_pixels: int) -> TokenBudget:
         """The largest of the model's budgets whose images have at most `max_pixels`."""

@@ -16,7 +16,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS, TowerSpec
 from vtx.runtime.errors import BundleError, ImageError, RequestError
 from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, Views, image_layout
+from vtx.runtime.vision.layout import Layout, Views, check_squares, image_layout
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS
 from vtx.runtime.vision.preprocess import normalised
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, Patches
@@ -65,17 +65,7 @@ class Native(Layout):
         return max(math.floor(most), math.floor(math.sqrt(MAX_RATIO * most)), enlarged)
 
     def check(self, tower: TowerSpec) -> None:
-        if (self.patch, self.merge) != (tower.patch, tower.shuffle) or "native" not in tower.flags:
-            raise BundleError(
-                f"vtx.json: the image layout has tokens of {self.merge} x {self.merge} patches of {self.patch} pixels, "
-                f"the tower of {tower.shuffle} x {tower.shuffle} of {tower.patch}; export the bundle again"
-            )
-
-    def limited(self, max_views: int) -> Native:
-        raise RequestError(
-            "max_tiles has no effect here: this model sees each image in one piece, at its own resolution; "
-            "use max_pixels (--max-pixels)"
-        )
+        check_squares(tower, self.patch, self.merge, any_shape="native" in tower.flags)
 
     def within(self, max_pixels: int) -> Native:
         if max_pixels < self.unit**2:

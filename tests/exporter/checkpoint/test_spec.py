@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support.tiny import Tiny, make
-from vtx.exporter.checkpoint.config import ModelConfig, TextConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import config_of, model_spec
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import Strict, json_value

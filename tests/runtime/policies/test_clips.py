@@ -10,21 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.support.clips import BUDGETS, CASES, drawn, evs, vidcom2, video_of
+from tests.support.selection import selected
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import parse
 from vtx.runtime.vision.tokens import ImageTokens
 
 STATEMENTS = {"evs": evs, "vidcom2": vidcom2}
-
-
-def select(spec: str, image: ImageTokens) -> list[int]:
-    [method] = parse(spec)
-    entry = method.entry()
-    assert entry is not None
-    assert not entry.uses_question
-    assert not entry.keeps_positions
-    found = entry.select(image)
-    return list(range(len(image))) if found is None else found.tolist()
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
@@ -35,7 +26,7 @@ def test_a_clip_keeps_the_tokens_of_the_released_code(number: int, name: str) ->
     for keep in (*BUDGETS, 1):
         wanted = statement(torch.tensor(clip), keep)
         last = [clip.shape[0] * clip.shape[1]] * newline  # the newline stays, beyond the budget
-        assert select(f"{name}:keep={keep}", video_of(clip, newline)) == [*wanted, *last]
+        assert selected(f"{name}:keep={keep}", video_of(clip, newline)) == [*wanted, *last]
 
 
 def test_evs_keeps_the_first_frame_and_what_changed_most_in_any_other() -> None:
@@ -43,25 +34,25 @@ def test_evs_keeps_the_first_frame_and_what_changed_most_in_any_other() -> None:
     clip[1, 2] = clip[2, 2] = [1, 0, 0.5, 0]  # turned a little less than halfway, and stays
     clip[3, 1] = [0, -1, 0, 0]  # turned round
     video = video_of(clip, False)
-    assert select("evs:keep=5", video) == [0, 1, 2, 3, 13]
-    assert select("evs:keep=6", video) == [0, 1, 2, 3, 6, 13]
-    assert select("evs:keep=7", video) == [0, 1, 2, 3, 6, 13, 14]  # 14 turned back
-    assert select("evs:keep=8", video) == [0, 1, 2, 3, 4, 6, 13, 14]  # of those that did not change the first
-    assert select("evs:keep=2", video) == [0, 1, 2, 3]
-    assert select("evs:keep=0.3", video_of(clip[:1], True)) == [0, 1, 2, 3, 4]
+    assert selected("evs:keep=5", video) == [0, 1, 2, 3, 13]
+    assert selected("evs:keep=6", video) == [0, 1, 2, 3, 6, 13]
+    assert selected("evs:keep=7", video) == [0, 1, 2, 3, 6, 13, 14]  # 14 turned back
+    assert selected("evs:keep=8", video) == [0, 1, 2, 3, 4, 6, 13, 14]  # of those that did not change the first
+    assert selected("evs:keep=2", video) == [0, 1, 2, 3]
+    assert selected("evs:keep=0.3", video_of(clip[:1], True)) == [0, 1, 2, 3, 4]
 
 
 def test_shares_of_a_clip_are_rounded_down_free_of_the_error_of_binary_fractions() -> None:
     clip = np.random.default_rng(0).standard_normal((10, 10, 8)).astype(np.float32)
     for keep, count in ((0.29, 29), (0.57, 57), (0.289, 28), (0.1, 10), (0.01, 10)):
-        assert len(select(f"evs:keep={keep}", video_of(clip, False))) == count
+        assert len(selected(f"evs:keep={keep}", video_of(clip, False))) == count
 
 
 def test_vidcom2_gives_an_unusual_frame_more_and_each_at_least_one() -> None:
     clip = np.random.default_rng(1).standard_normal((1, 20, 16)).astype(np.float32).repeat(8, 0) * 0.1 + 1
     clip[5] = -clip[5]
     for keep, usual in ((0.01, 1), (0.3, 5)):
-        kept = np.array(select(f"vidcom2:keep={keep}", video_of(clip, False))) // 20
+        kept = np.array(selected(f"vidcom2:keep={keep}", video_of(clip, False))) // 20
         counts = np.bincount(kept, minlength=8)
         assert counts[5] > usual or keep == 0.01
         assert set(counts[[0, 1, 2, 3, 4, 6, 7]]) == {usual}

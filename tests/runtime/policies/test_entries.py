@@ -18,6 +18,7 @@ from tests.support.selection import (
     random_tokens,
     released_cdpruner,
     relevance,
+    selected,
     tower,
     visionzip,
 )  # fmt: skip
@@ -29,15 +30,9 @@ from vtx.runtime.vision.tokens import ImageTokens, MergedTokens, TowerTokens
 
 
 def select(spec: str, image: ImageTokens) -> list[int]:
-    [method] = parse(spec)
-    entry = method.entry()
-    assert entry is not None
-    assert not entry.uses_question
-    assert not entry.keeps_positions
-    found = entry.select(image)
-    number = method.number_kept(len(image), 1)
-    assert number == (len(image) if found is None else len(found))
-    return list(range(len(image))) if found is None else found.tolist()
+    found = selected(spec, image)
+    assert parse(spec)[0].number_kept(len(image), 1) == len(found)
+    return found
 
 
 @pytest.mark.parametrize("number", CASES)

@@ -16,7 +16,13 @@ from tests.support.families.internvl import INTERNVL
 from tests.support.families.llava_next import GRANITE, LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
 from tests.support.families.smolvlm import SMOLVLM
-from tests.support.parity import STEPS, TOLERANCE, assert_answers_as_reference, assert_later_equal_fresh
+from tests.support.parity import (
+    STEPS,
+    TOLERANCE,
+    assert_answers_as_reference,
+    assert_later_equal_fresh,
+    assert_near_reference,
+)
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
@@ -224,12 +230,8 @@ def test_granites_multipliers_hold_at_every_precision(
 ) -> None:
     """They are in weights, which are rounded once multiplied; logits reach 4.2. Most seen: a third of the limits."""
     tiny = replace(GRANITE, dtype="bfloat16")
-    model, judge, images = models(tiny, (3,), precision), reference(tiny), [random_image(0, WIDE)]
-    assert all(check.passed for check in check_golden(model))
-    for k in (None, 3):
-        wanted = judge.greedy(judge.inputs(prompt_messages(QUESTION), images), k, STEPS)
-        found = greedy(model, prompt(model, prompt_messages(QUESTION), images), k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(found.logits, wanted.logits, atol=most, rtol=0)
+    model, messages = models(tiny, (3,), precision), prompt_messages(QUESTION)
+    assert_near_reference(model, reference(tiny), messages, [random_image(0, WIDE)], most)
 
 
 @pytest.mark.parametrize("tiny", [LLAVA_NEXT, GRANITE, INTERNVL, SMOLVLM], ids=named)

@@ -7,10 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vtx.exporter.checkpoint.config import (
-    ATTENTION_KINDS,
-    MAX_POSITIONS,
     ModelConfig,
-    TextConfig,
     VisionConfig,
     check_known,
     check_layers,
@@ -20,7 +17,8 @@ from vtx.exporter.checkpoint.config import (
     part_of,
 )
 from vtx.exporter.checkpoint.family import Family, ImageProcessor
-from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
+from vtx.exporter.checkpoint.fields import MAX_WIDTH, check_patches, number, read_rope, size
+from vtx.exporter.checkpoint.text_config import ATTENTION_KINDS, MAX_POSITIONS, TextConfig
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.budget import TokenBudget
@@ -163,11 +161,7 @@ def _tower(config: Any) -> VisionConfig:
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     """Set the image processor's budget of tokens; its patches must be the tower's."""
     vision = config.vision
-    for name, value in (("patch_size", vision.patch), ("pooling_kernel_size", vision.shuffle)):
-        if processor.get(name, value) != value:
-            raise CheckpointError(
-                f"the image processor's {name} is {processor[name]!r:.40}, the tower's is {value}; correct it"
-            )
+    check_patches(processor, {"patch_size": vision.patch, "pooling_kernel_size": vision.shuffle})
     try:
         layout = TokenBudget(vision.patch, vision.shuffle, processor.get("max_soft_tokens", TOKENS))
     except BundleError as e:

@@ -7,16 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vtx.exporter.checkpoint.config import (
-    ModelConfig,
-    VisionConfig,
-    image_token_of,
-    parse_parts,
-    text_config_of,
-    tower_of,
-)
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, image_token_of, parse_parts, tower_of
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import size
+from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.marked import MAX_SIDE, MarkedTiles
 

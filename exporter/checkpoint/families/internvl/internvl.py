@@ -8,15 +8,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import (
-    ModelConfig,
-    feature_layers_of,
-    image_token_of,
-    parse_parts,
-    text_config_of,
-    tower_of,
-)
+from vtx.exporter.checkpoint.config import ModelConfig, feature_layers_of, image_token_of, parse_parts, tower_of
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor
+from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.tiles import Tiles
 

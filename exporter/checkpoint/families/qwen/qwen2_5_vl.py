@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import TextConfig, VisionConfig
+from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, TENSORS, adjust, native_tower, read_qwen
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.fields import size
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.errors import CheckpointError
 
 

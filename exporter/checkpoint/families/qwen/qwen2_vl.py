@@ -7,18 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import (
-    ModelConfig,
-    TextConfig,
-    VisionConfig,
-    check_known,
-    check_layers,
-    image_token_of,
-    parse,
-    text_config_of,
-)
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, check_known, check_layers, image_token_of, parse
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor
-from vtx.exporter.checkpoint.fields import size
+from vtx.exporter.checkpoint.fields import check_patches, size
+from vtx.exporter.checkpoint.text_config import TextConfig, text_config_of
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native import Native
@@ -95,11 +87,7 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
 def adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     """Set the image processor's limits of pixels; its patches must be the tower's."""
     vision = config.vision
-    for name, value in (("patch_size", vision.patch), ("merge_size", vision.shuffle), ("temporal_patch_size", 2)):
-        if processor.get(name, value) != value:
-            raise CheckpointError(
-                f"the image processor's {name} is {processor[name]!r:.40}, the tower's is {value}; correct it"
-            )
+    check_patches(processor, {"patch_size": vision.patch, "merge_size": vision.shuffle, "temporal_patch_size": 2})
     least, most = (_pixels(processor, *names) for names in (("min", "shortest", FEWEST), ("max", "longest", MOST)))
     assert isinstance(config.layout, Native)
     try:

@@ -97,7 +97,7 @@ def test_the_most_pixels_that_fit_are_found() -> None:
 def test_limits_are_refused_where_they_have_no_meaning() -> None:
     with pytest.raises(RequestError, match="max_pixels is 783; one token takes 28 x 28"):
         TINY.within(783)
-    with pytest.raises(RequestError, match="at its own resolution; use max_pixels"):
+    with pytest.raises(RequestError, match="in one piece; use max_pixels"):
         limited_layout(TINY, 3, None)
     with pytest.raises(RequestError, match="max_pixels has no effect here"):
         limited_layout(Single(16), None, 9999)
