@@ -79,18 +79,13 @@ class ShapingTemplate:
     """A chat template that takes content of either shape. Raises `TemplateError` when the template cannot be used.
 
     Some templates read content as a string, some as parts, some both, and what they cannot read they drop or print as
-    Python. So each role is tried once in both shapes, and messages are given in the shape that works.
+    Python. So each role is tried once in both shapes, when it is first used, and messages are given in the shape that works.
     """
 
     def __init__(self, source: str, settings: TextSettings, now: Callable[[], datetime] = datetime.now) -> None:
         self._template, self._settings, self._variables = ChatTemplate(source, now), settings, settings.variables()
-        self._reads: dict[str, tuple[bool, bool]] = {}  # by role: the template reads parts, it reads strings
-        for role in ("user", *(role for role in ROLES if role != "user")):
-            image: list[Part] = [{"type": "image"}] if role == "user" else []
-            parts = self._try(role, [*image, {"type": "text", "text": _PROBE}])
-            reads_parts = _PROBE in parts and not re.search("""['"]type['"]""", parts)
-            reads_parts = reads_parts and parts.count(settings.image_token) == len(image)
-            self._reads[role] = reads_parts, _PROBE in self._try(role, _PROBE)
+        self._tried: dict[str, tuple[bool, bool]] = {}
+        self._reads("user")  # a template that cannot be used is refused here
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as text. Raises `TemplateError`."""
@@ -121,6 +116,16 @@ class ShapingTemplate:
                 return form
         raise RequestError("this model's chat template writes calls of tools in a form that vtx does not know")
 
+    def _reads(self, role: str) -> tuple[bool, bool]:
+        """True if the template reads a role's content as parts, and as a string; tried at the first use."""
+        if role not in self._tried:
+            image: list[Part] = [{"type": "image"}] if role == "user" else []
+            parts = self._try(role, [*image, {"type": "text", "text": _PROBE}])
+            reads_parts = _PROBE in parts and not re.search("""['"]type['"]""", parts)
+            reads_parts = reads_parts and parts.count(self._settings.image_token) == len(image)
+            self._tried[role] = reads_parts, _PROBE in self._try(role, _PROBE)
+        return self._tried[role]
+
     def _try(self, role: str, content: str | Sequence[Part]) -> str:
         chat: list[Message] = [{"role": role, "content": content}]
         if role != "user":
@@ -134,7 +139,7 @@ class ShapingTemplate:
 
     def _shape(self, message: Message) -> Message:
         content = message["content"]
-        reads_parts, reads_strings = self._reads.get(message["role"], (True, True))
+        reads_parts, reads_strings = self._reads(message["role"]) if message["role"] in ROLES else (True, True)
         if isinstance(content, str) and reads_parts and not reads_strings:
             content = [{"type": "text", "text": content}]
         elif not isinstance(content, str) and reads_strings and not reads_parts:

@@ -128,6 +128,7 @@ def test_all_rows_may_go(case: Case) -> None:
     assert wanted.kept[3] == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9, 1.0])
 def test_fastv(case: Case, ratio: float) -> None:
     found, wanted = ask_both(case, Method(fastv=(2, ratio)))
@@ -135,11 +136,13 @@ def test_fastv(case: Case, ratio: float) -> None:
     assert len(wanted.kept[2]) == 81 - int(81 * ratio)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ["raster", "merged-first"])
 def test_merging_alone(case: Case, order: str) -> None:
     assert_equal(*ask_both(case, Method(tau=some_merged(case), order=order)))  # type: ignore[arg-type]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [0.1, 0.25, 0.9])
 def test_cls(case: Case, keep: float) -> None:
     found, wanted = ask_both(case, Method(cls_keep=keep))
@@ -174,6 +177,7 @@ def test_mustdrop_with_withdrawal(case: Case, k: int, positions: str) -> None:
     assert found.done.k == k
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", KS)
 def test_fastv_with_withdrawal(case: Case, k: int) -> None:
     found, wanted = ask_both(case, Method(fastv=(2, 0.5), k=k))
@@ -195,6 +199,7 @@ def test_fastv_between_the_prunes_of_mustdrop(case: Case) -> None:
     assert set(wanted.kept) == {3, 7, 8, 11, 15}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fires", [4, 12, None])
 def test_a_gate_that_fires_equals_withdrawal_there(case: Case, fires: int | None) -> None:
     def odds(layer: int, _: np.ndarray) -> np.ndarray:
@@ -243,6 +248,7 @@ def test_another_image_in_the_same_session_leaves_no_trace(case: Case) -> None:
         assert_equal(found, case.statement.answer(inputs(case, messages, (seed,)), method, STEPS))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "method",
     [Method(layers=LAYERS), Method(tau=2.0 / 2), Method(fastv=(2, 0.0)), Method(cls_keep=1.0)],
@@ -301,6 +307,7 @@ WAYS = {
 """The statement's method, the share its thresholds drop, and the gate that takes the K's place."""
 
 
+@pytest.mark.covering(2)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("way", WAYS)

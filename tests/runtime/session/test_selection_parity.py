@@ -85,6 +85,7 @@ def test_each_method_equals_its_statement(case: Case, way: dict[str, Any]) -> No
 
 
 # Of these 81 tokens of 64 numbers the 50th and later add so little that the features' last bits choose among them.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [2, 9, 40, 48])
 def test_cdpruner_at_every_budget(case: Case, keep: int) -> None:
     places = entered(case, {"cdpruner": (keep, "embedding")})
@@ -106,6 +107,7 @@ def test_the_order_of_pivots_matters(case: Case) -> None:
     assert len(by_size) == len(released)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("most", [8, 40, 64])
 def test_dart_keeps_its_image_pivots_beside_the_number_named(case: Case, most: int) -> None:
     found, wanted = ask_both(case, Method(dart=(most, 2, 4, 4)))
@@ -113,6 +115,7 @@ def test_dart_keeps_its_image_pivots_beside_the_number_named(case: Case, most: i
     assert len(wanted.kept[2]) == most + 4
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [1, 3, 40, 80])
 def test_dart_before_layer_1_keeps_exactly_the_number_named_and_its_positions(case: Case, keep: int) -> None:
     if keep == 1:  # a number of 1 would be a share
@@ -124,12 +127,14 @@ def test_dart_before_layer_1_keeps_exactly_the_number_named_and_its_positions(ca
     assert len(places[0]) == keep
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_two_images(case: Case, way: dict[str, Any]) -> None:
     first, second = entered(case, way, (4, 7))
     assert len(first) == len(second)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_withdrawal_behind_it(case: Case, way: dict[str, Any]) -> None:
     found, wanted = ask_both(case, Method(**way, k=9), (4, 7))
@@ -137,6 +142,7 @@ def test_withdrawal_behind_it(case: Case, way: dict[str, Any]) -> None:
     assert found.done.k == 9
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
 def test_a_gate_behind_it(case: Case, way: str) -> None:
     gate = Gate(lambda layer, _: np.array([0.1, 0.9] if layer == 9 else [0.9, 0.1]), KS)
@@ -145,6 +151,7 @@ def test_a_gate_behind_it(case: Case, way: str) -> None:
     assert_equal(Talk(case.model).ask(messages, [random_image(4)], Method(**WAYS[way]), STEPS, exits=gate), wanted)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
 def test_merging_before_it(case: Case, way: str) -> None:
     found, wanted = ask_both(case, Method(tau=some_merged(case), **WAYS[way]))
@@ -153,6 +160,7 @@ def test_merging_before_it(case: Case, way: str) -> None:
     assert wanted.images[0].places != unmerged.images[0].places
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["cdpruner", "dart-before-layer-1", "dart-after-layer-7"])
 def test_fastv_before_or_behind_it(case: Case, way: str) -> None:
     assert_equal(*ask_both(case, Method(**WAYS[way], fastv=(2, 0.5))))
@@ -217,6 +225,7 @@ REUSED = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("spec", "layers"), REUSED.items(), ids=list(REUSED))
 def test_layers_whose_image_tokens_serve_the_next_question(case: Case, spec: str, layers: int) -> None:
     options, depth = Options(max_new_tokens=2), case.model.manifest.model.layers
