@@ -37,17 +37,18 @@ class Strict:
         if not isinstance(data, dict):
             raise self.error(f"{where} is not an object; {self.cure}")
         hints = _hints(kind)
-        unknown, missing = sorted(set(data) - set(hints)), sorted(set(hints) - set(data) - set(_optional(kind)))
+        unknown, missing = sorted(data.keys() - hints), sorted(hints.keys() - data.keys() - _optional(kind).keys())
         if unknown:
             raise self.error(f"{where}: unknown key {unknown[0]!r}; {self.cure}")
         if missing:
             raise self.error(f"{where}: key {missing[0]!r} is missing; {self.cure}")
-        given = {name: hint for name, hint in hints.items() if name in data}
-        return kind(**{name: self.value(hint, data[name], f"{where}: {name}") for name, hint in given.items()})
+        return kind(**{name: self.value(hints[name], data[name], f"{where}: {name}") for name in hints if name in data})
 
     def value(self, hint: Any, data: Any, where: str) -> Any:
         """`data` as a value of the annotated type `hint`."""
-        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if type(data) is hint:
+            return data
+        origin, args = _parts(hint)
         if origin is types.UnionType:
             if data is None and type(None) in args:
                 return None
@@ -71,7 +72,7 @@ class Strict:
                 return float(data)
             except OverflowError:  # a whole number of hundreds of digits
                 return float("inf")
-        if hint is Any or (isinstance(hint, type) and type(data) is hint):
+        if hint is Any:
             return data
         kinds = args if origin is types.UnionType else (hint,)
         names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
@@ -98,12 +99,19 @@ def optional(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={_OPTIONAL: True})
 
 
-_hints: Callable[[Any], Mapping[str, Any]] = cache(typing.get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
 
 
-def _optional(kind: Any) -> dict[str, Any]:
-    """The optional fields of a dataclass with their defaults."""
-    return {field.name: field.default for field in dataclasses.fields(kind) if _OPTIONAL in field.metadata}
+# The optional fields of a dataclass with their defaults.
+_optional: Callable[[Any], dict[str, Any]] = cache(
+    lambda kind: {field.name: field.default for field in dataclasses.fields(kind) if _OPTIONAL in field.metadata}
+)
+
+
+@cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The origin and the arguments of an annotated type."""
+    return typing.get_origin(hint), typing.get_args(hint)
 
 
 def write_json(value: Any) -> str:

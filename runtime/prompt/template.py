@@ -79,7 +79,7 @@ class ShapingTemplate:
     """A chat template that takes content of either shape. Raises `TemplateError` when the template cannot be used.
 
     Some templates read content as a string, some as parts, some both, and what they cannot read they drop or print as
-    Python. So each role is tried once in both shapes, when it is first used, and messages are given in the shape that works.
+    Python. So each role is tried in both shapes when it is first used, and messages are given in the one that works.
     """
 
     def __init__(self, source: str, settings: TextSettings, now: Callable[[], datetime] = datetime.now) -> None:

@@ -62,11 +62,11 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
     for target in TARGETS.values() if profile.kind == "desktop" else ():
         if target.portable and target.capability == capability:
             found.append(_tensorrt(target.release.name, target.release, target.lacks, model, parts))
-    for device, engine in ENGINES.items():
-        if device != "tensorrt" and engine.gpu == (profile.kind != "cpu"):
-            refusal = engine.load().refusal
+    for device, spec in ENGINES.items():
+        if device != "tensorrt" and spec.gpu == (profile.kind != "cpu"):
+            refusal = spec.load().refusal
             refusals = {name: refusal(p.kv_dtype, jetson=profile.kind == "jetson") for name, p in parts.items()}
-            found.append(EngineSupport(device, engine.title, engine.dialect, refusals))
+            found.append(EngineSupport(device, spec.title, spec.dialect, refusals))
     if not any(engine.answered for engine in found):
         by_reason: dict[str, dict[str, None]] = {}
         for engine in found:
