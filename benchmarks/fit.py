@@ -7,7 +7,8 @@ vtx-fit's own code searches and tests, answer by answer from what was kept, on -
 its choice is judged on the images that are left. Beside it the exhaustive search: the same test on the fastest
 configurations that keep the answers by all questions that the search may see. Times are those of --timed questions,
 asked alone, one after the other: on each draw vtx-fit sees a half of them in a row, from a random one on, and the
-others say whether 99 of 100 unseen first tokens keep the budget. A bound of that takes 299 times, so 600 questions.
+others say whether 99 of 100 unseen first tokens keep the budget. A bound of that takes 299 times, in turns of a sixth
+of what it sees.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.policies import parse
 from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import describe
+from vtx.tools.bench.methods import Method
 from vtx.tools.common.files import write_json
 from vtx.tools.data.items import Item, plain, scene_items
 from vtx.tools.data.journal import ResultJournal
@@ -139,8 +141,8 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
         timed = len(kept.replies[kept.reference])
         start, half = random.Random(seed).randrange(timed), timed // 2
         clocked = [n % timed for n in range(start, start + timed)]
-        replay: Any = Replay(kept, numbers, clocked[:half], half // 2)
-        found = fit(allowed, kept.reference, replay, budget, seed, timed=half // 2)
+        replay: Any = Replay(kept, numbers, clocked[:half], half // 6)
+        found = fit(allowed, kept.reference, replay, budget, seed, timed=half // 6)
         chosen = found.chosen
         fitting = [
             s for s in allowed
@@ -149,7 +151,8 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
         ]  # fmt: skip
         best = min(fitting, key=lambda s: ms(kept, s), default=None)
         rows.append({
-            "chosen": None if chosen is None else chosen.name, "ms": None if chosen is None else ms(kept, chosen),
+            "chosen": None if chosen is None else short_name(chosen),
+            "ms": None if chosen is None else ms(kept, chosen),
             "unseen": 0.0 if chosen is None else share(kept, chosen, left), "asked": replay.asked,
             "upper": None if chosen is None else found.evidence[chosen].upper,
             "p99_upper": None if chosen is None else found.evidence[chosen].first_token_ms.p99_upper,
@@ -157,7 +160,7 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
                 [kept.replies[chosen][n].first_token_ms for n in clocked[half:]]
             ),
             "quiet": found.quiet,
-            "exhaustive": None if best is None else best.name,
+            "exhaustive": None if best is None else short_name(best),
             "exhaustive_ms": None if best is None else ms(kept, best),
             "exhaustive_unseen": 0.0 if best is None else share(kept, best, left),
         })  # fmt: skip
@@ -165,6 +168,7 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
     first = budget.first_token_ms
     return {
         "quiet": sum(row["quiet"] for row in rows),
+        "under_p99_upper": sum(row["p99_unseen"] <= row["p99_upper"] for row in made),
         "under_upper": sum(row["unseen"] <= row["upper"] for row in made),
         "in_time": None if first is None else sum(row["p99_unseen"] <= first for row in made),
         "budget": json_value(budget), "settings": len(allowed), "exhaustive_asked": len(allowed) * fitted,
@@ -175,6 +179,10 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
         ),
         "splits": rows,
     }  # fmt: skip
+
+
+def short_name(setting: Setting) -> str:
+    return f"{setting.on.name}: {Method(setting.k, setting.reduce).name}"
 
 
 def p99(values: Sequence[float]) -> float:
@@ -196,23 +204,24 @@ def main() -> None:
     options.add_argument("--images", type=int, default=2400, help="with one question each")
     options.add_argument("--fitted", type=int, default=400, help="of them, that a search sees or tests with")
     options.add_argument("--splits", type=int, default=100)
-    options.add_argument("--timed", type=int, default=640)
+    options.add_argument("--timed", type=int, default=960)
     options.add_argument("--threads", type=int, default=1)
     args = options.parse_args()
     kept = collect(args.bundles, scene_items(args.images), args.timed, args.out, args.threads)
     medians = sorted(clocks(kept, s)[0] for s in kept.settings)
     smallest = min(s.on.memory for s in kept.settings)
     light = [s for s in kept.settings if s.on.memory == smallest]
+    limit = 1.2 * medians[len(medians) // 2]
     runs = {
         "98% kept": judge(kept, Budget(0.98), kept.settings, args.splits, args.fitted),
-        "95% kept, the first token as quick as the quicker half": judge(
-            kept, Budget(0.95, medians[len(medians) // 2]), kept.settings, args.splits, args.fitted
+        f"95% kept, the first token within {limit:.1f} ms": judge(
+            kept, Budget(0.95, limit), kept.settings, args.splits, args.fitted
         ),
         "90% kept, the smallest bundle": judge(kept, Budget(0.9), light, args.splits, args.fitted),
     }
     table, choices = [["budget", "chosen most often", "changed, of unseen", "within the limit", "99% in time",
-                       "answer, ms", "answers computed", "exhaustive choice", "within the limit", "answer, ms",
-                       "answers computed"]], dict[str, Any]()  # fmt: skip
+                       "99th percentile below its bound", "answer, ms", "answers computed", "exhaustive choice",
+                       "within the limit", "answer, ms", "answers computed"]], dict[str, Any]()  # fmt: skip
     for name, run in runs.items():
         rows = run["splits"]
         names = [row["chosen"] or "nothing" for row in rows]
@@ -223,13 +232,14 @@ def main() -> None:
             f"{100 * np.mean([r['unseen'] for r in rows if r['chosen']]):.2f}%",
             f"{run['kept_bound']} of {run['found']}",
             "-" if run["in_time"] is None else f"{run['in_time']} of {run['found']}",
+            f"{run['under_p99_upper']} of {run['found']}",
             f"{np.mean([r['ms'] for r in rows if r['ms']]):.1f}",
             f"{np.mean([r['asked'] for r in rows]):.0f}", max(set(best), key=best.count),
             f"{run['exhaustive_kept_bound']} of {sum(r['exhaustive'] is not None for r in rows)}",
             f"{np.mean([r['exhaustive_ms'] for r in rows if r['exhaustive_ms']]):.1f}",
             str(run["exhaustive_asked"]),
         ])  # fmt: skip
-        firsts = [r.first_token_ms for s in kept.settings if s.name == often for r in kept.replies[s]]
+        firsts = [r.first_token_ms for s in kept.settings if short_name(s) == often for r in kept.replies[s]]
         choices[name] = {
             "first_token": [float(np.median(firsts)), p99(firsts)] if firsts else None,
             "quiet": run["quiet"],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil, floor, inf, log2
-from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from vtx.tools.fit.settings import Setting
 TIMED = 300  # questions whose times are measured again until they agree
 FURTHER = 2  # turns of measuring beyond those that must agree
 TURNS = 20  # of these, where few questions are held out
-QUIET = 0.1  # the share by which the medians of these turns may differ
+QUIET, QUIET_LATE = 0.1, 0.25  # the shares by which the medians and the 99th percentiles of these turns may differ
 LATE = 0.99  # the quantile of times that a budget is about
 LEAST_TIMES = least_images(1 - LATE, single=True)  # of which a bound of this quantile is known
 
@@ -104,7 +104,7 @@ def fit(
     if not estimated:
         several = [sum(answers.reply(s, n).per_token_ms is not None for n in clocked) for s in (reference, *finalists)]
         fewest = len(clocked) if budget.per_token_ms is None else min(filter(None, several), default=len(clocked))
-        turns, quiet = agreeing_turns([reference, *finalists], clocked, answers, turns_for(fewest, budget))
+        turns, quiet = measure_turns([reference, *finalists], clocked, answers, turns_for(fewest, budget))
 
     losses = {setting: losses_of(setting, reference, used, questions.images, answers) for setting in finalists}
     passed = finalists[: passing(list(losses.values()), budget.limit)]
@@ -140,46 +140,48 @@ def turns_for(times: int, budget: Budget) -> int:
     return min(TURNS, max(2, ceil(LEAST_TIMES / times))) if budget.used(1.0, 1.0) else 2
 
 
-def agreeing_turns(
+def measure_turns(
     settings: Sequence[Setting], numbers: Sequence[int], answers: Answers, agreeing: int
 ) -> tuple[range, bool]:
-    """Ask again until the median times of `agreeing` turns agree for all; these turns, or the last ones and False."""
+    """Ask again until the times of the last `agreeing` turns agree for all settings; all turns, and False if never.
 
-    def medians(turn: int) -> list[float]:
-        return [median(answers.reply(setting, n, turn).answer_ms for n in numbers) for setting in settings]
+    No turn is left out, however slow it was: it may happen again.
+    """
 
-    turns = [medians(0)]
+    def quantiles(turn: int) -> list[Any]:
+        times = ([answers.reply(setting, n, turn).answer_ms for n in numbers] for setting in settings)
+        return [np.quantile(values, [0.5, LATE]) for values in times]
+
+    turns = [quantiles(0)]
     for turn in range(1, agreeing + FURTHER):
         answers.ask(settings, numbers, "timing", turn)
-        turns.append(medians(turn))
+        turns.append(quantiles(turn))
         last = np.array(turns[-agreeing:])
-        if len(last) == agreeing and (last.max(0) <= (1 + QUIET) * last.min(0)).all():
-            return range(turn + 1 - agreeing, turn + 1), True
-    return range(len(turns) - agreeing, len(turns)), False
+        if len(last) == agreeing and (last.max(0) <= (1 + np.array([QUIET, QUIET_LATE])) * last.min(0)).all():
+            return range(len(turns)), True
+    return range(len(turns)), False
 
 
 def evidence_of(setting: Setting, losses: ImageLosses | None, turns: Sequence[Sequence[TimedAnswer]]) -> Evidence:
     """`losses` of None are those of the reference, which changes nothing by definition.
 
-    Upper ends of times grow with the spread between the `turns`: another turn may be as much slower.
+    Upper ends of times grow with what the 99th percentiles of `turns` differ by: another turn may be as much slower.
     """
-    replies, medians = (
-        [reply for turn in turns for reply in turn],
-        [median(r.answer_ms for r in turn) for turn in turns],
-    )
-    decoded = [reply.per_token_ms for reply in replies if reply.per_token_ms is not None]
 
-    def times(values: Sequence[float]) -> Times:
+    def times(by_turn: Sequence[Sequence[float]]) -> Times:
+        values, ends = [ms for turn in by_turn for ms in turn], [np.quantile(turn, LATE) for turn in by_turn if turn]
         upper = None if setting.on.planned else quantile_upper(values, LATE)
-        widened = None if upper is None else round(upper * max(medians) / min(medians), 3)
+        widened = None if upper is None else round(upper * float(max(ends) / min(ends)), 3)
         middle, late = (round(float(ms), 3) for ms in np.quantile(values, [0.5, LATE]))
         return Times(middle, late, len(values), widened)
 
+    decoded = [[reply.per_token_ms for reply in turn if reply.per_token_ms is not None] for turn in turns]
     return Evidence(
         bundle=setting.on.name, configuration=setting.configuration,
         changed=0.0 if losses is None else losses.mean, upper=0.0 if losses is None else losses.upper(),
-        first_token_ms=times([reply.first_token_ms for reply in replies]),
-        per_token_ms=times(decoded) if decoded else None, answer_ms=times([reply.answer_ms for reply in replies]),
+        first_token_ms=times([[reply.first_token_ms for reply in turn] for turn in turns]),
+        per_token_ms=times(decoded) if any(decoded) else None,
+        answer_ms=times([[reply.answer_ms for reply in turn] for turn in turns]),
         memory=setting.on.memory,
     )  # fmt: skip
 
