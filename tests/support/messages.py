@@ -25,16 +25,23 @@ def only_in_cpp() -> list[tuple[str, str]]:
     Python gives a message where its words are the same, or a template of Python has them with values that C++ names:
     at least six in ten of the letters stand in that template itself.
     """
-    patterns = [(template, re.compile(re.escape(template).replace(r"\{\}", "(.+?)"))) for template in python_messages()]
-    found = list[tuple[str, str]]()
-    for path, templates in cpp_messages():
-        if not any(
-            letters(known) >= 0.6 * letters(template) and pattern.fullmatch(template)
-            for template in (*templates, templates[0].removeprefix("{}: "))
-            for known, pattern in patterns
-        ):
-            found.append((path, templates[1]))
-    return found
+    known = python_messages()
+    parts = [(letters(template), template.split("{}"), template) for template in known if "{}" in template]
+
+    def given(template: str) -> bool:
+        least = 0.6 * letters(template)
+        return template in known or any(
+            count >= least
+            and all(part in template for part in words)
+            and re.fullmatch(re.escape(each).replace(r"\{\}", "(.+?)"), template)
+            for count, words, each in parts
+        )
+
+    return [
+        (path, templates[1])
+        for path, templates in cpp_messages()
+        if not any(map(given, (*templates, templates[0].removeprefix("{}: "))))
+    ]
 
 
 def letters(template: str) -> int:

@@ -16,6 +16,7 @@ from vtx.runtime.backends.openvino.graph import OpenvinoGraph
 from vtx.runtime.backends.slots import SlotCounter, seen_slots
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.errors import BundleError
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 
@@ -24,11 +25,12 @@ class OpenvinoGrowingCache(SlotCounter):
 
     def __init__(self, context: OpenvinoCacheContext, graph: OpenvinoGraph, spec: StageSpec, capacity: int) -> None:
         super().__init__(capacity)
+        if spec.query:
+            raise BundleError(f"{graph.name} gives its attention, and its tokens see each other both ways; export again")
         self._context, self._graph, self._spec, model = context, graph, spec, context.model
         self.kv = np.zeros((len(spec.cached), 2, model.kv_heads, capacity, model.head_dim), context.key)
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        assert not query, "methods that go by attention are refused at export"
         before, kinds = self.length, (names.past_key, names.past_value)
         inputs: dict[str, NDArray[Any]] = {
             names.HIDDEN: tokens.hidden, names.POSITIONS: positions[None],
@@ -45,7 +47,7 @@ class OpenvinoGrowingCache(SlotCounter):
         return outputs[names.HIDDEN_OUT]
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        raise AssertionError("methods that go by attention are refused at export")
+        raise AssertionError("stages that give their attention are refused")
 
     def keys(self) -> NDArray[np.float32]:
         return self.kv[-1, 0, :, : self.length].astype(np.float32)

@@ -21,7 +21,7 @@ class OpenvinoGrowingCache : public StageCache {
   }
 
   Scores attention(bool) override {
-    fail(Kind::bundle, stage_.name, " says what a question sees while the image sees the question; export again");
+    fail(Kind::bundle, stage_.name, " gives its attention, and its tokens see each other both ways; export again");
   }
 
   Rows keys() override {
