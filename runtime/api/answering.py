@@ -18,7 +18,6 @@ from vtx.runtime.api.turns import Ended, Request
 from vtx.runtime.errors import ContextError
 from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.prompt.guiding import MAX_SCORED, listed_tools
 from vtx.runtime.prompt.messages import Message, asking_about
 from vtx.runtime.prompt.tokenizer import Detokenizer
 from vtx.runtime.session.encoded_images import EncodedImages, selecting_text
@@ -29,6 +28,7 @@ from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Sessio
 if TYPE_CHECKING:
     from vtx.runtime.prompt.lookup import PromptLookup
 
+MAX_SCORED = 64  # choices whose probabilities are computed, with a pass for each
 NOTHING = PrefillResult(np.zeros(0, np.float32), None, False, 0, 0, 0, (), ())  # of a prompt stopped before its end
 
 
@@ -204,7 +204,7 @@ class AnswerInProgress(Request):
         )
         text, ids, choices = self._output.text, tuple(self._ids), self._choices
         calls = None
-        if listed_tools(options.guide):
+        if options.guide is not None and options.guide.tools is not None:
             calls = tuple(c for c in self._loaded.text.call_form.split(text, complete=True)[1] if c.is_complete)
         self.answer = Answer(text, ids, stats, stopped, logprobs, likely, choices, calls)
 

@@ -21,7 +21,6 @@ from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Ended, Request, Turns
 from vtx.runtime.checks import check_text
 from vtx.runtime.errors import RequestError, VtxError
-from vtx.runtime.prompt.guiding import listed_tools
 from vtx.runtime.prompt.messages import PICTURES, Message, with_tools
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.session import Selection, Session
@@ -179,8 +178,9 @@ class Conversation:
         loaded, images = self.loaded, self.images
         loaded.check_open()
         policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
-        if (tools := listed_tools(settings.options.guide)) and messages[0]["role"] != "tools":
-            messages = with_tools(messages, tools)
+        guide = settings.options.guide
+        if guide is not None and guide.tools is not None and messages[0]["role"] != "tools":
+            messages = with_tools(messages, guide.listed_tools)
         ids = loaded.prompt_ids(messages, images)
         if not policy.entries:  # these leave out image tokens before the decoder
             loaded.check_room(ids, images)
@@ -288,7 +288,7 @@ class Chat:
         messages = [*self.messages, turn] if self.messages else self._conversation.opening(question)
 
         given = combined(options, keywords)
-        if listed_tools(given.guide):
+        if given.guide is not None and given.guide.tools is not None:
             raise RequestError("a chat has no place for the results of tools; give messages to generate of the model")
         if self.messages and given.about not in (None, self._about):
             raise RequestError(

@@ -22,7 +22,6 @@ from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_images, check_layout, make_policy
-from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from vtx.runtime.bundle.card import Card
+    from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
     from vtx.runtime.prompt.text_tower import TextTower
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class LoadedBundle:
         """Close a conversation with the bundle."""
         with self._lock:
             self.check_open()
-            if not self._release_noted:
+            if not self._release_noted and self.manifest.release is not None:
                 self.bundle.note_release()
                 self._release_noted = True
             self._conversations.add(conversation)
@@ -318,6 +318,8 @@ class LoadedBundle:
         """
         with self._lock:
             if self._grammars is None:
+                from vtx.runtime.prompt.guiding import Grammars
+
                 self._grammars = Grammars(self.text, self.manifest.model.vocab)
         return self._grammars.start(guide)
 

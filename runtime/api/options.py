@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from vtx.runtime.checks import check_number, check_text, check_whole
 from vtx.runtime.errors import RequestError
-from vtx.runtime.prompt.guiding import Guide, Schema
-from vtx.runtime.prompt.tools import Tools
 from vtx.runtime.session.sampling import Sampling
+
+if TYPE_CHECKING:
+    from vtx.runtime.prompt.guiding import Guide, Schema
+    from vtx.runtime.prompt.tools import Tools
 
 K = int | str | None
 DEFAULT = "default"
@@ -90,6 +92,8 @@ class Options:
             if len(self.about) > MAX_ABOUT:
                 raise RequestError(f"about has {len(self.about):,} characters, the limit is {MAX_ABOUT:,}; shorten it")
         if self.guide is not None:
+            from vtx.runtime.prompt.guiding import Guide
+
             if not isinstance(self.guide, Guide):
                 raise RequestError(f"guide is {self.guide!r:.40}; it must be a vtx.Guide")
             for name, value in (("stop", stops), ("ignore_eos", self.ignore_eos)):
@@ -99,7 +103,17 @@ class Options:
             check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
 
 
-class OptionKeywords(TypedDict, total=False):
+class GuideKeywords(TypedDict, total=False):
+    """The fields of `Guide` as keywords."""
+
+    schema: Schema
+    choices: Sequence[str]
+    regex: str
+    grammar: str
+    tools: Tools | Sequence[Mapping[str, Any]]
+
+
+class OptionKeywords(GuideKeywords, total=False):
     """The fields of `Options`, `Sampling` and `Guide` as keywords of a chat's turn."""
 
     max_new_tokens: int
@@ -113,11 +127,6 @@ class OptionKeywords(TypedDict, total=False):
     about: str | None
     timeout: float | None
     guide: Guide | None
-    schema: Schema
-    choices: Sequence[str]
-    regex: str
-    grammar: str
-    tools: Tools | Sequence[Mapping[str, Any]]
     temperature: float
     top_p: float
     top_k: int
@@ -156,7 +165,7 @@ class Settings:
 
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(Sampling))
-_GUIDE = frozenset(field.name for field in dataclasses.fields(Guide))
+_GUIDE = frozenset(GuideKeywords.__annotations__)
 
 
 def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
@@ -177,6 +186,8 @@ def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
             raise RequestError(f"there is no option {name!r:.40}; {meant}help(vtx.Options) and vtx.Sampling list them")
         (changes if name in _OPTIONS else sampling if name in _SAMPLING else guide)[name] = value
     if guide:
+        from vtx.runtime.prompt.guiding import Guide
+
         changes["guide"] = Guide(**guide)
     if sampling and isinstance(changes.get("sampling", base.sampling), Sampling):
         changes["sampling"] = dataclasses.replace(changes.get("sampling", base.sampling), **sampling)

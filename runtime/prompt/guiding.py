@@ -29,7 +29,6 @@ Schema = Mapping[str, Any] | str | bool
 MAX_SCHEMA, MAX_REGEX, MAX_GRAMMAR = 64 << 10, 4 << 10, 8 << 10  # bytes as UTF-8 text; of all choices as of a schema
 BYTES = {"schema": MAX_SCHEMA, "choices": MAX_SCHEMA, "regex": MAX_REGEX, "grammar": MAX_GRAMMAR, "tools": MAX_SCHEMA}
 MAX_CHOICES = 1024
-MAX_SCORED = 64  # choices whose probabilities are computed, with a pass for each
 KEPT = 32  # compiled grammars of a bundle
 # llguidance's limits: of the work to compile a grammar, of each mask's, and of an answer's memory, 1 to 2 KB a state.
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
@@ -110,10 +109,10 @@ class Guide:
         """The name of the one that is given."""
         return next(name for name in BYTES if getattr(self, name) is not None)
 
-
-def listed_tools(guide: Guide | None) -> list[dict[str, Any]]:
-    """The tools that an answer in this form may call, as a template prints them."""
-    return guide.tools.listed if guide is not None and isinstance(guide.tools, Tools) else []
+    @property
+    def listed_tools(self) -> list[dict[str, Any]]:
+        """The tools that an answer in this form may call, as a template prints them."""
+        return self.tools.listed if isinstance(self.tools, Tools) else []
 
 
 class Grammars:

@@ -12,10 +12,9 @@ from tokenizers import Tokenizer
 from vtx.runtime.bundle.spec.manifest import TEMPLATE, TOKENIZER
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, RequestError, TemplateError, VtxError
-from vtx.runtime.prompt.masking import Masking
 from vtx.runtime.prompt.messages import Message, check_messages, extras_of, texts_of
 from vtx.runtime.prompt.template import ShapingTemplate
-from vtx.runtime.prompt.tokenizer import Detokenizer, decode, encode, parse_tokenizer, rust_errors
+from vtx.runtime.prompt.tokenizer import Detokenizer, Masking, decode, encode, parse_tokenizer, rust_errors
 from vtx.runtime.prompt.tools import CallForm
 from vtx.runtime.vision.tokens import PromptImage
 

@@ -1,16 +1,23 @@
-"""The `tokenizers` library with our errors, a tokenizer without its control tokens, and text as it arrives."""
+"""The `tokenizers` library with our errors, special tokens that a user types as text, and text as it arrives."""
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from itertools import chain, takewhile
+from operator import itemgetter
+from typing import Any, cast
 
 from tokenizers import Encoding, Tokenizer
 
 from vtx.runtime.errors import BundleError, RequestError, VtxError
+from vtx.runtime.prompt.messages import Message, Part, extras_of, texts_of
+
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
 def parse_tokenizer(text: str, error: type[VtxError]) -> Tokenizer:
@@ -44,29 +51,126 @@ def rust_errors(kind: type[VtxError], message: str) -> Iterator[None]:
         raise kind(f"{message}: {' '.join(str(error).split())[:200]}") from error
 
 
-def without_control_tokens(tokenizer: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, Tokenizer]:
-    """The tokenizer without the `control` tokens, for the start of a prompt and for text after a control token.
+class Masking:
+    """Masks messages, so that special tokens in them stay text, and encodes the text rendered from them.
 
-    They are renamed, not removed, so that all other ids stay: nobody can type the new names.
+    The first character of each such token becomes a private-use character that occurs nowhere else. So the control
+    tokens found in the chat template's output are always its own. Text between those is unmasked and encoded by the
+    tokenizer without control tokens. Safe for many threads. `control` holds the ids of the control tokens by their
+    text, `literals` every character that a template may print.
     """
-    names = {token: f"\0{secrets.token_hex(16)}" for token in control}
-    spec = json.loads(tokenizer.to_str())
-    for token in spec["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    spec["post_processor"] = None
-    model: dict[str, Any] = spec["model"]
-    if isinstance(vocab := model["vocab"], dict):
-        model["vocab"] = {names.get(token, token): id for token, id in vocab.items()}
-    else:
-        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
-    if "unk_token" in model:
-        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    if "merges" in model:  # those that would make a renamed token go
-        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-        model["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
-    text = json.dumps(spec)
-    never = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
-    return parse_tokenizer(text, BundleError), parse_tokenizer(never, BundleError)
+
+    def __init__(self, tokenizer: Tokenizer, control: Mapping[str, int], unk_token: str | None, literals: str) -> None:
+        self._tokenizer, self._control = tokenizer, control
+        self._ids = frozenset(control.values())
+        self._taken = frozenset(literals).union(*control)
+        unk = getattr(tokenizer.model, "unk_token", None) or unk_token
+        self._unk_id = tokenizer.token_to_id(unk) if unk else None
+        self._typed = self._ids - {self._unk_id}  # ids that text must not become
+        self._pattern = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
+
+    def mask(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+        """The messages with special tokens masked, and the masking character of each character masked."""
+        masks: dict[str, str] = {}
+        masked: list[Message] = []
+
+        def values(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._mask_text(value, masks, messages)
+            if isinstance(value, Mapping):
+                return {values(name): values(item) for name, item in value.items()}
+            return [values(item) for item in value] if isinstance(value, list | tuple) else value
+
+        for message in messages:
+            role, content = self._mask_text(message["role"], masks, messages), message["content"]
+            extras = values(extras_of(message))
+            # A special token may span two parts, so a message is masked as one text and cut again.
+            text, at = self._mask_text("".join(texts_of(message)), masks, messages), 0
+            if isinstance(content, str):
+                masked.append(cast("Message", {"role": role, "content": text, **extras}))
+                continue
+            parts: list[Part] = []
+            for part in content:
+                parts.append({"type": part["type"]})
+                if part["type"] == "text":
+                    at += len(part["text"])
+                    parts[-1]["text"] = text[at - len(part["text"]) : at]
+            masked.append(cast("Message", {"role": role, "content": parts, **extras}))
+        return masked, masks
+
+    def encode(self, rendered: str, masks: Mapping[str, str], encoding: Encoding) -> list[int]:
+        """The ids of the template's own control tokens in `encoding`, and of the text between them as ordinary text."""
+        unmask = str.maketrans({mark: character for character, mark in masks.items()})
+        at_start, elsewhere = self._text_tokenizers
+        tokens = list(zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True))
+        ids = [id for id, _, _ in takewhile(itemgetter(2), tokens)]
+        suffix = [id for id, _, _ in takewhile(itemgetter(2), reversed(tokens[len(ids) :]))]
+        position = 0
+        for id, (start, end), inserted in [*tokens, (None, (len(rendered), len(rendered)), 0)]:
+            own = id is None or (id in self._ids and (id != self._unk_id or rendered[start:end] in self._control))
+            if inserted or not own:
+                continue
+            piece = rendered[position:start].translate(unmask)
+            ids += encode(elsewhere if position else at_start, piece).ids if piece else []
+            ids += [] if id is None else [id]
+            position = end
+        return ids + suffix[::-1]
+
+    def continuation(self, before: str, text: str) -> list[int]:
+        """The ids of `text` behind the rendered `before`; control tokens in `text` are ordinary text."""
+        start = max((match.end() for match in self._pattern.finditer(before)), default=0)
+        known, elsewhere = before[start:], self._text_tokenizers[1]
+        tokenizer = elsewhere if start else self._text_tokenizers[0]
+        prefix, ids = encode(tokenizer, known).ids, encode(tokenizer, known + text).ids
+        return list(ids[len(prefix) :] if ids[: len(prefix)] == prefix else encode(elsewhere, text).ids)
+
+    @cached_property
+    def _text_tokenizers(self) -> tuple[Tokenizer, Tokenizer]:
+        """The tokenizer without the control tokens, for the start of a prompt and for text after a control token.
+
+        They are renamed, not removed, so that all other ids stay: nobody can type the new names.
+        """
+        names = {token: f"\0{secrets.token_hex(16)}" for token in self._control}
+        spec = json.loads(self._tokenizer.to_str())
+        for token in spec["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        spec["post_processor"] = None
+        model: dict[str, Any] = spec["model"]
+        if isinstance(vocab := model["vocab"], dict):
+            model["vocab"] = {names.get(token, token): id for token, id in vocab.items()}
+        else:
+            model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+        if "unk_token" in model:
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        if "merges" in model:  # those that would make a renamed token go
+            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+            model["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
+        text = json.dumps(spec)
+        never = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+        return parse_tokenizer(text, BundleError), parse_tokenizer(never, BundleError)
+
+    def _mask_text(self, text: str, masks: dict[str, str], messages: Sequence[Message]) -> str:
+        while True:
+            starts = list(map(re.Match.start, self._pattern.finditer(text)))
+            if not starts and self._tokenizer.normalizer is not None:  # which may make control tokens of other text
+                encoding = encode(self._tokenizer, text)
+                if not self._typed.isdisjoint(encoding.ids):
+                    tokens = zip(encoding.ids, encoding.offsets, strict=True)
+                    starts = [start for id, (start, end) in tokens if start < end and id in self._typed]
+            if not starts:
+                return text
+            characters = list(text)
+            for spot in starts:
+                character = characters[spot]
+                if character not in masks:
+                    written = (json.dumps(extras_of(message), ensure_ascii=False) for message in messages)
+                    taken = self._taken.union(masks.values(), *map("".join, map(texts_of, messages)), *written)
+                    free = (char for code in chain(*_PRIVATE_USE) if (char := chr(code)) not in taken)
+                    masks[character] = "" if character in masks.values() else next(free, "")
+                if not masks[character]:
+                    raise RequestError(f"the special token at character {spot} cannot be kept as text; leave it out")
+                characters[spot] = masks[character]
+            text = "".join(characters)
 
 
 class Detokenizer:

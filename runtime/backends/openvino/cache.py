@@ -14,8 +14,7 @@ from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.failures import run_failures
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request, run_row
 from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST, WINDOW
-from vtx.runtime.backends.slots import LanePool, SlotCounter
-from vtx.runtime.backends.states import StateHistory
+from vtx.runtime.backends.slots import LanePool, SlotCounter, StateHistory
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec

@@ -26,7 +26,9 @@ class OpenvinoGrowingCache(SlotCounter):
     def __init__(self, context: OpenvinoCacheContext, graph: OpenvinoGraph, spec: StageSpec, capacity: int) -> None:
         super().__init__(capacity)
         if spec.query:
-            raise BundleError(f"{graph.name} gives its attention, and its tokens see each other both ways; export again")
+            raise BundleError(
+                f"{graph.name} gives its attention, and its tokens see each other both ways; export again"
+            )
         self._context, self._graph, self._spec, model = context, graph, spec, context.model
         self.kv = np.zeros((len(spec.cached), 2, model.kv_heads, capacity, model.head_dim), context.key)
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.slots import LanePool, SlotCounter, seen_slots
-from vtx.runtime.backends.states import StateHistory
+from vtx.runtime.backends.slots import LanePool, SlotCounter, StateHistory, seen_slots
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
@@ -59,6 +58,8 @@ class OrtStage:
                 self.kv_names.append((past(layer), present(layer) if spec.cached else None))
             for name in (names.key_scale(layer), names.value_scale(layer)) if context.kv_scales else ():
                 self.constants[name] = context.kv_scales[name]
+        self.query_width = model.heads * model.heads_of(spec.last)
+        self.head_dims = [model.heads_of(layer) for layer in spec.cached]
         self.widths = {names.HIDDEN: context.model.hidden}
         for each in context.token_inputs:
             if each.name in spec.inputs:
@@ -116,7 +117,7 @@ class OrtStageCache(SlotCounter):
         if pool is not None and self.lane is not None:
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
         model = stage.context.model
-        self.query = np.zeros((0, model.heads * model.heads_of(stage.spec.last)), np.float32)
+        self.query = np.zeros((0, stage.query_width), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
         self._slots: dict[str, NDArray[Any]] = {names.LAST_SLOT: self._last, names.TOTAL_SLOTS: self._total}
@@ -133,8 +134,7 @@ class OrtStageCache(SlotCounter):
 
     def buffers_at(self, number: int | None) -> tuple[list[NDArray[Any]], list[Any], Any]:
         """K and V in the lane of this number, or in memory of their own, and the binding of one token's run."""
-        model = self._context.model
-        shapes = [(2, 1, model.kv_heads, self.capacity, model.heads_of(n)) for n in self.stage.spec.cached]
+        shapes = [(2, 1, self._context.model.kv_heads, self.capacity, size) for size in self.stage.head_dims]
         kv, buffers = self._allocate(shapes, np.dtype(self._context.kv_dtype), number)
         return kv, buffers, self._bind_row(buffers)
 

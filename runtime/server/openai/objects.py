@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.model import Model
-from vtx.runtime.prompt.guiding import listed_tools
 from vtx.runtime.prompt.tools import CallForm, ToolCall
 from vtx.runtime.scheduler.scheduler import Piece
 from vtx.runtime.server.openai.request import ChatRequest
@@ -80,8 +79,8 @@ class Objects(ABC):
 
     def divided(self, text: str = "") -> Parts:
         """A new answer, divided into content and calls."""
-        calls = bool(listed_tools(self.request.options.guide))
-        parts = Parts(self.model.loaded.text.call_form if calls else None)
+        guide = self.request.options.guide
+        parts = Parts(self.model.loaded.text.call_form if guide is not None and guide.tools is not None else None)
         parts.push(text, complete=True)
         return parts
 

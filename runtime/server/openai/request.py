@@ -12,7 +12,7 @@ from vtx.runtime.api.options import DEFAULT, K, Options, Settings
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.checks import check_text, check_whole
 from vtx.runtime.errors import RequestError
-from vtx.runtime.prompt.guiding import Guide, listed_tools
+from vtx.runtime.prompt.guiding import Guide
 from vtx.runtime.prompt.messages import Message, with_tools
 from vtx.runtime.prompt.tools import Tools
 from vtx.runtime.server.limits import Limits
@@ -145,7 +145,7 @@ def read_request(
             options = replace(options, guide=guide)
         except RequestError as e:
             raise Refusal(400, str(e), code="invalid_value", param=form) from e
-    messages = with_tools(messages, listed_tools(guide))
+    messages = with_tools(messages, [] if guide is None else guide.listed_tools)
     stream = fields.flag("stream")
     stream_options: dict[str, bool] = fields.take(
         "stream_options", {}, lambda value: _stream_options(value, stream=stream)

@@ -26,7 +26,7 @@ from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import MAX_DRAFT, Options
-from vtx.runtime.backends.states import RECENT, TRIED
+from vtx.runtime.backends.slots import RECENT, TRIED
 from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import CheckpointError, DeviceError, ImageError, RequestError, UnsupportedModelError
 from vtx.runtime.policies.make import make_policy
