@@ -189,8 +189,9 @@ class SlotCounter(ABC):
 class StateHistory:
     """States of convolutions [layers, columns, hidden] by the number of tokens that they have seen.
 
-    After 0 tokens they are zeros. Kept are those of the last tokens, and those of `marks`. A state cannot be cut as slots can: a cache that goes back
-    to another number of tokens goes back to the `nearest` one before, and runs the tokens between again.
+    After 0 tokens they are zeros. Kept are those of the last tokens, and those of `marks`. A state cannot be cut as
+    slots can: a cache that goes back to another number of tokens goes back to the `nearest` one before, and runs the
+    tokens between again.
     """
 
     def __init__(self, spec: StageSpec, model: ModelSpec) -> None:

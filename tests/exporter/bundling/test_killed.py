@@ -106,7 +106,8 @@ class Exporter:
     def __init__(self, checkpoint: Path, home: Path) -> None:
         environment = {**os.environ, "XDG_STATE_HOME": str(home), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", FORKER, "--model", checkpoint, "--out", home / "first"],
+            [sys.executable, "-W", "ignore", "-c", FORKER, "--model", checkpoint, "--dialect", "ort",
+             "--out", home / "first"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
         )  # fmt: skip
 
@@ -139,7 +140,7 @@ def test_killed_at_twenty_random_moments_an_export_leaves_nothing_that_loads(
 ) -> None:
     out = tmp_path / "b"
     checkpoint = tiny_checkpoint(Tiny(dtype="bfloat16", shards=3))
-    words = ["--model", checkpoint, "--k", "3,5", "--precision", "fp16", "--out", out]
+    words = ["--model", checkpoint, "--dialect", "ort", "--k", "3,5", "--precision", "fp16", "--out", out]
     status, calls = exporter(*words)
     assert status == 0
     shutil.rmtree(out)
@@ -166,7 +167,7 @@ def test_killed_in_its_last_moments_an_export_leaves_a_whole_bundle_old_or_new(
 ) -> None:
     """From the first checksum on there are some hundred calls; what is hidden then is whole once it has a manifest."""
     out = tmp_path / "b"
-    words = ["--model", tiny_checkpoint(), "--precision", "fp32", "--force", "--out", out, "--k"]
+    words = ["--model", tiny_checkpoint(), "--dialect", "ort", "--precision", "fp32", "--force", "--out", out, "--k"]
     _, calls = exporter(*words, "3")
     seen: set[tuple[int, ...]] = set()
     for number in range(8):
@@ -187,7 +188,7 @@ def test_a_signal_stops_an_export_and_leaves_at_most_a_hidden_folder_to_go_on_fr
     tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter, sent: int, status: int
 ) -> None:
     out = tmp_path / "b"
-    words = ["--model", tiny_checkpoint(Tiny(dtype="bfloat16")), "--out", out]
+    words = ["--model", tiny_checkpoint(Tiny(dtype="bfloat16")), "--dialect", "ort", "--out", out]
     _, calls = exporter(*words)
     shutil.rmtree(out)
     for share in (0.05, 0.35, 0.65) if sent == signal.SIGTERM else (0.2, 0.5, 0.8):

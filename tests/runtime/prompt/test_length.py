@@ -75,7 +75,7 @@ def test_long_text_is_refused_without_tokenising_it(name: str, monkeypatch: pyte
     def never(*_: object, **__: object) -> None:
         raise AssertionError("tokenised")
 
-    for module in ("text", "masking"):
+    for module in ("text", "tokenizer"):
         monkeypatch.setattr(f"vtx.runtime.prompt.{module}.encode", never)
     message = r"^the prompt has 2,000,\d{3} characters, and at most \d+ can fit .* of 24 tokens; shorten it, or export$"
     with pytest.raises(ContextError, match=message):
