@@ -40,10 +40,7 @@ from tests.support.cpp import BUILD, needs_cpp, onnxruntime
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
 
-pytestmark = [
-    needs_cpp,
-    pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first"),
-]
+pytestmark = needs_cpp
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.cabi import OK, Loaded, opened, options_of
 from tests.support.cpp import (
-    BUILD,
     ask,
     assert_answers_equal,
     expected,
@@ -63,7 +62,6 @@ def test_turns_of_a_chat_and_fewer_tiles_are_as_in_python(models: Callable[..., 
             assert expected(answer) == expected(chat.ask(question, max_new_tokens=6).to_dict()), question
 
 
-@pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first")
 def test_a_prompt_in_ids_gets_the_text_among_the_tiles(models: Callable[..., Model]) -> None:
     model, image, answer = models(SMOLVLM, (3, 5)), random_image(1, (150, 60)), c.c_void_p()
     with model.open(image) as conversation:

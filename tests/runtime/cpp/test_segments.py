@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.cabi import OK, AskOptions, LoadOptions, VtxImage, load_library
-from tests.support.cpp import BUILD, ask, expected, needs_cpp, onnxruntime, output, run, write_pictures
+from tests.support.cpp import ask, expected, needs_cpp, onnxruntime, output, run, write_pictures
 from tests.support.families.lisa import LISA, QUESTION
 from tests.support.parity import STEPS, TOLERANCE
 from vtx.runtime.api.model import Model
@@ -63,7 +63,6 @@ def test_the_states_in_the_json_are_those_of_python(model: Model, pictures: list
     assert states, "no answer held a segment"
 
 
-@pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first")
 def test_the_states_of_the_abi_are_those_of_the_json(model: Model, pictures: list[Path]) -> None:
     library, handle, conversation, answer = load_library(), c.c_void_p(), c.c_void_p(), c.c_void_p()
     load, image, options = LoadOptions(), VtxImage(), AskOptions()
