@@ -4,7 +4,7 @@
     python benchmarks/calibration.py demo build/demo-fp16 --questions 200
     python benchmarks/make_checkpoint.py llava-1.5-7b-2 build/cut
     vtx-export --model build/cut --precision int4 --k 2 --out build/cut-int4
-    python benchmarks/calibration.py build/cut build/cut-int4 --questions 4 --of 32
+    python benchmarks/calibration.py build/cut build/cut-int4 --questions 4 --of 32 --engines cpu openvino:f32
 
 Both measure the same questions about drawn scenes at the K of the bundles, in turns of --batch; the reference's answers
 come from its temporary export, as in vtx-calibrate. With --of LAYERS, a figure for a model of that many layers, which
@@ -13,6 +13,7 @@ is an estimate: encoding and the output matrix as measured, all else multiplied.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -75,8 +76,7 @@ def main() -> None:
     options.add_argument("--max-new-tokens", type=int, default=16)
     options.add_argument("--batch", type=int, default=8)
     options.add_argument("--of", type=int, help="layers of the whole model")
-    options.add_argument("--device", default="cpu", help="of the bundles")
-    options.add_argument("--compute", help="of the bundles")
+    options.add_argument("--engines", nargs="+", default=["cpu"], metavar="DEVICE[:COMPUTE]", help="of the bundles")
     options.add_argument("--threads", type=int, default=2)
     args = options.parse_args()
     torch.set_num_threads(args.threads)
@@ -88,8 +88,9 @@ def main() -> None:
         sides = {"reference, float32": Timed(
             BatchMeasurer(full, full.reference(), EngineReference(model), ks, chosen), args.batch
         )}  # fmt: skip
-        for path in args.bundles:
-            source = open_source("", path, engine=Loading(args.device, args.compute, args.threads))
+        for path, name in itertools.product(args.bundles, args.engines):
+            device, _, compute = name.partition(":")
+            source = open_source("", path, engine=Loading(device, compute or None, args.threads))
             reference = source.reference()
             measurer = BatchMeasurer(source, reference, reference, ks, chosen)
             sides[f"{path.name}: {source.measured_by}"] = Timed(measurer, 1)

@@ -26,6 +26,8 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     option("--held-out", 250, "Items to evaluate on, of other images; or 0."),
     option("--full-share", 0.2, "Share of images that all layers see; 1: the control, the same training without "
            "withdrawal."),
+    option("--reduce", "none", "Reduction before the decoder that the student sees the other images through: divprune, "
+           "random or another that reads an image's tokens alone.", metavar="SPEC"),
     option("--judge-precision judged", PRECISION, "Judge by the engines of temporary bundles of this precision "
            "[default: in float32 on the CPU, slower]."),
     option("--kl-weight", 1.0, "Weight of the KL to the teacher."),
@@ -52,7 +54,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     "report",
 )  # fmt: skip
 def tune(
-    data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float,
+    data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float, reduce: str,
     judged: str | None, kl_weight: float, ce_weight: float, hidden_weight: float, rank: int, alpha: int,
     layers: str | None, full: bool, qlora: bool, lr: float, epochs: float, steps: int | None, batch: int,
     questions: int, max_tokens: int, max_new_tokens: int, dtype: str, checkpointing: bool,
@@ -73,7 +75,7 @@ def tune(
         LossWeights(kl_weight, ce_weight, hidden_weight),
         Learning(rank, alpha, Learning.parse_layers(layers) if layers else None, full, qlora),
         Schedule(lr, epochs, batch, save_every, seed, steps), Packing(questions, max_tokens, max_new_tokens),
-        dtype, checkpointing, judged,  # type: ignore[arg-type]  # click has checked it
+        dtype, checkpointing, judged, reduce,  # type: ignore[arg-type]  # click has checked it
     )  # fmt: skip
     target = out or Path(f"vtx-tuned-{Path(model).expanduser().absolute().name}")
     main = is_main_process()

@@ -6,6 +6,7 @@ one pass, since layer K gets its tokens from the pass without withdrawal.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -178,6 +179,17 @@ class Reference:
         self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
+        tokens, maps = self.image_tokens(images, settings)
+        if not tokens:
+            return Encoded(torch.zeros((0, self.config.text.hidden)))
+        own = any(image.offsets is not None for image in tokens)
+        hidden_states = torch.from_numpy(np.concatenate([t.hidden for t in tokens]))
+        return Encoded(hidden_states, tuple(tokens) if own else (), maps)
+
+    def image_tokens(
+        self, images: Sequence[ImageSource], settings: ImageSettings
+    ) -> tuple[list[ImageTokens], tuple[Tensor, ...]]:
+        """The tokens of each image of a prompt, and the maps of all for the decoder."""
         layout, tokens = self.config.layout.for_images(len(images)), list[ImageTokens]()
         maps = list[Sequence[Tensor]]()
         hidden = (0, self.config.text.hidden)
@@ -192,12 +204,9 @@ class Reference:
                 maps.append(further)
                 states = np.split(features.cpu().numpy(), len(views))
             encoded = [ImageTokens.one_per_patch(view) for view in states]
-            tokens.append(layout.arrange(encoded, *image.size, newline))
-        if not tokens:
-            return Encoded(torch.zeros(hidden))
-        own = any(image.offsets is not None for image in tokens)
-        hidden_states = torch.from_numpy(np.concatenate([t.hidden for t in tokens]))
-        return Encoded(hidden_states, tuple(tokens) if own else (), tuple(map(torch.cat, zip(*maps, strict=True))))
+            key = hashlib.sha256(b"".join(view.tobytes() for view in views)).hexdigest()  # as of `PreparedImage`
+            tokens.append(replace(layout.arrange(encoded, *image.size, newline), key=key))
+        return tokens, tuple(map(torch.cat, zip(*maps, strict=True)))
 
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
         """Views [views, 3, height, width] to their tokens [views * tokens of each, hidden]."""

@@ -12,8 +12,11 @@ from typing import Literal
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.runtime.errors import RequestError, UnsupportedModelError
+from vtx.runtime.policies import parse
+from vtx.runtime.policies.base import Entry, Needs
 from vtx.tools.data.items import SCENES
 
+NO_GAPS = "this model's image tokens have text among them or positions of three parts, so that none can be left out"
 AROUND = 2  # layers on either side of a single K
 _SPAN = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 Dtype = Literal["auto", "fp32", "bf16"]
@@ -150,7 +153,8 @@ class TuneOptions:
     """Everything a tuning depends on. `full_share` of the images are seen without withdrawal, so that it stays good.
 
     With 1 it is the control: what the data teach the same weights without any withdrawal. `judged` is the precision of
-    the bundles whose engines judge it, None for the reference in float32.
+    the bundles whose engines judge it, None for the reference in float32. `reduce`: the spec of a reduction through
+    which the student sees the images that are not seen in full, or "none".
     """
 
     depths: Depths
@@ -167,12 +171,29 @@ class TuneOptions:
     dtype: Dtype = "auto"
     checkpointing: bool = True
     judged: str | None = None
+    reduce: str = "none"
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.held_out < 0:
             raise RequestError(f"--items is {self.items} and --held-out {self.held_out}; at least 1 and 0")
         if not 0 <= self.full_share <= 1:
             raise RequestError(f"--full-share is {self.full_share}; it must be from 0 to 1")
+
+    def entry(self, config: ModelConfig) -> Entry | None:
+        """The step before the decoder of `reduce`. Raises RequestError for a reduction that is not trained with."""
+        if self.reduce == "none":
+            return None
+        parts = parse(self.reduce)
+        entry = parts[0].entry()
+        alone = len(parts) == 1 and parts[0].needs() == Needs() and not parts[0].of_videos
+        if entry is None or not alone or entry.uses_question or entry.keeps_positions:
+            raise RequestError(
+                f"--reduce {self.reduce} reads more than an image's tokens, and vtx-tune trains with what selects by "
+                "these alone: divprune, random, cdpruner:text=none; use one of them, or leave it out"
+            )
+        if config.text.rope.sections or config.layout.has_text:
+            raise RequestError(f"--reduce {self.reduce}: {NO_GAPS}; leave it out")
+        return entry
 
 
 def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:

@@ -30,7 +30,9 @@ from vtx.exporter.tuning.state import Log, StateFile
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex
 from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.base import Entry
 from vtx.runtime.vision.image import ImageSource
+from vtx.runtime.vision.tokens import ImageTokens
 from vtx.tools.data.items import image_key
 
 TERMS = ("kl", "ce", "hidden")
@@ -143,9 +145,12 @@ class Trainer:
                 row, k = self._rows[self.order.row(example)], self.order.k(example)
                 encoded = self._encoder(row.images)
                 tensors, features = tensors_of(row, encoded, device), encoded.hidden
+                seen = tensors, features
+                if k is not None and encoded.kept is not None:
+                    seen = selected(tensors, features, encoded.kept.to(device))
                 with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
                     teacher = self._decoder.teach(tensors, features)
-                    student = self._parallel(tensors, features, k)
+                    student = self._parallel(*seen, k)
                     loss = losses(self._decoder, student, teacher, tensors, self._options.weights)
                 self._accelerator.backward(loss["total"] / self._share)
                 depth = loss["total"].new_tensor(float(self._decoder.text.layers + 1 if k is None else k))
@@ -173,23 +178,55 @@ class ResidentWeights(CheckpointWeights):
         return super().read(name, rows).to(self._device)
 
 
-class ImageEncoder:
-    """Images to their tokens, float32 and computed in float32."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedImages(Encoded):
+    """As `Encoded`; `kept` [image tokens] bool: those that enter the student's decoder, None: all."""
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    kept: Tensor | None = None
+
+    @classmethod
+    def of(cls, tokens: Sequence[ImageTokens], maps: tuple[Tensor, ...], entry: Entry | None) -> EncodedImages:
+        masks = list[Tensor]()
+        for image in tokens if entry is not None else ():
+            assert entry is not None
+            chosen, mask = entry.select(image), torch.zeros(len(image), dtype=torch.bool)
+            mask[slice(None) if chosen is None else torch.from_numpy(chosen)] = True
+            masks.append(mask)
+        own = tuple(tokens) if any(image.offsets is not None for image in tokens) else ()
+        hidden = torch.cat([torch.from_numpy(image.hidden) for image in tokens])
+        return cls(hidden, own, maps, kept=torch.cat(masks) if masks else None)
+
+
+def selected(row: dict[str, Any], features: Tensor, kept: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """A row and its image tokens without those not `kept`; the others take positions without gaps."""
+    stays = ~row["image"]
+    stays[row["image"]] = kept
+    places = torch.cumsum(stays, 0) - 1
+    asked = row["positions"] - (~kept).sum()
+    positions = torch.where(row["blocks"] == 0, places, asked)[stays]
+    changed = {name: row[name][stays] for name in ("ids", "blocks", "image")}
+    return {**row, **changed, "positions": positions, "at": places[row["at"]]}, features[kept]
+
+
+class ImageEncoder:
+    """Images to their tokens, float32 and computed in float32; `entry` selects those that the student sees."""
+
+    def __init__(self, source: Source, device: torch.device, entry: Entry | None = None) -> None:
+        self._entry = entry
         self._reference = Reference(source.checkpoint, source.config, ResidentWeights(source, device))
         self._settings, self._device = source.image, device
-        self._kept: OrderedDict[tuple[object, ...], Encoded] = OrderedDict()
+        self._kept: OrderedDict[tuple[object, ...], EncodedImages] = OrderedDict()
         self._bytes = 0
 
     @torch.no_grad()
-    def __call__(self, images: tuple[ImageSource, ...]) -> Encoded:
+    def __call__(self, images: tuple[ImageSource, ...]) -> EncodedImages:
         key = tuple(map(image_key, images))
         if key in self._kept:
             self._kept.move_to_end(key)
         else:
             with torch.autocast(self._device.type, enabled=False):
-                encoded = self._reference.encode(images, self._settings)
+                tokens, maps = self._reference.image_tokens(images, self._settings)
+            encoded = EncodedImages.of(tokens, maps, self._entry)
             self._kept[key] = encoded
             self._bytes += _bytes(encoded)
             while self._bytes > KEPT_BYTES and len(self._kept) > 1:

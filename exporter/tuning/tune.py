@@ -71,7 +71,7 @@ def run(
     text = load_text_model(work.source, work.dtype, work.accelerator.device, options.learning)
     seed, again = options.schedule.seed, options.checkpointing
     decoder = WithdrawingDecoder(work.source.config.text, text, options.learning, seed=seed, checkpointing=again)
-    encoder = ImageEncoder(work.source, work.accelerator.device)
+    encoder = ImageEncoder(work.source, work.accelerator.device, options.entry(work.source.config))
     own = _teacher_answers(work, decoder, encoder, options, out, report)
     rows = pack(work.questions, own, work.source.config.image_token_id, options.packing, work.source.context)
     trainer = Trainer(decoder, encoder, rows, options, work.accelerator, work.dtype)
@@ -123,6 +123,7 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[wait])
     source = open_source(options.model)
     check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
+    options.entry(source.config)
     options.depths.within(source.config.text.layers)
     options.learning.chosen(source.config.text.layers)
     data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)
@@ -196,7 +197,7 @@ def _identity(work: Workspace, rows: Sequence[Row], options: TuneOptions) -> str
         contents.update(question.item.digest().encode())
     parts = [
         work.source.fingerprint, contents.hexdigest(), asdict(options.depths), asdict(options.weights),
-        asdict(options.learning), schedule, options.full_share, str(work.dtype),
+        asdict(options.learning), schedule, options.full_share, str(work.dtype), options.reduce,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

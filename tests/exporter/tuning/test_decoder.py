@@ -17,9 +17,10 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model, tensors_of
-from vtx.exporter.tuning.options import Learning, Packing
+from vtx.exporter.tuning.options import Depths, Learning, Packing, TuneOptions
 from vtx.exporter.tuning.packing import Row, pack, read_questions
-from vtx.exporter.tuning.train import ImageEncoder
+from vtx.exporter.tuning.train import ImageEncoder, selected
+from vtx.runtime.errors import RequestError
 from vtx.tools.data.items import Item
 
 GQA, MHA = Tiny(layers=4), Tiny(layers=4, kv_heads=4)
@@ -136,3 +137,43 @@ def test_a_question_that_does_not_fit_or_has_no_text_is_reported(tiny_checkpoint
     assert len(questions) == 1
     assert "question 2" in skipped[0]
     assert "the limit is 256" in skipped[0]
+
+
+@pytest.mark.parametrize("reduce", ["divprune:keep=0.5", "random:keep=5"])
+def test_what_the_student_sees_through_a_reduction_is_what_the_bundle_sees(
+    reduce: str, models: Models, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    source, model = open_source(str(tiny_checkpoint(GQA))), models(GQA, (2, 4))
+    entry = TuneOptions(Depths(2, 4), reduce=reduce).entry(source.config)
+    decoder, picture = trained(source), random_image(1)
+    with model.open(picture) as image:
+        asked = [image.ask(q, 4, reduce=reduce, max_new_tokens=5, logprobs=True) for q in QUESTIONS]
+    answers = [list(answer.token_ids) for answer in asked]
+    questions, _ = read_questions(source, [Item((picture,), question) for question in QUESTIONS], PACKING)
+    own = {n: np.array(ids) for n, ids in enumerate(answers)}
+    (row,) = pack(questions, own, source.config.image_token_id, PACKING, source.context)
+    encoded = ImageEncoder(source, CPU, entry)((picture,))
+    assert encoded.kept is not None
+    tensors, features = selected(tensors_of(row, encoded, CPU), encoded.hidden, encoded.kept)
+    assert len(features) < len(encoded.hidden)
+    with torch.no_grad():
+        found = decoder.head(decoder(tensors, features, 4)).log_softmax(-1)
+    ours = found[torch.arange(len(found)), row.targets].split([len(ids) for ids in answers])
+    for logs, answer in zip(ours, asked, strict=True):
+        np.testing.assert_allclose(logs.numpy(), answer.logprobs, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("tiny", "reduce", "words"),
+    [
+        (GQA, "fastv:k=2,ratio=0.5", "reads more than an image's tokens"),
+        (GQA, "cls:keep=0.5", "reads more than an image's tokens"),
+        (VL25, "divprune", "positions of three parts"),
+    ],
+)
+def test_a_reduction_that_is_not_trained_with_is_refused(
+    tiny: Tiny, reduce: str, words: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    config = open_source(str(tiny_checkpoint(tiny))).config
+    with pytest.raises(RequestError, match=words):
+        TuneOptions(Depths(2, 4), reduce=reduce).entry(config)

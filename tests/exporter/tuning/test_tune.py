@@ -92,6 +92,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def test_a_student_that_sees_through_a_reduction_learns_something_else(
+    options: TuneOptions, whole: Path, tmp_path: Path
+) -> None:
+    report = tune(replace(options, reduce="divprune:keep=0.25"), tmp_path, QUIET, QUIET)
+    assert report["options"]["reduce"] == "divprune:keep=0.25"
+    assert lines_of(tmp_path)[0] != lines_of(whole)[0]
+    assert any(not np.array_equal(weight, weights(whole)[name]) for name, weight in weights(tmp_path).items())
+    with pytest.raises(RequestError, match="another"):
+        tune(options, tmp_path, QUIET, QUIET)
+
+
 @pytest.mark.parametrize("tiny", [qwen.QWEN25, qwen.QWEN3], ids=["qwen2.5-vl", "qwen3-vl"])
 def test_qwen_vl_is_tuned_to_a_checkpoint_like_the_original(
     tiny: Tiny, data: Path, tiny_checkpoint: Callable[..., Path], tmp_path: Path
