@@ -1,7 +1,7 @@
 """Charts made of results, as SVG.
 
 `bars` is the README's: first token and second question, vtx as installed beside others as installed. `scatter` is of
-methods compared: right answers over arithmetic.
+methods compared: right answers over arithmetic. `by_k` is of shares at each K, a line for each model.
 """
 
 from __future__ import annotations
@@ -91,6 +91,42 @@ def scatter(columns: Sequence[str], results: Sequence[Sequence[Any]]) -> str:
             parts.append(f'<path d="{shape}" transform="translate({here:.1f},{there:.1f})" fill="{color}"/>')
         parts.append(TEXT.format(RIGHT + 38, 84 + 26 * number, "", family))
     return _picture(460, "Right answers over arithmetic, a marker for each setting of a method", parts)
+
+
+def by_k(columns: Sequence[str], results: Sequence[Sequence[Any]]) -> str:
+    """An SVG with a line for each column of shares in percent, with intervals; the last row is what chance gives."""
+    shares = [n for n, column in enumerate(columns) if column.endswith("on the named shape, %")]
+    *points, chance = sorted(results, key=lambda row: (row[0][0] == "n", len(row[0]), row[0]))
+
+    def y(share: float) -> float:
+        return LOWER - (LOWER - UPPER) * share / 100
+
+    line = '<path d="M{:.1f},{:.1f}L{:.1f},{:.1f}" stroke="{}" stroke-width="{}" {}/>'
+    parts = [TEXT.format(LEFT, 18, 'class="h"', "episodes that end on the named shape, %")]
+    parts.append(TEXT.format((LEFT + RIGHT) // 2, 448, 'class="h" text-anchor="middle"', "K"))
+    for share in range(0, 101, 20):
+        parts.append(line.format(LEFT, y(share), RIGHT, y(share), "#e4e4e4", 1, ""))
+        parts.append(TEXT.format(LEFT - 8, f"{y(share) + 4:.1f}", 'text-anchor="end"', share))
+    gap = (RIGHT - LEFT) / len(points)
+    for place, row in enumerate(points):
+        parts.append(TEXT.format(f"{LEFT + gap * (place + 0.5):.1f}", LOWER + 18, 'text-anchor="middle"', row[0]))
+    blind = y(_median(chance[shares[0]]))
+    parts.append(line.format(LEFT, blind, RIGHT, blind, "#666", 1, 'stroke-dasharray="5 4"'))
+    parts.append(TEXT.format(RIGHT + 8, f"{blind + 4:.1f}", "", "pictures of another table"))
+    for number, column in enumerate(shares):
+        color, shape = COLORS[number], [*MARKERS.values()][number]
+        at = [
+            (LEFT + gap * (n + 0.46 + 0.08 * number), [y(float(v)) for v in row[column]])
+            for n, row in enumerate(points)
+        ]
+        for (before, (share, *_)), (after, (next_share, *_)) in pairwise(at):
+            parts.append(line.format(before, share, after, next_share, color, 2, ""))
+        for x, (_, low, high) in at:
+            parts.append(line.format(x, low, x, high, color, 1.5, 'stroke-opacity="0.6"'))
+        for x, height in [*((x, share) for x, (share, *_) in at), (RIGHT + 24.0, 180.0 + 26 * number)]:
+            parts.append(f'<path d="{shape}" transform="translate({x:.1f},{height:.1f})" fill="{color}"/>')
+        parts.append(TEXT.format(RIGHT + 38, 184 + 26 * number, "", columns[column].partition(":")[0]))
+    return _picture(460, "Episodes that end on the named shape, by K and training", parts)
 
 
 def _picture(height: int, label: str, parts: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ TABLE = re.compile(r"<!-- results: (?P<name>[\w-]+) -->\n(?:\|[^\n]*\n)*(?:\n\*[
 
 CHARTS = {  # of a table: the picture, and the function that draws it
     "as-installed": ("installed.svg", "bars"), "the-demo-with-random-tokens-0": ("methods-demo.svg", "scatter"),
+    "success": ("actions-toy.svg", "by_k"),
 }  # fmt: skip
 
 
