@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES
+from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, GPUS, split_device
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.units import parse_size
@@ -79,8 +79,22 @@ def option(name: str, value: Any, help: str | None = None, **more: Any) -> Decla
     return click.option(*name.split(), help=help, **more)
 
 
+class _Device(click.ParamType):  # type: ignore[type-arg]
+    name = "device"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join(f'{name}[:N]' if name in GPUS else name for name in DEVICES)}]"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            split_device(value.lower())
+        except DeviceError as e:
+            self.fail(str(e), param, ctx)
+        return value.lower()
+
+
 _LOADING: dict[str, Declare] = {  # by the field of `Loading` that each fills
-    "device": option("--device", "auto", "Where to compute.", type=click.Choice(DEVICES, case_sensitive=False)),
+    "device": option("--device", "auto", "Where to compute; cuda:1 and tensorrt:1: on the second GPU.", type=_Device()),
     "compute": option("--compute", click.Choice([AUTO, *COMPUTE], case_sensitive=False), "Arithmetic: f32, bf16 or "
                       "int8 with openvino, f16 with tensorrt; auto: the fastest that kept the answers at export "
                       "[default: auto].",

@@ -48,7 +48,7 @@ def load(
     Args:
         bundle: its directory.
         device: "cpu" (onnxruntime), "openvino", "cuda" (onnxruntime), "tensorrt" (engines of vtx-build), or "auto" for
-            the best of those that are possible here.
+            the best of those that are possible here. "cuda:1" and "tensorrt:1" are on the second GPU.
         compute: type of the arithmetic: "f32", on TensorRT also "f16", on OpenVINO also "bf16" and "int8", which
             multiplies integers (docs/how-to/openvino.md). When left out, the fastest on this processor that kept the
             bundle's answers when it was exported, else the device's first.

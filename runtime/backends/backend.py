@@ -150,7 +150,7 @@ class EngineBackend(Backend, Protocol):
         """A rank for a bundle among the engines, and the reason for it; None if it is not to be tried."""
 
     @staticmethod
-    def obstacle(bundle: Bundle) -> str | None:
+    def obstacle(bundle: Bundle, number: int = 0) -> str | None:
         """The reason why it cannot answer a bundle here, and the fix; None if it can. Its module is installed."""
 
     @staticmethod
@@ -168,8 +168,8 @@ class EngineBackend(Backend, Protocol):
         Of engines on the CPU, for the ceilings of vtx-bench.
         """
 
-    def __init__(self, bundle: Bundle, threads: int | None, compute: str) -> None:
-        """Load a bundle's graphs."""
+    def __init__(self, bundle: Bundle, threads: int | None, compute: str, number: int = 0) -> None:
+        """Load a bundle's graphs; on a GPU, on that of this number."""
 
 
 @runtime_checkable

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from vtx.runtime.backends.backend import Backend
-from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, ENGINES, FASTER, Floats
+from vtx.runtime.backends.engines import AUTO, COMPUTE, ENGINES, FASTER, Floats, split_device
 from vtx.runtime.bundle.bundle import CARD, Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.gpu import find_gpu, find_gpus
 from vtx.runtime.host.machine import cpu_flags
 from vtx.runtime.precision import PRECISIONS
 
@@ -20,26 +21,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """`card`: the bundle's, if its engine is this one; `ignored`: why a bundle's card does not hold here."""
+    """`card`: the bundle's, if its engine is this one; `ignored`: why a bundle's card does not hold here.
+
+    `number`: of the GPU, in the driver's order from 0.
+    """
 
     device: str
     compute: str
     why: str
     card: Card | None = None
     ignored: str | None = None
+    number: int = 0
 
 
 def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> DeviceChoice:
     """The device that was asked for, or with "auto" the best of those that are possible. Raises DeviceError."""
-    if device not in DEVICES:
-        raise DeviceError(f"device {device!r} is not available in this version; it runs on: {', '.join(DEVICES)}")
+    device, number = split_device(device)
     if compute is not None and compute not in COMPUTE:
         raise DeviceError(f"no device computes in {compute!r}; there are: {', '.join(COMPUTE)}")
     if device != AUTO:
-        obstacle = _obstacle(bundle, device, compute)
+        obstacle = _obstacle(bundle, device, compute, number)
         if obstacle:
             raise DeviceError(obstacle)
-        return DeviceChoice(device, compute or default_compute(bundle.manifest, device), "asked for")
+        how = compute or default_compute(bundle.manifest, device)
+        return DeviceChoice(device, how, "asked for", number=number)
     obstacles: dict[str, str] = {}
     merits = {name: merit for name, engine in ENGINES.items() if (merit := engine.load().merit(bundle))}
     for name in sorted(merits, key=lambda name: (merits[name][0], name), reverse=True):
@@ -51,11 +56,8 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
     able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
     first, obstacle = next(iter((able or obstacles).items()))
     cpu = [able[name] for name in able if not ENGINES[name].gpu]
-    if ENGINES[first].gpu and cpu:
-        from vtx.runtime.host.gpu import find_gpu
-
-        if find_gpu() is None:  # no package makes a GPU
-            raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
+    if ENGINES[first].gpu and cpu and find_gpu() is None:  # no package makes a GPU
+        raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
     raise DeviceError(obstacle)
 
 
@@ -81,17 +83,17 @@ def choose_by_card(bundle: Bundle, device: str = AUTO, compute: str | None = Non
         card = read_card(bundle)
     if card is None:
         return choose(bundle, device, compute)
-    fitted = card.chosen.configuration
-    if device not in (AUTO, fitted.device) or compute not in (None, fitted.compute):
+    fitted, (name, number) = card.chosen.configuration, split_device(device)
+    if name not in (AUTO, fitted.device) or compute not in (None, fitted.compute):
         return replace(choose(bundle, device, compute), ignored="another device or arithmetic was asked for")
-    obstacle = _obstacle(bundle, fitted.device, fitted.compute) if fitted.device in ENGINES else "it is unknown"
+    obstacle = _obstacle(bundle, fitted.device, fitted.compute, number) if fitted.device in ENGINES else "it is unknown"
     if obstacle:
         ignored = f"{fitted.compute} on {fitted.device} is not possible here: {obstacle}"
         return replace(choose(bundle, device, compute), ignored=ignored)
-    return DeviceChoice(fitted.device, fitted.compute, "by card.json", card)
+    return DeviceChoice(fitted.device, fitted.compute, "by card.json", card, number=number)
 
 
-def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
+def _obstacle(bundle: Bundle, name: str, compute: str | None, number: int = 0) -> str | None:
     """The reason why this device cannot answer, and the fix; None if it can."""
     engine = ENGINES[name]
     if compute is not None and compute not in engine.compute:
@@ -107,7 +109,9 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None) -> str | None:
         )
     if find_spec(engine.module) is None:
         return f'{engine.module} is not installed; pip install "vtx-edge[{engine.extra}]"'
-    return engine.load().obstacle(bundle)
+    if number and (shown := len(find_gpus())) <= number:
+        return f"{name}:{number} is not there: the NVIDIA driver shows {shown} GPUs, numbered from 0; see nvidia-smi"
+    return engine.load().obstacle(bundle, number)
 
 
 def float_bytes(chosen: DeviceChoice) -> Floats:
@@ -115,4 +119,4 @@ def float_bytes(chosen: DeviceChoice) -> Floats:
 
 
 def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:
-    return ENGINES[chosen.device].load()(bundle, threads, chosen.compute)
+    return ENGINES[chosen.device].load()(bundle, threads, chosen.compute, chosen.number)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from vtx.runtime.errors import DeviceError
 from vtx.runtime.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -104,12 +105,28 @@ ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the
     ),
 }  # fmt: skip
 DEVICES = (AUTO, *ENGINES)
+GPUS = tuple(name for name, engine in ENGINES.items() if engine.gpu)
 # Flags of processors, as Linux names them, of which one makes products of this arithmetic faster than float32's.
 FASTER: Mapping[str, set[str]] = {
     "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
     "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"},
 }
 COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))
+
+
+def split_device(device: str) -> tuple[str, int]:
+    """The name of a device and the number of its GPU: "cuda:1" is the second one that the driver shows.
+
+    Raises DeviceError if there is no such device, or if it takes no number.
+    """
+    name, colon, number = device.partition(":")
+    if name not in DEVICES:
+        raise DeviceError(f"device {device!r} is not available in this version; it runs on: {', '.join(DEVICES)}")
+    if not colon:
+        return name, 0
+    if name not in GPUS or not (number.isascii() and number.isdigit() and len(number) < 4):
+        raise DeviceError(f"device {device!r}: only a GPU has a number, from 0: {', '.join(f'{g}:1' for g in GPUS)}")
+    return name, int(number)
 
 
 def merit_on_cpu(manifest: Manifest, *, openvino: bool) -> tuple[int, str]:

@@ -26,13 +26,14 @@ class Gpu:
         return f"sm{self.capability[0]}{self.capability[1]}"
 
 
-def find_gpu(library: Any = None) -> Gpu | None:
-    """The first GPU, or None if there is no driver or no GPU. `library` replaces the driver in tests."""
-    return next(iter(find_gpus(library)), None)
+def find_gpu(number: int = 0, library: Any = None) -> Gpu | None:
+    """The GPU of this number, from 0, or None if there is no driver or no such GPU."""
+    gpus = find_gpus(library)
+    return gpus[number] if number < len(gpus) else None
 
 
 def find_gpus(library: Any = None) -> tuple[Gpu, ...]:
-    """Every GPU that the driver shows to this process, in its order."""
+    """Every GPU that the driver shows to this process, in its order. `library` replaces the driver in tests."""
     try:
         cuda = library or ctypes.CDLL(_DRIVERS.get(sys.platform, "libcuda.so.1"))
     except OSError:

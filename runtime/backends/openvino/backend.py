@@ -76,7 +76,7 @@ class OpenvinoBackend(HostBackend):
 
     device, dialect = "openvino", DIALECT
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32") -> None:
+    def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32", _: int = 0) -> None:
         openvino = load_openvino()
         if DIALECT not in bundle.manifest.dialects:
             raise DeviceError(
@@ -115,7 +115,7 @@ class OpenvinoBackend(HostBackend):
         return merit_on_cpu(bundle.manifest, openvino=True)
 
     @staticmethod
-    def obstacle(_: Bundle) -> str | None:
+    def obstacle(_: Bundle, __: int = 0) -> str | None:
         return None
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -32,14 +32,12 @@ if TYPE_CHECKING:
 
 class OrtBackend(HostBackend):
     device, dialect, compute = "cpu", "ort", "f32"
-    providers: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "CPUExecutionProvider": {}
-    }  # with their options, the first first
-    memory = "cpu"  # onnxruntime's name of the memory that holds K and V
+    providers: Mapping[str, Mapping[str, str]] = {"CPUExecutionProvider": {}}  # with their options, the first first
+    memory: tuple[str, int] = ("cpu", 0)  # that holds K and V: onnxruntime's name, and the number of the device
     loads_in_parallel = True
     _batches: Sequence[OrtStageBatch | OrtReadingBatch]
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32") -> None:
+    def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32", _: int = 0) -> None:
         super().__init__(bundle)
         self._ort = load_onnxruntime()
         m, files = self._manifest, self._graphs
@@ -81,7 +79,7 @@ class OrtBackend(HostBackend):
         return merit_on_cpu(bundle.manifest, openvino=False)
 
     @staticmethod
-    def obstacle(_: Bundle) -> str | None:
+    def obstacle(_: Bundle, __: int = 0) -> str | None:
         return None
 
     @staticmethod
@@ -112,7 +110,7 @@ class OrtBackend(HostBackend):
 
     def _in_memory(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         make = self._ort.OrtValue.ortvalue_from_numpy
-        return {name: make(array, self.memory, 0) for name, array in arrays.items()}
+        return {name: make(array, *self.memory) for name, array in arrays.items()}
 
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> OrtGraph:
         return self._loader.load(name, promised)

@@ -36,7 +36,7 @@ class OrtCacheContext:
     kv_scales: Mapping[str, Any]
     score: OrtGraph | None
     token_inputs: tuple[TokenInput, ...]
-    memory: str = "cpu"
+    memory: tuple[str, int] = ("cpu", 0)
 
 
 class OrtStage:

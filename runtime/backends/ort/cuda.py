@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ RELU = (
 
 
 @cache
-def provider_obstacle() -> str | None:
+def provider_obstacle(number: int = 0) -> str | None:
     """The reason why onnxruntime's CUDA provider cannot open a GPU here, and the fix; None once it has.
 
     onnxruntime lists the provider although its libraries may not load, and goes on without it when they do not. So
@@ -67,7 +67,7 @@ def provider_obstacle() -> str | None:
             else:
                 fix = 'pip install -U "vtx-edge[gpu]" installs CUDA and cuDNN with it'
             return f"onnxruntime's CUDA provider does not load: {reason}; {fix}"
-    built, gpu = getattr(ort, "cuda_version", None), find_gpu()
+    built, gpu = getattr(ort, "cuda_version", None), find_gpu(number)
     if gpu and built and gpu.cuda[0] < int(built.split(".")[0]):
         return (
             f"this onnxruntime-gpu needs a driver for CUDA {built}, the driver here supports CUDA "
@@ -77,7 +77,9 @@ def provider_obstacle() -> str | None:
     options.log_severity_level = FATAL
     try:
         with redirect_stdout(StringIO()):  # older releases print that they go on without it
-            session = ort.InferenceSession(RELU, options, providers=[PROVIDER], enable_fallback=0)
+            session = ort.InferenceSession(
+                RELU, options, providers=[(PROVIDER, {"device_id": str(number)})], enable_fallback=0
+            )
     except Exception as e:  # onnxruntime's own, without a type
         return f"onnxruntime's CUDA provider cannot open the GPU: {reason_of(e)}; see what nvidia-smi says of it"
     if PROVIDER not in session.get_providers():
@@ -89,9 +91,12 @@ class OrtCudaBackend(OrtBackend):
     """`Backend` on onnxruntime's CUDA provider. Operators that it lacks run on the CPU."""
 
     device = "cuda"
-    providers: ClassVar[Mapping[str, Mapping[str, str]]] = {PROVIDER: OPTIONS, "CPUExecutionProvider": {}}
-    memory = "cuda"
     loads_in_parallel = False  # `is_roomy` looks at the host's memory
+
+    def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32", number: int = 0) -> None:
+        self.providers = {PROVIDER: {**OPTIONS, "device_id": str(number)}, "CPUExecutionProvider": {}}
+        self.memory = ("cuda", number)
+        super().__init__(bundle, threads, compute)
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
@@ -99,10 +104,10 @@ class OrtCudaBackend(OrtBackend):
         return (3, "there is a GPU") if possible else None
 
     @staticmethod
-    def obstacle(bundle: Bundle) -> str | None:
+    def obstacle(bundle: Bundle, number: int = 0) -> str | None:
         if bundle.manifest.model.sliding is not None:
             return "sliding windows are not built for onnxruntime's CUDA provider; use --device cpu or openvino"
-        return OrtCudaBackend.refusal(bundle.manifest.kv_dtype, jetson=False) or provider_obstacle()
+        return OrtCudaBackend.refusal(bundle.manifest.kv_dtype, jetson=False) or provider_obstacle(number)
 
     @staticmethod
     def refusal(kv_dtype: str, *, jetson: bool) -> str | None:
@@ -153,7 +158,7 @@ class OrtCudaCache(OrtStageCache):
         self, shapes: Sequence[tuple[int, ...]], kv_type: np.dtype[Any], number: int | None
     ) -> tuple[list[NDArray[Any]], list[Any]]:
         memory, make = self._context.memory, self._context.value
-        return [], [make(np.zeros(shape[1:], kv_type), memory, 0) for shape in shapes for _ in range(2)]
+        return [], [make(np.zeros(shape[1:], kv_type), *memory) for shape in shapes for _ in range(2)]
 
     def keys(self) -> NDArray[np.float32]:
         return self._scaled(self.buffers[-2].numpy()[0, :, : self.length])

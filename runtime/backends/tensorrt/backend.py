@@ -77,17 +77,23 @@ class TensorrtBackend:
     """`Backend` on one NVIDIA GPU."""
 
     def __init__(
-        self, bundle: Bundle, threads: int | None = None, compute: str | None = None, *, gpu: Gpu | None = None
+        self,
+        bundle: Bundle,
+        threads: int | None = None,
+        compute: str | None = None,
+        number: int = 0,
+        *,
+        gpu: Gpu | None = None,
     ) -> None:
         self.device = "tensorrt"
         self._bundle, self._manifest = bundle, bundle.manifest
-        self.engine_set, trt = find_engines(bundle, gpu or find_gpu())
+        self.engine_set, trt = find_engines(bundle, gpu or find_gpu(number))
         self.dialect = self.engine_set.dialect
         self._grows = not names.SLOTS[self.dialect]
         self.kv_slot_bytes = self._manifest.kv_slot_bytes(self.dialect)
         kv_type = names.kv_type(self.dialect, self._manifest.kv_dtype)
         self.compute = "f32" if self._grows else COMPUTE[kv_type]
-        self.cuda = Cuda(load_cuda())
+        self.cuda = Cuda(load_cuda(), number)
         self._graphs = self._manifest.dialects[self.dialect]
         with self.cuda:
             self._check_memory()
@@ -108,11 +114,11 @@ class TensorrtBackend:
         return (4, "there are engines for this GPU") if fingerprint.targets(bundle) else None
 
     @staticmethod
-    def obstacle(bundle: Bundle) -> str | None:
+    def obstacle(bundle: Bundle, number: int = 0) -> str | None:
         if bundle.manifest.model.two_way:
             return f"{BOTH_WAYS}; run the bundle with --device cpu or openvino"
         try:
-            find_engines(bundle, find_gpu())
+            find_engines(bundle, find_gpu(number))
         except VtxError as e:
             return str(e)
         return None

@@ -39,7 +39,7 @@ constexpr char kHelp[] =
     "  --top-p P --top-k N --seed N\n"
     "  --max-tiles N           Most tiles of an image, where the model sees them so [default: its own].\n"
     "  --wait                  Wait for the end of the input after the last answer, to be looked at.\n"
-    "  --device auto|cpu|openvino|tensorrt\n"
+    "  --device auto|cpu|openvino|tensorrt[:N]\n"
     "  --compute TYPE          The type of the arithmetic [default: the fastest that kept the answers at export].\n"
     "  --library PATH          The engine's library: a file or a directory.\n"
     "  --require-signature PUBKEY\n"

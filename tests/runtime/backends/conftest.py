@@ -39,7 +39,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = Gpu()
     monkeypatch.setattr(tensorrt, "load_cuda", lambda: found)
     monkeypatch.setattr(tensorrt, "load_flavour", lambda _: gpu_standin.module(found, gpu_standin.VERSION))
-    monkeypatch.setattr(tensorrt, "find_gpu", lambda: CARD)
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: CARD)
     return found
 
 
@@ -48,5 +48,5 @@ def grown(with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.M
     """A bundle with engines for JetPack 6, whose caches grow, on that machine."""
     folder = copy(with_engines, tmp_path / "grown")
     build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
-    monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
     return folder

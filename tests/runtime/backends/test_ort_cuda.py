@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -18,10 +18,12 @@ from tests.support.exported import THREADS, greedy, prompt
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.devices import choose
+from vtx.runtime.backends import devices
+from vtx.runtime.backends.devices import choose, open_backend
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.ort import cuda as ort_cuda
-from vtx.runtime.backends.ort.cuda import PROVIDER, OrtCudaBackend
+from vtx.runtime.backends.ort.backend import OrtBackend
+from vtx.runtime.backends.ort.cuda import OPTIONS, PROVIDER, OrtCudaBackend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
@@ -34,8 +36,8 @@ QUESTIONS = ("red?", "How many circle shapes are there?")
 class OnCpu(OrtCudaBackend):
     """The backend with its buffers in the host's memory, by the calls that put them into the GPU's."""
 
-    providers: ClassVar = {"CPUExecutionProvider": {}}
-    memory = "cpu"
+    def __init__(self, bundle: Bundle, threads: int) -> None:
+        OrtBackend.__init__(self, bundle, threads)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def test_an_onnxruntime_without_cuda_is_said_so(folders: dict[str, Path]) -> Non
 
 
 def test_float32_caches_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]) -> None:
-    monkeypatch.setattr(ort_cuda, "provider_obstacle", lambda: None)
+    monkeypatch.setattr(ort_cuda, "provider_obstacle", lambda *_: None)
     with pytest.raises(
         DeviceError, match=r"attends in float16 on CUDA, .* are float32; export with --kv-precision fp16"
     ):
@@ -126,11 +128,12 @@ def test_each_session_takes_what_it_asks_for_and_times_no_algorithms(
         return real(path, options, providers=["CPUExecutionProvider"])
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", load)
-    monkeypatch.setattr(real, "get_providers", lambda _: [*OrtCudaBackend.providers])
-    monkeypatch.setattr(OrtCudaBackend, "memory", "cpu")
+    monkeypatch.setattr(real, "get_providers", lambda _: [PROVIDER])
+    in_host = property(lambda _: ("cpu", 0), lambda *_: None)
+    monkeypatch.setattr(OrtCudaBackend, "memory", in_host)
     OrtCudaBackend(Bundle.open(next(iter(folders.values()))))
     assert len(seen) > 4
-    wanted = {"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "HEURISTIC"}
+    wanted = {"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "HEURISTIC", "device_id": "0"}
     assert all(options == wanted for options in seen)
 
 
@@ -167,7 +170,7 @@ def test_a_provider_that_does_not_open_the_gpu_is_refused_and_auto_goes_on(
 
     gpu = Gpu("a GPU", (9, 0), 80 << 30, driver)
     monkeypatch.setattr(ort_cuda, "load_onnxruntime", lambda: Ort(got))
-    monkeypatch.setattr(ort_cuda, "find_gpu", lambda: gpu)
+    monkeypatch.setattr(ort_cuda, "find_gpu", lambda *_: gpu)
     monkeypatch.setattr(ort_cuda, "version", lambda _: "1.31.1")
     monkeypatch.setattr(ort_cuda.ctypes, "CDLL", load_library)
     ort_cuda.provider_obstacle.cache_clear()
@@ -186,6 +189,21 @@ def test_a_provider_that_does_not_open_the_gpu_is_refused_and_auto_goes_on(
     finally:
         ort_cuda.provider_obstacle.cache_clear()
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_second_gpu_is_used_if_it_is_named(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (Gpu("a GPU", (9, 0), 80 << 30, (13, 0)),) * 2
+    monkeypatch.setattr(devices, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(ort_cuda, "provider_obstacle", lambda number: None if number == 1 else "the wrong one")
+    bundle = Bundle.open(folders["fp16"])
+    chosen = choose(bundle, "cuda:1")
+    assert (chosen.device, chosen.number) == ("cuda", 1)
+    opened: list[Any] = []
+    monkeypatch.setattr(OrtBackend, "__init__", lambda self, *_: opened.append((self.providers, self.memory)))
+    open_backend(bundle, chosen, THREADS)
+    assert opened == [({PROVIDER: {**OPTIONS, "device_id": "1"}, "CPUExecutionProvider": {}}, ("cuda", 1))]
+    with pytest.raises(DeviceError, match=r"cuda:2 is not there: the NVIDIA driver shows 2 GPUs"):
+        choose(bundle, "cuda:2")
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDAExecutionProvider.*not in available provider names")

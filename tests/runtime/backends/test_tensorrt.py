@@ -87,7 +87,7 @@ def test_a_profile_for_decoding_and_one_for_prompts_answer_the_same(
 ) -> None:
     folder = copy(with_engines, tmp_path / "bundle")
     build_all(folder, "jetson-thor", Release(TENSORRT, (10, 16)))
-    monkeypatch.setattr(tensorrt, "find_gpu", lambda: gpu.Gpu("Thor", (11, 0), 1 << 37, (13, 0)))
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: gpu.Gpu("Thor", (11, 0), 1 << 37, (13, 0)))
     ours, reference = open_model(folder), load(with_engines, device="cpu", threads=THREADS)
     assert {len(r.profiles) for g, r in ours.backend.engine_set.engines.items() if g.startswith("stage")} == {2}
     images, messages = [random_image(3)], prompt_messages(QUESTIONS[1])
@@ -113,7 +113,7 @@ def test_reductions_work_where_caches_grow(
 ) -> None:
     folder = copy(reducing, tmp_path / "grown")
     build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
-    monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
     same_answers(open_model(folder), load(folder, device="cpu", threads=THREADS), word)
 
 
@@ -332,7 +332,7 @@ def test_tokens_that_have_left_take_no_memory_behind_the_cut(k: int | None, slot
     """LLaVA-1.5-7B in float16: 576 image tokens, 65 of text, an answer of 64, in steps of 32 slots."""
     device = Ledger()
     cuda = Cuda(device)
-    runs = SimpleNamespace(bind=lambda *_: None, enqueue=lambda: None, capturable=False)
+    runs = SimpleNamespace(bind=lambda *_: None, enqueue=lambda *_: None, capturable=False)
     engines: Any = SimpleNamespace(
         address=lambda _: 0, longest=lambda _: 1024, new_context=lambda *_: runs, context=lambda *_: runs
     )
@@ -408,7 +408,7 @@ def test_addresses_are_aligned_whatever_the_number_of_slots(
     export(tiny_checkpoint(Tiny(kv_heads=1)), folder, (2,), max_context=233)
     if dialect == "plain":
         build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
-        monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
+        monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
     else:
         build_all(folder)
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
@@ -426,7 +426,7 @@ def test_a_prompt_longer_than_the_profile_of_a_stage_runs_in_parts(
     if grows:
         target = "jetson-orin"
         build_all(folder, target, Release(TENSORRT, (10, 3)), "plain")
-        monkeypatch.setattr(tensorrt, "find_gpu", lambda: ORIN)
+        monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
     shorten(folder, target, 4)
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     for word in ("none", "fastv:k=2", f"{DUAL},key=0", "dart:keep=8"):

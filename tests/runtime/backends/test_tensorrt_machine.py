@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import copy
-from tests.support.engines import CARD, open_model, rewrite
+from tests.support.engines import CARD, ORIN, open_model, rewrite
 from tests.support.exported import QUESTIONS, THREADS, greedy, prompt
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.tiny import prompt_messages, random_image
@@ -77,7 +78,7 @@ def test_a_bundle_without_engines_says_how_to_build_them(with_engines: Path, tmp
 
 
 def test_a_machine_without_a_gpu_says_so(bundle: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorrt, "find_gpu", lambda: None)
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: None)
     with pytest.raises(DeviceError, match="no NVIDIA GPU answers here: its driver is not installed"):
         open_model(bundle)
 
@@ -211,17 +212,41 @@ def test_the_stand_in_sees_a_second_binding_and_memory_that_is_gone(with_engines
 def test_a_bundle_with_engines_for_this_machine_is_answered_there(
     asked: str, with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda *_: CARD)
     model = load(with_engines, device=asked, threads=THREADS)
     assert (model.backend.device, model.backend.compute) == ("tensorrt", "f32")
     with model.open([random_image(1)]) as image:
         assert image.ask(QUESTIONS[0]).stats.device == "tensorrt"
 
 
+def test_the_second_gpu_is_used_if_it_is_named(
+    with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in refuses every call for another device; the application's own stays the first."""
+    device.number = 1
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpus", lambda: (ORIN, CARD))
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda number: (ORIN, CARD)[number])
+    device.current = 0
+    model = load(with_engines, device="tensorrt:1", threads=THREADS)
+    with model.open([random_image(1)]) as image:
+        assert image.ask(QUESTIONS[0]).text
+    assert device.current == 0
+    with pytest.raises(DeviceError, match="tensorrt:2 is not there: the NVIDIA driver shows 2 GPUs"):
+        load(with_engines, device="tensorrt:2", threads=THREADS)
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu:0", "openvino:1", "auto:1", "cuda:", "cuda:-1", "cuda:x", "tensorrt:9999", "gpu:1"]
+)
+def test_only_a_gpu_has_a_number(name: str, with_engines: Path) -> None:
+    with pytest.raises(DeviceError, match=re.escape(repr(name))):
+        choose(Bundle.open(with_engines), name)
+
+
 def test_engines_are_compared_with_onnxruntime_graph_by_graph(
     reducing: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda *_: CARD)
     graphs = list(compare(Bundle.open(reducing), "ort", "tensorrt"))
     assert first_difference(graphs) is None
     stages = Bundle.open(reducing).manifest.dialects["trt"].stages
@@ -232,7 +257,7 @@ def test_engines_are_compared_with_onnxruntime_graph_by_graph(
 def test_engines_that_do_not_fit_are_told_of_when_asked_for_and_passed_over_otherwise(
     with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorrt, "find_gpu", lambda: None)
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: None)
     with pytest.raises(DeviceError, match="no NVIDIA GPU answers here"):
         load(with_engines, device="tensorrt", threads=THREADS)
     model = load(with_engines, threads=THREADS)
@@ -246,11 +271,11 @@ def test_where_nothing_is_installed_the_package_is_named_that_answers_here(
     """Packages for engines help where there is a GPU, and nowhere else."""
     bundle = Bundle.open(with_engines)
     monkeypatch.setattr("vtx.runtime.backends.devices.find_spec", lambda _: None)
-    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: None)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda *_: None)
     with pytest.raises(DeviceError, match=r'onnxruntime is not installed; pip install "vtx-edge\[cpu\]"') as refused:
         choose(bundle)
     assert "rtx" not in str(refused.value)
     assert "there is none here" in str(refused.value)
-    monkeypatch.setattr("vtx.runtime.host.gpu.find_gpu", lambda: CARD)
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda *_: CARD)
     with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[rtx\]"'):
         choose(bundle)

@@ -95,9 +95,9 @@ def everything_given_back(report: dict[str, int]) -> bool:
     return not any(report[key] for key in ("device", "host", "queued", "graphs", "engines", "contexts"))
 
 
-def meets(bundle: Path, traces: Path, folder: Path) -> int:
+def meets(bundle: Path, traces: Path, folder: Path, device: str = "tensorrt") -> int:
     """The number of questions compared, and one; fails with what differs."""
-    done = run("traces", bundle, traces, folder, "tensorrt")
+    done = run("traces", bundle, traces, folder, device)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     checks = list(compare_traces(traces, folder, logits_limit(Bundle.open(bundle).manifest, "f32")))
     assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
@@ -216,6 +216,32 @@ def test_an_application_may_use_another_gpu(
     monkeypatch.setenv("VTX_STANDIN_DEVICE", "1")
     meets(exported, traces, tmp_path / "cpp")
     assert report()["current"] == 1
+
+
+@pytest.mark.parametrize("release", BUILT[-1:])
+def test_the_second_gpu_is_used_if_it_is_named(
+    release: str,
+    exported: Path,
+    traces: Path,
+    machine: Callable[[str], Callable[[], dict[str, int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stand-in, which shows two GPUs, refuses every call for another one; the application's own stays the first."""
+    report = machine(release)
+    monkeypatch.setenv("VTX_STANDIN_USED", "1")
+    meets(exported, traces, tmp_path / "cpp", "tensorrt:1")
+    assert report()["current"] == 0
+    for device, reason in {
+        "tensorrt:2": "tensorrt:2 is not there",
+        "cpu:1": "only a GPU has a number",
+        "tensorrt:": "only a GPU has a number",
+        "tensorrt:-1": "only a GPU has a number",
+        "tensorrt:1x": "only a GPU has a number",
+    }.items():
+        done = run("run", "--bundle", exported, "--device", device, tmp_path / "no.png", "red?")
+        assert done.returncode == 1
+        assert reason in done.stderr.decode()
 
 
 @pytest.mark.parametrize("release", BUILT)

@@ -139,7 +139,7 @@ def test_a_desktop_card_is_known_by_its_driver(no_cards: Path) -> None:
 def test_every_card_is_listed_and_the_first_is_the_one_to_use(no_cards: Path) -> None:
     driver = Driver(("NVIDIA RTX 6000", (12, 0), 96 << 30), CARD)
     assert [gpu.sm for gpu in recognise(no_cards, driver).gpus] == ["sm120", "sm89"]
-    first = find_gpu(driver)
+    first = find_gpu(0, driver)
     assert first is not None
     assert first.sm == "sm120"
 
@@ -147,7 +147,7 @@ def test_every_card_is_listed_and_the_first_is_the_one_to_use(no_cards: Path) ->
 @pytest.mark.parametrize("fails", ["cuInit", "cuDeviceGetCount", "cuDeviceGet"])
 def test_a_driver_that_fails_shows_no_card(no_cards: Path, fails: str) -> None:
     assert recognise(no_cards, Driver(CARD, fails=fails)).gpus == ()
-    assert find_gpu(Driver(CARD, fails=fails)) is None
+    assert find_gpu(0, Driver(CARD, fails=fails)) is None
 
 
 def test_a_machine_without_either_is_neither(no_cards: Path) -> None:

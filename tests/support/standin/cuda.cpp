@@ -25,7 +25,7 @@ Gpu& called(const char* name) {
 // For calls that are for the current device.
 Gpu& here(const char* name) {
   Gpu& gpu = called(name);
-  require(gpu.current == 0, std::string(name) + " for device " + std::to_string(gpu.current));
+  require(gpu.current == gpu.number, std::string(name) + " for device " + std::to_string(gpu.current));
   return gpu;
 }
 
@@ -79,6 +79,7 @@ Gpu& standin::Gpu::one() {
     auto* made = new Gpu;
     made->total = std::stoull(setting("VTX_STANDIN_MEMORY", "4294967296"));
     made->current = std::stoi(setting("VTX_STANDIN_DEVICE", "0"));
+    made->number = std::stoi(setting("VTX_STANDIN_USED", "0"));
     made->refused = setting("VTX_STANDIN_REFUSED", "");
     std::atexit(report);
     return made;
@@ -90,7 +91,7 @@ Gpu& standin::Gpu::one() {
 
 EXPORT int cuInit(unsigned) { return 0; }
 EXPORT int cuDeviceGetCount(int* count) {
-  *count = setting("VTX_STANDIN_CAPABILITY", "8.9").empty() ? 0 : 1;
+  *count = setting("VTX_STANDIN_CAPABILITY", "8.9").empty() ? 0 : 2;
   return 0;
 }
 EXPORT int cuDeviceGet(int* device, int number) {

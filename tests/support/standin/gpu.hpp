@@ -39,7 +39,8 @@ struct Memory {
 
 struct Gpu {
   size_t total = size_t{1} << 32;
-  int current = 0;      // the device that the next call is for; there is one, 0
+  int current = 0;      // the device that the next call is for
+  int number = 0;       // and the one that it must be for
   std::string refused;  // a call that fails while work is recorded
   bool failed = false;  // and nothing has asked for the error
   std::map<uintptr_t, Memory> device, host;

@@ -209,7 +209,7 @@ bool enqueue(ContextSelf* self, cudaStream_t) {
   EngineImpl& engine = context.engine;
   ++Gpu::one().calls["enqueueV3"];
   require(context.scratch != nullptr, "no working memory");
-  require(Gpu::one().current == 0, "TensorRT runs on another device");
+  require(Gpu::one().current == Gpu::one().number, "TensorRT runs on another device");
   if (Gpu::one().recording && Gpu::one().refused == "execute") return false;
   require(context.addresses.size() == engine.ports.size(), "a tensor has no address");
   std::map<std::string, Ids> shapes;

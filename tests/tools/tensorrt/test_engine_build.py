@@ -360,7 +360,7 @@ def test_a_card_that_rtx_does_not_support_is_sent_to_the_flavour_that_does() -> 
 
 
 def test_this_machine_without_a_gpu_asks_for_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vtx.tools.tensorrt.targets.find_gpu", lambda: None)
+    monkeypatch.setattr("vtx.tools.tensorrt.targets.find_gpu", lambda *_: None)
     with pytest.raises(DeviceError, match="no NVIDIA GPU was detected here; name a --target"):
         find_target("this")
 

@@ -58,7 +58,7 @@ VTX_API const char* vtx_last_error(void);
 
 typedef struct vtx_load_options {
   size_t size;
-  const char* device;  /* "cpu" (ONNX Runtime), "openvino", "tensorrt", or "auto": the best that is possible here */
+  const char* device;  /* "cpu" (ONNX Runtime), "openvino", "tensorrt", or "auto": the best that is possible here; "tensorrt:1": on the second GPU */
   const char* library; /* the engine's library, a file or a directory; NULL: $VTX_ONNXRUNTIME, $VTX_OPENVINO or
                           $VTX_TENSORRT, then the system's */
   int32_t threads;     /* to compute with, at most 1024; 0: all cores */

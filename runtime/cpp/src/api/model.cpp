@@ -35,15 +35,17 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
   if (options.threads != 0) check_whole("threads", options.threads, 1, names::kMostThreads);
   if (manifest().text.seg_token_id) final_norm_ = read_final_norm(bundle_);
   std::string device = options.device;
-  BackendOptions how{options.threads, options.library, options.compute};
+  BackendOptions how{options.threads, options.library, options.compute, 0};
   default_k_ = manifest().default_k;
   default_reduce_ = manifest().reductions.empty() ? "none" : manifest().reductions.front();
   if (std::optional<Card> card = read_card(bundle_)) {
-    BackendOptions fitted{options.threads, options.library, card->compute};
-    bool other = (device != "auto" && device != card->device) || (!how.compute.empty() && how.compute != card->compute);
+    auto [name, gpu] = split_device(device);
+    BackendOptions fitted{options.threads, options.library, card->compute, gpu};
+    bool other = (name != "auto" && name != card->device) || (!how.compute.empty() && how.compute != card->compute);
     std::string reason = other ? "another device or arithmetic was asked for" : obstacle(bundle_, card->device, fitted);
     card_ = reason.empty() ? "used" : "ignored: " + reason;
-    if (reason.empty()) device = card->device, how = fitted, default_k_ = card->k, default_reduce_ = card->reduce;
+    if (reason.empty())
+      device = name == "auto" ? card->device : device, how = fitted, default_k_ = card->k, default_reduce_ = card->reduce;
     if (reason.empty() && max_tiles == 0 && fit_ != "released") max_tiles = card->max_tiles;
   }
   if (max_tiles != 0) layout_ = layout_->limited(max_tiles);

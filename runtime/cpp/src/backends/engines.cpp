@@ -4,6 +4,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "host/gpu.hpp"
+
 namespace vtxcore {
 
 const std::vector<Engine>& engines() {
@@ -71,6 +73,8 @@ std::string obstacle(const Engine& engine, const Bundle& bundle, const BackendOp
   if (bundle.manifest().dialects.count(engine.dialect) == 0)
     return cat(engine.device, " reads graphs of the '", engine.dialect, "' dialect and this bundle holds none; export it ",
                "with --dialect ort,", engine.dialect);
+  if (options.gpu > 0 && !find_gpu(options.gpu))
+    return cat(engine.device, ":", std::to_string(options.gpu), " is not there; see nvidia-smi");
   try {
     engine.check(bundle, options);
   } catch (const Error& error) {
@@ -83,9 +87,6 @@ const Engine& choose(const Bundle& bundle, const std::string& device, const Back
   std::vector<const Engine*> able;
   for (const Engine& engine : engines())
     if (device == kAuto || device == engine.device) able.push_back(&engine);
-  if (able.empty())
-    fail(Kind::device, "device '", device.substr(0, 40), "' is not available in this version; it runs on: ", kAuto, ", ",
-         devices());
   std::stable_sort(able.begin(), able.end(),
                    [&](const Engine* a, const Engine* b) { return a->merit(bundle) > b->merit(bundle); });
   std::string first;
@@ -105,10 +106,27 @@ std::string obstacle(const Bundle& bundle, const std::string& device, const Back
   return cat("device '", device.substr(0, 40), "' is not available in this version");
 }
 
+std::pair<std::string, int> split_device(const std::string& device) {
+  size_t colon = device.find(':');
+  std::string name = device.substr(0, colon), number = colon == std::string::npos ? "0" : device.substr(colon + 1);
+  const Engine* found = nullptr;
+  for (const Engine& engine : engines())
+    if (name == engine.device) found = &engine;
+  if (found == nullptr && name != kAuto)
+    fail(Kind::device, "device '", device.substr(0, 40), "' is not available in this version; it runs on: ", kAuto, ", ",
+         devices());
+  bool digits = !number.empty() && number.size() < 4 && number.find_first_not_of("0123456789") == std::string::npos;
+  if (colon != std::string::npos && (found == nullptr || !found->gpu || !digits))
+    fail(Kind::device, "device '", device.substr(0, 40), "': only a GPU has a number, from 0: tensorrt:1");
+  return {name, std::stoi(number)};
+}
+
 std::unique_ptr<Backend> open_backend(const Bundle& bundle, const std::string& device, BackendOptions options) {
   if (!options.compute.empty() && devices(options.compute).empty())
     fail(Kind::device, "no device computes in '", options.compute.substr(0, 40), "'; there are: ", arithmetic());
-  const Engine& engine = choose(bundle, device, options);
+  auto [name, gpu] = split_device(device);
+  options.gpu = gpu;
+  const Engine& engine = choose(bundle, name, options);
   if (options.compute.empty()) options.compute = default_compute(engine, bundle.manifest());
   return engine.open(bundle, options);
 }

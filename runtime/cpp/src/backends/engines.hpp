@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/backend.hpp"
@@ -14,6 +15,7 @@ struct BackendOptions {
   int threads = 0;      // 0: all cores
   std::string library;  // the engine's, a file or a directory; empty: searched for, see `Library`
   std::string compute;  // the type of the arithmetic; empty: the engine's default
+  int gpu = 0;          // among those that the driver shows
 };
 
 // What computes on a device: the dialect it reads, and its arithmetic, the default first.
@@ -21,6 +23,7 @@ struct Engine {
   const char* device;
   const char* dialect;
   std::vector<std::string> compute;
+  bool gpu;  // a device of which there may be several
   // The largest of those that are possible is "auto": 0 where another engine was measured to be faster, 1 the default,
   // 2 where this one was measured to be faster, 3 where the bundle was prepared for this very machine.
   int (*merit)(const Bundle& bundle);
@@ -34,6 +37,10 @@ struct Engine {
 Engine ort_engine();
 Engine openvino_engine();
 Engine tensorrt_engine();
+
+// The name of a device and the number of its GPU: "tensorrt:1" is the second one that the driver shows. Throws
+// Error(device) if there is no such device, or if it takes no number.
+std::pair<std::string, int> split_device(const std::string& device);
 
 // All of them, in the order in which messages name them.
 const std::vector<Engine>& engines();

@@ -17,7 +17,7 @@ bool find(void* driver, const char* name, Call& call) {
 
 }  // namespace
 
-std::optional<Gpu> find_gpu() {
+std::optional<Gpu> find_gpu(int number) {
   void* driver = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   int (*init)(unsigned);
   int (*count_of)(int*);
@@ -30,7 +30,7 @@ std::optional<Gpu> find_gpu() {
       !find(driver, "cuDeviceTotalMem_v2", memory_of) || !find(driver, "cuDeviceGetAttribute", attribute_of))
     return std::nullopt;
   int count = 0, device = 0, major = 0, minor = 0;
-  if (init(0) != 0 || count_of(&count) != 0 || count == 0 || get(&device, 0) != 0) return std::nullopt;
+  if (init(0) != 0 || count_of(&count) != 0 || number >= count || get(&device, number) != 0) return std::nullopt;
   char name[100] = "";
   size_t memory = 0;
   name_of(name, sizeof name, device);

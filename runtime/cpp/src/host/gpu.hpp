@@ -1,4 +1,4 @@
-// The first NVIDIA GPU of this machine, as its driver describes it; no other library is needed.
+// An NVIDIA GPU of this machine, as its driver describes it; no other library is needed.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Gpu {
   int64_t memory;                  // bytes
 };
 
-// None if there is no driver or no GPU.
-std::optional<Gpu> find_gpu();
+// The GPU of this number, from 0, in the driver's order; none if there is no driver or no such GPU.
+std::optional<Gpu> find_gpu(int number = 0);
 
 }  // namespace vtxcore

@@ -166,6 +166,7 @@ Engine openvino_engine() {
   return {"openvino",
           kDialect,
           {"f32", "bf16", kIntegers},
+          false,
           [](const Bundle& bundle) { return bundle.manifest().model.hidden >= wide(bundle.manifest().precision) ? 2 : 0; },
           [](const Bundle&, const BackendOptions& options) { OpenvinoLibrary::find(options.library); },
           [](const Bundle& bundle, const BackendOptions& options) -> std::unique_ptr<Backend> {

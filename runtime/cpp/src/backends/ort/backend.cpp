@@ -54,6 +54,7 @@ Engine ort_engine() {
   return {"cpu",
           "ort",
           {"f32"},
+          false,
           [](const Bundle&) { return 1; },
           [](const Bundle&, const BackendOptions& options) { OrtLibrary::find(options.library); },
           [](const Bundle& bundle, const BackendOptions& options) -> std::unique_ptr<Backend> {

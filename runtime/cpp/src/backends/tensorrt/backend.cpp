@@ -27,8 +27,8 @@ struct Found {
 };
 
 // Throws Error(bundle) if the bundle holds no engines, Error(device) where none of them fits.
-Found find_engines(const Bundle& bundle, const std::string& library) {
-  std::optional<Gpu> gpu = find_gpu();
+Found find_engines(const Bundle& bundle, const BackendOptions& options) {
+  std::optional<Gpu> gpu = find_gpu(options.gpu);
   std::vector<EngineSet> known;
   for (const std::string& target : engine_targets(bundle)) known.push_back(read_engines(bundle, target));
   if (known.empty()) fail(Kind::bundle, bundle.folder(), " holds no engines; ", build_command(bundle, "this"));
@@ -43,7 +43,7 @@ Found find_engines(const Bundle& bundle, const std::string& library) {
       if (bundle.manifest().dialects.count(engines.dialect) == 0)
         fail(Kind::device, "tensorrt reads graphs of the '", engines.dialect,
              "' dialect and this bundle holds none; export it ", "with --dialect ort,", engines.dialect);
-      Release release(engines, library);
+      Release release(engines, options.library);
       check_machine(bundle, engines, release.version(engines.version), gpu);
       return {std::move(engines), std::move(release)};
     } catch (const Error& error) {
@@ -55,9 +55,9 @@ Found find_engines(const Bundle& bundle, const std::string& library) {
 
 class TensorrtBackend : public GraphBackend {
  public:
-  TensorrtBackend(const Bundle& bundle, Found found)
+  TensorrtBackend(const Bundle& bundle, Found found, int gpu)
       : GraphBackend(bundle, found.engines.dialect), set_(std::move(found.engines)), release_(std::move(found.release)),
-        runtime_(release_.runtime()) {
+        runtime_(release_.runtime()), cuda_(gpu) {
     device = "tensorrt";
     grows_ = dialect == "plain";
     compute = grows_ || m_.kv_type(dialect) == "float32" ? "f32" : "f16";
@@ -129,16 +129,17 @@ class TensorrtBackend : public GraphBackend {
 int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3; }
 
 void check(const Bundle& bundle, const BackendOptions& options) {
-  if (bundle.manifest().model.two_way) fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
-  find_engines(bundle, options.library);
+  if (bundle.manifest().model.two_way)
+    fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
+  find_engines(bundle, options);
 }
 
 std::unique_ptr<Backend> open(const Bundle& bundle, const BackendOptions& options) {
-  return std::make_unique<TensorrtBackend>(bundle, find_engines(bundle, options.library));
+  return std::make_unique<TensorrtBackend>(bundle, find_engines(bundle, options), options.gpu);
 }
 
 }  // namespace
 
-Engine tensorrt_engine() { return {"tensorrt", "trt", {"f16", "f32"}, merit, check, open}; }
+Engine tensorrt_engine() { return {"tensorrt", "trt", {"f16", "f32"}, true, merit, check, open}; }
 
 }  // namespace vtxcore

@@ -7,7 +7,6 @@
 namespace vtxcore {
 namespace {
 
-constexpr int kDevice = 0;
 constexpr int kOutOfMemory = 2, kDriverTooOld = 35, kNoDevice = 100;
 constexpr int kNonBlocking = 1, kHostDefault = 0, kCaptureThreadLocal = 1;
 constexpr int kIn = 1, kOut = 2, kWithin = 3;  // cudaMemcpyKind
@@ -46,7 +45,7 @@ struct CudaCalls {
 };
 
 // CUDA 13 needs a newer driver than CUDA 12 does, so a runtime that the driver is too old for gives way to the next.
-Cuda::Cuda() : calls_(std::make_unique<CudaCalls>()) {
+Cuda::Cuda(int number) : number_(number), calls_(std::make_unique<CudaCalls>()) {
   std::vector<std::string> names{"libcudart.so.13", "libcudart.so.12", "libcudart.so"};
   int error = kDriverTooOld;
   for (size_t first = 0; first < names.size() && error == kDriverTooOld; ++first) {
@@ -96,17 +95,17 @@ void Cuda::load(const std::vector<std::string>& names) {
 
 Cuda::~Cuda() { calls_->cudaStreamDestroy(stream_); }
 
-Cuda::Use::Use(Cuda& cuda) : cuda_(cuda), held_(cuda.mutex_), before_(kDevice) {
+Cuda::Use::Use(Cuda& cuda) : cuda_(cuda), held_(cuda.mutex_), before_(cuda.number_) {
   if (cuda_.uses_ == 0) {
     cuda_.check("cudaGetDevice", cuda_.calls_->cudaGetDevice(&before_));
-    if (before_ != kDevice) cuda_.check("cudaSetDevice", cuda_.calls_->cudaSetDevice(kDevice));
+    if (before_ != cuda_.number_) cuda_.check("cudaSetDevice", cuda_.calls_->cudaSetDevice(cuda_.number_));
   }
   ++cuda_.uses_;
 }
 
 Cuda::Use::~Use() {
   --cuda_.uses_;
-  if (before_ != kDevice) cuda_.calls_->cudaSetDevice(before_);
+  if (before_ != cuda_.number_) cuda_.calls_->cudaSetDevice(before_);
 }
 
 void Cuda::check(const char* name, int error) {

@@ -46,7 +46,7 @@ class Cuda {
     int before_;
   };
 
-  Cuda();  // throws Error(device) where the library is missing or no GPU answers
+  explicit Cuda(int number);  // of the GPU; throws Error(device) where the library is missing or no GPU answers
   ~Cuda();
   Cuda(const Cuda&) = delete;
   Cuda& operator=(const Cuda&) = delete;
@@ -78,6 +78,7 @@ class Cuda {
   void check(const char* name, int error);
   void copy(void* to, const void* from, size_t bytes, int kind);
 
+  const int number_;
   std::recursive_mutex mutex_;
   int uses_ = 0;
   std::unique_ptr<CudaCalls> calls_;
