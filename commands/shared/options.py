@@ -79,7 +79,7 @@ def option(name: str, value: Any, help: str | None = None, **more: Any) -> Decla
     return click.option(*name.split(), help=help, **more)
 
 
-class _Device(click.ParamType):  # type: ignore[type-arg]
+class DeviceType(click.ParamType):  # type: ignore[type-arg]
     name = "device"
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
@@ -94,7 +94,8 @@ class _Device(click.ParamType):  # type: ignore[type-arg]
 
 
 _LOADING: dict[str, Declare] = {  # by the field of `Loading` that each fills
-    "device": option("--device", "auto", "Where to compute; cuda:1 and tensorrt:1: on the second GPU.", type=_Device()),
+    "device": option("--device", "auto", "Where to compute; cuda:1 and tensorrt:1: on the second GPU.",
+                     type=DeviceType()),
     "compute": option("--compute", click.Choice([AUTO, *COMPUTE], case_sensitive=False), "Arithmetic: f32, bf16 or "
                       "int8 with openvino, f16 with tensorrt; auto: the fastest that kept the answers at export "
                       "[default: auto].",
