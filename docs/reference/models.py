@@ -151,8 +151,6 @@ def _cpp(family: Family, config: ModelConfig) -> str:
         return "no: positions of three parts (`sections`) are refused by name"
     if spec.sliding:
         return "no: layers with sliding windows (`sliding`) are refused by name"
-    if config.action:
-        return "no: models that answer with actions (`action`) are refused by name"
     if spec.conv_layers:
         return "no: layers with a convolution (`conv_layers`) are refused by name"
     file = CPP / f"vision/layouts/{layout.name}.cpp"

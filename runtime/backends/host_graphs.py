@@ -18,6 +18,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
+from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
 
@@ -90,7 +91,8 @@ class HostBackend(ABC):
     def expert(
         self, prompt: Sequence[Any], state: NDArray[np.float32], positions: Ids
     ) -> Callable[[NDArray[np.float32], float], NDArray[np.float32]]:
-        m, scales = self._manifest, read_kv_scales(self._bundle) if self._manifest.kv_scales else {}
+        m = self._manifest
+        scales = read_kv_scales(self._bundle) if KV_DTYPES[names.kv_type(self.dialect, m.kv_dtype)].scaled else {}
         given: dict[str, NDArray[Any]] = dict(read_rope(self._bundle))
         given |= {names.ROBOT_STATE: state[None], names.POSITIONS: positions}
         for stage, kv in zip(m.stages, prompt, strict=True):

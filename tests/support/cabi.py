@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.support.cpp import BUILD, onnxruntime, openvino
 
-OK, REQUEST, CONTEXT, BUSY, IMAGE, BUNDLE = 0, 1, 2, 3, 5, 6
+OK, REQUEST, CONTEXT, BUSY, IMAGE, BUNDLE, DEADLINE = 0, 1, 2, 3, 5, 6, 10
 RGB8, BGR8, FILE = 0, 1, 6
 ON_TOKEN = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_int64, c.c_char_p, c.c_size_t)
 
@@ -73,15 +73,31 @@ class AskOptions(c.Structure):
     )
 
 
+class ActOptions(c.Structure):
+    _fields_ = (
+        ("size", c.c_size_t),
+        ("k", c.c_char_p),
+        ("steps", c.c_int64),
+        ("normalized", c.c_int32),
+        ("noise", c.POINTER(c.c_float)),
+        ("noise_count", c.c_size_t),
+        ("has_seed", c.c_int32),
+        ("seed", c.c_uint64),
+        ("deadline", c.c_double),
+        ("cameras", c.POINTER(c.c_char_p)),
+    )
+
+
 def load_library() -> c.CDLL:
     """libvtx.so of the build under test, with the types of what its calls return."""
     if "sanitize" in BUILD.name:
         pytest.skip("a sanitized library ends a process that has not loaded its runtime first")
     loaded = c.CDLL(str(BUILD / "libvtx.so"))
-    for name in ("version", "last_error", "model_json", "answer_text", "answer_stopped", "answer_json"):
+    for name in ("version", "last_error", "model_json", "answer_text", "answer_stopped", "answer_json", "actions_json"):
         getattr(loaded, f"vtx_{name}").restype = c.c_char_p
     loaded.vtx_answer_ids.restype = c.POINTER(c.c_int64)
     loaded.vtx_answer_seg_states.restype = c.POINTER(c.c_float)
+    loaded.vtx_actions_values.restype = c.POINTER(c.c_float)
     return loaded
 
 
@@ -127,6 +143,39 @@ class Loaded:
         facts["stopped"] = self.library.vtx_answer_stopped(answer).decode()
         self.library.vtx_answer_free(answer)
         return facts
+
+    def act(
+        self, pictures: Sequence[Image.Image], instruction: str, state: Any, *, noise: Any = None,
+        cameras: Sequence[str] = (), **fields: Any,
+    ) -> tuple[int, np.ndarray[Any, Any], dict[str, Any]]:  # fmt: skip
+        """The status of `vtx_act`, its actions [horizon, width], and what it says of them."""
+        images, actions, options = (VtxImage * len(pictures))(), c.c_void_p(), ActOptions()
+        arrays = [np.asarray(picture.convert("RGB")) for picture in pictures]
+        for image, array in zip(images, arrays, strict=True):
+            self.library.vtx_image_init(c.byref(image), c.sizeof(image))
+            image.data, image.height, image.width = array.ctypes.data, array.shape[0], array.shape[1]
+            image.stride = array.strides[0]
+        self.library.vtx_act_options_init(c.byref(options), c.sizeof(options))
+        numbers = np.ascontiguousarray(noise if noise is not None else [], np.float32)
+        if noise is not None:
+            options.noise, options.noise_count = numbers.ctypes.data_as(c.POINTER(c.c_float)), numbers.size
+        if cameras:
+            options.cameras = (c.c_char_p * len(cameras))(*map(str.encode, cameras))
+        for name, value in fields.items():
+            setattr(options, name, value)
+        given = np.ascontiguousarray(state, np.float32)
+        status = self.library.vtx_act(
+            self.handle, images, len(images), instruction.encode(), given.ctypes.data_as(c.POINTER(c.c_float)),
+            given.size, c.byref(options), c.byref(actions),
+        )  # fmt: skip
+        if status != OK:
+            return status, np.zeros((0, 0), np.float32), {"error": self.library.vtx_last_error().decode()}
+        horizon, width = c.c_size_t(), c.c_size_t()
+        values = self.library.vtx_actions_values(actions, c.byref(horizon), c.byref(width))
+        found = np.ctypeslib.as_array(values, (horizon.value, width.value)).copy()
+        facts: dict[str, Any] = json.loads(self.library.vtx_actions_json(actions))
+        self.library.vtx_actions_free(actions)
+        return status, found, facts
 
     def opened(self, picture: Image.Image) -> Callable[..., dict[str, Any]]:
         """A conversation about one picture, as a function of a question and the fields of `AskOptions`."""

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <iostream>
 #include <iterator>
 #include <limits>
@@ -42,6 +43,11 @@ constexpr char kHelp[] =
     "  --device auto|cpu|openvino|tensorrt[:N]\n"
     "  --compute TYPE          The type of the arithmetic [default: the fastest that kept the answers at export].\n"
     "  --library PATH          The engine's library: a file or a directory.\n"
+    "  --act STATE             The robot's state, a JSON list of numbers in a file; all arguments but the last, the\n"
+    "                          instruction, are pictures of its cameras (or NAME=PICTURE). Prints actions as JSON.\n"
+    "  --steps N               With --act: Euler steps [default: the checkpoint's].\n"
+    "  --deadline SECONDS      With --act: an error where the actions are not ready by then.\n"
+    "  --normalized            With --act: the state is normalised, and so are the actions.\n"
     "  --require-signature PUBKEY\n"
     "                          Use the bundle only if the private half of this Ed25519 key (PEM) signed it.\n"
     "  --threads N             [default: all cores]\n"
@@ -52,6 +58,8 @@ struct Arguments {
   std::string bundle;
   vtx::LoadOptions load;
   vtx::AskOptions ask;
+  std::string act;  // the file of the state
+  vtx::ActOptions acting;
   bool text_only = false, chat = false, json = false, wait = false;
   long repeat = 1;
 };
@@ -138,7 +146,15 @@ Arguments parse(int count, char** values) {
         text = list + "]";
       }
       out.ask.guide = text;
-    } else if (word == "--gate-threshold")
+    } else if (word == "--act")
+      out.act = next();
+    else if (word == "--steps")
+      out.acting.steps = whole_number<int64_t>(word, next());
+    else if (word == "--deadline")
+      out.acting.deadline = number(word, next());
+    else if (word == "--normalized")
+      out.acting.normalized = true;
+    else if (word == "--gate-threshold")
       out.ask.gate_threshold = number(word, next());
     else if (word == "--image")
       out.images.emplace_back(next());
@@ -187,6 +203,13 @@ Arguments parse(int count, char** values) {
     if (value) usage(word + " takes no value");
   }
   if (out.bundle.empty()) usage("no bundle given: --bundle DIR, or set VTX_BUNDLE");
+  if (!out.act.empty()) {
+    if (out.words.size() < 2) usage("no picture given: vtx-cpp-run --act state.json camera.jpg \"instruction\"");
+    out.images.assign(out.words.begin(), out.words.end() - 1);
+    out.words.erase(out.words.begin(), out.words.end() - 1);
+    out.acting.k = out.ask.k, out.acting.seed = out.ask.seed;
+    return out;
+  }
   if (!out.text_only && !out.words.empty()) {
     out.images.insert(out.images.begin(), out.words.front());
     out.words.erase(out.words.begin());
@@ -195,10 +218,64 @@ Arguments parse(int count, char** values) {
   return out;
 }
 
+// A JSON list of numbers in a file.
+std::vector<float> read_state(const std::string& path) {
+  std::ifstream file(path);
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!file) throw std::runtime_error("cannot read " + path + "; name a JSON list of numbers, which is the robot's state");
+  std::vector<float> out;
+  const char* at = text.c_str();
+  auto blank = [&] { at += std::strspn(at, " \t\r\n"); };
+  blank();
+  bool list = *at == '[';
+  for (char end = ','; list && end == ',';) {
+    ++at;
+    blank();
+    if (*at == ']' && out.empty()) break;
+    char* behind = nullptr;
+    out.push_back(std::strtof(at, &behind));
+    list = behind != at;
+    at = behind;
+    blank();
+    end = *at;
+    list = list && (end == ',' || end == ']');
+  }
+  if (list) ++at, blank();
+  if (!list || *at) throw std::runtime_error(path + " is not a JSON list of numbers, which is the robot's state");
+  return out;
+}
+
+// "a", "b" of these texts.
+std::string quoted_list(const std::vector<std::string>& texts) {
+  std::string out;
+  for (const std::string& text : texts) out += (out.empty() ? "" : ", ") + quoted(text);
+  return out;
+}
+
+void act(const Arguments& arguments) {
+  std::vector<float> state = read_state(arguments.act);
+  vtx::ActOptions options = arguments.acting;
+  std::vector<vtx::Image> images;
+  vtx::Model model(arguments.bundle, arguments.load);
+  auto named = [](const std::string& image) { return image.find('=') != std::string::npos; };
+  bool all = std::all_of(arguments.images.begin(), arguments.images.end(), named);
+  for (const std::string& image : arguments.images) {
+    size_t equals = image.find('=');
+    if (all) options.cameras.push_back(image.substr(0, equals));
+    images.push_back(vtx::Image::file(all ? image.substr(equals + 1) : image));
+  }
+  const std::string& instruction = arguments.words.front();
+  for (long round = 0; round < arguments.repeat; ++round) {
+    std::string facts = model.act(images, instruction, state, options).json();
+    std::cout << "{\"instruction\": " << quoted(instruction) << ", \"image\": [" << quoted_list(arguments.images)
+              << "], \"bundle\": " << quoted(arguments.bundle) << ", " << facts.substr(1) << "\n"
+              << std::flush;
+  }
+}
+
 // The answer's object with the question before it and why it ended behind it, as vtx-run prints it.
 void print_json(const Arguments& arguments, const std::string& question, const vtx::Answer& answer) {
-  std::string images;
-  for (const std::string& image : arguments.images) images += (images.empty() ? "" : ", ") + quoted(image);
+  std::string images = quoted_list(arguments.images);
   std::string facts = answer.json();
   facts.pop_back();
   std::cout << "{\"question\": " << quoted(question) << ", \"image\": [" << images
@@ -255,7 +332,8 @@ void run(const Arguments& arguments) {
 
 int main(int count, char** values) {
   try {
-    run(parse(count, values));
+    Arguments arguments = parse(count, values);
+    arguments.act.empty() ? run(arguments) : act(arguments);
     return 0;
   } catch (const std::exception& error) {
     std::cerr << "Error: " << error.what() << "\n";

@@ -40,12 +40,14 @@ typedef enum vtx_status {
   VTX_BUNDLE = 6,   /* a bundle is damaged, incomplete, from another version, or reaches outside itself */
   VTX_DEVICE = 7,   /* an engine is missing, too old, or fails */
   VTX_MEMORY = 8,   /* there is no memory left; the model can be used on */
-  VTX_INTERNAL = 9  /* a fault of libvtx itself */
+  VTX_INTERNAL = 9, /* a fault of libvtx itself */
+  VTX_DEADLINE = 10 /* the actions were not ready by their deadline */
 } vtx_status;
 
 typedef struct vtx_model vtx_model;
 typedef struct vtx_conversation vtx_conversation;
 typedef struct vtx_answer vtx_answer;
+typedef struct vtx_actions vtx_actions;
 
 /* The library's version, as "0.1.0", and the VTX_API_VERSION that it was built with. */
 VTX_API const char* vtx_version(void);
@@ -62,7 +64,8 @@ typedef struct vtx_load_options {
   const char* library; /* the engine's library, a file or a directory; NULL: $VTX_ONNXRUNTIME, $VTX_OPENVINO or
                           $VTX_TENSORRT, then the system's */
   int32_t threads;     /* to compute with, at most 1024; 0: all cores */
-  const char* fit;     /* images of another shape: "crop", "pad", "squash", "released" (tiles); NULL: as in the model's training */
+  const char*
+      fit; /* images of another shape: "crop", "pad", "squash", "released" (tiles); NULL: as in the model's training */
   const char* compute; /* the type of the arithmetic, such as "f32"; NULL: the fastest that kept the answers at export */
   int32_t max_tiles;   /* where images are seen in tiles, the most of an image, the whole one counted; 0: the model's own */
   const char* require_signature; /* the file of a public key (Ed25519, PEM): only a bundle that the private half signed
@@ -78,8 +81,8 @@ VTX_API void vtx_load_options_init(vtx_load_options* options, size_t size);
 VTX_API vtx_status vtx_load(const char* bundle, const vtx_load_options* options, vtx_model** model);
 VTX_API void vtx_model_free(vtx_model* model);
 
-/* One line of JSON: name, layers, precision, prebuilt K, reductions, device, engine, and whether the bundle's card (see
- * vtx-fit) is used. Valid as long as the model. */
+/* One line of JSON: name, layers, precision, prebuilt K, reductions, device, engine, whether the bundle's card (see vtx-fit)
+ * is used, and of a model that makes actions their sizes and its cameras. Valid as long as the model. */
 VTX_API const char* vtx_model_json(const vtx_model* model);
 
 /* ---- conversations */
@@ -139,7 +142,7 @@ typedef struct vtx_ask_options {
   int32_t logprobs;
   vtx_on_token on_token;
   void* user;
-  const char* about; /* text by which image tokens are chosen in place of the question; NULL: by the question */
+  const char* about;      /* text by which image tokens are chosen in place of the question; NULL: by the question */
   const char* guide_kind; /* the form of the answer: "schema" (JSON text), "choices" (a JSON list), "regex" or "grammar" */
   const char* guide;      /* what gives that form; needs llguidance 1.7 or newer, which is found at run time; NULL: none */
 } vtx_ask_options;
@@ -183,6 +186,36 @@ VTX_API const char* vtx_answer_stopped(const vtx_answer* answer);
 /* The object that vtx-run --json prints of an answer. */
 VTX_API const char* vtx_answer_json(const vtx_answer* answer);
 VTX_API void vtx_answer_free(vtx_answer* answer);
+
+/* ---- actions, of a model that makes them (pi0) */
+
+typedef struct vtx_act_options {
+  size_t size;
+  const char* k;      /* a prebuilt K, "none"; NULL: the bundle's default */
+  int64_t steps;      /* Euler steps from noise to actions; 0: the checkpoint's */
+  int32_t normalized; /* the state is normalised, and so are the actions; both have the model's full widths */
+  const float* noise; /* [horizon, width of the model]; NULL: drawn */
+  size_t noise_count; /* numbers of it */
+  int32_t has_seed;
+  uint64_t seed;              /* draws the noise that it draws in Python */
+  double deadline;            /* seconds from the call; actions that are not ready then: VTX_DEADLINE. 0: none */
+  const char* const* cameras; /* the camera of each image by its name; NULL: images are in the bundle's order */
+} vtx_act_options;
+
+VTX_API void vtx_act_options_init(vtx_act_options* options, size_t size);
+
+/* The next actions of a robot in its own units, by the images of its cameras, an instruction and its state. All new images
+ * go through the tower in one pass; one that is the same, byte by byte, as one of the last call keeps its tokens. One call
+ * runs at a time, others wait. `options` may be NULL. The deadline is looked at before the tower, every stage of the prompt
+ * and every step. Actions that are not finite are never given out. Free with vtx_actions_free. */
+VTX_API vtx_status vtx_act(vtx_model* model, const vtx_image* images, size_t count, const char* instruction,
+                           const float* state, size_t state_count, const vtx_act_options* options, vtx_actions** actions);
+
+/* [horizon, width] numbers, the next moment's first, which belong to the actions. */
+VTX_API const float* vtx_actions_values(const vtx_actions* actions, size_t* horizon, size_t* width);
+/* The actions, the seconds of tower, prompt and expert, and the number of images that ran through the tower. */
+VTX_API const char* vtx_actions_json(const vtx_actions* actions);
+VTX_API void vtx_actions_free(vtx_actions* actions);
 
 #ifdef __cplusplus
 }

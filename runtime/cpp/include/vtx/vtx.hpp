@@ -218,6 +218,35 @@ class Conversation {
   std::unique_ptr<vtx_conversation, Free> conversation_;
 };
 
+struct ActOptions {
+  std::string k;      // empty: the bundle's default
+  int64_t steps = 0;  // 0: the checkpoint's
+  bool normalized = false;
+  std::vector<float> noise;  // [horizon, width of the model]; empty: drawn
+  std::optional<uint64_t> seed;
+  double deadline = 0;               // seconds; 0: none
+  std::vector<std::string> cameras;  // of each image; empty: in the bundle's order
+};
+
+// The next actions of a robot, [horizon, width].
+class Actions {
+ public:
+  explicit Actions(vtx_actions* actions) : actions_(actions) { values_ = vtx_actions_values(actions, &horizon_, &width_); }
+  size_t horizon() const { return horizon_; }
+  size_t width() const { return width_; }
+  // The numbers of one moment, which belong to the actions.
+  const float* operator[](size_t moment) const { return values_ + moment * width_; }
+  std::string json() const { return vtx_actions_json(actions_.get()); }
+
+ private:
+  struct Free {
+    void operator()(vtx_actions* actions) const { vtx_actions_free(actions); }
+  };
+  std::unique_ptr<vtx_actions, Free> actions_;
+  size_t horizon_ = 0, width_ = 0;
+  const float* values_;
+};
+
 class Model {
  public:
   explicit Model(const std::string& bundle, const LoadOptions& options = {}) {
@@ -239,6 +268,25 @@ class Model {
     vtx_conversation* conversation = nullptr;
     check(vtx_open(model_.get(), raw.data(), raw.size(), system ? text_of(*system) : nullptr, &conversation));
     return Conversation(conversation);
+  }
+  // The next actions of a robot whose cameras show these images. Only of a model that makes actions.
+  Actions act(const std::vector<Image>& images, const std::string& instruction, const std::vector<float>& state,
+              const ActOptions& options = {}) {
+    std::vector<vtx_image> raw;
+    for (const Image& image : images) raw.push_back(image.raw());
+    vtx_act_options o;
+    vtx_act_options_init(&o, sizeof o);
+    o.k = text_or_null(options.k), o.steps = options.steps, o.normalized = options.normalized;
+    o.noise = options.noise.empty() ? nullptr : options.noise.data(), o.noise_count = options.noise.size();
+    o.has_seed = options.seed.has_value(), o.seed = options.seed.value_or(0), o.deadline = options.deadline;
+    std::vector<const char*> cameras;
+    for (const std::string& camera : options.cameras) cameras.push_back(text_of(camera));
+    if (!cameras.empty() && cameras.size() != images.size())
+      throw Error(VTX_REQUEST, "cameras are named, and their number is not that of the images; name each image's");
+    o.cameras = cameras.empty() ? nullptr : cameras.data();
+    vtx_actions* actions = nullptr;
+    check(vtx_act(model_.get(), raw.data(), raw.size(), text_of(instruction), state.data(), state.size(), &o, &actions));
+    return Actions(actions);
   }
   std::string json() const { return vtx_model_json(model_.get()); }
 

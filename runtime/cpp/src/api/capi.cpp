@@ -2,6 +2,7 @@
 #include <cstring>
 #include <new>
 
+#include "api/acting.hpp"
 #include "api/conversation.hpp"
 #include "api/handles.hpp"
 #include "base/checks.hpp"
@@ -10,6 +11,13 @@
 
 struct vtx_model {
   std::shared_ptr<vtxcore::Model> model;
+  std::string json;
+  std::unique_ptr<vtxcore::Actor> actor;  // made by the first actions
+  std::mutex lock;                        // while it is
+};
+
+struct vtx_actions {
+  vtxcore::Rows values;
   std::string json;
 };
 
@@ -50,6 +58,7 @@ vtx_status status_of(vtxcore::Kind kind) {
     case vtxcore::Kind::bundle: return VTX_BUNDLE;
     case vtxcore::Kind::device: return VTX_DEVICE;
     case vtxcore::Kind::closed: return VTX_REQUEST;
+    case vtxcore::Kind::late: return VTX_DEADLINE;
   }
   return VTX_INTERNAL;
 }
@@ -172,6 +181,32 @@ vtxcore::Picture picture_of(const vtx_image& given) {
   return vtxcore::from_buffer(data, second, image.width, image.height, image.stride, kFormats[number]);
 }
 
+// Does `work` with each of the images in a list of the caller's header.
+template <typename Work>
+void each_picture(const vtx_image* images, size_t count, Work work) {
+  if (count) require(images, "the list of images");
+  const char* next = reinterpret_cast<const char*>(images);
+  for (size_t i = 0; i < count; ++i) {
+    auto image = reinterpret_cast<const vtx_image*>(next);
+    work(picture_of(*image));
+    next += image->size;
+  }
+}
+
+vtxcore::ActOptions act_options_of(const vtx_act_options* given, size_t images) {
+  vtx_act_options o = known(given, vtx_act_options_init);
+  vtxcore::ActOptions out;
+  out.k = text_or(o.k, "default");
+  if (o.steps) out.steps = o.steps;
+  out.normalized = o.normalized != 0, out.deadline = o.deadline;
+  if (o.noise_count) require(o.noise, "the noise");
+  if (o.noise) out.noise = vtxcore::Floats(o.noise, o.noise + o.noise_count);
+  if (o.has_seed) out.seed = o.seed;
+  if (o.cameras) out.cameras.emplace();
+  for (size_t i = 0; o.cameras && i < images; ++i) out.cameras->push_back(text_or(o.cameras[i], ""));
+  return out;
+}
+
 vtx_answer* answer_of(vtxcore::Answer answer) {
   std::string json = answer.json.dump();
   return handed_out(std::make_shared<vtx_answer>(vtx_answer{std::move(answer), std::move(json)}));
@@ -180,7 +215,17 @@ vtx_answer* answer_of(vtxcore::Answer answer) {
 std::string model_json(const vtxcore::Model& model) {
   const vtxcore::Manifest& m = model.manifest();
   vtxcore::Json::Array ks(m.variants.begin(), m.variants.end()), reductions(m.reductions.begin(), m.reductions.end());
+  vtxcore::Json action;
+  if (const auto& a = m.action)
+    action = vtxcore::Json::Object{{"state", a->of_states ? vtxcore::Json(a->of_states->mean.size()) : vtxcore::Json()},
+                                   {"width", a->of_actions ? vtxcore::Json(a->of_actions->mean.size()) : vtxcore::Json()},
+                                   {"normalized_state", a->state},
+                                   {"normalized_width", a->width},
+                                   {"horizon", a->horizon},
+                                   {"steps", a->steps},
+                                   {"cameras", vtxcore::Json::Array(a->cameras.begin(), a->cameras.end())}};
   return vtxcore::Json(vtxcore::Json::Object{{"name", m.model.name},
+                                             {"action", action},
                                              {"layers", m.model.layers},
                                              {"precision", m.precision},
                                              {"kv_dtype", m.kv_dtype},
@@ -262,14 +307,9 @@ vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, con
   return guarded([&] {
     std::shared_ptr<vtx_model> held = living(model, "the model");
     require(conversation, "the place for the conversation");
-    if (count) require(images, "the list of images");
     std::vector<vtxcore::PreparedImage> prepared;
-    const char* next = reinterpret_cast<const char*>(images);
-    for (size_t i = 0; i < count; ++i) {
-      auto image = reinterpret_cast<const vtx_image*>(next);
-      prepared.push_back(held->model->prepare(picture_of(*image), "", count));
-      next += image->size;  // of the caller's header
-    }
+    each_picture(images, count,
+                 [&](const vtxcore::Picture& picture) { prepared.push_back(held->model->prepare(picture, "", count)); });
     std::optional<std::string> prompt;
     if (system) prompt = system;
     *conversation = handed_out(std::make_shared<vtx_conversation>(held->model, std::move(prepared), std::move(prompt)));
@@ -349,5 +389,42 @@ const char* vtx_answer_json(const vtx_answer* answer) {
 }
 
 void vtx_answer_free(vtx_answer* answer) { vtxcore::Handles<vtx_answer>::all().take(answer); }
+
+void vtx_act_options_init(vtx_act_options* options, size_t size) { fill(options, size, vtx_act_options{}); }
+
+vtx_status vtx_act(vtx_model* model, const vtx_image* images, size_t count, const char* instruction, const float* state,
+                   size_t state_count, const vtx_act_options* options, vtx_actions** actions) {
+  if (actions) *actions = nullptr;
+  return guarded([&] {
+    std::shared_ptr<vtx_model> held = living(model, "the model");
+    require(actions, "the place for the actions");
+    require(instruction, "the instruction");
+    if (state_count) require(state, "the state");
+    {
+      std::lock_guard<std::mutex> making(held->lock);
+      if (!held->actor) held->actor = std::make_unique<vtxcore::Actor>(held->model);
+    }
+    std::vector<vtxcore::Picture> pictures;
+    each_picture(images, count, [&](vtxcore::Picture picture) { pictures.push_back(std::move(picture)); });
+    vtxcore::Floats given(state, state + state_count);
+    vtxcore::Actions found = held->actor->act(pictures, instruction, given, act_options_of(options, count));
+    std::string json = found.json.dump();
+    *actions = handed_out(std::make_shared<vtx_actions>(vtx_actions{std::move(found.values), std::move(json)}));
+  });
+}
+
+const float* vtx_actions_values(const vtx_actions* actions, size_t* horizon, size_t* width) {
+  auto held = found(actions);
+  if (horizon) *horizon = held ? held->values.count() : 0;
+  if (width) *width = held ? held->values.width : 0;
+  return held ? held->values.data.data() : nullptr;
+}
+
+const char* vtx_actions_json(const vtx_actions* actions) {
+  auto held = found(actions);
+  return held ? held->json.c_str() : "null";
+}
+
+void vtx_actions_free(vtx_actions* actions) { vtxcore::Handles<vtx_actions>::all().take(actions); }
 
 }  // extern "C"

@@ -1,9 +1,11 @@
 // What a backend must do, and nothing more: run the graphs and hold the caches.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/errors.hpp"
 #include "base/tensors.hpp"
@@ -11,6 +13,8 @@
 
 namespace vtxcore {
 
+// The change of actions [horizon, width] at a time from 1 to 0.
+using ExpertStep = std::function<Floats(const Floats& actions, float time)>;
 using Extras = std::map<std::string, float>;  // extra inputs of a vision graph by name, [1] each
 
 // K/V of one stage for one conversation, [layers, 2, kv_heads, capacity, head_dim], and the stage's run.
@@ -66,6 +70,10 @@ class Backend {
   virtual TokenStates embed(const Ids& ids) = 0;
   // One view [3, height, width] to its tokens.
   virtual std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) = 0;
+  // Views [3, height, width] in one pass to the tokens of the first, then of the next ones. Only of a model with an expert.
+  virtual Rows views(const std::vector<const Floats*>& views);
+  // The steps of the expert for a state at positions [1 + horizon], by what `StageCache::read` gave of each stage's slots.
+  virtual ExpertStep expert(const std::vector<SavedSlots>& prompt, Floats state, Ids positions);
   // Hidden states [n, hidden] to logits [n, vocab].
   virtual Rows head(const Rows& rows) = 0;
   // The odds [2] (stay, withdraw) that the gate before layer `k` gives.

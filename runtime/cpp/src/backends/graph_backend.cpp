@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "backends/loading.hpp"
+#include "backends/tables.hpp"
+#include "base/halves.hpp"
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -103,6 +105,69 @@ std::shared_ptr<const ImageTokens> GraphBackend::vision(const Floats& pixels, co
   }
   return image_tokens(std::move(found), m_.model.tower.feature_width);
 }
+
+Rows GraphBackend::views(const std::vector<const Floats*>& views) {
+  auto [height, width] = m_.image.output();
+  auto count = static_cast<int64_t>(views.size());
+  Floats all;
+  for (const Floats* view : views) all.insert(all.end(), view->begin(), view->end());
+  size_t tokens = views.size() * static_cast<size_t>(m_.model.tower.tokens);
+  GraphOutputs found = run(graphs_.vision, {{names::kPixels, "float32", {count, 3, height, width}, all.data()}}, tokens);
+  return rows_of_each(graphs_.vision, found.at(names::kFeatures), m_.model.hidden, tokens);
+}
+
+ExpertStep GraphBackend::expert(const std::vector<SavedSlots>& prompt, Floats state, Ids positions) {
+  struct Layer {
+    int64_t slots;
+    Floats keys, values;
+  };
+  std::call_once(tables_read_, [this] { tables_ = read_tables(bundle_); });
+  std::string dtype = m_.kv_type(dialect);
+  auto heads = static_cast<size_t>(m_.model.kv_heads), dim = static_cast<size_t>(m_.model.head_dim);
+  auto bytes = static_cast<size_t>(m_.kv_bytes(dialect));
+  auto layers = std::make_shared<std::vector<Layer>>();
+  for (size_t number = 0; number < prompt.size(); ++number) {
+    const StageSpec& stage = m_.stages[number];
+    const uint8_t* from = prompt[number].data();
+    size_t part = prompt[number].size() / bytes / static_cast<size_t>(2 * stage.layers());  // numbers of K, or of V
+    for (int64_t layer = stage.first; layer <= stage.last; ++layer) {
+      layers->push_back({static_cast<int64_t>(part / heads / dim), Floats(part), Floats(part)});
+      for (auto [to, scale] :
+           {std::pair(&layers->back().keys, names::kKeyScaleOf), std::pair(&layers->back().values, names::kValueScaleOf)}) {
+        if (dtype == "int8") {
+          const Floats& scales = tables_.at(cat(scale, layer));
+          for (size_t i = 0; i < part; ++i)
+            (*to)[i] = static_cast<float>(static_cast<int8_t>(from[i])) * scales[i / (part / heads) * dim + i % dim];
+        } else {
+          widen(from, dtype, part, to->data());
+        }
+        from += part * bytes;
+      }
+    }
+  }
+  return [this, layers, state = std::move(state), positions = std::move(positions)](const Floats& actions, float time) {
+    const ActionSpec& a = *m_.action;
+    Ids table{m_.max_context, m_.model.head_dim / 2};
+    std::vector<GraphInput> inputs{{names::kRobotState, "float32", {1, a.state}, state.data()},
+                                   {names::kActions, "float32", {a.horizon, a.width}, actions.data()},
+                                   {names::kTime, "float32", {1, 1}, &time},
+                                   {names::kPositions, "int64", {a.horizon + 1}, positions.data()},
+                                   {names::kCos, "float32", table, tables_.at(names::kCos).data()},
+                                   {names::kSin, "float32", table, tables_.at(names::kSin).data()}};
+    for (size_t i = 0; i < layers->size(); ++i) {
+      const Layer& layer = (*layers)[i];
+      Ids shape{m_.model.kv_heads, layer.slots, m_.model.head_dim};
+      inputs.push_back({cat(names::kPastKey, i + 1), "float32", shape, layer.keys.data()});
+      inputs.push_back({cat(names::kPastValue, i + 1), "float32", shape, layer.values.data()});
+    }
+    GraphOutputs found = run(graphs_.head, inputs, 0);
+    return rows_of_each(graphs_.head, found.at(names::kChange), a.width, static_cast<size_t>(a.horizon)).data;
+  };
+}
+
+Rows Backend::views(const std::vector<const Floats*>&) { fail(Kind::device, device, " runs no expert"); }
+
+ExpertStep Backend::expert(const std::vector<SavedSlots>&, Floats, Ids) { fail(Kind::device, device, " runs no expert"); }
 
 void HostBackend::load_graphs(int threads) {
   Loads loads;

@@ -37,6 +37,8 @@ class GraphBackend : public Backend {
   GraphBackend(const Bundle& bundle, const std::string& dialect);
   TokenStates embed(const Ids& ids) final;
   std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) final;
+  Rows views(const std::vector<const Floats*>& views) final;
+  ExpertStep expert(const std::vector<SavedSlots>& prompt, Floats state, Ids positions) final;
   Rows head(const Rows& rows) override;
   Floats gate(int64_t k, const Rows& rows) final;
   Floats text_tower(const Ids& ids) final;
@@ -51,6 +53,10 @@ class GraphBackend : public Backend {
   const Bundle& bundle_;
   const Manifest& m_;
   const Graphs& graphs_;
+
+ private:
+  std::once_flag tables_read_;  // by the first actions
+  std::map<std::string, Floats> tables_;
 };
 
 class HostGraph {

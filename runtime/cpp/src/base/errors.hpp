@@ -10,7 +10,7 @@
 namespace vtxcore {
 
 // The classes of errors.py; the C ABI gives each its status.
-enum class Kind { request, context, busy, closed, templates, image, bundle, device };
+enum class Kind { request, context, busy, closed, templates, image, bundle, device, late };
 
 class Error : public std::runtime_error {
  public:

@@ -1,7 +1,9 @@
 #include "base/random.hpp"
 
 #include <array>
+#include <cmath>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace vtxcore {
@@ -74,13 +76,75 @@ void Random::step() {
   state_ = state_ * kMultiplier + increment_;
 }
 
-double Random::uniform() {
+uint64_t Random::bits() {
   step();
   auto high = static_cast<uint64_t>(state_ >> 64), low = static_cast<uint64_t>(state_);
   uint64_t mixed = high ^ low;
   auto turn = static_cast<unsigned>(high >> 58);
-  uint64_t bits = mixed >> turn | mixed << (-turn & 63u);
-  return static_cast<double>(bits >> 11) * (1.0 / 9007199254740992.0);
+  return mixed >> turn | mixed << (-turn & 63u);
+}
+
+double Random::uniform() { return static_cast<double>(bits() >> 11) * (1.0 / 9007199254740992.0); }
+
+namespace {
+
+// Marsaglia and Tsang's ziggurat of 256 layers in float32, with 23 bits of a layer's width.
+struct Ziggurat {
+  static constexpr double kEdge = 3.6541528853610087963519472518;  // of the lowest layer
+  static constexpr double kArea = 0.00492867323399;                // of each layer
+  std::array<uint32_t, 256> inside{};                              // below it a draw lies under the curve for certain
+  std::array<float, 256> width{}, height{};
+
+  Ziggurat() {
+    constexpr double kUnits = 8388608.0;
+    double x = kEdge, last = kEdge, base = kArea / std::exp(-0.5 * x * x);
+    inside[0] = static_cast<uint32_t>(x / base * kUnits);
+    width[0] = static_cast<float>(base / kUnits), width[255] = static_cast<float>(x / kUnits);
+    height[0] = 1.0f, height[255] = static_cast<float>(std::exp(-0.5 * x * x));
+    for (size_t i = 254; i > 0; --i) {
+      x = std::sqrt(-2.0 * std::log(kArea / x + std::exp(-0.5 * x * x)));
+      inside[i + 1] = static_cast<uint32_t>(x / last * kUnits);
+      last = x;
+      width[i] = static_cast<float>(x / kUnits), height[i] = static_cast<float>(std::exp(-0.5 * x * x));
+    }
+  }
+};
+
+}  // namespace
+
+std::vector<float> Random::normals(size_t count) {
+  static const Ziggurat kZiggurat;
+  constexpr auto kEdge = static_cast<float>(Ziggurat::kEdge);
+  std::optional<uint32_t> kept;  // the upper half of the last 64 bits
+  auto word = [&] {
+    if (kept) return std::exchange(kept, std::nullopt).value();
+    uint64_t both = bits();
+    kept = static_cast<uint32_t>(both >> 32);
+    return static_cast<uint32_t>(both);
+  };
+  auto uniform_float = [&] { return static_cast<float>(word() >> 8) * (1.0f / 16777216.0f); };
+  std::vector<float> out;
+  while (out.size() < count) {
+    uint32_t drawn = word();
+    size_t layer = drawn & 255;
+    uint32_t magnitude = drawn >> 9 & 0x7fffff;
+    float x = static_cast<float>(magnitude) * kZiggurat.width[layer];
+    if (drawn >> 8 & 1) x = -x;
+    if (magnitude < kZiggurat.inside[layer]) {
+      out.push_back(x);
+    } else if (layer == 0) {  // the tail
+      float beyond, y;
+      do {
+        beyond = -(1.0f / kEdge) * std::log1p(-uniform_float());
+        y = -std::log1p(-uniform_float());
+      } while (y + y <= beyond * beyond);
+      out.push_back(magnitude >> 8 & 1 ? -(kEdge + beyond) : kEdge + beyond);
+    } else {
+      float high = kZiggurat.height[layer - 1], low = kZiggurat.height[layer];
+      if (static_cast<double>((high - low) * uniform_float() + low) < std::exp(-0.5 * x * x)) out.push_back(x);
+    }
+  }
+  return out;
 }
 
 }  // namespace vtxcore

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace vtxcore {
 
@@ -12,10 +13,13 @@ class Random {
   explicit Random(std::optional<uint64_t> seed);
   // Uniform in [0, 1), 53 bits.
   double uniform();
+  // What standard_normal(count, float32) gives.
+  std::vector<float> normals(size_t count);
 
  private:
   __extension__ using Wide = unsigned __int128;
   void step();
+  uint64_t bits();
   Wide state_ = 0, increment_ = 0;
 };
 

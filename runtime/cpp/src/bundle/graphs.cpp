@@ -84,7 +84,22 @@ GraphIO embed_io(const Manifest& m) {
   return out;
 }
 
-GraphIO head_io(const Manifest& m) { return {{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}}; }
+GraphIO head_io(const Manifest& m) {
+  if (!m.action) return {{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}};
+  const ActionSpec& a = *m.action;
+  int64_t half = m.model.head_dim / 2;
+  GraphIO out{{{names::kRobotState, "float32", {int64_t{1}, a.state}},
+               {names::kActions, "float32", {a.horizon, a.width}},
+               {names::kTime, "float32", {int64_t{1}, int64_t{1}}},
+               {names::kPositions, "int64", {a.horizon + 1}},
+               {names::kCos, "float32", {"max_context", half}},
+               {names::kSin, "float32", {"max_context", half}}},
+              {{names::kChange, "float32", {a.horizon, a.width}}}};
+  for (int64_t layer = 1; layer <= m.model.layers; ++layer)
+    for (const char* name : {names::kPastKey, names::kPastValue})
+      out.inputs.push_back({cat(name, layer), "float32", {m.model.kv_heads, cat("slots.", layer), m.model.head_dim}});
+  return out;
+}
 
 GraphIO gate_io(const Manifest& m) { return {{hidden(m)}, {{names::kOdds, "float32", {int64_t{2}}}}}; }
 

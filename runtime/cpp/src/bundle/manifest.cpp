@@ -195,7 +195,9 @@ ImageSettings read_image(const Json& value) {
   std::vector<double> mean = numbers(fields, "mean", 3, -1e6, 1e6), std = numbers(fields, "std", 3, 1e-6, 1e6);
   std::copy(mean.begin(), mean.end(), s.mean.begin());
   std::copy(std.begin(), std.end(), s.std.begin());
+  if (fields.has("within")) s.within = fields.flag("within");
   fields.done();
+  if (s.within && (!s.resize || s.pad || s.crop)) bad_image(fields, "within", "false");
   if (!s.crop && !s.resize && !(s.pad && s.shortest)) bad_image(fields, "crop", "set where resize does not fix the size");
   return s;
 }
@@ -416,7 +418,6 @@ Manifest read_manifest(const Json& root) {
   Manifest m;
   fields.whole("format");
   m.vtx = fields.text("vtx");
-  refuse(fields, "action", "models that answer with actions");
   m.model = read_model(fields.get("model"));
   m.layout = read_layout(fields.get("layout"));
   m.precision = fields.text("precision");
@@ -464,6 +465,7 @@ Manifest read_manifest(const Json& root) {
   m.kv_scales = fields.text_or_null("kv_scales");
   m.text_tower = read_text_tower(fields.get("text_tower"));
   if (fields.has("video") && !fields.get("video").is_null()) m.video = read_video(fields.get("video"));
+  if (fields.has("action") && !fields.get("action").is_null()) m.action = read_action(fields.get("action"));
   m.image = read_image(fields.get("image"));
   m.text = read_text_settings(fields.get("text"));
   m.files = read_files(fields.get("files"));

@@ -83,6 +83,7 @@ struct ImageSettings {
   std::optional<std::pair<int, int>> crop;  // height, width
   double rescale;
   std::array<double, 3> mean, std;
+  bool within = false;  // pictures keep their shape within `resize`, at the top left; the rest is 0
 
   std::pair<int, int> output() const;  // height, width
 };
@@ -124,6 +125,19 @@ struct BundleRelease {
   std::string until;  // the last day on which it may be loaded, YYYY-MM-DD in UTC; empty for no end
 };
 
+// Means and standard deviations of a robot's states or actions, by which they are normalised.
+struct Statistics {
+  Floats mean, std;
+};
+
+// An expert, which makes `horizon` actions of `width` numbers from a state of `state` numbers and noise, in `steps` steps.
+// `cameras` name the pictures of a prompt in their order; empty: any number.
+struct ActionSpec {
+  int64_t state, width, horizon, steps;
+  std::vector<std::string> cameras;
+  std::optional<Statistics> of_states, of_actions;
+};
+
 struct Manifest {
   std::string vtx;
   ModelSpec model;
@@ -143,6 +157,7 @@ struct Manifest {
   std::optional<std::string> kv_scales;
   std::optional<TextTowerSpec> text_tower;
   std::optional<VideoSpec> video;
+  std::optional<ActionSpec> action;  // the model answers with actions, and the head is its expert
   ImageSettings image;
   TextSettings text;
   std::map<std::string, FileRecord> files;
@@ -154,6 +169,9 @@ struct Manifest {
   std::string kv_type(const std::string& dialect) const;
   int64_t kv_bytes(const std::string& dialect) const;
 };
+
+// The section `action`. Throws Error(bundle).
+ActionSpec read_action(const Json& value);
 
 // The section `text`. Throws Error(bundle).
 TextSettings read_text_settings(const Json& value);

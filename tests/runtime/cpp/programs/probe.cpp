@@ -10,6 +10,7 @@
 //   stage BUNDLE DEVICE[:COMPUTE] N [ROW...]  hidden states on stdin through stage N (from 0), of which those ROWs are asked
 //                             for or all, and the last one once more as the next token; their hidden states on stdout
 //   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
+//   normals SEED COUNT        what its standard_normal(COUNT, float32) gives, as it lies in memory
 //   select SPEC TOKENS WIDTH CLIP QUESTIONS  what a method without layers selects of one image, question after question: on
 //                             stdin its tokens, their patches [TOKENS, CLIP] and of each question its mean input embedding
 //                             and CLIP's; a line each: what is kept, and the processor's milliseconds. Where cosines
@@ -334,6 +335,9 @@ int main(int count, char** values) {
     else if (mode == "uniforms" && count == 4) {
       Random random(std::stoull(values[2]));
       for (int i = 0; i < std::stoi(values[3]); ++i) std::cout << python_repr(random.uniform()) << "\n";
+    } else if (mode == "normals" && count == 4) {
+      Floats drawn = Random(std::stoull(values[2])).normals(std::stoul(values[3]));
+      std::cout.write(reinterpret_cast<const char*>(drawn.data()), static_cast<std::streamsize>(4 * drawn.size()));
     } else {
       std::cerr << "vtx-cpp-probe: tests/runtime/cpp/programs/probe.cpp says what it does\n";
       return 2;

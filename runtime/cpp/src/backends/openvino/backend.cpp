@@ -89,8 +89,8 @@ class OpenvinoBackend : public HostBackend {
     auto model = openvino_.read(bundle_, name, io, compute);
     bool vision = name == graphs_.vision, head = name == graphs_.head;
     std::pair<int, int> size = m_.image.output();  // clang captures no structured binding before its release 16
-    // For one image, which lets the engine choose its kernels for these very sizes.
-    if (vision) loading(name, [&] { model->reshape(names::kPixels, {1, 3, size.first, size.second}); });
+    // For one image, or several of cameras, which lets the engine choose its kernels for these very sizes.
+    if (vision) loading(name, [&] { model->reshape(names::kPixels, {m_.action ? -1 : 1, 3, size.first, size.second}); });
     auto dropping = model->letting_go(!roomy_);
     const std::string& precision = vision || name == graphs_.text_tower || name == graphs_.projector ? m_.vision_precision
                                    : head                                                            ? m_.head_precision
@@ -99,7 +99,7 @@ class OpenvinoBackend : public HostBackend {
         std::make_unique<OpenvinoGraph>(name, compile(name, *model, precision, vision ? tower_settings_ : Settings()), io);
     // The engine packs the weights of a graph of any size when it first runs.
     Floats zero(static_cast<size_t>(m_.model.hidden));
-    if (head) graph->run({{names::kHidden, "float32", {1, m_.model.hidden}, zero.data()}});
+    if (head && !m_.action) graph->run({{names::kHidden, "float32", {1, m_.model.hidden}, zero.data()}});
     return graph;
   }
 

@@ -1,0 +1,143 @@
+#include "api/acting.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "base/checks.hpp"
+#include "base/random.hpp"
+
+namespace vtxcore {
+namespace {
+
+constexpr float kSmallest = 1e-8f;  // is added to each deviation, as the checkpoint's processor does
+
+const ActionSpec& spec_of(const Manifest& m) {
+  if (!m.action) fail(Kind::request, m.model.name, " answers in words, not with actions; use ask");
+  return *m.action;
+}
+
+void check_numbers(const char* what, const Floats& given, const Ids& shape) {
+  size_t count = 1;
+  for (int64_t size : shape) count *= static_cast<size_t>(size);
+  if (given.size() != count) fail(Kind::request, what, " has the shape [", given.size(), "], this model's is ", shape);
+  auto wrong = std::count_if(given.begin(), given.end(), [](float value) { return !std::isfinite(value); });
+  if (wrong > 0) fail(Kind::request, what, " holds ", wrong, " values that are not numbers");
+}
+
+}  // namespace
+
+Actor::Actor(std::shared_ptr<const Model> model)
+    : model_(std::move(model)), spec_(spec_of(model_->manifest())), acting_(model_->backend(), model_->manifest()) {}
+
+void Actor::no_statistics(const char* what) const {
+  fail(Kind::request, "this bundle has no means and deviations of ", what,
+       ", as the checkpoint's processor_config.json has ",
+       "none; add them there and export again, or give a normalised state and take normalised actions (normalized)");
+}
+
+// Which picture each of the bundle's cameras has.
+std::vector<size_t> Actor::order(size_t count, const std::optional<std::vector<std::string>>& named) const {
+  const std::vector<std::string>& names = spec_.cameras;
+  std::vector<size_t> out;
+  if (!named) {
+    if (count == 0 || (!names.empty() && count != names.size()))
+      fail(Kind::request, count, " pictures are given, and this bundle has ",
+           names.empty() ? "at least one camera" : cat(names.size(), " cameras: ", listed(names)));
+    for (size_t i = 0; i < count; ++i) out.push_back(i);
+    return out;
+  }
+  if (names.empty())
+    fail(Kind::request, "this bundle names no cameras; give pictures without names, or export with --cameras NAME,NAME");
+  std::vector<std::string> missing, unknown;
+  for (const std::string& name : names) {
+    auto at = std::find(named->begin(), named->end(), name);
+    if (at == named->end()) missing.push_back(name);
+    out.push_back(static_cast<size_t>(at - named->begin()));
+  }
+  for (size_t i = 0; i < named->size(); ++i) {
+    bool again = std::find(named->begin(), named->begin() + static_cast<std::ptrdiff_t>(i), (*named)[i]) !=
+                 named->begin() + static_cast<std::ptrdiff_t>(i);
+    if (again) fail(Kind::request, "the pictures hold ", (*named)[i], " twice; give one picture a camera");
+    if (std::find(names.begin(), names.end(), (*named)[i]) == names.end()) unknown.push_back((*named)[i]);
+  }
+  if (!missing.empty() || !unknown.empty())
+    fail(Kind::request, "the pictures ", missing.empty() ? "hold " : "lack ", listed(missing.empty() ? unknown : missing),
+         "; this bundle's cameras are ", listed(names));
+  return out;
+}
+
+// The state [size] as the expert takes it.
+Floats Actor::normalised(const Floats& state, bool already) const {
+  const std::optional<Statistics>& known = spec_.of_states;
+  check_numbers("state", state, {already || !known ? spec_.state : static_cast<int64_t>(known->mean.size())});
+  Floats out = state;
+  if (!already) {
+    if (!known) no_statistics("states");
+    for (size_t i = 0; i < out.size(); ++i) out[i] = (out[i] - known->mean[i]) / (known->std[i] + kSmallest);
+  }
+  out.resize(static_cast<size_t>(spec_.state));
+  return out;
+}
+
+Actions Actor::act(const std::vector<Picture>& pictures, const std::string& instruction, const Floats& state,
+                   const ActOptions& options) {
+  auto start = std::chrono::steady_clock::now();
+  std::vector<size_t> order = this->order(pictures.size(), options.cameras);
+  Floats given = normalised(state, options.normalized), noise;
+  if (options.noise) {
+    if (options.seed)
+      fail(Kind::request, "noise and seed are both given; the noise is all that a seed decides, so leave one out");
+    check_numbers("noise", *options.noise, {spec_.horizon, spec_.width});
+    noise = *options.noise;
+  } else {
+    noise = Random(options.seed).normals(static_cast<size_t>(spec_.horizon * spec_.width));
+  }
+  if (instruction.find_first_not_of(" \t\r\n\f\v") == std::string::npos)
+    fail(Kind::request, "the instruction is '", instruction.substr(0, 38), "'; say in words what to do");
+  int64_t steps = options.steps.value_or(spec_.steps);
+  check_whole("steps", steps, 1, names::kMaxSteps);
+  if (options.deadline != 0)
+    check_number("deadline", options.deadline, "a number of seconds above 0 and at most 1e6", 1e-9, 1e6);
+  Options chosen;
+  chosen.k = options.k, chosen.reduce = "none";
+  std::optional<int64_t> k = model_->policy(chosen).exit();
+  if (!options.normalized && !spec_.of_actions) no_statistics("actions");
+  std::vector<PreparedImage> images;
+  for (size_t number : order) images.push_back(model_->prepare(pictures[number], "", pictures.size()));
+  std::vector<Part> parts(images.size(), {true, ""});
+  parts.push_back({false, instruction});
+  Ids ids = model_->text().prompt({{"user", parts}}, placed(images));
+  auto check = [&] {
+    std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+    if (options.deadline > 0 && taken.count() >= options.deadline)
+      fail(Kind::late, "the actions are not ready after ", python_repr(options.deadline),
+           " s, the deadline; give more time or fewer steps, or withdraw the images earlier (k)");
+  };
+  Actions out;
+  std::lock_guard<std::mutex> held(lock_);
+  out.values.width = static_cast<size_t>(spec_.width);
+  out.values.data = acting_.act(ids, images, given, noise, k, steps, check);
+  if (!options.normalized) {
+    const Statistics& own = *spec_.of_actions;
+    Rows scaled(out.values.count(), own.mean.size());
+    for (size_t row = 0; row < scaled.count(); ++row)
+      for (size_t i = 0; i < scaled.width; ++i)
+        scaled.row(row)[i] = out.values.row(row)[i] * (own.std[i] + kSmallest) + own.mean[i];
+    check_actions(scaled.data);
+    out.values = std::move(scaled);
+  }
+  Json::Array moments;
+  for (size_t row = 0; row < out.values.count(); ++row) {
+    const float* values = out.values.row(row);
+    moments.emplace_back(Json::Array(values, values + out.values.width));
+  }
+  const ActionSeconds& seconds = acting_.seconds;
+  out.json = Json::Object{
+      {"actions", moments},
+      {"seconds", Json::Object{{"tower", seconds.tower}, {"prompt", seconds.prompt}, {"expert", seconds.expert}}},
+      {"encoded", acting_.encoded}};
+  return out;
+}
+
+}  // namespace vtxcore
