@@ -28,6 +28,7 @@ from vtx.runtime.errors import BundleError, ExportError
 # ---- interrupted in the process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
