@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vtx.runtime import checks
+from vtx.runtime.api import answering
 from vtx.runtime.backends import memory
 from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import library
@@ -71,7 +72,7 @@ def header() -> str:
         "WINDOW": names.WINDOW, "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"), "PAGED_BLOCK": paged.BLOCK,
         "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES, "QUESTION_ROWS": memory.QUESTION_ROWS, "FEW_TOKENS": cache.FEW,
         "LARGEST_INTEGER": integers.LARGEST, "MAX_SCHEMA": guiding.MAX_SCHEMA, "MAX_REGEX": guiding.MAX_REGEX,
-        "MAX_GRAMMAR": guiding.MAX_GRAMMAR, "MAX_CHOICES": guiding.MAX_CHOICES, "MAX_SCORED": guiding.MAX_SCORED,
+        "MAX_GRAMMAR": guiding.MAX_GRAMMAR, "MAX_CHOICES": guiding.MAX_CHOICES, "MAX_SCORED": answering.MAX_SCORED,
         "KEPT_GRAMMARS": guiding.KEPT, "MAX_COMBINED": guiding.MAX_COMBINED, "MAX_MULTIPLE": guiding.MAX_MULTIPLE,
         "MAX_OPERATORS": guiding.MAX_OPERATORS,
     }  # fmt: skip
