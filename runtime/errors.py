@@ -58,6 +58,10 @@ class ConversationBusyError(RequestError):
     """Another thread or task reads an answer of this conversation."""
 
 
+class DeadlineError(RequestError):
+    """The actions were not there by their deadline; unfinished or late ones are never given out."""
+
+
 class ModelClosedError(RequestError):
     """The model was closed; load it again."""
 

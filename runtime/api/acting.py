@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from time import monotonic
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,12 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 from vtx.runtime.api.loaded import LoadedBundle, Picture, opening_parts
 from vtx.runtime.api.options import DEFAULT, K
 from vtx.runtime.bundle.spec.action_spec import MAX_STEPS
-from vtx.runtime.checks import check_whole
-from vtx.runtime.errors import RequestError
+from vtx.runtime.checks import check_number, check_whole
+from vtx.runtime.errors import DeadlineError, RequestError
 from vtx.runtime.session.acting import Acting, ActionSeconds
-
-if TYPE_CHECKING:
-    from vtx.runtime.session.prefix import Check
+from vtx.runtime.session.prefix import Check, no_check
 
 Cameras: TypeAlias = "Picture | Sequence[Picture] | Mapping[str, Picture]"
 SMALLEST = 1e-8  # is added to each deviation, as the checkpoint's processor does
@@ -44,10 +43,13 @@ class Actor:
 
     def act(
         self, images: Cameras, instruction: str, state: ArrayLike, *, k: K = DEFAULT, noise: ArrayLike | None = None,
-        seed: int | None = None, steps: int | None = None, normalized: bool = False, check: Check | None = None,
+        seed: int | None = None, steps: int | None = None, normalized: bool = False, deadline_ms: float | None = None,
+        check: Check = no_check,
     ) -> NDArray[np.float32]:  # fmt: skip
-        """See `Model.act`; `check` is called before every stage and step and may raise, to stop there."""
-        loaded, spec = self._loaded, self._spec
+        """See `Model.act`; `check` is called where the deadline is looked at, and may raise, to stop there."""
+        begun, loaded, spec = monotonic(), self._loaded, self._spec
+        if deadline_ms is not None:
+            check_number("deadline_ms", deadline_ms, "milliseconds above 0, at most 1e9", least=1e-6, most=1e9)
         loaded.check_open()
         pictures = self._ordered(images)
         given = self._state(state, normalized=normalized)
@@ -62,10 +64,19 @@ class Actor:
         prepared = loaded.prepare_all(pictures)
         content = opening_parts(prepared, instruction)
         ids = loaded.text.prompt([{"role": "user", "content": content}], [image.in_prompt for image in prepared])
+
+        def in_time() -> None:
+            check()
+            passed = 1000 * (monotonic() - begun)
+            if deadline_ms is not None and passed >= deadline_ms:
+                raise DeadlineError(
+                    f"no actions within {deadline_ms:g} ms, {passed:.0f} ms have passed, so none are given; raise "
+                    "deadline_ms, or take fewer steps or a smaller K"
+                )
+
         with self._lock:
             views = [image.pixels for image in prepared]
-            checks = () if check is None else (check,)
-            actions = self._acting.act(ids, views, given, start, depth, count, *checks)
+            actions = self._acting.act(ids, views, given, start, depth, count, in_time)
         if normalized:
             return actions
         mean, std = (np.array(values, np.float32) for values in (spec.actions_mean, spec.actions_std))

@@ -107,7 +107,7 @@ class Model:
 
     def act(
         self, images: Cameras, instruction: str, state: ArrayLike, *, k: K = DEFAULT, noise: ArrayLike | None = None,
-        seed: int | None = None, steps: int | None = None, normalized: bool = False,
+        seed: int | None = None, steps: int | None = None, normalized: bool = False, deadline_ms: float | None = None,
     ) -> NDArray[np.float32]:  # fmt: skip
         """The next actions of a robot, [horizon, numbers of an action] float32; only of a model that has an expert.
 
@@ -119,10 +119,16 @@ class Model:
             k: the first layer without image tokens, for the prompt and the expert, or None; the bundle's default.
             noise: [horizon, width] from which the actions are made; drawn when left out.
             seed: draws the same noise again.
-            steps: Euler steps from noise to actions; when left out, the checkpoint's number.
+            steps: Euler steps from noise to actions, 1 to 1000; when left out, the checkpoint's number. Fewer take less
+                time and give other actions, which nobody has judged but by your own measurement.
             normalized: `state` is normalised, and so are the actions; both have the model's full widths.
+            deadline_ms: milliseconds from the call to the actions, waiting for another thread's included. It is looked
+                at before the tower, each stage of the decoder and each step of the expert, and after the last step.
+                Once it has passed a `DeadlineError` is raised: actions are whole and in time, or there are none. The
+                tokens of pictures and K and V of the prompt that are there by then are kept for the next call.
 
         Raises:
+            DeadlineError: the deadline has passed.
             RequestError: other cameras, a state or noise of another shape or with NaN, no statistics in the bundle, or
                 a model that answers in words.
             ContextError: the pictures and the instruction do not fit.
@@ -130,8 +136,9 @@ class Model:
 
         """
         return self.actor.act(
-            images, instruction, state, k=k, noise=noise, seed=seed, steps=steps, normalized=normalized
-        )
+            images, instruction, state, k=k, noise=noise, seed=seed, steps=steps, normalized=normalized,
+            deadline_ms=deadline_ms,
+        )  # fmt: skip
 
     @property
     def actor(self) -> Actor:

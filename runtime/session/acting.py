@@ -107,9 +107,10 @@ class Acting:
     ) -> Numbers:  # fmt: skip
         """The actions [horizon, width] for a normalised state [size], from noise [horizon, width].
 
-        `check` is called before every stage and step and may raise, to stop there. Raises ContextError; BundleError:
-        the actions are not numbers.
+        `check` is called before the tower, every stage and every step, and after the last one; it may raise, to stop
+        there. Raises ContextError; BundleError: the actions are not numbers.
         """
+        check()
         times = [perf_counter()]
         keys, features = self.features(views)
         times.append(perf_counter())
@@ -129,6 +130,7 @@ class Acting:
         for number in range(steps):
             check()
             actions = actions + change * step(actions, 1 - number / steps)
+        check()
         if not np.isfinite(actions).all():
             raise BundleError(
                 "the actions are not numbers, so they are withheld; export with --precision fp32, or leave out "

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vtx.runtime.errors import CheckpointError as CheckpointError
     from vtx.runtime.errors import ContextError as ContextError
     from vtx.runtime.errors import ConversationBusyError as ConversationBusyError
+    from vtx.runtime.errors import DeadlineError as DeadlineError
     from vtx.runtime.errors import DeviceError as DeviceError
     from vtx.runtime.errors import ExportError as ExportError
     from vtx.runtime.errors import ImageError as ImageError
@@ -45,6 +46,7 @@ _ERRORS = (
     "CheckpointError",
     "ContextError",
     "ConversationBusyError",
+    "DeadlineError",
     "DeviceError",
     "ExportError",
     "ImageError",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
+import re
+import runpy
 import shutil
 import signal
 import socket
@@ -12,11 +15,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.support.bundles import export
+import vtx
+from tests.support.bundles import ORT, export, export_with
+from tests.support.families.pi0 import TinyPi0, make_pi0
 from tests.support.gated import WAIT
-from vtx.exporter.bundling.options import DEMO
+from tests.support.tiny import random_image
+from vtx.exporter.bundling.options import DEMO, ExportOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "examples" / "python"
@@ -48,6 +55,61 @@ def test_the_camera_answers_about_its_newest_frame(bundle: Path, tmp_path: Path)
     assert names == sorted(set(names))
     assert names[-1] == SCENES[-1].name
     assert lines[-1].partition(": ")[2]
+
+
+@pytest.fixture(scope="module")
+def robot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, tiny = tmp_path_factory.mktemp("robot"), TinyPi0(statistics=False, steps=2)
+    checkpoint = make_pi0(made / "checkpoint", tiny)
+    options = ExportOptions(str(checkpoint), (3,), "fp32", dialects=ORT, cameras=("base", "wrist"))
+    return export_with(options, made / "bundle").folder
+
+
+def test_the_control_loop_acts_on_each_cameras_newest_frame(robot: Path, tmp_path: Path) -> None:
+    for camera in ("base", "wrist"):
+        (tmp_path / camera).mkdir()
+        shutil.copy(SCENES[0], tmp_path / camera)
+    (tmp_path / "state.json").write_text(json.dumps([0.0] * TinyPi0().state))
+    cameras = [f"{camera}={tmp_path / camera}" for camera in ("wrist", "base")]
+    arguments = ("--hz", 10, "--steps", 4, "--k", 3, "--normalized")
+    *sent, last = run("control_loop.py", robot, tmp_path / "state.json", "red?", *cameras, *arguments).splitlines()
+    missed = re.fullmatch(r"(\d) of 4 steps missed", last)
+    assert missed is not None
+    assert len(sent) == 4 - int(missed[1])
+
+
+def test_the_control_loop_drops_late_actions_and_counts_the_steps_they_took(robot: Path) -> None:
+    loop = runpy.run_path(str(SAMPLES / "control_loop.py"))
+    newest, time, used, sent = loop["Newest"](("base", "wrist")), [0.0], list[Any](), list[Any]()
+    frames = [random_image(number) for number in range(11)]
+    seconds = [0.05, 0.25, 0.02, 0.12, 0.0]  # of each answer; the second and the fourth are late at 10 steps a second
+
+    class Slow:
+        """A model whose answers take that long by the clock of the test, while cameras go on."""
+
+        def act(self, images: Any, *arguments: Any, deadline_ms: float, **options: Any) -> Any:
+            used.append(images["base"])
+            newest.put("base", frames[2 * len(used) - 1])
+            newest.put("base", frames[2 * len(used)])  # the one before is never seen
+            taken = seconds[len(used) - 1]
+            time[0] += taken
+            if 1000 * taken >= deadline_ms:
+                raise vtx.DeadlineError("late")
+            return model.act(images, *arguments, **options)
+
+    newest.put("wrist", frames[0])
+    newest.put("base", frames[0])
+    with vtx.load(robot, device="cpu", threads=1) as model:
+        missed = loop["control"](
+            Slow(), newest, "red?", lambda: np.zeros(TinyPi0().state), lambda *step: sent.append(step), hz=10, steps=6,
+            now=lambda: time[0], wait=lambda left: time.__setitem__(0, time[0] + left), normalized=True, seed=1,
+        )  # fmt: skip
+        assert [step for step, _ in sent] == [0, 3, 5]
+        assert missed == 3
+        assert used == frames[0:10:2]
+        for (_, action), base in zip(sent, (frames[0], frames[4], frames[8]), strict=True):
+            own = model.act([base, frames[0]], "red?", np.zeros(TinyPi0().state), normalized=True, seed=1)
+            np.testing.assert_array_equal(action, own[0])
 
 
 def test_threads_share_a_model(bundle: Path) -> None:

@@ -176,8 +176,9 @@ def test_the_public_names_are_these() -> None:
         "Stats", "ToolCall", "Tools", "bgr", "export", "load", "video",
     }  # fmt: skip
     errors = {
-        "BundleError", "CheckpointError", "ContextError", "ConversationBusyError", "DeviceError", "ExportError",
-        "ImageError", "ModelClosedError", "RequestError", "TemplateError", "UnsupportedModelError", "VtxError",
+        "BundleError", "CheckpointError", "ContextError", "ConversationBusyError", "DeadlineError", "DeviceError",
+        "ExportError", "ImageError", "ModelClosedError", "RequestError", "TemplateError", "UnsupportedModelError",
+        "VtxError",
     }  # fmt: skip
     assert set(vtx.__all__) == names | errors | {"__version__"}
     assert set(dir(vtx)) == set(vtx.__all__)

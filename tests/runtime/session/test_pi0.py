@@ -29,7 +29,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import write_safetensors
-from vtx.runtime.errors import BundleError, ContextError, RequestError
+from vtx.runtime.errors import BundleError, ContextError, DeadlineError, RequestError
 from vtx.runtime.report.golden import check_golden
 
 TOLERANCE = 1e-4
@@ -143,6 +143,58 @@ def test_a_seed_draws_the_same_actions_again(model: Model) -> None:
     assert np.abs(first - other).max() > 0.01
 
 
+class Clock:
+    """Time passes with each look at it, a millisecond a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.looks = 0
+        monkeypatch.setattr("vtx.runtime.api.acting.monotonic", self)
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return self.looks / 1000
+
+
+def test_a_deadline_ends_an_answer_at_every_stage_and_step_and_gives_nothing(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"instruction": "blue", "state": np.zeros(4), "seed": 5, "k": 3}
+    wanted, clock = model.act(PICTURES, **given), Clock(monkeypatch)
+    stages = len(model.manifest.stages)
+    frames = [random_image(7, (80, 60)), random_image(8, (40, 90))]
+    with pytest.raises(DeadlineError, match=r"no actions within 0\.5 ms, 1 ms have passed, so none are given"):
+        model.act(frames, deadline_ms=0.5, **given)  # before the tower
+    for deadline in range(2, stages + TINY.steps + 3):  # the tower is looked at first, the last step at last
+        model.act([*frames, frames[0]], **given)  # so that no K and V are kept
+        clock.looks = 0
+        with pytest.raises(DeadlineError):
+            model.act(PICTURES, deadline_ms=deadline - 0.5, **given)
+        assert clock.looks == deadline + 1
+    model.act([*frames, frames[0]], **given)
+    clock.looks = 0
+    found = model.act(PICTURES, deadline_ms=stages + TINY.steps + 2.5, **given)
+    np.testing.assert_array_equal(found, wanted)  # what was begun before leaves no trace
+
+
+def test_what_is_done_by_a_deadline_is_kept_for_the_next_call(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"instruction": "green", "state": np.zeros(4), "seed": 5}
+    frames, stages, clock = [random_image(9), random_image(10)], len(model.manifest.stages), Clock(monkeypatch)
+    with pytest.raises(DeadlineError):
+        model.act(frames, deadline_ms=stages + 3.5, **given)  # some steps of the expert are done
+    clock.looks = 0
+    found = model.act(frames, deadline_ms=TINY.steps + 2.5, **given)  # there is no time for the stages
+    assert model.actor.encoded == 0
+    np.testing.assert_array_equal(found, model.act(frames, **given))
+
+
+def test_fewer_steps_are_fewer_runs_of_the_expert(model: Model, judge: Judge) -> None:
+    (state, noise), ids = drawn(TINY, 4), judge.ids(model.loaded.text.tokenizer, WORDS, 2)
+    pixels = torch.stack([judge.pixels(image) for image in PICTURES])
+    for steps in (1, 4, 15):
+        found = model.act(PICTURES, WORDS, state, k=None, noise=noise, steps=steps, normalized=True)
+        np.testing.assert_allclose(found, judge.sampled(ids, pixels, state, noise, steps), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -157,7 +209,13 @@ def test_a_seed_draws_the_same_actions_again(model: Model) -> None:
         ({"noise": np.full((7, 5), np.inf)}, "noise holds 35 values"),
         ({"noise": np.zeros((7, 5)), "seed": 1}, "leave one out"),
         ({"seed": -1}, "seed is -1"),
+        ({"noise": np.zeros((7, 5, 1))}, r"noise has the shape \[7, 5, 1\]"),
+        ({"state": np.zeros(5)}, r"state has the shape \[5\], this model's is \[4\]"),
+        ({"state": np.zeros(4), "normalized": True}, r"state has the shape \[4\], this model's is \[6\]"),
         ({"steps": 0}, "steps is 0"),
+        ({"steps": 1001}, "steps is 1001"),
+        ({"deadline_ms": 0}, "deadline_ms is 0; it must be milliseconds above 0"),
+        ({"deadline_ms": np.nan}, "deadline_ms is nan"),
         ({"k": 4}, "4"),
     ],
 )
