@@ -40,8 +40,8 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
     option("--first-token", float, "Limit of 99 of 100 first tokens.", metavar="MS"),
     option("--per-token", float, "Limit of 99 of 100 answers' mean time per further token.", metavar="MS"),
     option("--memory", float, "Memory that a bundle may take.", metavar="GB"),
-    option("--profile", str, "Plan for this device, which is not here: times and memory are vtx-plan's estimates, and "
-           "--device is an engine there.", metavar="NAME"),
+    option("--profile", str, "Plan for this device by vtx-plan's estimates of times and memory; --device is an engine "
+           "there.", metavar="NAME"),
     option("--max-new-tokens", 32, "Tokens of an answer, at most."),
     option("--seed", 0, "Of the split into questions to search with and to hold out."),
     "device", "compute", "threads",
