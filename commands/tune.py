@@ -26,7 +26,8 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     option("--held-out", 250, "Items to evaluate on, of other images; or 0."),
     option("--full-share", 0.2, "Share of images that all layers see; 1: the control, the same training without "
            "withdrawal."),
-    option("--reduce", "none", "Reduction that the student sees the other images through, e.g. divprune.", metavar="SPEC"),
+    option("--reduce", "none", "Reduction that the student sees the other images through, e.g. divprune.",
+           metavar="SPEC"),
     option("--judge-precision judged", PRECISION, "Judge by the engines of temporary bundles of this precision "
            "[default: in float32 on the CPU, slower]."),
     option("--kl-weight", 1.0, "Weight of the KL to the teacher."),
