@@ -1,9 +1,10 @@
 """Answers a second of vtx-batch and vtx-eval, several questions about each picture.
 
     python -m benchmarks.batches                                         the shape 1b, int8
+    python -m benchmarks.batches --one-by-one                            beside --parallel 1 of the same commands
     python -m benchmarks.batches --other ../before/.venv/bin/python      beside another installation of vtx
 
-The installations take turns. A batch of one line is measured, too, and its seconds are taken off: they are those of
+The sides take turns. A batch of one line is measured, too, and its seconds are taken off: they are those of
 loading. vtx-eval runs with --no-times. Run it from the root of the repository on a quiet machine.
 """
 
@@ -32,6 +33,7 @@ def main() -> None:
     args.add_argument("--pictures", type=int, default=4)
     args.add_argument("--questions", type=int, default=6, help="about each picture [%(default)s]")
     args.add_argument("--tokens", type=int, default=16, help="of an answer at most [%(default)s]")
+    args.add_argument("--one-by-one", action="store_true", help="answer one line at a time, too")
     args.add_argument("--k", default="none", help="of vtx-eval, separated by commas [%(default)s]")
     given = args.parse_args()
     bundle = given_bundle(given)
@@ -56,12 +58,16 @@ def main() -> None:
         "vtx-eval": ["evaluate", "exact", str(folder / "lines.jsonl"), "--k", given.k, "--no-times", "--out", str(out),
                      *common],
     }  # fmt: skip
-    pythons = {"vtx": Path(sys.executable), **({"other": given.other} if given.other else {})}
+    sides: dict[str, tuple[Path, list[str]]] = {"vtx": (Path(sys.executable), [])}
+    if given.one_by_one:
+        sides["one at a time"] = Path(sys.executable), ["--parallel", "1"]
+    if given.other:
+        sides["other"] = given.other, []
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for number in range(given.rounds):
         for name, words in work.items():
-            for installation, python in sorted(pythons.items(), reverse=bool(number % 2)):
-                found.setdefault((installation, name), []).append(took(python, words, out))
+            for installation, (python, more) in sorted(sides.items(), reverse=bool(number % 2)):
+                found.setdefault((installation, name), []).append(took(python, [*words, *more], out))
     amounts = {"vtx-batch": len(lines), "vtx-eval": len(lines) * len(given.k.split(","))}
     rows, table = [], [["", "answers", "answers/s", "processor time an answer, s"]]
     for (installation, name), values in found.items():

@@ -15,6 +15,7 @@ from vtx.runtime.api.answer import Answer, Progress, Stats
 from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.turns import Ended, Request
+from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.errors import ContextError
 from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.base import Policy
@@ -96,7 +97,8 @@ class AnswerInProgress(Request):
         self._vision_seconds = 0.0
         self._prompt_tokens = len(ids)
         self._result: PrefillResult | None = None
-        self.session: Session | None = None  # while it decodes
+        self.session: Session | None = None  # while it decodes, or the end of its prompt waits
+        self.joins_prompts = False  # that end waits once for a pass with others'
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._likely: list[Likely] = []
@@ -119,12 +121,18 @@ class AnswerInProgress(Request):
                     expand = partial(loaded.text.asked, self._messages)
                     prompt = images.prompt(self._prompt_ids, token, policy, text, expand, self.check)
                     self._prompt_tokens = len(prompt.ids)
-                    result = session.prefill(prompt, policy, after=self._after, check=self.check)
+                    session.begin(prompt, policy, after=self._after, check=self.check)
                 finally:
                     self._vision_seconds = images.seconds - before
+                waits = self.joins_prompts and 0 < len(session.waiting) <= QUESTION_ROWS
+                if waits:
+                    self.session = session
+                    yield ""
+                result = session.finish(check=self.check)
                 self._result, self._prefilled = result, perf_counter()
                 self.session = session
-                yield ""
+                if not waits:
+                    yield ""
                 choices = self._options.guide.choices if self._options.guide is not None else None
                 if choices is not None and len(choices) <= MAX_SCORED:
                     yield from self._score(choices, session, result)

@@ -54,14 +54,27 @@ class AnswerStream:
 
     @contextmanager
     def paused(self) -> Iterator[Session | None]:
-        """Its session if it waits between two tokens and will decode another, else None.
+        """Its session if it waits for what it has `to_run`, another token or the end of its prompt, else None.
 
         It stays there until the end of the block: a cancellation meanwhile ends its next step.
         """
         with self._lock:
             session = self._answering.session
-            ready = session is not None and session.next_token is not None and not self._answering.cancelled
+            ready = session is not None and session.to_run and not self._answering.cancelled
             yield session if ready else None
+
+    def join_prompts(self) -> None:
+        """Let the first step end before the last part of its prompt, if that is text alone and not long.
+
+        A pass of several streams may run it then, or the next step does.
+        """
+        self._answering.joins_prompts = True
+
+    @property
+    def waiting(self) -> int:
+        """The tokens of its prompt that wait for such a pass."""
+        session = self._answering.session
+        return 0 if session is None else len(session.waiting)
 
     @property
     def timeout(self) -> float | None:

@@ -174,7 +174,12 @@ class EngineBackend(Backend, Protocol):
 
 @runtime_checkable
 class BatchBackend(Backend, Protocol):
-    """A backend that runs one token of each of several conversations in one pass through a stage."""
+    """A backend that runs tokens of each of several conversations in one pass through a stage.
+
+    `runs_of_each`: several of each, as the ends of prompts have; else one.
+    """
+
+    runs_of_each: bool
 
     def share_caches(self, conversations: int) -> None:
         """Put the caches of this number of conversations into one pool from now on, which one run reaches.
@@ -186,9 +191,10 @@ class BatchBackend(Backend, Protocol):
         """True if these caches are in the pool, so that `append_each` can run them."""
 
     def append_each(
-        self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids
+        self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids, counts: Sequence[int]
     ) -> HiddenStates:
-        """Run stage `index` for several conversations: the n-th of `tokens` [n] goes into the n-th cache.
+        """Run stage `index` for several conversations: the next `counts[n]` of `tokens` go into the n-th cache.
 
-        Positions are [n]; returns the hidden states [n, hidden], as of `append` but for the order of sums.
+        Positions are one of each token; returns the hidden states [tokens, hidden], as of `append` but for the order of
+        sums.
         """

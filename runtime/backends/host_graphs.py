@@ -30,7 +30,9 @@ class HostGraph(Protocol):
 
 
 class StageBatch(Protocol):
-    def append_each(self, caches: Sequence[Any], tokens: TokenStates, positions: Ids) -> HiddenStates: ...
+    def append_each(
+        self, caches: Sequence[Any], tokens: TokenStates, positions: Ids, counts: Sequence[int]
+    ) -> HiddenStates: ...
 
 
 class HostBackend(ABC):
@@ -41,6 +43,7 @@ class HostBackend(ABC):
 
     device: str
     dialect: str
+    runs_of_each = False
     _embed: HostGraph
     _head: HostGraph
     _score: HostGraph | None
@@ -135,9 +138,9 @@ class HostBackend(ABC):
         return all(isinstance(cache, SlotCounter) and cache.lane is not None for cache in caches)
 
     def append_each(
-        self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids
+        self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids, counts: Sequence[int]
     ) -> HiddenStates:
-        return self._batches[index].append_each(caches, tokens, positions)
+        return self._batches[index].append_each(caches, tokens, positions, counts)
 
     def close(self) -> None:
         self._batches = []

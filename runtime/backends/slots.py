@@ -164,8 +164,10 @@ class SlotCounter(ABC):
 
     def copy(self, other: SlotCounter, length: int) -> None:
         """See `StageCache`."""
-        slots = np.arange(length)
-        self.write(slots, other.read(slots), length=length)
+        self._copy(other, length)
+        if self.positions is not None and other.positions is not None:
+            self.positions[:length] = other.positions[:length]
+        self.fill(length)
         if self.states is not None and other.states is not None:
             self.states.take(other.states, length)
 
@@ -180,6 +182,10 @@ class SlotCounter(ABC):
     @abstractmethod
     def _write(self, slots: Ids, kv: Any, length: int) -> None:
         """Put K/V that `_read` returned into the same number of slots; `length` will be filled."""
+
+    def _copy(self, other: Any, length: int) -> None:
+        """Put another cache's first slots into the same ones."""
+        self._write(np.arange(length), other._read(np.arange(length)), length)
 
     def _run_for(self, outputs: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
         """`_run`, for the hidden states of `outputs`. Overridden for engines that need not compute the others."""

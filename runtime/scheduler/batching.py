@@ -1,4 +1,4 @@
-"""The next token of several answers in one pass through the stages, if the engine can do that."""
+"""The next token of several answers, and the ends of prompts, in one pass through the stages, if the engine can."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.backends.backend import Backend, BatchBackend
 from vtx.runtime.errors import DeviceError, VtxError
-from vtx.runtime.session.generate import decode_ahead
+from vtx.runtime.session.generate import run_ahead
 
 log = logging.getLogger(__name__)
 FAILURES = 8  # passes in a row, after which no more are tried
@@ -44,8 +44,13 @@ class Batching:
         self.passes, self.tokens = 0, 0
         self._failed = 0  # passes in a row
 
+    @property
+    def joins_prompts(self) -> bool:
+        """True if the ends of several prompts run in one pass."""
+        return self.obstacle is None and batches(self._backend) and self._backend.runs_of_each
+
     def decode(self, streams: Sequence[AnswerStream]) -> None:
-        """Run a token of each stream that waits for one."""
+        """Run a token, or the end of its prompt, of each stream that waits for that."""
         backend = self._backend
         if self.obstacle is not None or not batches(backend) or len(streams) < 2:
             return
@@ -58,7 +63,7 @@ class Batching:
                 if self.obstacle is not None or len(batch) < 2:
                     return
                 try:
-                    decode_ahead(backend, batch)
+                    run_ahead(backend, batch)
                 except VtxError as e:
                     log.warning("%d answers could not be decoded together and are decoded in turn: %s", len(batch), e)
                     self._failed += 1

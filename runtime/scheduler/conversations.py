@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.loaded import LoadedBundle
+from vtx.runtime.host.machine import available_memory
 from vtx.runtime.session.encoded_images import PreparedImage
 
 
@@ -76,9 +77,14 @@ class ConversationPool:
         self._evict()
 
     def fits(self, tokens: int) -> bool:
-        """True if K and V of one more conversation with this many tokens are within the limit, next to those in use."""
+        """True if K and V of one more conversation with this many tokens fit into the memory that is free.
+
+        And, next to those in use, into the limit.
+        """
         manifest, slot = self._loaded.manifest, self._loaded.backend.kv_slot_bytes
         more = min(tokens, manifest.max_context) * manifest.model.attending * slot
+        if (free := available_memory()) is not None and more > free:
+            return False
         return sum(conversation.cache_bytes for conversation in self._leased) + more <= self._limit
 
     def close(self) -> None:

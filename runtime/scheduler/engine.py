@@ -154,7 +154,10 @@ class Engine:
                     chosen.append(chooser.choose(fresh, settings.options.max_new_tokens, left, job.room))
                     settings = replace(settings, k=chosen[0].method.k, reduce=chosen[0].method.reduce)
                     choosing(chosen[0])
-                return leased[0].stream_messages(asked.messages, settings, resume=True)
+                stream = leased[0].stream_messages(asked.messages, settings, resume=True)
+                if self.batching.joins_prompts:
+                    stream.join_prompts()
+                return stream
             except BaseException:
                 end(False)
                 raise

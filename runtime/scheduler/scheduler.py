@@ -18,6 +18,7 @@ from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import VtxError
 
+JOINING = 256  # tokens of prompts that wait for the next round; once there are more, no further prompt begins
 CLOSE_SECONDS = 10.0  # for a run of a graph to end before the server does
 IDLE_SECONDS = 1.0  # between two beats of a thread that waits for work
 log = logging.getLogger(__name__)
@@ -96,6 +97,11 @@ class Job:
         self._emitted = 0  # tokens
         self.cancelled = False
 
+    @property
+    def waiting(self) -> int:
+        """The tokens of its prompt that wait for a pass with other answers'."""
+        return 0 if self.stream is None else self.stream.waiting
+
     def cancel(self) -> None:
         """End it, from any thread: within one token, or before the prompt's next stage."""
         self.cancelled = True
@@ -164,7 +170,8 @@ class Scheduler:
     """Steps the answers of one model: in each round a token of every answer, and at most one new prompt.
 
     At most `parallel` answers are computed at a time; other requests wait, the one with the nearest end first, else in
-    their order. `together` gets the answers before each round, to compute their tokens in one pass if it can.
+    their order. `together` gets the answers before each round, to compute their tokens in one pass if it can, and with
+    them the ends of prompts, as those of questions about one image: so several of these begin between two rounds.
     Between two chunks of a prompt, once they took as long as a round, there is a round of the other answers, and a
     request whose end is nearer has its prompt computed first.
 
@@ -268,6 +275,7 @@ class Scheduler:
         """A round: a token of every answer whose prompt has been computed."""
         started = self._clock()
         jobs = [job for job in self._active if job not in self._prompts]
+        joined = [job for job in jobs if job.waiting]
         try:
             self._together([job.stream for job in jobs if job.stream is not None])
         except Exception:  # each answer meets it again by itself, and ends alone
@@ -275,18 +283,29 @@ class Scheduler:
         ended = [job for job in jobs if not job.step()]
         for job in ended:
             self._answer_seconds = recent(self._answer_seconds, self._clock() - job.begun)
+        for job in joined:
+            self._prompt_seconds = recent(self._prompt_seconds, self._clock() - job.begun)
         self._active = [job for job in self._active if job not in ended]
         self._round_ended = self._clock()
         self._round_seconds = self._round_ended - started
 
     def _begin(self, before: Job | None = None) -> None:
-        """Compute the prompt of the request whose turn it is, if that is nearer than the end of `before`."""
+        """Compute the prompt of the request whose turn it is, if that is nearer than the end of `before`.
+
+        Where its end waits for the next round, other prompts begin beside it.
+        """
+        while (job := self._begin_next(before)) is not None and job.waiting:
+            if sum(each.waiting for each in self._active) > JOINING:
+                return
+
+    def _begin_next(self, before: Job | None) -> Job | None:
+        """Compute the next prompt that may begin. None if there is none."""
         with self._changed:
             job = min(self._waiting, key=lambda job: job.order, default=None)
             if job is None or self.active >= self._parallel or (before is not None and job.order >= before.order):
-                return
+                return None
             if self._active and not job.fits():
-                return
+                return None
             self._waiting.remove(job)
             now = self._clock()
             job.room = self._room(now)
@@ -296,10 +315,11 @@ class Scheduler:
             going = job.begin(partial(self._between, job), now) and job.step()
         finally:
             self._prompts.pop()
-        if going:
-            self._prompt_seconds = recent(self._prompt_seconds, self._clock() - job.begun)
-        else:
+        if not going:
             self._active = [other for other in self._active if other is not job]
+        elif not job.waiting:
+            self._prompt_seconds = recent(self._prompt_seconds, self._clock() - job.begun)
+        return job
 
     def _between(self, job: Job) -> None:
         """Before each chunk of a job: let others have their turn if it is a chunk of its prompt."""

@@ -35,6 +35,8 @@ class PrefixCaches:
         self._stateful = bool(manifest.model.conv_layers)
         self.stages, self.capacity, self._width = manifest.stages, manifest.max_context, manifest.model.hidden
         self.keeping = [stage.keeps for stage in self.stages]  # the others read the K and V of earlier stages
+        # all can be cut back anywhere, and a suffix runs behind the prefix as any other tokens do
+        self.cuts = all(self.keeping) and not self.two_way and not self._stateful
         self.full: dict[int, StageCache] = {}
         self.pruned: dict[int, StageCache] = {}
         self.first_pruned = len(self.stages)
@@ -198,26 +200,23 @@ class PrefixCaches:
         Both go in one run, which reads the weights once; but not with a long suffix, nor with one whose `query` is kept
         for `StageCache.attention`. They always do where the prefix sees the suffix. Returns the suffix's hidden states.
         """
-        prefix, whole = self.prefix_in(number), number < self.first_pruned
+        prefix = self.prefix_in(number)
         if not self.keeping[number]:  # only the last token's hidden state is read
             end = len(suffix)
             return self.cache(number).append(suffix.part(end - 1, end), np.array([prefix.next_position + end - 1]))
-        following, waiting = prefix.next_position + np.arange(len(suffix)), prefix.depth <= number
-        if whole:
-            if number not in self.full:
-                self.full[number] = self._backend.stage(number, self.capacity)
-        elif waiting:  # no slot for tokens that never enter it
+        following, whole = prefix.next_position + np.arange(len(suffix)), number < self.first_pruned
+        if self.follow(number):
+            return self.cache(number).append(suffix, following, query=query)
+        if not whole:  # no slot for tokens that never enter it
             wanted, held = self._room(prefix), self.pruned.get(number)
             withdrawn = not (prefix.present & prefix.is_vision).any()
             if held is None or held.capacity < wanted or (withdrawn and held.capacity > wanted):
                 held = None
                 self.pruned.pop(number, None)  # freed before the next one is made
                 self.pruned[number] = self._backend.stage(number, wanted)
+        elif number not in self.full:
+            self.full[number] = self._backend.stage(number, self.capacity)
         cache = self.cache(number)
-        if not waiting:
-            cache.keep(prefix.size)
-            return cache.append(suffix, following, query=query)
-
         start = prefix.start
         cache.keep(start)
         cache.mark(prefix.size)
@@ -232,7 +231,7 @@ class PrefixCaches:
         together = self.two_way or (not query and len(suffix) <= QUESTION_ROWS)
         behind = suffix if together else suffix.part(0, 0)
         hidden, ran = tokens.hidden, suffix.hidden[:0]
-        if len(tokens):  # an empty prefix does not run
+        if len(tokens):  # all of it may be in the cache
             own = len(tokens) if kept is None else len(kept)
             if kept is not None:
                 kept = np.concatenate([kept, len(tokens) + np.arange(len(behind))])
@@ -250,6 +249,18 @@ class PrefixCaches:
             return ran
         cache.keep(prefix.size)
         return cache.append(suffix, following, query=query)
+
+    def follow(self, number: int) -> bool:
+        """Cut the cache of stage `number` to the prefix, so that a suffix follows it; False if that has yet to run."""
+        prefix = self.prefix_in(number)
+        if prefix.depth <= number:
+            if prefix.size or number >= self.first_pruned:
+                return False
+            if number not in self.full:  # nothing precedes the suffix
+                self.full[number] = self._backend.stage(number, self.capacity)
+            self.prefix = prefix.deeper(prefix.boundaries[-1], hold=False)
+        self.cache(number).keep(prefix.size)
+        return True
 
     def _room(self, pruned: Prefix) -> int:
         """Slots of the context without those of tokens that are gone."""

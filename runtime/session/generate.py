@@ -67,21 +67,24 @@ def generate(
         logits = session.decode(token, draft) if foreseen is None else foreseen
 
 
-def decode_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:
-    """Run the `next_token` of each session in one pass, which reads the weights once; its next `decode` has the logits.
+def run_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:
+    """Run what each session has `to_run` in one pass, which reads the weights once; its next step finds the logits.
 
-    Each session has its own slots and positions in every stage, so they may hold different numbers of tokens and have
-    lost image tokens at different K. An exception leaves all of them as they were.
+    That is its next token or, where the backend can, the end of its prompt. Each session has its own slots and
+    positions in every stage, so they may hold different numbers of tokens and have lost image tokens at different K. An
+    exception leaves all of them as they were.
     """
     caches = [session.decoding_caches for session in sessions]
     lengths = [[cache.length for cache in of_one] for of_one in caches]
     try:
-        ids = np.array([session.next_token for session in sessions], np.int64)
-        tokens = sessions[0].caches.embed_text(ids)
+        ids = [session.to_run for session in sessions]
+        counts = [len(each) for each in ids]
+        tokens = sessions[0].caches.embed_text(np.concatenate(ids).astype(np.int64))
         for number, stage in enumerate(zip(*caches, strict=True)):
-            positions = np.array([session.next_position(number) for session in sessions], np.int64)
-            tokens = tokens.after(backend.append_each(number, stage, tokens, positions))
-        hidden = tokens.hidden
+            firsts = [session.next_position(number) for session in sessions]
+            positions = np.concatenate([first + np.arange(count) for first, count in zip(firsts, counts, strict=True)])
+            tokens = tokens.after(backend.append_each(number, stage, tokens, positions, counts))
+        hidden = tokens.hidden[np.cumsum(counts) - 1]
         logits = backend.head(hidden)
     except BaseException:
         for of_one, before in zip(caches, lengths, strict=True):
@@ -89,4 +92,4 @@ def decode_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:
                 cache.keep(min(length, cache.length))
         raise
     for session, row, state in zip(sessions, logits, hidden, strict=True):
-        session.decoded(row, state)
+        session.ran(row, state)

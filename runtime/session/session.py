@@ -104,7 +104,10 @@ class Session:
         self._cuts: list[Cut] = []
         self._check: Check = no_check
         self.next_token: int | None = None  # the next argument of `decode`, if that is certain
-        self._ahead: NDArray[np.float32] | None = None  # logits [vocab] after it, run together with other sessions
+        self.waiting: list[int] = []  # the end of a prompt that has begun, while nothing else of it is left to run
+        self._begun = False, 0  # of that prompt: if its prefix was known, and tokens behind that the caches held
+        # logits [vocab] after `next_token`, or after `waiting`, run together with other sessions
+        self._ahead: NDArray[np.float32] | None = None
         # tokens that ran on trial, the logits after each, and its hidden state
         self._drafts = deque[tuple[int, NDArray[np.float32], HiddenStates]]()
         self.state: HiddenStates = np.zeros(0, np.float32)  # [hidden] of the last layer, whose logits were given last
@@ -149,6 +152,14 @@ class Session:
         Raises ContextError: the prompt and one new token do not fit; RequestError: there is no text after the last
         image; BundleError: a gate or an attention gives what is not a number.
         """
+        self.begin(prompt, policy, after=after, check=check)
+        return self.finish(check=check)
+
+    def begin(self, prompt: Prompt, policy: Policy, *, after: Selection | None = None, check: Check = no_check) -> None:
+        """The first part of `prefill`: run the prompt, but for its end if that is text behind what the caches hold.
+
+        That end is then `waiting`, and may run in one pass with tokens of other sessions before `finish` does.
+        """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length = prompt.prefix_length
         key = prefix_key(prompt, prompt.ids[length:] if self.caches.two_way else None)
@@ -158,7 +169,7 @@ class Session:
                 "the prompt ends with an image and leaves no token to answer from; "
                 "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
             )
-        self._check, self.next_token, self._ahead = check, None, None
+        self._check, self.next_token, self._ahead, self.waiting = check, None, None, []
         self._drafts.clear()  # every stage's cache is cut to what is known before it runs
         try:
             known = key == self.caches.prefix.key
@@ -168,7 +179,7 @@ class Session:
                 self._suffix, self.selection = [], None
             agreed = 0  # tokens of the suffix that the caches hold
             if after is None or not after.leads_to(key, policy, suffix):
-                hidden = self._select(Selection(key, policy, tuple(suffix)))
+                self._select(Selection(key, policy, tuple(suffix)), waits=self.caches.cuts)
             else:
                 cached = after == self.selection
                 if cached:
@@ -177,23 +188,37 @@ class Session:
                     self._select(after)
                 agreed = self._held(common_prefix(self._suffix, suffix))
                 self._suffix = self._suffix[:agreed]
-                tokens = self.caches.embed_text(prompt.ids[length + agreed :])
                 for number, layout in enumerate(self._layouts):
-                    check()
-                    cache, first = self.caches.cache(number), layout.position + agreed
-                    cache.keep(layout.slots + agreed)
-                    positions = np.arange(first, first + len(tokens), dtype=np.int64)
-                    if not self.caches.keeping[number]:
-                        tokens, positions = tokens.part(len(tokens) - 1, len(tokens)), positions[-1:]
-                    tokens = tokens.after(cache.append(tokens, positions))
-                self._suffix, hidden = suffix, tokens.hidden
+                    self.caches.cache(number).keep(layout.slots + agreed)
+                self.waiting = suffix[agreed:]
+                if not self.caches.cuts:
+                    self._run_waiting(check)
                 agreed = agreed if cached else 0
-            for cache in self.decoding_caches:
-                cache.mark(cache.length)
-            self.state = hidden[-1]
-            return self._result(self._backend.head(hidden[-1:])[0], reused, agreed)
+            self._begun = reused, agreed
         finally:
             self._check = no_check
+
+    def finish(self, *, check: Check = no_check) -> PrefillResult:
+        """The result of the prompt that has begun; what is `waiting` of it runs now, unless it has run ahead."""
+        ahead, self._ahead = self._ahead, None
+        if self.waiting:
+            self._run_waiting(check)
+        for cache in self.decoding_caches:
+            cache.mark(cache.length)
+        return self._result(self._backend.head(self.state[None])[0] if ahead is None else ahead, *self._begun)
+
+    def _run_waiting(self, check: Check) -> None:
+        """Run the end of a prompt; of a stage that keeps nothing only its last token is read."""
+        ids, self.waiting = self.waiting, []
+        tokens = self.caches.embed_text(np.array(ids, np.int64))
+        for number in range(len(self._stages)):
+            check()
+            first = self.next_position(number)
+            positions = np.arange(first, first + len(ids), dtype=np.int64)
+            if not self.caches.keeping[number]:
+                tokens, positions = tokens.part(len(tokens) - 1, len(tokens)), positions[-1:]
+            tokens = tokens.after(self.caches.cache(number).append(tokens, positions))
+        self._suffix, self.state = [*self._suffix, *ids], tokens.hidden[-1].copy()
 
     def decode(self, token: int, draft: Sequence[int] = ()) -> NDArray[np.float32]:
         """Run one more token, unless it has run ahead, and return the logits [vocab] after it.
@@ -271,11 +296,15 @@ class Session:
         """The next token's position in stage `number`."""
         return self._layouts[number].position + len(self._suffix)
 
-    def decoded(self, logits: NDArray[np.float32], state: HiddenStates) -> None:
-        """Take over the logits [vocab] after `next_token`, which has run through the caches, and its state [hidden]."""
-        assert self.next_token is not None
-        self._suffix.append(self.next_token)
-        self.next_token, self._ahead, self.state = None, logits, state
+    @property
+    def to_run(self) -> list[int]:
+        """The next tokens that are certain, for a pass with other sessions': what is `waiting`, or the next token."""
+        return self.waiting or ([] if self.next_token is None else [self.next_token])
+
+    def ran(self, logits: NDArray[np.float32], state: HiddenStates) -> None:
+        """Take over the logits [vocab] after `to_run`, which is in the caches now, and the last state [hidden]."""
+        self._suffix += self.to_run
+        self.next_token, self.waiting, self._ahead, self.state = None, [], logits, state
 
     def _check_room(self, tokens: int, vision: int = 0) -> None:
         if tokens + 1 > self.capacity:
@@ -285,8 +314,12 @@ class Session:
                 f"answer; shorten it by {tokens + 1 - self.capacity} tokens{self._manifest.or_more_context}"
             )
 
-    def _select(self, selection: Selection) -> HiddenStates:
-        """Run a question through all stages, asking its policy at each boundary which image tokens continue."""
+    def _select(self, selection: Selection, *, waits: bool = False) -> None:
+        """Run a question through all stages, asking its policy at each boundary which image tokens continue.
+
+        If it `waits` and the policy asks for nothing of the question, and all of the prefix is in the caches already,
+        it does not run, and is left `waiting`.
+        """
         self.selection, self._suffix = None, []
         policy, ids, caches = selection.policy, np.array(selection.ids, np.int64), self.caches
         needs = policy.needs
@@ -295,6 +328,7 @@ class Session:
         depth = caches.depth
         survivors: Mask | None = None
         tokens = caches.embed_text(ids, of_prompt=True)
+        waits = waits and all(part.fixed or not part.needs().cuts for part in policy.parts) and not policy.renumbers
         for number, stage in enumerate(self._stages):
             if number and self._sees_image(number - 1):
                 removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens, policy))
@@ -304,6 +338,12 @@ class Session:
                     survivors = present if removal.shrinks else survivors
             self._check()
             self._layouts.append(caches.layout(number))
+            if waits and caches.follow(number):
+                continue
+            for earlier in range(number) if waits else ():
+                self._check()
+                tokens = tokens.after(caches.run(earlier, tokens))
+            waits = False
             query = stage.query and stage.last in needs.queries and self._sees_image(number)
             tokens = tokens.after(caches.run(number, tokens, query=query))
         if survivors is not None and needs.shrinks is not None:
@@ -311,9 +351,11 @@ class Session:
             self._layouts = caches.shrink(shrinking, survivors, self._layouts, len(ids))
         if policy.renumbers:  # as the released code decodes: each layer at its own cache's length
             self._layouts = [replace(layout, position=layout.slots) for layout in self._layouts]
-        self.selection, self._suffix = selection, [*selection.ids]
-        self._reused_stages = min(depth, caches.first_pruned)
-        return tokens.hidden
+        self.selection, self._reused_stages = selection, min(depth, caches.first_pruned)
+        if waits:
+            self.waiting = [*selection.ids]
+        else:
+            self._suffix, self.state = [*selection.ids], tokens.hidden[-1].copy()
 
     def _sees_image(self, number: int) -> bool:
         """True if the suffix sees an image token in stage `number`."""

@@ -74,7 +74,7 @@ class OpenvinoBackend(HostBackend):
     in int8 too, for many tokens at once.
     """
 
-    device, dialect = "openvino", DIALECT
+    device, dialect, runs_of_each = "openvino", DIALECT, True
 
     def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32", _: int = 0) -> None:
         openvino = load_openvino()

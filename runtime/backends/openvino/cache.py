@@ -231,6 +231,11 @@ class OpenvinoStageCache(SlotCounter):
         for layer, part in zip(self.kv, kv, strict=True):
             layer[:, slots // BLOCK, :, slots % BLOCK] = part
 
+    def _copy(self, other: OpenvinoStageCache, length: int) -> None:
+        blocks = -(-length // BLOCK)
+        for mine, theirs in zip(self.kv, other.kv, strict=True):
+            mine[:, :blocks] = theirs[:, :blocks]
+
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)
         if self._for_many is not None:

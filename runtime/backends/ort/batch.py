@@ -53,8 +53,11 @@ class OrtStageBatch:
             self._caches[cache.lane.number] = cache
         return cache
 
-    def append_each(self, caches: Sequence[OrtStageCache], tokens: TokenStates, positions: Ids) -> HiddenStates:
+    def append_each(
+        self, caches: Sequence[OrtStageCache], tokens: TokenStates, positions: Ids, counts: Sequence[int]
+    ) -> HiddenStates:
         """Run one of the tokens [n] into each cache, at its position [n]. Returns their hidden states [n, hidden]."""
+        assert max(counts) == 1, "its attention takes one token of each of a batch"
         lengths = np.array([cache.length for cache in caches], np.int32)
         assert all(cache.length < cache.capacity for cache in caches), "one is full"
         lanes = self._gather(caches)
@@ -153,7 +156,9 @@ class OrtReadingBatch:
     def stage(self, capacity: int) -> OrtStageCache:
         raise AssertionError("a stage without caches of its own")
 
-    def append_each(self, caches: Sequence[OrtReadingCache], tokens: TokenStates, positions: Ids) -> HiddenStates:
+    def append_each(
+        self, caches: Sequence[OrtReadingCache], tokens: TokenStates, positions: Ids, _: Sequence[int]
+    ) -> HiddenStates:
         """See `OrtStageBatch`."""
         return np.concatenate(
             [cache.append(tokens.part(n, n + 1), positions[n : n + 1]).copy() for n, cache in enumerate(caches)]

@@ -76,7 +76,7 @@ def test_rows_and_slots_are_those_of_each_alone(backend: tuple[Any, float]) -> N
     for step, chosen in enumerate(([0, 1, 2, 3, 4], [4, 2, 0], [3, 1])):
         rows = rng.standard_normal((len(chosen), HIDDEN)).astype(np.float32)
         positions = np.array([2 * LENGTHS[n] + 3 + step for n in chosen])
-        got = engine.append_each(0, [together[n] for n in chosen], TokenStates(rows), positions)
+        got = engine.append_each(0, [together[n] for n in chosen], TokenStates(rows), positions, [1] * len(chosen))
         alone = [apart[n].append(TokenStates(rows[[i]]), positions[[i]])[0].copy() for i, n in enumerate(chosen)]
         assert np.abs(got - alone).max() <= tolerance * np.abs(got).max()
     assert [cache.length for cache in together] == [cache.length for cache in apart]
@@ -120,7 +120,7 @@ def test_a_run_that_fails_while_caches_change_places_loses_nothing(
         monkeypatch.setattr(OrtStage, "bind", failing)
         apart = [caches[0], alone[2]]  # lanes 0 and 5: one changes places with a cache of another prompt
         with pytest.raises(MemoryError):
-            engine.append_each(0, apart, TokenStates(rows[:2, 0]), np.array([5, 5]))
+            engine.append_each(0, apart, TokenStates(rows[:2, 0]), np.array([5, 5]), [1, 1])
         monkeypatch.undo()
         for cache, other, row in zip(caches, alone, rows, strict=True):
             one, same = (one.append(TokenStates(row), np.array([5])).copy() for one in (cache, other))

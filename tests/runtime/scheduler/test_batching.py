@@ -334,3 +334,61 @@ def test_a_prefix_that_is_held_in_two_ways_is_shared_in_both(
         alone = Conversation(model.loaded, images)
         for words in ("what is it?", "how many?"):
             same(shared.ask(words, k, options, reduce=reduce), alone.ask(words, k, options, reduce=reduce))
+
+
+@pytest.mark.parametrize("settings", [(None, "none"), (3, "none"), (3, "random:keep=5"), (None, "fastv:k=3")])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_ends_of_prompts_about_one_picture_run_in_one_pass(
+    settings: tuple[int | None, str], fails: bool, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a token of an answer that runs. Where the question decides what stays, or the pass fails, each by itself."""
+    batching = Batching(model, 8, 16)
+    assert batching.joins_prompts == (model.backend.device == "openvino")
+    images = [model.loaded.prepare(random_image(4, (126, 126)))]
+    pool, options = ConversationPool(model.loaded, 1 << 30, 8), Options(6, ignore_eos=True, logprobs=True)
+
+    def stream(conversation: Conversation | None, words: str) -> AnswerStream:
+        messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": words}]}]
+        conversation = conversation or pool.lease(images, model.loaded.prompt_ids(messages, images))
+        return conversation.stream_messages(messages, Settings(settings[0], options, settings[1]), resume=True)
+
+    asked = ["red?", "what is the shape?", "how many are there?", "blue?"]
+    alone = [stream(Conversation(model.loaded, tuple(images)), words).read() for words in asked]
+    streams = []
+    for words in asked:
+        streams.append(stream(None, words))
+        if batching.joins_prompts:
+            streams[-1].join_prompts()
+        streams[-1].step()
+        if words == asked[0]:  # runs whole, and its answer begins
+            assert not streams[0].waiting
+            streams[0].step()
+    joined = batching.joins_prompts and settings[1] != "fastv:k=3"
+    assert [bool(each.waiting) for each in streams] == [False, *[joined] * 3]
+    if fails:
+        monkeypatch.setattr(type(model.backend), "append_each", raising)
+    batching.decode(streams)
+    assert [bool(each.waiting) for each in streams] == [False, *[joined and fails] * 3]
+    assert (batching.passes, batching.tokens) == ((1, 4) if joined and not fails else (0, 0))
+    for each, wanted in zip(streams, alone, strict=True):
+        answer = each.read()
+        same(answer, wanted)
+        assert answer.stats.kv_slots == wanted.stats.kv_slots
+
+
+def raising(*_: Any) -> Any:
+    raise DeviceError("out of luck")
+
+
+def test_a_prompt_whose_end_waits_can_be_cancelled_and_asked_again(model: Model, batching: Batching) -> None:
+    conversation, options = model.open(random_image(4, (126, 126))), Options(6, ignore_eos=True, logprobs=True)
+    wanted = [conversation.ask(words, 3, options, reduce="none") for words in ("red?", "how many?")]
+    cancelled = conversation.stream("how many?", 3, options, reduce="none")
+    cancelled.join_prompts()
+    cancelled.step()
+    assert cancelled.waiting
+    cancelled.cancel()
+    batching.decode([cancelled, start(model, CASES[0])])
+    assert cancelled.answer.stopped == "cancelled"
+    for words, answer in zip(("red?", "how many?"), wanted, strict=True):
+        same(conversation.ask(words, 3, options, reduce="none"), answer)

@@ -67,6 +67,8 @@ class Stream:
         self.answer: Any = answered(1000 * seconds, 1)
         self._seconds, self._clock, self._gate, self._stepped = seconds, clock, gate, False
 
+    waiting = 0
+
     def on_progress(self, beat: Any) -> None:
         pass
 

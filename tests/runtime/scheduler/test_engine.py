@@ -223,3 +223,14 @@ def test_threads_that_ask_at_once_get_the_answers_of_each_alone(model: Model) ->
         assert [answer.token_ids for answer in threads.map(ask, asked)] == alone
         with pytest.raises(RequestError, match="K = 4 was not prebuilt"):
             ask((asked[0][0], 4))
+
+
+def test_a_request_waits_while_the_machine_has_no_memory_for_its_k_and_v(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, free = ConversationPool(model.loaded, 1 << 40, 8), [1 << 40]
+    monkeypatch.setattr("vtx.runtime.scheduler.conversations.available_memory", lambda: free[0])
+    assert pool.fits(100)
+    free[0] = 100 * model.manifest.model.attending * model.backend.kv_slot_bytes
+    assert pool.fits(100)
+    assert not pool.fits(101)

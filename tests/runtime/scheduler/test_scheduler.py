@@ -14,7 +14,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.serving import WAIT, until
 from vtx.runtime.api.answer import Progress
-from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Piece, Scheduler
+from vtx.runtime.scheduler.scheduler import JOINING, ClosedError, Done, Event, Job, Piece, Scheduler
 
 
 class Script:
@@ -37,6 +37,8 @@ class Script:
         if self._steps == self._fails:
             raise RuntimeError(self.name)
         return self.name
+
+    waiting = 0
 
     def on_progress(self, beat: Any) -> None:
         self._beat = beat
@@ -368,3 +370,23 @@ def test_a_prompt_that_fails_or_is_cancelled_inside_of_another_ends_alone() -> N
     assert isinstance(good.events[-1], Done)
     assert isinstance(bad.events[-1], RuntimeError)
     assert "".join(order) == "BcBBbb"
+
+
+class Waiting(Script):
+    """A stream whose prompt's end waits after the first step: two of them fill a round."""
+
+    @property
+    def waiting(self) -> int:  # type: ignore[override]
+        return JOINING // 2 + 1 if self._steps == 1 else 0
+
+
+def test_prompts_whose_ends_wait_begin_beside_each_other_until_the_round_is_full() -> None:
+    order, gate = list[str](), threading.Event()
+    clients = [Client(Script("a", 3, order, gate)), *(Client(Waiting(name, 3, order, gate)) for name in "bcde")]
+    with scheduler(8) as made:
+        for client in clients:
+            made.submit(client.job)
+        gate.set()
+        for client in clients:
+            assert client.ended.wait(WAIT)
+    assert "".join(order) == "aabcabcdebcdede"

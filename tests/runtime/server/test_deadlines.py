@@ -34,6 +34,8 @@ class Stream:
         self._order.append(self._name)
         return self._name
 
+    waiting = 0
+
     def on_progress(self, beat: Any) -> None:
         pass
 

@@ -23,7 +23,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec, TokenInput
 from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
-from vtx.runtime.session.generate import decode_ahead
+from vtx.runtime.session.generate import run_ahead
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.tokens import HiddenStates, TokenStates
 
@@ -120,7 +120,7 @@ def test_conversations_that_decode_together_have_their_own_inputs(model: Model) 
     for _ in range(2):
         for session, own in zip(together, rows, strict=True):
             session.next_token = int(own[-1].argmax())
-        decode_ahead(model.backend, together)  # type: ignore[arg-type]
+        run_ahead(model.backend, together)  # type: ignore[arg-type]
         for session, own in zip(together, rows, strict=True):
             own.append(session.decode(int(own[-1].argmax())))
     for own, wanted in zip(rows, alone, strict=True):

@@ -1,0 +1,150 @@
+"""Writes docs/measurements/serving.md and its results from what the benchmarks of serving gave with --json.
+
+    python -m benchmarks.serving_results FOLDER
+
+FOLDER holds any of pictures.json, batches.json, deadlines.json, load.json, load-no-amx.json and towers-*.json, as the
+benchmarks of these names wrote them. Tables of files that are not there stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PAGE = Path("docs/measurements/serving.md")
+RESULTS = Path("docs/measurements/results/serving.jsonl")
+INTRODUCTION = """# Serving
+
+`vtx-serve`, `vtx-batch` and `vtx-eval` under load ([how they work](../how-to/serve.md#side-by-side)). New pictures are
+noise of 336 x 336 pixels. Every table says on what it was measured.
+"""
+Table = tuple[list[str], list[list[str]]]
+
+
+def pictures(found: Any) -> Table:
+    clients = sorted({row["clients"] for row in found["rows"]})
+    columns = ["", *(f"{number} client{'s' * (number > 1)}, s a request" for number in clients), "8 clients, of one"]
+    rows = []
+    for key in dict.fromkeys((row["installation"], row["kind"]) for row in found["rows"]):
+        cells = {row["clients"]: row for row in found["rows"] if (row["installation"], row["kind"]) == key}
+        ratio = cells[8]["cpu_s_a_request"] / cells[1]["cpu_s_a_request"]
+        whole = key[1].startswith("one ")  # all questions together
+        least_most = [f"{min(c['rounds']):.3f} to {max(c['rounds']):.3f}" for c in (cells[n] for n in clients)]
+        values = [
+            f"{cells[n]['cpu_s_a_request']:.3f} ({spread})" for n, spread in zip(clients, least_most, strict=True)
+        ]
+        name = key[1] if key[0] == "vtx" else f"{key[0]}: {key[1]}"
+        rows.append([name, *values, f"{ratio:.2f}" + (f", all {8 * ratio:.2f}" if whole else "")])
+    return columns, rows
+
+
+def batches(found: Any) -> Table:
+    rows = []
+    for row in found["rows"]:
+        (alone,) = (r for r in found["rows"] if r["command"] == row["command"] and r["installation"] == "one at a time")
+        times = row["answers_a_second"] / alone["answers_a_second"]
+        side = "side by side" if row["installation"] == "vtx" else row["installation"]
+        figures = f"{row['answers_a_second']:.2f}", f"{row['cpu_s_an_answer']:.3f}", f"{times:.2f}"
+        rows.append([row["command"], side, str(row["answers"]), *figures])
+    return ["", "", "answers", "answers a second", "processor time an answer, s", "of one at a time"], rows
+
+
+def deadlines(found: Any) -> Table:
+    columns = ["K and reductions", "requests a second", "kept, %", "refused, %", "expected accuracy", "chosen"]
+    rows = []
+    for row in found["rows"]:
+        chosen = ", ".join(f"{name} {count}" for name, count in row["methods"].items())
+        expected = "" if row["expected"] is None else f"{row['expected']:.3f}"
+        shares = f"{100 * row['kept']:.0f}", f"{100 * row['refused']:.0f}"
+        rows.append([row["method"], f"{row['rate']:g}", *shares, expected, chosen])
+    return columns, rows
+
+
+def load(found: Any) -> Table:
+    columns = ["", "requests a second", "requests", "failed", "first token p50, s", "p99", "whole answer p50, s", "p99"]
+    rows = []
+    for row in found["rows"]:
+        times = [f"{row[what][share]:.2f}" for what in ("first_s", "whole_s") for share in ("p50", "p99")]
+        rows.append([row["side"], f"{row['rate']:g}", str(row["requests"]), str(row["failed"]), *times])
+    return columns, rows
+
+
+def towers(found: Any) -> Table:
+    rows = [
+        [str(row["pictures"]), f"{row['device']}, {row['compute']}", f"{1000 * row['cpu_s_a_picture']:.1f}",
+         f"{row['of_one_a_pass']:.2f}"]
+        for row in found["rows"]
+    ]  # fmt: skip
+    return ["pictures a pass", "engine", "processor time a picture, ms", "of one a pass"], rows
+
+
+# of a file: the heading, what is measured, the command, and the rows of its table
+SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
+    "pictures": (
+        "Processor time of a request",
+        "Seconds of the server's process, all threads, median of the rounds with the extremes. Questions about one "
+        "picture are asked at once.",
+        "python -m benchmarks.pictures", pictures,
+    ),
+    "towers-openvino": (
+        "Several pictures in one pass of the tower, OpenVINO",
+        "Why pictures go through the tower one by one: its products have hundreds of rows already, and gain nothing by "
+        "more of them.",
+        "python -m benchmarks.towers BUNDLE", towers,
+    ),
+    "towers-cpu": (
+        "Several pictures in one pass of the tower, onnxruntime", "As above.",
+        "python -m benchmarks.towers BUNDLE --device cpu", towers,
+    ),
+    "batches": (
+        "Files of questions", "Several questions about each picture; the seconds of loading are taken off.",
+        "python -m benchmarks.batches --one-by-one", batches,
+    ),
+    "deadlines": (
+        "A deadline under rising load", "New pictures arrive at random; kept is an answer that is complete in time.",
+        "python -m benchmarks.deadlines --bundle BUNDLE --report judged/report.json", deadlines,
+    ),
+    "load": (
+        "Time to the first token, the queue included", "New pictures arrive at random (Poisson).",
+        "python -m benchmarks.load", load,
+    ),
+    "load-no-amx": (
+        "Beside llama.cpp's server", "The same, from the same weights, both without AMX.",
+        "python -m benchmarks.load --llama BUILD/bin --no-amx", load,
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    old = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    lines = [json.loads(line) for line in old]
+    for name, (_, _, _, table) in SECTIONS.items():
+        if (path := folder / f"{name}.json").exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            columns, rows = table(found)
+            machine = found["machine"]
+            quiet = "" if machine["load_before"] < 1 else f", next to other work (load {machine['load_before']:g})"
+            models = {(row["model"], row["precision"]) for row in found["rows"] if "model" in row}
+            shape = "".join(f", shape {model}, {precision}" for model, precision in models)
+            head = {
+                "table": name, "columns": columns, "align": ["---", *["---:"] * (len(columns) - 1)],
+                "caption": f"run on CPU: {machine['cpu']}{shape}{quiet}",
+            }  # fmt: skip
+            lines = [line for line in lines if line["table"] != name]
+            lines += [head, *({"table": name, "row": row} for row in rows)]
+    RESULTS.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    text = INTRODUCTION
+    for name, (heading, about, command, _) in SECTIONS.items():
+        if any(line["table"] == name for line in lines):
+            text += f"\n## {heading}\n\n{about} `{command}`\n\n<!-- results: {name} -->\n"
+    PAGE.write_text(text, encoding="utf-8")
+    runpy.run_path("docs/measurements/tables.py", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
