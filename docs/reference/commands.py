@@ -12,7 +12,8 @@ from vtx import cli
 SHARED = 3  # commands that an option must belong to, word for word, to be described once
 HERE = Path(__file__).parent
 ANSWERING = ("batch", "cache", "chat", "doctor", "inspect", "run", "serve", "watch")
-OTHERS = "# Commands that make and measure\n\n[Commands](commands.md) has what is common to all, and those that answer."
+MEASURING = ("bench", "eval", "fit", "plan")
+OTHERS = "# Commands that {}\n\n[Commands](commands.md) has what is common to all, and those that answer."
 
 
 def pages() -> dict[Path, str]:
@@ -26,9 +27,9 @@ def pages() -> dict[Path, str]:
     answering = [(HERE / "commands-introduction.md.in").read_text(encoding="utf-8").rstrip()]
     answering.append("## Options of several commands")
     answering.append("\n".join(f"{_item(record)} ({', '.join(names)})" for record, names in shared.items()))
-    others = [OTHERS]
+    making, measuring = [OTHERS.format("make bundles")], [OTHERS.format("measure and plan")]
     for name, command in sorted(cli.main.commands.items()):
-        parts = answering if name in ANSWERING else others
+        parts = answering if name in ANSWERING else measuring if name in MEASURING else making
         context = click.Context(command, info_name=f"vtx-{name}", **command.context_settings)
         usage = " ".join(command.collect_usage_pieces(context))
         parts += [f"## vtx-{name}", inspect.cleandoc(command.help or ""), f"```text\nvtx-{name} {usage}\n```"]
@@ -37,7 +38,9 @@ def pages() -> dict[Path, str]:
         parts.append(f"Options of several commands: {also}." if also else "")
         if command.epilog:
             parts.append(f"```sh\n{inspect.cleandoc(command.epilog)}\n```")
-    texts = {HERE / "commands.md": answering, HERE / "commands-models.md": others}
+    texts = {
+        HERE / "commands.md": answering, HERE / "commands-models.md": making, HERE / "commands-measuring.md": measuring
+    }  # fmt: skip
     return {path: "\n\n".join(part for part in parts if part) + "\n" for path, parts in texts.items()}
 
 

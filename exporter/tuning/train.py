@@ -179,13 +179,13 @@ class ResidentWeights(CheckpointWeights):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedImages(Encoded):
+class ChosenImages(Encoded):
     """As `Encoded`; `kept` [image tokens] bool: those that enter the student's decoder, None: all."""
 
     kept: Tensor | None = None
 
     @classmethod
-    def of(cls, tokens: Sequence[ImageTokens], maps: tuple[Tensor, ...], entry: Entry | None) -> EncodedImages:
+    def of(cls, tokens: Sequence[ImageTokens], maps: tuple[Tensor, ...], entry: Entry | None) -> ChosenImages:
         masks = list[Tensor]()
         for image in tokens if entry is not None else ():
             assert entry is not None
@@ -215,18 +215,18 @@ class ImageEncoder:
         self._entry = entry
         self._reference = Reference(source.checkpoint, source.config, ResidentWeights(source, device))
         self._settings, self._device = source.image, device
-        self._kept: OrderedDict[tuple[object, ...], EncodedImages] = OrderedDict()
+        self._kept: OrderedDict[tuple[object, ...], ChosenImages] = OrderedDict()
         self._bytes = 0
 
     @torch.no_grad()
-    def __call__(self, images: tuple[ImageSource, ...]) -> EncodedImages:
+    def __call__(self, images: tuple[ImageSource, ...]) -> ChosenImages:
         key = tuple(map(image_key, images))
         if key in self._kept:
             self._kept.move_to_end(key)
         else:
             with torch.autocast(self._device.type, enabled=False):
                 tokens, maps = self._reference.image_tokens(images, self._settings)
-            encoded = EncodedImages.of(tokens, maps, self._entry)
+            encoded = ChosenImages.of(tokens, maps, self._entry)
             self._kept[key] = encoded
             self._bytes += _bytes(encoded)
             while self._bytes > KEPT_BYTES and len(self._kept) > 1:
