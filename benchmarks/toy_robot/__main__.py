@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
         for kind in KINDS:
             found[kind].append(one(args.out, kind, seed, args))
     table = rows(found, args.episodes)
-    shown = [[*map(str, row)] for row in table]
+    shown = [[c if isinstance(c, str) else f"{c[0]} ({c[1]} to {c[2]})" for c in row] for row in table]
     report({"runs": found}, [["K", *(f"{kind}: {what}" for kind in KINDS for what in COLUMNS)], *shown], args.json)
     if args.write:
         write(found, table, args.episodes)
