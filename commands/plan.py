@@ -84,7 +84,9 @@ def plan(
     if sequence is not None:
         work = Workload(text, sequence - text, max_new_tokens)
     parts = {p: precisions_of(size, p, vision_precision, head_precision) for p in precisions or PRECISIONS}
-    engines = () if device is None else engines_on(device, size, parts)
+    if size.action is not None and (engine or jetpack):
+        raise click.UsageError("--device and --jetpack are for models that answer in words; this one acts")
+    engines = () if device is None or size.action is not None else engines_on(device, size, parts)
     counted = choose_engine(engines, engine, jetpack) if engines else None
     costs = make_plan(
         size, work, ks, tuple(parts), device, vision_precision, head_precision,
@@ -143,11 +145,17 @@ def _show_plan(
         for d in costs.depths
     ]  # fmt: skip
     table("arithmetic of the prompt", ["K", "full layers", "calflops", "total"], rows)
+    if costs.model.action is not None:
+        action = costs.model.action
+        say(f"an answer: {action.cameras} cameras, all pictures new, and {action.steps} steps of the expert")
+        if device:
+            say("counted as the device could do it, weights as stored; which engine answers is not looked up")
     if counted is not None:
         say(f"counted below for {counted.software}: {counted.cost.note}")
     heads = ["K", "precision", "KV cache", "peak"]
-    heads += ["fits", "vision", "prefill", "per token"] if device else []
-    able = set() if counted is None else set(counted.answered)
+    acts = costs.model.action is not None
+    heads += ["fits", "vision", "prefill", *(("expert", "Hz") if acts else ("per token",))] if device else []
+    able = {*costs.parts} if acts else set() if counted is None else set(counted.answered)
     rows = []
     for depth in costs.depths:
         for name, cost in depth.precisions.items():
@@ -162,6 +170,7 @@ def _show_plan(
             elif cost.phases is not None:
                 row.append("yes" if cost.fits else "NO")
                 row += [f"{p.ms:.0f} ms" if p.ms >= 100 else f"{p.ms:.3g} ms" for p in cost.phases.values()]
+                row += [] if cost.hertz is None else [f"{cost.hertz:.3g}"]
             rows.append(row)
     table(f"memory on {device.name}" if device else "memory", heads, rows)
     if device:

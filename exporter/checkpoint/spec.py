@@ -22,7 +22,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layouts import read_layout
-from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size, spec_size
+from vtx.tools.estimate.sizes import KNOWN, ActionSize, ModelSize, bundle_size, spec_size
 
 
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:
@@ -106,4 +106,5 @@ def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
 
 
 def model_size(config: ModelConfig, name: str) -> ModelSize:
-    return spec_size(model_spec(config, name), config.layout, "config")
+    size = spec_size(model_spec(config, name), config.layout, "config")
+    return replace(size, action=None if config.action is None else ActionSize.of(config.action))

@@ -114,6 +114,8 @@ def latency(
 ) -> dict[str, Phase]:  # fmt: skip
     """Roofline estimate of each phase: `vision`, `prefill`, which has `again` FLOPs more, and `decode_per_token`.
 
+    Of a model that acts `expert` is the last one, all of its steps.
+
     Quantised weights are widened in the kernel, so the arithmetic is fp16's. Decode is one token right after
     the prompt, which reads `read` bytes of K/V [default: those of the schedule].
     """
@@ -129,6 +131,17 @@ def latency(
         "prefill": (flops.prefill_flops(size, schedule) + again, matrices + cache),
         "decode_per_token": (flops.decode_flops(size, schedule), matrices + (cache if read is None else read)),
     }
+    if model.action is not None:  # no token follows; the expert reads its weights, and K and V, in each of its steps
+        own, action = model.action.beside(size), model.action
+        del work["decode_per_token"]
+        layers = weights.stored_bytes(weights.layer_weights(size), precisions, wide=wide)
+        work["prefill"] = 2 * flops.decoder_macs(size, schedule) + again, layers + cache  # without the output matrix
+        rows = action.rows * own.macs_of(own.every)
+        seen = sum(
+            flops.attention_macs(own, action.rows, slots + action.rows, n) for n, slots in enumerate(schedule, 1)
+        )
+        once = weights.stored_bytes(weights.expert_weights(action, size), precisions, wide=wide) + cache
+        work["expert"] = 2 * action.steps * (rows + seen), action.steps * once
     phases = dict[str, Phase]()
     for phase, (operations, read) in work.items():
         compute = operations / (peak.value * 1e12 * COMPUTE_EFFICIENCY) * 1e3
@@ -182,6 +195,12 @@ class PrecisionCost:
     def fits(self) -> bool | None:
         return None if self.spare_bytes is None else self.spare_bytes >= 0
 
+    @property
+    def hertz(self) -> float | None:
+        """Answers a second of a model that acts, all pictures being new."""
+        acts = self.phases is not None and "expert" in self.phases
+        return 1000 / sum(phase.ms for phase in self.phases.values()) if self.phases is not None and acts else None
+
     def to_dict(self) -> dict[str, Any]:
         named = (
             "kv_bytes",
@@ -196,6 +215,7 @@ class PrecisionCost:
             values |= {"fits": self.fits, "spare_bytes": self.spare_bytes}
             values["latency_ms"] = {name: phase.ms for name, phase in self.phases.items()}
             values["bound"] = {name: phase.bound for name, phase in self.phases.items()}
+            values |= {} if self.hertz is None else {"hertz": self.hertz}
         return values
 
 

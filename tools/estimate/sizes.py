@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vtx.runtime.bundle.spec.action_spec import ActionSpec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.strict import Strict, optional
@@ -31,6 +32,7 @@ STEM, ATTENDING, KERNEL, WIDER, SQUEEZED = (
     4,
     16,
 )  # of a convolutional tower (exporter/graphs/convolutional.py)
+CAMERAS = 3  # of a robot, where a model does not name them: pi0 was trained with up to three
 MOMENTS = 2  # of a video that a patch's kernel covers; for still images the graph adds both up
 
 
@@ -308,18 +310,51 @@ class ConvolutionalSize(VisionSize):
 
 
 @dataclass(frozen=True, slots=True)
+class ActionSize:
+    """An expert beside the decoder, of as many layers: `rows` tokens, a state and actions, in each of `steps` passes.
+
+    Its matrices before and after the layers are some thousandths of it and do not count. A prompt is planned with the
+    pictures of `cameras` cameras.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    rows: int
+    steps: int
+    cameras: int
+
+    def beside(self, decoder: DecoderSize) -> DecoderSize:
+        """Its layers as those of a decoder without a vocabulary."""
+        own = replace(decoder, hidden=self.hidden, ffn=self.ffn, heads=self.heads, vocab=1, tied=True)
+        return replace(own, qkv_bias=False, o_bias=False, mlp_bias=False)
+
+    @classmethod
+    def of(cls, spec: ActionSpec) -> ActionSize:
+        """The expert of a bundle; `CAMERAS` cameras if it names none."""
+        cameras = len(spec.cameras) or CAMERAS
+        return cls(spec.hidden, spec.intermediate, spec.heads, spec.horizon + 1, spec.steps, cameras)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The sizes of one model; `vision` is None without a tower, `layout` for a model planned with a video."""
+    """The sizes of one model; `vision` is None without a tower, `layout` for a model planned with a video.
+
+    `action`: the expert of a model that answers with actions.
+    """
 
     name: str
     source: str
     decoder: DecoderSize
     vision: VisionSize | None
     layout: Layout | None = None
+    action: ActionSize | None = None
 
     @property
     def parameters(self) -> int:
-        return self.decoder.parameters + (0 if self.vision is None else self.vision.parameters)
+        expert = self.action.beside(self.decoder) if self.action else None
+        others = expert.macs_of(expert.every) + expert.small_parameters if expert else 0
+        return self.decoder.parameters + others + (0 if self.vision is None else self.vision.parameters)
 
     def views(self, vision_tokens: int) -> int:
         """Passes of the tower that `vision_tokens` in the prompt need, counted in whole images."""
@@ -331,6 +366,8 @@ class ModelSize:
         """Tokens of an image of this size, and the passes of the tower that it takes."""
         if self.vision is None:
             return 0, 0
+        if self.action is not None:
+            return self.action.cameras * self.vision.image_tokens, self.action.cameras * self.vision.views
         if self.layout is None:
             return self.vision.image_tokens, self.vision.views
         return self.layout.count(width, height), self.layout.passes(width, height)
@@ -339,15 +376,17 @@ class ModelSize:
         return replace(self, vision=self.vision and self.vision.seeing(vision_tokens))
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "layout"}
+        left_out = {"layout", *(() if self.action else ("action",))}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
 
-def _known(name: str, decoder: Any, vision: Any, layout: Any, **_: Any) -> ModelSize:
+def _known(name: str, decoder: Any, vision: Any, layout: Any, action: Any = None, **_: Any) -> ModelSize:
     read = Strict().read
     kept = layout and read(layouts()[layout["name"]], layout["parameters"], name)
     kinds = {"window": NativeSize, "widths": ConvolutionalSize, "between": NaflexSize}
     kind = next((kind for field, kind in kinds.items() if field in vision), VisionSize)
-    return ModelSize(name, "known", read(DecoderSize, decoder, name), read(kind, vision, name), kept)
+    expert = action and read(ActionSize, action, name)
+    return ModelSize(name, "known", read(DecoderSize, decoder, name), read(kind, vision, name), kept, expert)
 
 
 _MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
@@ -357,6 +396,7 @@ KNOWN: Mapping[str, ModelSize] = {name: _known(name, **data) for name, data in _
 def bundle_size(bundle: Bundle) -> ModelSize:
     manifest = bundle.manifest
     size = spec_size(manifest.model, read_layout(manifest.layout, manifest.model.tower), "bundle")
+    size = replace(size, action=None if manifest.action is None else ActionSize.of(manifest.action))
     if size.vision is None or not manifest.dialects["ort"].vision_last_attention:
         return size
     return replace(size, vision=replace(size.vision, used=size.vision.layers))

@@ -10,7 +10,15 @@ from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_head
-from vtx.tools.estimate.sizes import ConvolutionalSize, DecoderSize, ModelSize, NaflexSize, NativeSize, VisionSize
+from vtx.tools.estimate.sizes import (
+    ActionSize,
+    ConvolutionalSize,
+    DecoderSize,
+    ModelSize,
+    NaflexSize,
+    NativeSize,
+    VisionSize,
+)
 
 SCALE_BYTES = 2
 SOURCE = "F16"  # of the checkpoint; bfloat16 has the same size
@@ -41,8 +49,17 @@ def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
     yield WeightGroup("text.norm.weight", (size.small_parameters,))
     if not size.tied:
         yield from head_weights(size)
+    if model.action is not None:
+        yield from expert_weights(model.action, size)
     if model.vision is not None:
         yield from vision_weights(model.vision)
+
+
+def expert_weights(action: ActionSize, decoder: DecoderSize) -> Iterator[WeightGroup]:
+    """The layers of an expert, which have the precision of the decoder's."""
+    own = action.beside(decoder)
+    yield from layer_weights(own)
+    yield WeightGroup("head.norm.weight", (own.small_parameters,))
 
 
 def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
@@ -79,7 +96,7 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     matrices = (
         *tower,
         WeightGroup("projector.linear_1.weight", (between, wide)),
-        WeightGroup("projector.linear_2.weight", (size.out, between)),
+        WeightGroup("projector.linear_2.weight", (size.out, between), min(1, size.projector_layers - 1)),
     )
     yield from matrices
     yield WeightGroup("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
