@@ -185,7 +185,7 @@ class SlotCounter(ABC):
 
     def _copy(self, other: Any, length: int) -> None:
         """Put another cache's first slots into the same ones."""
-        self._write(np.arange(length), other._read(np.arange(length)), length)
+        self.write(np.arange(length), other.read(np.arange(length)), length=length)
 
     def _run_for(self, outputs: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
         """`_run`, for the hidden states of `outputs`. Overridden for engines that need not compute the others."""
