@@ -1,6 +1,6 @@
 """A small pi0 that learns to reach a named shape: how often does it, by K, trained without and with withdrawal?
 
-    nice python -m benchmarks.toy_robot --out build/toy-robot              # three seeds of both, half an hour
+    nice python -m benchmarks.toy_robot --out build/toy-robot              # three seeds, 15 minutes
     nice python -m benchmarks.toy_robot --out build/toy-robot --write      # and docs/measurements/actions.md
 
 Each seed trains two models of the same start on the same scenes (`tabletop.py`): one plainly, one whose image tokens

@@ -56,7 +56,7 @@ class Shape:
 class Schedule:
     """A training: `draws` of noise and time for each scene; `none` of the batches of `ks` keep their image tokens."""
 
-    steps: int = 600
+    steps: int = 1000
     batch: int = 32
     draws: int = 2
     lr: float = 2e-3
