@@ -83,7 +83,7 @@ class ActOptions(c.Structure):
         ("noise_count", c.c_size_t),
         ("has_seed", c.c_int32),
         ("seed", c.c_uint64),
-        ("deadline", c.c_double),
+        ("deadline_ms", c.c_double),
         ("cameras", c.POINTER(c.c_char_p)),
     )
 

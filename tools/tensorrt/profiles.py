@@ -4,8 +4,8 @@ embed    one profile: any number of tokens
 stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory. For
          TensorRT two: decode, one token, and prefill, two tokens and more; for TensorRT-RTX one, because it
          specialises kernels for the tokens at run time, and stores most weights once per profile
-vision   one image
-head     a few tokens: only the last one is sampled
+vision   one image; of a model that answers with actions, those of all its cameras
+head     a few tokens: only the last one is sampled; one step of an expert, over any prompt in each layer
 gate     the tokens of a question
 text_tower   a question in the tower's own ids
 score    up to 256 tokens over a cache
@@ -25,6 +25,7 @@ PAST, SLOTS = "past", "slots"  # of a cache of the `plain` and of the `trt` dial
 PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
 SCORE_TOKENS = 256
+LIKELY_CAMERAS = 2  # of a bundle that names none
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 
@@ -46,6 +47,16 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
     if graph in graphs.stages:
         return stage_profiles(m, apart=apart)
     tokens: Range = (1, min(64, m.max_context), m.max_context)
+    images: Range = (1, 1, 1)
+    if m.action is not None:
+        count = len(m.action.cameras) or max(1, min(LIKELY_CAMERAS, m.max_context // m.layout.max_tokens))
+        images = (1, count, max(count, m.max_context // m.layout.max_tokens))
+        if graph == graphs.head:
+            text = min(64, m.max_context)
+            filled = min(m.max_context, count * m.layout.max_tokens + text)
+            cut = m.variants[0] if m.variants else m.model.layers + 1
+            likely = {f"slots.{layer}": filled if layer < cut else text for layer in range(1, m.model.layers + 1)}
+            return ({MAX_CONTEXT: (m.max_context,) * 3, **{s: (1, n, m.max_context) for s, n in likely.items()}},)
     if graph == graphs.head:
         tokens = (1, 1, min(HEAD_TOKENS, m.max_context))
     if graph == graphs.text_tower and m.text_tower is not None:
@@ -54,7 +65,7 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
         most = min(SCORE_TOKENS, m.max_context)
         slots: Range = (1, min(m.max_context, m.layout.max_tokens + 64), m.max_context)
         return ({TOKENS: (1, most, most), CAPACITY: slots},)
-    return ({IMAGES: (1, 1, 1), TOKENS: tokens},)
+    return ({IMAGES: images, TOKENS: tokens},)
 
 
 def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:

@@ -45,7 +45,7 @@ def load_flavour(flavour: str) -> Any:
 
 
 NOT_BUILT = "TensorRT has no engine for models that see images at their own resolution"
-BOTH_WAYS = "TensorRT has no engine for models whose tokens see each other both ways"
+BOTH_WAYS = "vtx builds engines of models whose tokens see each other both ways, and does not run them yet"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 
 

@@ -46,7 +46,7 @@ constexpr char kHelp[] =
     "  --act STATE             The robot's state, a JSON list of numbers in a file; all arguments but the last, the\n"
     "                          instruction, are pictures of its cameras (or NAME=PICTURE). Prints actions as JSON.\n"
     "  --steps N               With --act: Euler steps [default: the checkpoint's].\n"
-    "  --deadline SECONDS      With --act: an error where the actions are not ready by then.\n"
+    "  --deadline-ms MS        With --act: an error where the actions are not ready by then.\n"
     "  --normalized            With --act: the state is normalised, and so are the actions.\n"
     "  --require-signature PUBKEY\n"
     "                          Use the bundle only if the private half of this Ed25519 key (PEM) signed it.\n"
@@ -150,8 +150,8 @@ Arguments parse(int count, char** values) {
       out.act = next();
     else if (word == "--steps")
       out.acting.steps = whole_number<int64_t>(word, next());
-    else if (word == "--deadline")
-      out.acting.deadline = number(word, next());
+    else if (word == "--deadline-ms")
+      out.acting.deadline_ms = number(word, next());
     else if (word == "--normalized")
       out.acting.normalized = true;
     else if (word == "--gate-threshold")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -164,14 +165,13 @@ def test_another_horizon_and_a_deadline_are_refused_by_name(loaded: Callable[...
     library = loaded(folder)
     status, _, facts = library.act(PICTURES[:1], WORDS, STATE, noise=np.zeros((8, 5)))
     assert (status, facts["error"]) == (REQUEST, "noise has the shape [40], this model's is [7, 5]")
-    status, _, facts = library.act(PICTURES[:1], WORDS, STATE, deadline=1e-9)
-    assert status == DEADLINE
-    assert "the actions are not ready after 1e-09 s, the deadline; give more time" in facts["error"]
-    status, _, facts = library.act(PICTURES[:1], WORDS, STATE, deadline=-1.0)
-    assert (status, facts["error"]) == (
-        REQUEST, "deadline is -1.0; it must be a number of seconds above 0 and at most 1e6",
-    )  # fmt: skip
-    assert library.act(PICTURES[:1], WORDS, STATE, deadline=1e6)[0] == OK
+    status, found, facts = library.act(PICTURES[:1], WORDS, STATE, deadline_ms=1e-6)
+    assert (status, found.size) == (DEADLINE, 0)
+    words = r"no actions within 1e-06 ms, \d+ ms have passed, so none are given; raise deadline_ms, or take fewer steps"
+    assert re.match(words, facts["error"])
+    status, _, facts = library.act(PICTURES[:1], WORDS, STATE, deadline_ms=-1.0)
+    assert (status, facts["error"]) == (REQUEST, "deadline_ms is -1.0; it must be milliseconds above 0, at most 1e9")
+    assert library.act(PICTURES[:1], WORDS, STATE, deadline_ms=1e9)[0] == OK
 
 
 def test_words_and_actions_are_not_asked_of_the_wrong_model(

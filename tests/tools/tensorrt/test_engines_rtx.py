@@ -14,12 +14,16 @@ from onnx import TensorProto
 from onnx.helper import make_tensor_value_info
 from tests.support.bundles import IGNORE, export
 from tests.support.engine_graphs import Graph
+from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.pi0 import TinyPi0, make_pi0
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.tiny import make
 
 from vtx.exporter.bundling.prepare import demo_checkpoint
+from vtx.runtime.api.load import load
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.errors import ExportError
+from vtx.runtime.errors import DeviceError, ExportError
 from vtx.runtime.precision import PRECISIONS
 from vtx.tools.tensorrt.build import EnginePlan, build_engines, plan_engines
 from vtx.tools.tensorrt.child import BuildRequest, build
@@ -88,6 +92,19 @@ def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
     outcomes = list(build_engines(plan(bundle, "sm89"), IGNORE))
     assert all(outcome.built is not None for outcome in outcomes)
     assert {*fingerprint.read_engines(bundle, "sm89").engines} == {*bundle.manifest.dialects["trt"].all}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["paligemma", "pi0"])
+def test_a_prompt_that_sees_itself_both_ways_and_an_expert_become_engines(family: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    checkpoint = make_pi0(folder, TinyPi0()) if family == "pi0" else make(folder, PALIGEMMA)
+    bundle = export(checkpoint, tmp_path / "bundle", (3,), "fp16")
+    outcomes = list(build_engines(plan(bundle, "sm89"), IGNORE))
+    assert all(outcome.built is not None for outcome in outcomes)
+    assert {*fingerprint.read_engines(bundle, "sm89").engines} == {*bundle.manifest.dialects["trt"].all}
+    with pytest.raises(DeviceError, match="both ways, and does not run them yet; run the bundle with --device cpu"):
+        load(bundle.folder, device="tensorrt")
 
 
 @pytest.mark.sampled(3)

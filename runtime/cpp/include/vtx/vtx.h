@@ -198,7 +198,7 @@ typedef struct vtx_act_options {
   size_t noise_count; /* numbers of it */
   int32_t has_seed;
   uint64_t seed;              /* draws the noise that it draws in Python */
-  double deadline;            /* seconds from the call; actions that are not ready then: VTX_DEADLINE. 0: none */
+  double deadline_ms; /* milliseconds from the call; actions that are not ready then: VTX_DEADLINE. 0: none */
   const char* const* cameras; /* the camera of each image by its name; NULL: images are in the bundle's order */
 } vtx_act_options;
 
@@ -207,7 +207,7 @@ VTX_API void vtx_act_options_init(vtx_act_options* options, size_t size);
 /* The next actions of a robot in its own units, by the images of its cameras, an instruction and its state. All new images
  * go through the tower in one pass; one that is the same, byte by byte, as one of the last call keeps its tokens. One call
  * runs at a time, others wait. `options` may be NULL. The deadline is looked at before the tower, every stage of the prompt
- * and every step. Actions that are not finite are never given out. Free with vtx_actions_free. */
+ * and every step, and after the last one. Actions that are not finite are never given out. Free with vtx_actions_free. */
 VTX_API vtx_status vtx_act(vtx_model* model, const vtx_image* images, size_t count, const char* instruction,
                            const float* state, size_t state_count, const vtx_act_options* options, vtx_actions** actions);
 

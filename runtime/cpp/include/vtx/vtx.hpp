@@ -224,7 +224,7 @@ struct ActOptions {
   bool normalized = false;
   std::vector<float> noise;  // [horizon, width of the model]; empty: drawn
   std::optional<uint64_t> seed;
-  double deadline = 0;               // seconds; 0: none
+  double deadline_ms = 0;            // 0: none
   std::vector<std::string> cameras;  // of each image; empty: in the bundle's order
 };
 
@@ -278,7 +278,7 @@ class Model {
     vtx_act_options_init(&o, sizeof o);
     o.k = text_or_null(options.k), o.steps = options.steps, o.normalized = options.normalized;
     o.noise = options.noise.empty() ? nullptr : options.noise.data(), o.noise_count = options.noise.size();
-    o.has_seed = options.seed.has_value(), o.seed = options.seed.value_or(0), o.deadline = options.deadline;
+    o.has_seed = options.seed.has_value(), o.seed = options.seed.value_or(0), o.deadline_ms = options.deadline_ms;
     std::vector<const char*> cameras;
     for (const std::string& camera : options.cameras) cameras.push_back(text_of(camera));
     if (!cameras.empty() && cameras.size() != images.size())

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 
 #include "base/checks.hpp"
 #include "base/random.hpp"
@@ -97,8 +98,8 @@ Actions Actor::act(const std::vector<Picture>& pictures, const std::string& inst
     fail(Kind::request, "the instruction is '", instruction.substr(0, 38), "'; say in words what to do");
   int64_t steps = options.steps.value_or(spec_.steps);
   check_whole("steps", steps, 1, names::kMaxSteps);
-  if (options.deadline != 0)
-    check_number("deadline", options.deadline, "a number of seconds above 0 and at most 1e6", 1e-9, 1e6);
+  double deadline = options.deadline_ms;
+  if (deadline != 0) check_number("deadline_ms", deadline, "milliseconds above 0, at most 1e9", 1e-6, 1e9);
   Options chosen;
   chosen.k = options.k, chosen.reduce = "none";
   std::optional<int64_t> k = model_->policy(chosen).exit();
@@ -109,10 +110,12 @@ Actions Actor::act(const std::vector<Picture>& pictures, const std::string& inst
   parts.push_back({false, instruction});
   Ids ids = model_->text().prompt({{"user", parts}}, placed(images));
   auto check = [&] {
-    std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-    if (options.deadline > 0 && taken.count() >= options.deadline)
-      fail(Kind::late, "the actions are not ready after ", python_repr(options.deadline),
-           " s, the deadline; give more time or fewer steps, or withdraw the images earlier (k)");
+    std::chrono::duration<double, std::milli> passed = std::chrono::steady_clock::now() - start;
+    if (deadline == 0 || passed.count() < deadline) return;
+    char words[120];
+    std::snprintf(words, sizeof words, "no actions within %g ms, %.0f ms have passed, so none are given", deadline,
+                  passed.count());
+    fail(Kind::late, words, "; raise deadline_ms, or take fewer steps or a smaller K");
   };
   Actions out;
   std::lock_guard<std::mutex> held(lock_);

@@ -18,7 +18,7 @@ struct ActOptions {
   bool normalized = false;       // the state is normalised, and so are the actions, at the model's full widths
   std::optional<Floats> noise;   // [horizon, width]; none: drawn
   std::optional<uint64_t> seed;  // of the noise
-  double deadline = 0;           // seconds; 0: none
+  double deadline_ms = 0;        // 0: none
   std::optional<std::vector<std::string>> cameras;  // names of the pictures; none: in the bundle's order
 };
 

@@ -198,7 +198,7 @@ vtxcore::ActOptions act_options_of(const vtx_act_options* given, size_t images) 
   vtxcore::ActOptions out;
   out.k = text_or(o.k, "default");
   if (o.steps) out.steps = o.steps;
-  out.normalized = o.normalized != 0, out.deadline = o.deadline;
+  out.normalized = o.normalized != 0, out.deadline_ms = o.deadline_ms;
   if (o.noise_count) require(o.noise, "the noise");
   if (o.noise) out.noise = vtxcore::Floats(o.noise, o.noise + o.noise_count);
   if (o.has_seed) out.seed = o.seed;

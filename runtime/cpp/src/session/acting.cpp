@@ -96,6 +96,7 @@ Floats Acting::act(const Ids& ids, const std::vector<PreparedImage>& images, con
     Floats velocity = step(actions, static_cast<float>(1 - static_cast<double>(number) / static_cast<double>(steps)));
     for (size_t i = 0; i < actions.size(); ++i) actions[i] += change * velocity[i];
   }
+  check();
   check_actions(actions);
   seconds = {between(start, seen), between(seen, read), between(read, Clock::now())};
   return actions;
