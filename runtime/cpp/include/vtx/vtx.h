@@ -60,7 +60,8 @@ VTX_API const char* vtx_last_error(void);
 
 typedef struct vtx_load_options {
   size_t size;
-  const char* device;  /* "cpu" (ONNX Runtime), "openvino", "tensorrt", or "auto": the best that is possible here; "tensorrt:1": on the second GPU */
+  const char* device;  /* "cpu" (ONNX Runtime), "openvino", "tensorrt", or "auto": the best that is possible here;
+                          "tensorrt:1": on the second GPU */
   const char* library; /* the engine's library, a file or a directory; NULL: $VTX_ONNXRUNTIME, $VTX_OPENVINO or
                           $VTX_TENSORRT, then the system's */
   int32_t threads;     /* to compute with, at most 1024; 0: all cores */
@@ -198,7 +199,7 @@ typedef struct vtx_act_options {
   size_t noise_count; /* numbers of it */
   int32_t has_seed;
   uint64_t seed;              /* draws the noise that it draws in Python */
-  double deadline_ms; /* milliseconds from the call; actions that are not ready then: VTX_DEADLINE. 0: none */
+  double deadline_ms;         /* milliseconds from the call; actions that are not ready then: VTX_DEADLINE. 0: none */
   const char* const* cameras; /* the camera of each image by its name; NULL: images are in the bundle's order */
 } vtx_act_options;
 

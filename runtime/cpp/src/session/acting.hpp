@@ -27,8 +27,8 @@ class Acting {
   Acting(Backend& backend, const Manifest& manifest);
 
   // Actions [horizon, width] for a normalised state, from noise [horizon, width]; image tokens leave before layer `k`.
-  // `check` is called before the tower, every stage and every step, and after the last; it may throw, to stop there. Throws Error(context);
-  // Error(bundle): the actions are not numbers.
+  // `check` is called before the tower, every stage and every step, and after the last; it may throw, to stop there. Throws
+  // Error(context); Error(bundle): the actions are not numbers.
   Floats act(const Ids& ids, const std::vector<PreparedImage>& images, const Floats& state, const Floats& noise,
              std::optional<int64_t> k, int64_t steps, const Check& check);
 
