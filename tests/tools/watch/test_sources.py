@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import socket
@@ -181,6 +182,73 @@ def test_a_stream_that_breaks_off_is_opened_again_and_may_change_its_size(tmp_pa
     assert said[0][1]["error"] == "the stream ended"
     assert said[1][1]["error"]
     assert source.pauses[:2] == [1, 2]
+
+
+def jpeg(mode: str, size: tuple[int, int], level: int) -> bytes:
+    """A picture as a camera sends it; in colour at the full resolution of colours if it is 90 or brighter."""
+    file, more = io.BytesIO(), {} if mode == "L" else {"subsampling": 0 if level >= 90 else 2}
+    Image.new("RGB", size, (level, level, level)).convert(mode).save(file, "jpeg", **more)
+    return file.getvalue()
+
+
+@contextmanager
+def sent_once(head: bytes, content: bytes) -> Iterator[int]:
+    """The port of a server that sends this to its first client, to HTTP's after the request, and ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                if head:
+                    connection.recv(1 << 16)
+                connection.sendall(head + content)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listening.getsockname()[1]
+
+
+def all_of(address: str) -> tuple[list[tuple[str, Image.Image]], int]:
+    """Every frame of a stream up to its end, with its format of pixels, and how many could not be decoded."""
+    frames = list[tuple[str, Image.Image]]()
+    with reading(stream=address) as source:
+        source.source.newest.put = lambda read: frames.append(  # type: ignore[method-assign]
+            (read.args[0].format.name, load_image(read()))  # type: ignore[attr-defined]
+        )
+        assert source.state() == ("open", {})
+        assert source.state()[0] == "lost"
+    return frames, source.source.corrupt
+
+
+def test_a_camera_changes_size_and_format_of_pixels_and_sends_broken_frames() -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    wide, fine, grey = jpeg("RGB", (64, 48), 40), jpeg("RGB", (96, 80), 90), jpeg("L", (32, 40), 160)
+    sent = [wide] * 4 + [b"no picture"] * 3 + [fine] * 4 + [fine[:60]] * 2 + [grey] * 4 + [wide] * 2
+    head = b"HTTP/1.0 200 OK\r\nContent-Type: multipart/x-mixed-replace; boundary=next\r\n\r\n"
+    parts = (b"--next\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%s\r\n" % (len(s), s) for s in sent)
+    with sent_once(head, b"".join(parts)) as port:
+        frames, corrupt = all_of(f"http://127.0.0.1:{port}/")
+    shown = [(kind, image.size, round(float(np.asarray(image).mean()))) for kind, image in frames]
+    assert sorted(set(shown), key=shown.index) == [
+        ("yuvj420p", (64, 48), 40), ("yuvj444p", (96, 80), 90), ("gray", (32, 40), 160),
+    ]  # fmt: skip
+    assert shown[-1] == shown[0], "it goes back to the first"
+    assert corrupt == 5
+
+
+@pytest.mark.parametrize("codec", ["mpeg2video", "mpeg4"])
+def test_a_stream_that_loses_and_damages_packets_goes_on_to_its_last_frame(tmp_path: Path, codec: str) -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    content, random = write_video(tmp_path / "clip.ts", codec=codec).read_bytes(), np.random.default_rng(0)
+    packets = [content[at : at + 188] for at in range(0, len(content), 188)]
+    for number in range(20, len(packets) * 3 // 4):
+        if number % 7 == 0:
+            packets[number] = b""
+        elif number % 7 == 3:
+            packets[number] = packets[number][:8] + random.bytes(180)
+    with sent_once(b"", b"".join(packets)) as port:
+        frames, _ = all_of(f"tcp://127.0.0.1:{port}")
+    assert 10 < len(frames) < 90
+    assert np.asarray(frames[-1][1]).mean() == pytest.approx(2 * 89, abs=4), "the last frame of the film"
 
 
 def test_the_user_and_password_of_a_stream_are_not_told() -> None:
