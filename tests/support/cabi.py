@@ -109,7 +109,7 @@ class Loaded:
         self.library.vtx_load_options_init(c.byref(options), c.sizeof(options))
         options.device, options.threads = device.encode(), threads
         options.library = (openvino() if device == "openvino" else onnxruntime()).encode()
-        self._check(self.library.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self.handle)))
+        self.check(self.library.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self.handle)))
 
     def ask(
         self, pictures: Sequence[Path], questions: Sequence[str], ks: Sequence[str] = (), turns: Container[int] = (),
@@ -126,19 +126,19 @@ class Loaded:
         self.library.vtx_ask_options_init(c.byref(options), c.sizeof(options))
         for name, value in fields.items():
             setattr(options, name, value)
-        self._check(self.library.vtx_open(self.handle, images, len(images), None, c.byref(conversation)))
+        self.check(self.library.vtx_open(self.handle, images, len(images), None, c.byref(conversation)))
         found = []
         for number, question in enumerate(questions):
             if ks:
                 options.k = ks[number].encode()
             call = self.library.vtx_chat if number in turns else self.library.vtx_ask
-            found.append(self._ask(call, conversation, question, options))
+            found.append(self.answer(call, conversation, question, options))
         self.library.vtx_conversation_free(conversation)
         return found
 
-    def _ask(self, call: Any, conversation: c.c_void_p, question: str, options: AskOptions) -> dict[str, Any]:
+    def answer(self, call: Any, conversation: c.c_void_p, question: str, options: AskOptions) -> dict[str, Any]:
         answer = c.c_void_p()
-        self._check(call(conversation, question.encode(), c.byref(options), c.byref(answer)))
+        self.check(call(conversation, question.encode(), c.byref(options), c.byref(answer)))
         facts: dict[str, Any] = json.loads(self.library.vtx_answer_json(answer))
         facts["stopped"] = self.library.vtx_answer_stopped(answer).decode()
         self.library.vtx_answer_free(answer)
@@ -182,11 +182,11 @@ class Loaded:
         conversation = opened(self.library, self.handle, np.asarray(picture))
 
         def ask(question: str, **fields: Any) -> dict[str, Any]:
-            return self._ask(self.library.vtx_ask, conversation, question, options_of(self.library, **fields))
+            return self.answer(self.library.vtx_ask, conversation, question, options_of(self.library, **fields))
 
         return ask
 
-    def _check(self, status: int) -> None:
+    def check(self, status: int) -> None:
         assert status == OK, self.library.vtx_last_error().decode()
 
     def close(self) -> None:
@@ -194,13 +194,43 @@ class Loaded:
         self.handle = c.c_void_p()
 
 
+def images_of(library: c.CDLL, arrays: Sequence[np.ndarray[Any, Any]], format: int = RGB8) -> c.Array[VtxImage]:
+    """Pixels [height, width, channels] as the C ABI takes them; the arrays must live as long."""
+    images = (VtxImage * len(arrays))()
+    for image, array in zip(images, arrays, strict=True):
+        library.vtx_image_init(c.byref(image), c.sizeof(image))
+        image.data, image.height, image.width = array.ctypes.data, array.shape[0], array.shape[1]
+        image.stride, image.format = array.strides[0], format
+    return images
+
+
 def opened(library: c.CDLL, model: c.c_void_p, array: np.ndarray[Any, Any], format: int = RGB8) -> c.c_void_p:
-    image, handle = VtxImage(), c.c_void_p()
-    library.vtx_image_init(c.byref(image), c.sizeof(image))
-    image.data, image.height, image.width = array.ctypes.data, array.shape[0], array.shape[1]
-    image.stride, image.format = array.strides[0], format
-    assert library.vtx_open(model, c.byref(image), 1, None, c.byref(handle)) == OK, library.vtx_last_error()
+    handle, images = c.c_void_p(), images_of(library, [array], format)
+    assert library.vtx_open(model, images, 1, None, c.byref(handle)) == OK, library.vtx_last_error()
     return handle
+
+
+class Frames:
+    """A conversation of `loaded` whose images are replaced; `close` frees it."""
+
+    def __init__(self, loaded: Loaded, arrays: Sequence[np.ndarray[Any, Any]], system: str | None = None) -> None:
+        self.loaded, self.library, self.handle = loaded, loaded.library, c.c_void_p()
+        images, text = images_of(self.library, arrays), None if system is None else system.encode()
+        loaded.check(self.library.vtx_open(loaded.handle, images, len(images), text, c.byref(self.handle)))
+
+    def ask(self, question: str, **fields: Any) -> dict[str, Any]:
+        return self.loaded.answer(self.library.vtx_ask, self.handle, question, options_of(self.library, **fields))
+
+    def replace(self, arrays: Sequence[np.ndarray[Any, Any]], near: float = 0.0) -> bool:
+        replaced, images = c.c_int32(-1), images_of(self.library, arrays)
+        status = self.library.vtx_conversation_replace(
+            self.handle, images, len(images), c.c_double(near), c.byref(replaced)
+        )
+        self.loaded.check(status)
+        return bool(replaced.value)
+
+    def close(self) -> None:
+        self.library.vtx_conversation_free(self.handle)
 
 
 def options_of(library: c.CDLL, **fields: Any) -> AskOptions:

@@ -30,18 +30,24 @@ class TraceCase:
 
 @dataclass(frozen=True, slots=True)
 class TraceQuestion:
-    """One question of a case: its messages, the images in them by number, and whether it continues the one before."""
+    """One question of a case: its messages, the images in them by number, and whether it continues the one before.
+
+    `replaces`: its images are those of a conversation that replaced the ones before.
+    """
 
     name: str
     messages: tuple[Message, ...]
     images: tuple[int, ...] = (0,)
     continues: bool = False
+    replaces: bool = False
 
 
 def images() -> tuple[Image.Image, ...]:
-    """Two fixed pictures: that of the golden vectors, and its negative, turned."""
+    """Fixed pictures: that of the golden vectors, its negative, turned, and the first with a mark in its last corner."""
     first = golden_image()
-    return first, ImageOps.invert(first).rotate(90, expand=True)
+    marked = first.copy()
+    marked.paste((255, 0, 0), (first.width - 12, first.height - 12, first.width - 4, first.height - 4))
+    return first, ImageOps.invert(first).rotate(90, expand=True), marked
 
 
 def cases(manifest: Manifest) -> Iterator[TraceCase]:
@@ -63,9 +69,11 @@ def questions(manifest: Manifest) -> Iterator[TraceQuestion]:
     if manifest.model.two_way is None:  # a prompt that sees itself both ways has one turn
         yield TraceQuestion("chat, second turn", (opening, answer, _user("Where is it?", 0)), continues=True)
     yield TraceQuestion("third", (_user("What is in the picture?", 1),))
+    yield TraceQuestion("replaced image", (_user("What is in the picture?", 1),), (2,), replaces=True)
     yield TraceQuestion("another image", (_user("What is in the picture?", 1),), (1,))
     if 2 * manifest.layout.max_tokens + TEXT_TOKENS <= manifest.max_context:
         yield TraceQuestion("two images", (_user("Are they alike?", 2),), (0, 1))
+        yield TraceQuestion("replaced second image", (_user("Are they alike?", 2),), (0, 2), replaces=True)
     yield TraceQuestion("text", (_user("What can you do?", 0),), ())
 
 

@@ -18,7 +18,7 @@ WRONG = float("inf")
 def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0.0) -> Iterator[Check]:
     """One check for the images, then one a question: the first fact that differs, or the difference of its logits.
 
-    Token ids, masks, image tokens kept, slots and positions must be equal. Logits may differ by `limit`, a share of the
+    Token ids, masks, image tokens kept, slots, positions and numbers of reused tokens must be equal. Logits may differ by `limit`, a share of the
     expected ones' largest magnitude. A greedy token may be another one if the expected logits of the two are within
     twice that; from there on the answers are different texts, and nothing more is compared.
 
@@ -51,7 +51,7 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
             problem, other_choice = _decided(question, other, number), _other_choice(want, got)
             if not problem and other_choice and 0 < other_choice.difference <= choices:
                 yield replace(other_choice, name=check, limit=choices)
-            elif problem := problem or _facts(want, got):
+            elif problem := problem or _facts(want, got) or _reused(question, other.questions[number]):
                 yield Check(check, WRONG, limit, problem)
             else:
                 yield _logits(check, want, got, limit)
@@ -67,10 +67,16 @@ def _decided(question: TracedQuestion, other: TracedCase, number: int) -> str:
     if number >= len(other.questions):
         return "this question is missing"
     given = other.questions[number]
-    for field in ("name", "messages", "images", "continues", "k", "cuts"):
+    for field in ("name", "messages", "images", "continues", "replaces", "k", "cuts"):
         if getattr(question, field) != getattr(given, field):
             return f"{field}: {getattr(given, field)!s:.60}, expected {getattr(question, field)!s:.60}"
     return ""
+
+
+def _reused(question: TracedQuestion, given: TracedQuestion) -> str:
+    if question.reused == given.reused:
+        return ""
+    return f"{given.reused} tokens of earlier prompts were not run, expected {question.reused}"
 
 
 def _other_choice(wanted: Tensors, given: Tensors) -> Check | None:

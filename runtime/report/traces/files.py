@@ -26,7 +26,7 @@ from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict
 
-FORMAT = 1
+FORMAT = 2
 INDEX, IMAGES = "traces.json", "images.safetensors"
 MAX_BYTES = 16 << 20
 Tensors = Mapping[str, NDArray[Any]]
@@ -42,12 +42,14 @@ class TracedCut:
 
 @dataclass(frozen=True, slots=True)
 class TracedQuestion:
-    """One question and its decisions: `k` is the first layer without image tokens."""
+    """One question and its decisions: `k` is the first layer without image tokens, `reused` tokens were not run."""
 
     name: str
     messages: tuple[dict[str, Any], ...]
     images: tuple[int, ...]
     continues: bool
+    replaces: bool
+    reused: int
     k: int | None
     cuts: tuple[TracedCut, ...]
 

@@ -113,7 +113,10 @@ def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
             tensors |= {f"{index}.{name}": np.ascontiguousarray(array) for name, array in recorded.items()}
             q, messages = question, tuple(map(dict, question.messages))
             cuts = tuple(files.TracedCut(cut.layer, cut.by) for cut in result.cuts)
-            asked.append(files.TracedQuestion(q.name, messages, q.images, q.continues, result.k, cuts))
+            reused = result.reused_tokens
+            asked.append(
+                files.TracedQuestion(q.name, messages, q.images, q.continues, q.replaces, reused, result.k, cuts)
+            )
         write_safetensors(folder / file, tensors, None)
         traced.append(files.TracedCase(case.k, case.reduce, file, tuple(asked)))
     progress("cases", len(all_cases), len(all_cases))
@@ -146,6 +149,7 @@ class _Recorder:
         text = selecting_text(model.backend, ids, token, policy, after, partial(model.loaded.embed_question, messages))
         images, expand = EncodedImages(model.backend, tuple(prepared)), partial(model.loaded.text.prompt, messages)
         prompt = images.prompt(ids, token, policy, text, expand)
+        self._session.caches.continues |= question.replaces
         result = self._session.prefill(prompt, policy, after=after)
         self._selection = result.selection
         recorded: dict[str, NDArray[Any]] = {"ids": prompt.ids, "is_vision": prompt.is_vision.astype(np.uint8)}

@@ -68,7 +68,8 @@ def test_there_is_a_case_for_every_policy_that_the_bundle_offers(traces: Path) -
     specs = {case.reduce.replace(":", ",").split(",")[0] for case in index.cases if "+" not in case.reduce}
     assert specs == {"none", "lsm", "fastv", "mustdrop", "cdpruner", "dart"}
     assert sum("+" in case.reduce for case in index.cases) == 6
-    names = ["first", "second", "chat, first turn", "chat, second turn", "third", "another image", "two images", "text"]
+    names = ["first", "second", "chat, first turn", "chat, second turn", "third", "replaced image", "another image"]
+    names += ["two images", "replaced second image", "text"]
     assert all([question.name for question in case.questions] == names for case in index.cases)
 
 
@@ -100,7 +101,7 @@ def test_a_cache_that_shrinks_after_the_prompt_shows_its_survivors_only(traces: 
 def test_traces_of_a_runtime_agree_with_themselves_written_again(model: Model, traces: Path, tmp_path: Path) -> None:
     write_traces(model, tmp_path / "again")
     checks = judged(model, traces, tmp_path / "again")
-    assert len(checks) == 1 + 8 * len(read_index(traces).cases)
+    assert len(checks) == 1 + 10 * len(read_index(traces).cases)
     assert max(check.difference for check in checks) == 0
 
 
@@ -263,7 +264,7 @@ def test_a_missing_case_and_a_missing_question_are_refused(model: Model, traces:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("format", 2), ("format", "1"), ("steps", None), ("cases", {}), ("surprise", 1)]
+    ("key", "value"), [("format", 1), ("format", "2"), ("steps", None), ("cases", {}), ("surprise", 1)]
 )
 def test_an_index_that_is_not_one_is_refused(traces: Path, tmp_path: Path, key: str, value: Any) -> None:
     index = {**json.loads((traces / "traces.json").read_text()), key: value}
@@ -289,16 +290,16 @@ def test_doctor_writes_traces_and_judges_them(tiny_checkpoint: Callable[..., Pat
     bundle, out = str(model.bundle.folder), tmp_path / "traces"
     done = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--write-traces", str(out)])
     assert done.exit_code == 0, done.output
-    assert "2 cases of 16 questions" in done.stdout
+    assert "2 cases of 20 questions" in done.stdout
     good = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--check-traces", str(out), "--json"])
     assert good.exit_code == 0, good.output
-    assert len(json.loads(good.stdout)["checks"]) == 17
+    assert len(json.loads(good.stdout)["checks"]) == 21
     tensors = read_tensors(out, "case-00.safetensors")
     tensors["0.ids"][0] += 1
     write_safetensors(out / "case-00.safetensors", tensors, None)
     bad = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--check-traces", str(out)])
     assert bad.exit_code == 1
-    assert "1 of 17 checks failed, first: K = none, none: first" in bad.output
+    assert "1 of 21 checks failed, first: K = none, none: first" in bad.output
     again = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--write-traces", str(out)])
     assert again.exit_code == 1
     assert "not an empty directory" in again.output

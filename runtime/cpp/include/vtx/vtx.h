@@ -119,6 +119,18 @@ VTX_API vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t co
                             vtx_conversation** conversation);
 VTX_API void vtx_conversation_free(vtx_conversation* conversation);
 
+/* Asks about other images from now on, such as the next frame of a camera; questions and the chat begin anew. What the caches
+ * hold of the prompt up to the first token that differs is not run again: the system prompt, images that stay, and of images
+ * in tiles those before the first changed one, with K and V equal to fresh ones up to rounding. Tiles that are equal in
+ * pixels to those of the images before are not encoded again; they are kept from the first replacement on.
+ *
+ * `replaced` (may be NULL) is 0 and nothing is done where the images are equal to the present ones in pixels after
+ * preprocessing: answers still stand. So they do, as an approximation, where no mean colour of 64 x 64 cells of the image as
+ * the model sees it differs by more than `near`, from 0 (never) to 1. VTX_BUSY while an answer is computed; vtx_cancel ends
+ * it. */
+VTX_API vtx_status vtx_conversation_replace(vtx_conversation* conversation, const vtx_image* images, size_t count, double near,
+                                            int32_t* replaced);
+
 /* Called for each token with the text that is certain with it, `length` bytes, maybe none; 0 goes on, any other value
  * ends the answer as vtx_cancel does. It runs in the thread that asks, must not throw, and may call nothing of this
  * conversation but vtx_cancel. */

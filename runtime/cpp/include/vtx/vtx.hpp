@@ -166,6 +166,15 @@ class Conversation {
       return vtx_ask_ids(conversation_.get(), ids.data(), ids.size(), raw, out);
     });
   }
+  // Asks about other images from now on, e.g. the next frame of a camera. False, and nothing is done, where they are equal
+  // to the present ones as the model sees them, or differ by at most `near`, as in vtx.h: then answers still stand.
+  bool replace(const std::vector<Image>& images, double near = 0) {
+    std::vector<vtx_image> raw;
+    for (const Image& image : images) raw.push_back(image.raw());
+    int32_t replaced = 0;
+    check(vtx_conversation_replace(conversation_.get(), raw.data(), raw.size(), near, &replaced));
+    return replaced != 0;
+  }
   void restart_chat() { check(vtx_chat_restart(conversation_.get())); }
   // From any thread.
   void cancel() { vtx_cancel(conversation_.get()); }

@@ -193,6 +193,12 @@ void each_picture(const vtx_image* images, size_t count, Work work) {
   }
 }
 
+std::vector<vtxcore::PreparedImage> prepared(const vtxcore::Model& model, const vtx_image* images, size_t count) {
+  std::vector<vtxcore::PreparedImage> out;
+  each_picture(images, count, [&](const vtxcore::Picture& picture) { out.push_back(model.prepare(picture, "", count)); });
+  return out;
+}
+
 vtxcore::ActOptions act_options_of(const vtx_act_options* given, size_t images) {
   vtx_act_options o = known(given, vtx_act_options_init);
   vtxcore::ActOptions out;
@@ -307,12 +313,20 @@ vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, con
   return guarded([&] {
     std::shared_ptr<vtx_model> held = living(model, "the model");
     require(conversation, "the place for the conversation");
-    std::vector<vtxcore::PreparedImage> prepared;
-    each_picture(images, count,
-                 [&](const vtxcore::Picture& picture) { prepared.push_back(held->model->prepare(picture, "", count)); });
     std::optional<std::string> prompt;
     if (system) prompt = system;
-    *conversation = handed_out(std::make_shared<vtx_conversation>(held->model, std::move(prepared), std::move(prompt)));
+    *conversation = handed_out(
+        std::make_shared<vtx_conversation>(held->model, prepared(*held->model, images, count), std::move(prompt)));
+  });
+}
+
+vtx_status vtx_conversation_replace(vtx_conversation* conversation, const vtx_image* images, size_t count, double near,
+                                    int32_t* replaced) {
+  if (replaced) *replaced = 0;
+  return guarded([&] {
+    std::shared_ptr<vtx_conversation> held = living(conversation, "the conversation");
+    bool done = held->conversation.replace(prepared(held->conversation.model(), images, count), near);
+    if (replaced) *replaced = done;
   });
 }
 

@@ -19,6 +19,32 @@ double ms_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
+// The largest difference, from 0 to 1, between the mean colours of 64 x 64 cells of two images as the model sees them.
+double change_between(const PreparedImage& image, const PreparedImage& other, const ImageSettings& settings) {
+  constexpr size_t kCells = 64;
+  auto [height, width] = settings.output();
+  auto rows = static_cast<size_t>(height), columns = static_cast<size_t>(width);
+  if (image.views.size() != other.views.size() || image.width != other.width || image.height != other.height) return 1;
+  size_t down = std::min(kCells, rows), across = std::min(kCells, columns);
+  double most = 0;
+  for (size_t view = 0; view < image.views.size(); ++view) {
+    const Floats &mine = image.views[view], &theirs = other.views[view];
+    for (size_t channel = 0; channel < 3; ++channel) {
+      double share = settings.std[channel] / (255 * settings.rescale);
+      for (size_t cell = 0; cell < down * across; ++cell) {
+        size_t top = cell / across * rows / down, bottom = (cell / across + 1) * rows / down;
+        size_t left = cell % across * columns / across, right = (cell % across + 1) * columns / across;
+        double sum = 0;
+        for (size_t y = top; y < bottom; ++y)
+          for (size_t at = (channel * rows + y) * columns + left; at < (channel * rows + y) * columns + right; ++at)
+            sum += static_cast<double>(mine[at]) - static_cast<double>(theirs[at]);
+        most = std::max(most, std::abs(sum) * share / static_cast<double>((bottom - top) * (right - left)));
+      }
+    }
+  }
+  return most;
+}
+
 }  // namespace
 
 // Holds the conversation for one answer.
@@ -102,6 +128,22 @@ Answer Conversation::ask_ids(const Ids& ids, const Options& options) {
     fail(Kind::request, "the prompt has ", ids.size(), " token ids and ", images, " image tokens for ", images_.size(),
          " images; give at least one id, and one image token for each image");
   return answer({nullptr, ids, nullptr}, options);
+}
+
+bool Conversation::replace(std::vector<PreparedImage> images, double near) {
+  Running running(*this);
+  check_number("near", near, "a share from 0 to 1", 0, 1);
+  const ImageSettings& settings = model_->manifest().image;
+  auto stays = [&](const PreparedImage& image, const PreparedImage& other) {
+    return image.key == other.key || (near > 0 && change_between(image, other, settings) <= near);
+  };
+  if (std::equal(images.begin(), images.end(), images_.begin(), images_.end(), stays)) return false;
+  images_.swap(images);
+  encoded_.replaced(std::move(images));
+  session_.continue_prefix();
+  turns_.clear();
+  selection_.reset();
+  return true;
 }
 
 Ids Conversation::expanded(const Ids& ids, const std::vector<MarkedImage>& images) const {

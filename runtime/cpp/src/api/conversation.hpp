@@ -23,6 +23,10 @@ class Conversation {
   void restart_chat();
   // A prompt in token ids, each image standing as one image token. `after`: as in `chat`.
   Answer ask_ids(const Ids& ids, const Options& options);
+  // Asks about other images from now on, such as the next frame of a camera; chats begin anew. False, and nothing is done,
+  // if they are equal to those before in pixels after preprocessing, or if no mean colour of 64 x 64 cells differs from
+  // theirs by more than `near`, a share of the range of colours.
+  bool replace(std::vector<PreparedImage> images, double near);
   // Ends the answer that is being computed: within one token, or before the prompt's next stage.
   void cancel() { cancelled_ = true; }
   // For its owner's last word: as `cancel`, and so ends whatever answer is yet to begin.
@@ -46,7 +50,7 @@ class Conversation {
   void generate(Answer& answer, const Options& options, const Prompt& prompt, GuidedAnswer* guided);
 
   std::shared_ptr<const Model> model_;
-  const std::vector<PreparedImage> images_;
+  std::vector<PreparedImage> images_;
   const std::optional<std::string> system_;
   EncodedImages encoded_;
   Session session_;

@@ -58,12 +58,15 @@ std::vector<Encoder> EncodedImages::encoders(const Policy& policy, const std::sh
 }
 
 ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras) {
-  std::string key = image.key;
-  for (const auto& [name, value] : extras) key += cat(" ", name, "=", python_repr(double{value}));
-  for (const auto& [known, tokens] : encoded_)
-    if (known == key) return tokens;
+  std::string settings;
+  for (const auto& [name, value] : extras) settings += cat(" ", name, "=", python_repr(double{value}));
+  for (const Encoded& known : encoded_)
+    if (known.image == image.key && known.extras == settings) return known.tokens;
   std::vector<ImagePtr> views;
-  for (const Floats& view : image.views) views.push_back(backend_.vision(view, extras));
+  for (const Floats& view : image.views) {
+    ImagePtr known = image.views.size() > 1 ? encoded_view(view, settings) : nullptr;
+    views.push_back(known ? known : backend_.vision(view, extras));
+  }
   ImagePtr tokens = image.arrange(views);
   tokens->key = image.key.substr(0, 64);  // of the pixels alone
   std::vector<const Floats*> given;
@@ -75,8 +78,30 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
     if (!std::all_of(values->begin(), values->end(), [](float value) { return std::isfinite(value); }))
       fail(Kind::bundle, "what the tower says of an image is not a number; use --reduce none, or export at fp32");
   if (encoded_.size() >= kMaxSets * std::max<size_t>(1, images_.size())) encoded_.erase(encoded_.begin());
-  encoded_.emplace_back(key, tokens);
+  if (!keeps_views_ || views.size() == 1) views.clear();
+  encoded_.push_back({image.key, settings, tokens, std::move(views)});
   return tokens;
+}
+
+// The tokens of a tile that was among the images before; null if none is equal.
+ImagePtr EncodedImages::encoded_view(const Floats& view, const std::string& extras) const {
+  for (const Encoded& known : encoded_before_)
+    for (const PreparedImage& image : gone_)
+      for (size_t i = 0; i < known.views.size() && image.key == known.image && known.extras == extras; ++i)
+        if (image.views[i] == view) return known.views[i];
+  return nullptr;
+}
+
+void EncodedImages::replaced(std::vector<PreparedImage> before) {
+  auto gone = std::stable_partition(encoded_.begin(), encoded_.end(), [this](const Encoded& known) {
+    return std::any_of(images_.begin(), images_.end(), [&](const PreparedImage& image) { return image.key == known.image; });
+  });
+  if (gone != encoded_.end()) {  // else they were not asked about, and those before them may still serve
+    encoded_before_.assign(std::make_move_iterator(gone), std::make_move_iterator(encoded_.end()));
+    encoded_.erase(gone, encoded_.end());
+    gone_ = std::move(before);
+  }
+  keeps_views_ = true;
 }
 
 std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& ids, int64_t image_id, const Policy& policy,

@@ -36,12 +36,24 @@ class EncodedImages {
   // For each image a key that stands for its tokens, and the call that gives them. `question`: what entries that use it
   // select by; null if none does. `vision_ms` grows by the time of the calls.
   std::vector<Encoder> encoders(const Policy& policy, const std::shared_ptr<const PromptText>& question, double* vision_ms);
+  // The images are others now than those `before`. Those that are among both stay encoded. From then on the tiles of an
+  // image are kept, so that those of the next one that are equal in pixels are not run again.
+  void replaced(std::vector<PreparedImage> before);
 
  private:
+  struct Encoded {
+    std::string image, extras;  // keys
+    ImagePtr tokens;
+    std::vector<ImagePtr> views;  // of an image in tiles, where they are kept
+  };
   ImagePtr encode(const PreparedImage& image, const Extras& extras);
+  ImagePtr encoded_view(const Floats& view, const std::string& extras) const;
   Backend& backend_;
   const std::vector<PreparedImage>& images_;
-  std::vector<std::pair<std::string, ImagePtr>> encoded_;  // the oldest first
+  std::vector<Encoded> encoded_;         // the oldest first
+  std::vector<PreparedImage> gone_;      // images before these
+  std::vector<Encoded> encoded_before_;  // of these
+  bool keeps_views_ = false;
 };
 
 // The text by which a policy's entries select image tokens, in a chat that of the first turn, `after`; null if none of

@@ -1,6 +1,35 @@
 #include "session/prefix.hpp"
 
+#include <algorithm>
+
 namespace vtxcore {
+namespace {
+
+// Which tokens `count` hidden states are of: all, all but the images' among the first `common` ones, or the text.
+Mask tokens_of(const Mask& is_vision, size_t common, size_t count) {
+  Mask all(is_vision.size(), 1), some = all, text = all;
+  for (size_t i = 0; i < all.size(); ++i) {
+    text[i] = !is_vision[i];
+    some[i] = text[i] || i >= common;
+  }
+  for (const Mask& mask : {all, some})
+    if (static_cast<size_t>(count_of(mask)) == count) return mask;
+  return text;
+}
+
+// Of these hidden states those of the text among the first `count` tokens.
+Rows text_of(const Rows& hidden, const Mask& is_vision, size_t common, size_t count) {
+  Mask held = tokens_of(is_vision, common, hidden.count());
+  Ids which;
+  int64_t row = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (held[i] && !is_vision[i]) which.push_back(row);
+    row += held[i];
+  }
+  return take(hidden, which);
+}
+
+}  // namespace
 
 size_t Prompt::prefix_length() const {
   for (size_t i = is_vision.size(); i > 0; --i)
@@ -14,12 +43,48 @@ std::string Prompt::prefix_key(bool whole) const {
   return key;
 }
 
-void Prefix::deepen(SharedRows hidden, bool hold) {
-  if (!hold && depth() > 0) {
-    const Rows& last = *boundaries.back();
-    boundaries.back() = std::make_shared<Rows>(take(last, indices_of(is_vision, false)));
+void Prefix::deepen(Rows hidden, bool hold) {
+  if (start() > 0) {
+    Rows all = *begun[depth()];
+    vtxcore::append(all, hidden);
+    hidden = std::move(all);
   }
-  boundaries.push_back(std::move(hidden));
+  if (!hold && depth() > 0)
+    boundaries.back() = std::make_shared<Rows>(text_of(*boundaries.back(), is_vision, common, size()));
+  boundaries.push_back(std::make_shared<Rows>(std::move(hidden)));
+}
+
+std::vector<SharedRows> Prefix::text_states(size_t count) const {
+  std::vector<SharedRows> out;
+  for (size_t i = 1; i < boundaries.size(); ++i)
+    out.push_back(std::make_shared<Rows>(text_of(*boundaries[i], is_vision, common, count)));
+  return out;
+}
+
+size_t Prefix::agreement(const Prefix& other) const {
+  const Rows &mine = *boundaries.front(), &theirs = *other.boundaries.front();
+  size_t most = std::min(size(), other.size()), count = 0;
+  auto same_row = [&count](const Rows& a, const Rows& b) {
+    return std::equal(a.row(count), a.row(count) + a.width, b.row(count), b.row(count) + b.width);
+  };
+  for (; count < most; ++count) {
+    if (is_vision[count] != other.is_vision[count] || positions[count] != other.positions[count]) break;
+    bool same = same_row(mine, theirs);
+    for (const auto& [name, rows] : inputs) same = same && same_row(rows, other.inputs.at(name));
+    if (!same) break;
+  }
+  return count;
+}
+
+void Prefix::follow(const Prefix& other) {
+  size_t count = other.saved_kv.empty() && other.depth() > 0 ? agreement(other) : 0;
+  if (count > 0) common = count, begun = other.text_states(count);
+}
+
+void Prefix::run_from(size_t token) {
+  common = std::min(common, token);
+  if (common == 0) begun.clear();
+  for (SharedRows& rows : begun) rows = std::make_shared<Rows>(take(*rows, count_up(0, common)));
 }
 
 bool Prefix::held(size_t boundary) const { return boundary > depth() || boundaries[boundary]->count() == size(); }
@@ -48,29 +113,47 @@ std::pair<Ids, int64_t> place(const Mask& is_vision, const Images& images) {
 }
 
 PrunedPrefix PrunedPrefix::whole(const Prefix& prefix, size_t boundary) {
-  return {"", Mask(prefix.size(), 1), prefix.positions, prefix.next_position, prefix.boundaries[boundary], boundary};
+  return {{},       Mask(prefix.size(), 1), prefix.positions, prefix.next_position, prefix.boundaries[boundary],
+          boundary, prefix.common};
 }
 
 PrunedPrefix PrunedPrefix::without(const Removal& removal, const Mask& is_vision) const {
-  Mask stays(static_cast<size_t>(size()), 1);
+  Mask stays(static_cast<size_t>(size()), 1), of_image(stays.size());
   PrunedPrefix out{removals, present, {}, next_position, hidden, depth};
   size_t token = 0, image = 0;
   for (size_t i = 0; i < present.size(); ++i) {
     if (!present[i]) continue;
+    of_image[token] = is_vision[i];
     if (is_vision[i]) stays[token] = removal.kept[image++];
     out.present[i] = stays[token++];
   }
-  Ids which = indices_of(stays);
-  if (hidden->count() == stays.size()) out.hidden = std::make_shared<Rows>(take(*hidden, which));
-  if (out.hidden->count() != which.size()) fail(Kind::device, "image tokens continue whose hidden states were not held");
+  Ids which = indices_of(stays), rows;
+  int64_t row = 0;
+  Mask held = tokens_of(of_image, common, hidden->count());
+  for (size_t i = 0; i < held.size(); ++i) {
+    if (held[i] && stays[i]) rows.push_back(row);
+    row += held[i];
+  }
+  out.hidden = std::make_shared<Rows>(take(*hidden, rows));
+  if (rows.size() != which.size()) fail(Kind::device, "image tokens continue whose hidden states were not held");
   out.positions = take(positions, which);
   if (removal.renumbers) {
     out.positions = count_up(0, which.size());
     out.next_position = static_cast<int64_t>(which.size());
   }
-  out.removals += cat(depth, removal.renumbers ? "r" : "k") +
-                  std::string(reinterpret_cast<const char*>(removal.kept.data()), removal.kept.size()) + ";";
+  out.removals.push_back({depth, removal.renumbers, removal.kept});
   return out;
+}
+
+void PrunedPrefix::follow(const PrunedPrefix& other, size_t agreed, size_t stages) {
+  if (removals.size() != 1 || other.removals.size() != 1 || other.depth < stages) return;
+  const Removed &mine = removals.front(), &theirs = other.removals.front();
+  if (mine.boundary != theirs.boundary || mine.renumbers != theirs.renumbers) return;
+  if (count_of(mine.kept) + count_of(theirs.kept) > 0) return;
+  auto count = std::count(present.begin(), present.begin() + static_cast<std::ptrdiff_t>(agreed), 1);
+  if (!std::equal(positions.begin(), positions.begin() + count, other.positions.begin())) return;
+  common = static_cast<size_t>(count);
+  hidden = std::make_shared<Rows>(take(*hidden, count_up(count, hidden->count() - common)));
 }
 
 }  // namespace vtxcore

@@ -242,9 +242,12 @@ void Session::replace_prefix(const Prompt& prompt) {
   }
   suffix_.clear();
   selection_.reset();
-  pruned_prefix_.reset();
   prefix.key = prompt.prefix_key(m_.model.two_way);
+  if (continues_) prefix.follow(prefix_);
+  former_ = prefix.common > 0 ? std::move(pruned_prefix_) : std::nullopt;
+  pruned_prefix_.reset();
   prefix_ = std::move(prefix);
+  continues_ = false;
 }
 
 Prefix Session::empty_prefix() const {
@@ -268,6 +271,12 @@ void Session::prepare(const Policy& policy) {
     prefix_ = std::move(prefix);
   }
   std::set<int64_t> cuts = policy.token_cuts();
+  std::optional<int64_t> exit = policy.exit();
+  for (exit_ = 0; exit_ < stages_.size() && stages_[exit_].first != exit;) ++exit_;
+  bool ranks = std::any_of(stages_.begin(), stages_.end(), [&](const StageSpec& s) { return cuts.count(s.first) > 0; });
+  if (prefix_.common > 0 && (ranks || prefix_.begun.size() < exit_))
+    prefix_.run_from(
+        static_cast<size_t>(std::find(prefix_.is_vision.begin(), prefix_.is_vision.end(), 1) - prefix_.is_vision.begin()));
   holding_.clear();
   size_t lacking = stages_.size();
   for (size_t number = 0; number < stages_.size(); ++number) {
@@ -275,8 +284,6 @@ void Session::prepare(const Policy& policy) {
     holding_.insert(number);
     if (!prefix_.held(number)) lacking = std::min(lacking, number);
   }
-  std::optional<int64_t> exit = policy.exit();
-  for (exit_ = 0; exit_ < stages_.size() && stages_[exit_].first != exit;) ++exit_;
   if (size_t depth = prefix_.depth(); depth < exit_ && !prefix_.held(depth)) {
     lacking = std::min(lacking, depth);  // image tokens were to leave there, and now go on
     drops_unread_ = false;               // who changes K once may do so again
@@ -310,15 +317,19 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
   StageCache& here = *cached;
   PrefixSlots slots = layout(number);
   if (due) {
-    here.keep(0);
-    SharedRows hidden = whole ? prefix_.boundaries.back() : pruned->hidden;
-    Rows behind;
-    if (hidden->count() > 0) {  // an empty prefix does not run
+    const Rows& states = whole ? *prefix_.boundaries.back() : *pruned->hidden;
+    size_t start = whole ? prefix_.start() : pruned->common, count = static_cast<size_t>(slots.slots) - start;
+    here.keep(static_cast<int64_t>(start));
+    Rows found(0, states.width), behind;
+    if (count > 0) {  // all of it may be in the cache
       bool joins = m_.model.two_way || (!query && suffix.count() <= static_cast<size_t>(names::kQuestionRows));
-      TokenStates both{Rows(0, hidden->width), whole ? prefix_.inputs : take(prefix_.inputs, indices_of(pruned->present))};
-      both.hidden.data.reserve(hidden->data.size() + (joins ? suffix.hidden.data.size() : 0));
-      vtxcore::append(both.hidden, *hidden);
-      Ids positions = whole ? prefix_.positions : pruned->positions;
+      auto first = static_cast<std::ptrdiff_t>(start);
+      Ids running = indices_of(slots.present), positions = whole ? prefix_.positions : pruned->positions;
+      running.erase(running.begin(), running.begin() + first);
+      positions.erase(positions.begin(), positions.begin() + first);
+      TokenStates both{Rows(0, states.width), take(prefix_.inputs, running)};
+      both.hidden.data.reserve(count * states.width + (joins ? suffix.hidden.data.size() : 0));
+      both.hidden.data.insert(both.hidden.data.end(), states.row(states.count() - count), states.row(states.count()));
       if (joins) {
         vtxcore::append(both.hidden, suffix.hidden);
         for (auto& [name, rows] : both.inputs) vtxcore::append(rows, suffix.inputs.at(name));
@@ -326,18 +337,17 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
       }
       bool leaves =
           whole && here.selects_outputs() && drops_unread_ && number + 1 == exit_ && holding_.count(number + 1) == 0;
-      Ids outputs = leaves ? indices_of(prefix_.is_vision, false) : Ids();
-      size_t own = leaves ? outputs.size() : hidden->count();
-      for (size_t row = hidden->count(); row < both.count(); ++row) outputs.push_back(static_cast<int64_t>(row));
-      Rows found = here.append(both, positions, false, leaves ? &outputs : nullptr);
+      Ids outputs = leaves ? indices_of(Mask(prefix_.is_vision.begin() + first, prefix_.is_vision.end()), false) : Ids();
+      size_t own = leaves ? outputs.size() : count;
+      for (size_t row = count; row < both.count(); ++row) outputs.push_back(static_cast<int64_t>(row));
+      found = here.append(both, positions, false, leaves ? &outputs : nullptr);
       behind = take(found, count_up(static_cast<int64_t>(own), found.count() - own));
       found.data.resize(own * found.width);
-      hidden = std::make_shared<Rows>(std::move(found));
     }
     if (whole)
-      prefix_.deepen(hidden, holding_.count(number) > 0);
+      prefix_.deepen(std::move(found), holding_.count(number) > 0);
     else
-      pruned->hidden = hidden, ++pruned->depth;
+      pruned->hidden = std::make_shared<Rows>(std::move(found)), ++pruned->depth;
     if (behind.count() > 0) return behind;
   }
   here.keep(slots.slots);
@@ -354,7 +364,15 @@ const PrunedPrefix& Session::remove(size_t number, const Removal& removal) {
   for (size_t i = 0; i < pruned.present.size(); ++i)
     if (prefix_.is_vision[i]) kept.push_back(pruned.present[i]);
   cuts_.push_back({stages_[number].first, removal.by, kept});
-  if (!again) pruned_prefix_ = std::move(pruned);
+  if (!again) {
+    bool held = former_.has_value();
+    int64_t room = capacity() - (static_cast<int64_t>(prefix_.size()) - pruned.size());
+    for (size_t stage = number; stage < stages_.size(); ++stage)
+      held = held && pruned_.count(stage) > 0 && pruned_.at(stage)->capacity == room;
+    if (held) pruned.follow(*former_, prefix_.common, stages_.size());
+    former_.reset();
+    pruned_prefix_ = std::move(pruned);
+  }
   if (first) first_pruned_ = number;
   return *pruned_prefix_;
 }
@@ -408,7 +426,8 @@ PrefillResult Session::result(Floats logits, bool reused) {
   if (reused && reused_stages_ > 0) out.reused_layers = stages_[reused_stages_ - 1].last;
   bool ran = false;
   for (size_t number = reused_stages_; number < stages_.size(); ++number) ran |= sees_image(number);
-  out.reused_tokens = static_cast<int64_t>(reused_suffix_ + (reused && !ran ? prefix_.size() : 0));
+  size_t served = reused ? (ran ? 0 : prefix_.size()) : prefix_.common;
+  out.reused_tokens = static_cast<int64_t>(reused_suffix_ + served);
   out.slots = per_layer(slots);
   out.vision_kept = per_layer(kept);
   out.images = prefix_.images;

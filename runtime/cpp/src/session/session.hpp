@@ -34,7 +34,7 @@ struct Cut {
 
 // What a prefill did. Per-layer vectors start with layer 1; `k` is the first layer without image tokens, 0 where some
 // stayed; `reused_layers`: in layers 1 to this one no image token was run; `reused_tokens`: of the prompt that caches of an
-// earlier question served, the prefix where no image token was run.
+// earlier question served: the prefix where no image token was run, or what it has in common with the one before.
 struct PrefillResult {
   Floats logits;
   int64_t k = 0;
@@ -66,6 +66,9 @@ class Session {
   int64_t capacity() const { return m_.max_context; }
   // The hidden states [tokens, hidden] of the last layer, of which `prefill` or `decode` last gave the logits.
   const Rows& states() const { return states_; }
+  // The next prompt's prefix may be another one. What it has in common with this one is then not run again; its K and V come
+  // from a run of another length, so they are equal up to rounding. Not of a model whose tokens see those behind them.
+  void continue_prefix() { continues_ = !m_.model.two_way; }
   // The position of the next token.
   int64_t length() const { return prefix_.next_position + static_cast<int64_t>(suffix_.size()); }
   // The cache that stage `number` runs in for this question; for whoever records positions.
@@ -96,7 +99,9 @@ class Session {
   const std::vector<StageSpec>& stages_;
   Caches full_, pruned_;
   Prefix prefix_;
+  bool continues_ = false;  // the next other prefix does not run again what it has in common with this one
   std::optional<PrunedPrefix> pruned_prefix_;  // what `pruned_` holds of the prefix
+  std::optional<PrunedPrefix> former_;         // what it holds of the one before, until another one runs there
   Ids suffix_;                                 // ids after the prefix that the caches hold
   std::optional<Selection> selection_;         // the question that selected the cached image tokens
   size_t first_pruned_;                        // the stage from which on the suffix runs in `pruned_`

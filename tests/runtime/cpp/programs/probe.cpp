@@ -17,7 +17,10 @@
 //                             [TOKENS, TOKENS] follow on stdin, the last question finds them instead of those kept
 //   merge SPEC VIEWS TOKENS WIDTH COLUMNS  what a method makes of the tower's tokens of an image in so many views: on stdin
 //                             their keys [VIEWS, TOKENS, WIDTH] and the class token's attention; its sums as JSON
-//   cut SPEC LAYER TOKENS     which of so many tokens that entered go on at a cut before LAYER: on stdin their attention, float32
+//   cut SPEC LAYER TOKENS     which of so many tokens that entered go on at a cut before LAYER: on stdin their attention,
+//   float32 tiles                     images on stdin, a JSON array of a number a tile each a line, each one in place of the
+//   one before;
+//                             how many tiles of each the tower runs
 //   turns                     positions of pivots on stdin, a JSON array a line; in which order DART's code takes them
 //   specs                     specs on stdin, one a line; the canonical one, or the error
 //   parse KIND FILE           reads a manifest, safetensors, tokenizer, template or image file; prints ok or the error
@@ -39,6 +42,7 @@
 #include "policies/methods/reductions.hpp"
 #include "policies/policy.hpp"
 #include "parse.hpp"
+#include "session/encoded_images.hpp"
 #include "vision/layout.hpp"
 
 namespace {
@@ -295,6 +299,42 @@ void fuzz(const std::string& kind, size_t count, unsigned seed, const std::vecto
   std::cout << count << " tried, " << refused << " refused\n";
 }
 
+// A tower that counts its runs.
+struct CountedTower : Backend {
+  int runs = 0;
+  ImagePtr vision(const Floats& pixels, const Extras&) override {
+    ++runs;
+    auto out = std::make_shared<ImageTokens>();
+    out->rows.width = 1, out->rows.data = pixels;
+    out->patches.places = {0}, out->patches.merged = {0};
+    return out;
+  }
+  TokenStates embed(const Ids&) override { return {}; }
+  Rows head(const Rows&) override { return {}; }
+  Floats gate(int64_t, const Rows&) override { return {}; }
+  Floats text_tower(const Ids&) override { return {}; }
+  Rows project(const Rows&) override { return {}; }
+  std::unique_ptr<StageCache> stage(size_t, int64_t) override { return nullptr; }
+};
+
+void tiles() {
+  CountedTower tower;
+  std::vector<PreparedImage> shown;
+  EncodedImages encoded(tower, shown);
+  for (std::string line; std::getline(std::cin, line);) {
+    PreparedImage image{{}, line, 0, 1, 1, [](const Views& views) { return joined(views); }, MarkedImage::plain(1)};
+    Json numbers = parse_json(line, "stdin", Kind::request);
+    for (const Json& number : *numbers.array()) image.views.push_back({static_cast<float>(*number.integer())});
+    std::vector<PreparedImage> before = std::exchange(shown, {image});
+    encoded.replaced(std::move(before));
+    int runs = tower.runs;
+    ImagePtr tokens = encoded.encoders(Policy{}, nullptr, nullptr).front().encode();
+    for (size_t i = 0; i < image.views.size(); ++i)
+      if (tokens->rows.data[i] != image.views[i].front()) fail(Kind::device, "tile ", i, " has the tokens of another one");
+    std::cout << tower.runs - runs << "\n";
+  }
+}
+
 }  // namespace
 
 int main(int count, char** values) {
@@ -318,6 +358,8 @@ int main(int count, char** values) {
       merge(values + 2);
     else if (mode == "cut" && count == 5)
       cut(values[2], std::stol(values[3]), std::stoul(values[4]));
+    else if (mode == "tiles")
+      tiles();
     else if (mode == "turns")
       turns();
     else if (mode == "specs")

@@ -123,6 +123,7 @@ class Recorder {
     const Selection* after = continues && selection_ ? &*selection_ : nullptr;
     EncodedImages encoded(model_.backend(), shown);
     Prompt prompt = prompt_of(messages_of(need(question, "messages")), shown, policy, encoded, after);
+    if (*need(question, "replaces").boolean()) session_.continue_prefix();
     PrefillResult result = session_.prefill(prompt, policy, after, [] {});
     selection_ = result.selection;
     record(prompt, result, start, out);
@@ -130,7 +131,9 @@ class Recorder {
     for (const Cut& cut : result.cuts)
       cuts.push_back(Json::Object{{"layer", cut.layer}, {"by", Json::Array(cut.by.begin(), cut.by.end())}});
     Json::Object entry;
-    for (const char* key : {"name", "messages", "images", "continues"}) entry.emplace_back(key, need(question, key));
+    for (const char* key : {"name", "messages", "images", "continues", "replaces"})
+      entry.emplace_back(key, need(question, key));
+    entry.emplace_back("reused", result.reused_tokens);
     entry.emplace_back("k", result.k ? Json(result.k) : Json());
     entry.emplace_back("cuts", cuts);
     return entry;
@@ -231,7 +234,7 @@ void run(const std::string& bundle, const std::string& from, const std::string& 
   }
   for (size_t i = 0; i < images.size(); ++i)
     pictures.push_back(Json::Object{{"file", need((*need(index, "images").array())[i], "file")}, {"sha256", images[i].key}});
-  write(to + "/traces.json", Json(Json::Object{{"format", 1},
+  write(to + "/traces.json", Json(Json::Object{{"format", 2},
                                                {"runtime", "libvtx"},
                                                {"manifest", model.bundle().digest()},
                                                {"device", model.backend().device},
