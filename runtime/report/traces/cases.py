@@ -43,7 +43,7 @@ class TraceQuestion:
 
 
 def images() -> tuple[Image.Image, ...]:
-    """Fixed pictures: that of the golden vectors, its negative, turned, and the first with a mark in its last corner."""
+    """Fixed pictures: that of the golden vectors, its negative, turned, and the first with a mark in a corner."""
     first = golden_image()
     marked = first.copy()
     marked.paste((255, 0, 0), (first.width - 12, first.height - 12, first.width - 4, first.height - 4))

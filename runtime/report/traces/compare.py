@@ -18,9 +18,10 @@ WRONG = float("inf")
 def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0.0) -> Iterator[Check]:
     """One check for the images, then one a question: the first fact that differs, or the difference of its logits.
 
-    Token ids, masks, image tokens kept, slots, positions and numbers of reused tokens must be equal. Logits may differ by `limit`, a share of the
-    expected ones' largest magnitude. A greedy token may be another one if the expected logits of the two are within
-    twice that; from there on the answers are different texts, and nothing more is compared.
+    Token ids, masks, image tokens kept, slots, positions and numbers of reused tokens must be equal. Logits may
+    differ by `limit`, a share of the expected ones' largest magnitude. A greedy token may be another one if the
+    expected logits of the two are within twice that; from there on the answers are different texts, and nothing more
+    is compared.
 
     `choices` holds between two different engines only: the share of the image tokens that may be chosen differently at
     the first cut with other choices. Nothing more of such a question is compared. Raises RequestError.
