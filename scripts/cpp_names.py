@@ -18,7 +18,7 @@ from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import action_spec, image_settings, manifest, model_spec, names, text_settings
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt import guiding, messages, template, text
-from vtx.runtime.session import sampling
+from vtx.runtime.session import prefix_file, sampling
 from vtx.runtime.vision import limits, tokens
 from vtx.runtime.vision.layouts import anyres, marked
 
@@ -53,6 +53,7 @@ def header() -> str:
     }
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE, "BOTH_WAYS": BOTH_WAYS}
+    words |= {"PREFIX_FORMAT": prefix_file.FORMAT}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),

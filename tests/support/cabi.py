@@ -104,10 +104,11 @@ def load_library() -> c.CDLL:
 class Loaded:
     """A bundle on one engine: `handle`, a model of `library`. `close` frees it."""
 
-    def __init__(self, bundle: Path, device: str, threads: int = 1) -> None:
+    def __init__(self, bundle: Path, device: str, threads: int = 1, key: Path | None = None) -> None:
         self.library, self.handle, options = load_library(), c.c_void_p(), LoadOptions()
         self.library.vtx_load_options_init(c.byref(options), c.sizeof(options))
         options.device, options.threads = device.encode(), threads
+        options.require_signature = None if key is None else os.fsencode(key)
         options.library = (openvino() if device == "openvino" else onnxruntime()).encode()
         self.check(self.library.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self.handle)))
 
@@ -228,6 +229,15 @@ class Frames:
         )
         self.loaded.check(status)
         return bool(replaced.value)
+
+    def load_prefix(self, file: Path) -> str:
+        """What is said of a file that is refused, else nothing."""
+        status = self.library.vtx_conversation_load_prefix(self.handle, os.fsencode(file))
+        return "" if status == OK else f"{status} {self.library.vtx_last_error().decode()}"
+
+    def save_prefix(self, file: Path) -> str:
+        status = self.library.vtx_conversation_save_prefix(self.handle, os.fsencode(file))
+        return "" if status == OK else f"{status} {self.library.vtx_last_error().decode()}"
 
     def close(self) -> None:
         self.library.vtx_conversation_free(self.handle)

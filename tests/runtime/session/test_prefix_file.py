@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.prefix_files import DAMAGES
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
-from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import ExportError, RequestError
 
 QUESTION, SYSTEM = "How many?", "Be brief, please."
@@ -62,50 +60,7 @@ def test_a_file_of_another_prompt_is_written_anew(model: Model, tmp_path: Path) 
     assert ask(model, file, 3).stats.reused_tokens > ask(model, None, 3).stats.vision_tokens // 2
 
 
-def changed(change: Callable[[dict[str, Any], dict[str, str]], object]) -> Callable[[Path], object]:
-    """The file with other tensors and metadata."""
-
-    def write(file: Path) -> None:
-        header = read_header(file)
-        tensors = {name: read_tensor(info) for name, info in header.tensors.items()}
-        metadata = dict(header.metadata)
-        change(tensors, metadata)
-        write_safetensors(file, tensors, metadata)
-
-    return write
-
-
-def resealed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """The file with other tensors and a checksum that fits them."""
-    from vtx.runtime.session.prefix_file import _checksum
-
-    def both(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
-        change(tensors)
-        metadata["sha256"] = _checksum(tensors)
-
-    return changed(both)
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda file: file.write_bytes(b""), "shelf"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-7]), "shelf"),
-        (lambda file: file.write_bytes(b"\xff" * 400), "shelf"),
-        (lambda file: (file.unlink(), file.mkdir()), "shelf"),
-        (lambda file: os.truncate(file, 1 << 34), "bytes, of this bundle at most"),
-        (changed(lambda tensors, _: tensors["kv 1"].__setitem__(..., 3)), "SHA-256"),
-        (changed(lambda _, about: about.update(bundle="0" * 64)), "written for another bundle"),
-        (changed(lambda _, about: about.update(engine="gpu")), "written for another engine"),
-        (changed(lambda _, about: about.clear()), "written for another"),
-        (resealed(lambda tensors: tensors.pop("positions")), "does not hold a prompt"),
-        (resealed(lambda tensors: tensors.update({"kv 1": tensors["kv 1"][..., :-1]})), "does not hold a prompt"),
-        (resealed(lambda tensors: tensors.update({"kv 1": tensors["kv 1"].astype(np.float64)})), "does not hold"),
-        (resealed(lambda tensors: tensors.update(hidden=tensors["hidden"][:-1])), "does not hold a prompt"),
-        (resealed(lambda tensors: tensors.update(hidden=np.zeros((3, 2), np.float32))), "does not hold a prompt"),
-        (resealed(lambda tensors: tensors.update({"kv 9": tensors["kv 1"]})), "does not hold a prompt"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
 def test_a_damaged_or_foreign_file_is_told_and_changes_no_answer(
     model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], said: str
 ) -> None:

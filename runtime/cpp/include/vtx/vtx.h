@@ -131,6 +131,15 @@ VTX_API void vtx_conversation_free(vtx_conversation* conversation);
 VTX_API vtx_status vtx_conversation_replace(vtx_conversation* conversation, const vtx_image* images, size_t count, double near,
                                             int32_t* replaced);
 
+/* A prefix file has what the caches hold of the prompt before its last image, such as a system prompt and images to compare
+ * with, so that another process need not compute it; Python's `prefix_file` reads and writes the same. Load it right after
+ * vtx_open: it serves the tokens that enter the decoder with the very same numbers, and no others. VTX_BUNDLE for one that is
+ * missing, damaged, or of another bundle, engine or arithmetic: the conversation then computes it. Save it after an answer;
+ * the file is replaced at once. It is checksummed and not signed, so VTX_REQUEST where a signature is required: keep it
+ * where you keep the bundle. */
+VTX_API vtx_status vtx_conversation_load_prefix(vtx_conversation* conversation, const char* path);
+VTX_API vtx_status vtx_conversation_save_prefix(vtx_conversation* conversation, const char* path);
+
 /* Called for each token with the text that is certain with it, `length` bytes, maybe none; 0 goes on, any other value
  * ends the answer as vtx_cancel does. It runs in the thread that asks, must not throw, and may call nothing of this
  * conversation but vtx_cancel. */

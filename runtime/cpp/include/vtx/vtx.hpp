@@ -175,6 +175,9 @@ class Conversation {
     check(vtx_conversation_replace(conversation_.get(), raw.data(), raw.size(), near, &replaced));
     return replaced != 0;
   }
+  // What the caches hold of the prompt before its last image, from a file and into it.
+  void load_prefix(const std::string& path) { check(vtx_conversation_load_prefix(conversation_.get(), text_of(path))); }
+  void save_prefix(const std::string& path) { check(vtx_conversation_save_prefix(conversation_.get(), text_of(path))); }
   void restart_chat() { check(vtx_chat_restart(conversation_.get())); }
   // From any thread.
   void cancel() { vtx_cancel(conversation_.get()); }

@@ -330,6 +330,20 @@ vtx_status vtx_conversation_replace(vtx_conversation* conversation, const vtx_im
   });
 }
 
+vtx_status vtx_conversation_load_prefix(vtx_conversation* conversation, const char* path) {
+  return guarded([&] {
+    require(path, "the path");
+    living(conversation, "the conversation")->conversation.load_prefix(path);
+  });
+}
+
+vtx_status vtx_conversation_save_prefix(vtx_conversation* conversation, const char* path) {
+  return guarded([&] {
+    require(path, "the path");
+    living(conversation, "the conversation")->conversation.save_prefix(path);
+  });
+}
+
 void vtx_conversation_free(vtx_conversation* conversation) {
   if (auto held = vtxcore::Handles<vtx_conversation>::all().take(conversation)) held->conversation.close();
 }

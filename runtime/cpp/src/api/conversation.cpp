@@ -6,6 +6,7 @@
 
 #include "base/checks.hpp"
 #include "session/encoded_images.hpp"
+#include "session/prefix_file.hpp"
 
 namespace vtxcore {
 namespace {
@@ -144,6 +145,28 @@ bool Conversation::replace(std::vector<PreparedImage> images, double near) {
   turns_.clear();
   selection_.reset();
   return true;
+}
+
+void Conversation::check_prefix_file() const {
+  if (model_->bundle().key())
+    fail(Kind::request, "a prefix file is not signed, and this bundle must be; leave the prefix file out");
+  if (model_->manifest().model.two_way)
+    fail(Kind::request, "a prompt of this model cannot be continued from some token on, since tokens see those behind ",
+         "them; leave the prefix file out");
+}
+
+void Conversation::load_prefix(const std::string& path) {
+  Running running(*this);
+  check_prefix_file();
+  if (session_.has_run())
+    fail(Kind::request, "a question has been asked already; load a prefix file right after the images are opened");
+  vtxcore::load_prefix(path, model_->bundle(), model_->backend(), session_);
+}
+
+void Conversation::save_prefix(const std::string& path) {
+  Running running(*this);
+  check_prefix_file();
+  vtxcore::save_prefix(path, model_->bundle(), model_->backend(), session_);
 }
 
 Ids Conversation::expanded(const Ids& ids, const std::vector<MarkedImage>& images) const {

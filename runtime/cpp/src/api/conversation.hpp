@@ -27,6 +27,9 @@ class Conversation {
   // if they are equal to those before in pixels after preprocessing, or if no mean colour of 64 x 64 cells differs from
   // theirs by more than `near`, a share of the range of colours.
   bool replace(std::vector<PreparedImage> images, double near);
+  // What the caches hold of the prompt before the last image, from a file and into it; see session/prefix_file.hpp.
+  void load_prefix(const std::string& path);
+  void save_prefix(const std::string& path);
   // Ends the answer that is being computed: within one token, or before the prompt's next stage.
   void cancel() { cancelled_ = true; }
   // For its owner's last word: as `cancel`, and so ends whatever answer is yet to begin.
@@ -42,6 +45,7 @@ class Conversation {
   };
   class Running;
 
+  void check_prefix_file() const;
   std::vector<Message> opening(const std::string& question) const;
   Ids expanded(const Ids& ids, const std::vector<MarkedImage>& images) const;
   Answer answer(const Turn& turn, const Options& options);

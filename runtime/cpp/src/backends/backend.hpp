@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,12 @@ namespace vtxcore {
 // The change of actions [horizon, width] at a time from 1 to 0.
 using ExpertStep = std::function<Floats(const Floats& actions, float time)>;
 using Extras = std::map<std::string, float>;  // extra inputs of a vision graph by name, [1] each
+
+// The type, as safetensors names it, and the shape of one layer's K and V of some slots.
+struct LayerForm {
+  std::string dtype;
+  Ids shape;
+};
 
 // K/V of one stage for one conversation, [layers, 2, kv_heads, capacity, head_dim], and the stage's run.
 //
@@ -52,6 +59,9 @@ class StageCache {
   }
   // A copy of the K/V of some slots, rising; only `write` looks into it.
   virtual SavedSlots read(const Ids& slots) = 0;
+  // What `read` gives of each layer of so many slots, one layer after the other as the Python runtime saves them; none if K
+  // and V stay on a device.
+  virtual std::optional<LayerForm> layer_form(int64_t) const { return std::nullopt; }
   // Puts K/V that `read` gave into as many slots; from then on the first `filled` ones are filled.
   virtual void write(const Ids& slots, const SavedSlots& kv, int64_t filled) = 0;
 

@@ -56,6 +56,7 @@ inline constexpr char kPagedFilled[] = "max_context_len";
 inline constexpr char kPagedRows[] = "rows";
 inline constexpr char kOrtSilence[] = "ORT_DISABLE_TELEMETRY";
 inline constexpr char kBothWays[] = "vtx builds engines of models whose tokens see each other both ways, and does not run them yet";
+inline constexpr char kPrefixFormat[] = "vtx-prefix-1";
 inline constexpr char kPastKey[] = "past_key.";
 inline constexpr char kPastValue[] = "past_value.";
 inline constexpr char kPresentKey[] = "present_key.";

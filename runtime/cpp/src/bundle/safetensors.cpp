@@ -91,7 +91,7 @@ void check_coverage(std::vector<Place>& places, int64_t start, int64_t size, con
 
 }  // namespace
 
-Tensors unpack(const std::string& content, const std::string& name) {
+Tensors unpack(const std::string& content, const std::string& name, Metadata* metadata) {
   uint64_t length = 0;
   if (content.size() < 8)
     fail(Kind::bundle, name, " holds ", content.size(), " bytes, a safetensors file has at least 8", kAgain);
@@ -111,7 +111,11 @@ Tensors unpack(const std::string& content, const std::string& name) {
   Tensors found;
   std::vector<Place> places;
   for (const auto& [key, entry] : *entries) {
-    if (key == "__metadata__") continue;
+    if (key == "__metadata__") {
+      for (const auto& [about, value] : entry.object() && metadata ? *entry.object() : Json::Object())
+        (*metadata)[about] = value.string() ? *value.string() : "";
+      continue;
+    }
     places.push_back(read_entry(key, entry, name, found[key]));
   }
   auto start = static_cast<int64_t>(8 + length);
@@ -122,8 +126,9 @@ Tensors unpack(const std::string& content, const std::string& name) {
   return found;
 }
 
-std::string pack(const Tensors& tensors) {
+std::string pack(const Tensors& tensors, const Metadata& metadata) {
   Json::Object header;
+  if (!metadata.empty()) header.emplace_back("__metadata__", Json::Object(metadata.begin(), metadata.end()));
   std::string data;
   for (const auto& [name, tensor] : tensors) {
     Json::Array shape(tensor.shape.begin(), tensor.shape.end());

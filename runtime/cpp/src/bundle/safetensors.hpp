@@ -28,8 +28,10 @@ struct Tensor {
 
 using Tensors = std::map<std::string, Tensor>;
 
-// The tensors in a file's `content`. Throws Error(bundle) for anything but a sound file.
-Tensors unpack(const std::string& content, const std::string& name);
+using Metadata = std::map<std::string, std::string>;
+
+// The tensors in a file's `content`, and its free-form metadata. Throws Error(bundle) for anything but a sound file.
+Tensors unpack(const std::string& content, const std::string& name, Metadata* metadata = nullptr);
 
 template <typename Value>
 Tensor tensor_of(const char* dtype, Ids shape, const std::vector<Value>& values) {
@@ -39,6 +41,6 @@ Tensor tensor_of(const char* dtype, Ids shape, const std::vector<Value>& values)
 }
 
 // The bytes of a file that holds these tensors.
-std::string pack(const Tensors& tensors);
+std::string pack(const Tensors& tensors, const Metadata& metadata = {});
 
 }  // namespace vtxcore

@@ -250,6 +250,12 @@ void Session::replace_prefix(const Prompt& prompt) {
   continues_ = false;
 }
 
+void Session::begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches) {
+  for (size_t number = 0; number < caches.size(); ++number) full_[number] = std::move(caches[number]);
+  prefix_ = std::move(prefix);
+  continue_prefix();
+}
+
 Prefix Session::empty_prefix() const {
   Prefix prefix;
   prefix.boundaries = {std::make_shared<Rows>(0, static_cast<size_t>(m_.model.hidden))};

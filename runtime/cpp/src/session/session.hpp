@@ -69,6 +69,12 @@ class Session {
   // The next prompt's prefix may be another one. What it has in common with this one is then not run again; its K and V come
   // from a run of another length, so they are equal up to rounding. Not of a model whose tokens see those behind them.
   void continue_prefix() { continues_ = !m_.model.two_way; }
+  // Begins with another prefix, which the next one continues, and the caches of the first stages, which hold it. Only while
+  // nothing has run.
+  void begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches);
+  bool has_run() const { return !full_.empty() || !pruned_.empty(); }
+  const Prefix& prefix() const { return prefix_; }
+  StageCache& full_cache(size_t number) { return *full_.at(number); }
   // The position of the next token.
   int64_t length() const { return prefix_.next_position + static_cast<int64_t>(suffix_.size()); }
   // The cache that stage `number` runs in for this question; for whoever records positions.

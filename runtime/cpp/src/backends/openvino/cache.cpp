@@ -195,18 +195,21 @@ Rows OpenvinoStageCache::keys() {
 SavedSlots OpenvinoStageCache::read(const Ids& slots) {
   SavedSlots out(planes_of(spec_) * slots.size() * heads_ * head_bytes());
   uint8_t* to = out.data();
-  for (size_t plane = 0; plane < planes_of(spec_); ++plane)
-    for (int64_t slot : slots)
-      for (size_t head = 0; head < heads_; ++head, to += head_bytes()) std::memcpy(to, row(plane, slot, head), head_bytes());
+  each_row(slots, [&](const uint8_t* from) { std::memcpy(std::exchange(to, to + head_bytes()), from, head_bytes()); });
   return out;
+}
+
+std::optional<LayerForm> OpenvinoStageCache::layer_form(int64_t slots) const {
+  const char* dtype = context_.kv == Type::f32   ? "F32"
+                      : context_.kv == Type::f16 ? "F16"
+                      : context_.kv == Type::u8  ? "U8"
+                                                 : "U16";  // bfloat16 by its bits
+  return LayerForm{dtype, {slots, 2, context_.manifest.model.kv_heads, static_cast<int64_t>(context_.slot_width())}};
 }
 
 void OpenvinoStageCache::write(const Ids& slots, const SavedSlots& kv, int64_t filled) {
   const uint8_t* from = kv.data();
-  for (size_t plane = 0; plane < planes_of(spec_); ++plane)
-    for (int64_t slot : slots)
-      for (size_t head = 0; head < heads_; ++head, from += head_bytes())
-        std::memcpy(row(plane, slot, head), from, head_bytes());
+  each_row(slots, [&](uint8_t* to) { std::memcpy(to, std::exchange(from, from + head_bytes()), head_bytes()); });
   length = filled;
 }
 

@@ -35,6 +35,7 @@ class OpenvinoStageCache : public StageCache {
   Scores attention(bool last_only) override;
   Rows keys() override;
   SavedSlots read(const Ids& slots) override;
+  std::optional<LayerForm> layer_form(int64_t slots) const override;
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
   bool selects_outputs() const override { return true; }
 
@@ -55,6 +56,14 @@ class OpenvinoStageCache : public StageCache {
   size_t head_bytes() const { return context_.slot_width() * context_.element_bytes(); }
   // The bytes of a slot's row of one head; `plane` counts layers and, in each, K and V.
   uint8_t* row(size_t plane, int64_t slot, size_t head);
+  // Each row of these slots, in the order [layers, slots, 2, kv_heads] of saved ones.
+  template <typename Work>
+  void each_row(const Ids& slots, Work work) {
+    for (size_t plane = 0; plane < 2 * static_cast<size_t>(spec_.layers()); plane += 2)
+      for (int64_t slot : slots)
+        for (size_t part : {plane, plane + 1})
+          for (size_t head = 0; head < heads_; ++head) work(row(part, slot, head));
+  }
 
   const OpenvinoCacheContext& context_;
   const OpenvinoStage& stage_;
@@ -73,8 +82,8 @@ class OpenvinoStageCache : public StageCache {
   bool token_bound_ = false;
 };
 
-// The cache of a stage whose tokens see each other both ways: its graph runs as it is written, K and V of the filled slots go
-// in, and those of the new tokens come out.
+// The cache of a stage whose tokens see each other both ways: its graph runs as it is written, K and V of the filled slots
+// go in, and those of the new tokens come out.
 std::unique_ptr<StageCache> make_openvino_growing_cache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
                                                         const StageSpec& spec, int64_t slots);
 

@@ -12,9 +12,9 @@ OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& sta
       memory_(static_cast<size_t>(2 * spec.layers() * context.manifest.model.kv_heads), static_cast<size_t>(slots),
               static_cast<size_t>(context.manifest.model.head_dim * context.manifest.kv_bytes("ort"))),
       last_tensor_(tensor_over(context.ort, &last_, {1}, "int32")),
-      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")),
-      token_{Rows(1, static_cast<size_t>(context.manifest.model.hidden))}, token_out_(token_.hidden), token_position_(1),
-      token_seen_(1), token_binding_(stage) {
+      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")), token_{Rows(1, static_cast<size_t>(
+                                                                                         context.manifest.model.hidden))},
+      token_out_(token_.hidden), token_position_(1), token_seen_(1), token_binding_(stage) {
   const ModelSpec& model = context.manifest.model;
   Ids shape{1, model.kv_heads, slots, model.head_dim};
   for (size_t plane = 0; plane < static_cast<size_t>(2 * spec.layers()); ++plane)
@@ -120,6 +120,14 @@ Rows OrtStageCache::keys() {
       if (!scale) widen(from, dtype, dim, to);
     }
   return out;
+}
+
+std::optional<LayerForm> OrtStageCache::layer_form(int64_t slots) const {
+  const Manifest& m = context_.manifest;
+  return LayerForm{m.kv_dtype == "float32"   ? "F32"
+                   : m.kv_dtype == "float16" ? "F16"
+                                             : "I8",
+                   {2, 1, m.model.kv_heads, slots, m.model.head_dim}};
 }
 
 void OrtStageCache::write(const Ids& slots, const SavedSlots& kv, int64_t filled) {

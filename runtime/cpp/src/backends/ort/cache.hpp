@@ -28,6 +28,7 @@ class OrtStageCache : public StageCache {
   Scores attention(bool last_only) override;
   Rows keys() override;
   SavedSlots read(const Ids& slots) override { return memory_.read(slots); }
+  std::optional<LayerForm> layer_form(int64_t slots) const override;
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
 
  protected:

@@ -1,0 +1,176 @@
+#include "session/prefix_file.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <system_error>
+
+#include "bundle/names.hpp"
+#include "bundle/safetensors.hpp"
+#include "bundle/sha256.hpp"
+
+namespace vtxcore {
+namespace {
+
+constexpr char kWrittenAnew[] = "; remove it, and save it again";
+
+// The bundle and the engine that a file is bound to, by the name of each part.
+std::vector<std::pair<std::string, std::string>> binding(const Bundle& bundle, const Backend& backend) {
+  return {{"format", names::kPrefixFormat},
+          {"bundle", bundle.digest()},
+          {"engine", cat(backend.device, " ", backend.compute, " ", backend.dialect)}};
+}
+
+// Of each tensor its name, its type and shape as numpy prints them, and its bytes.
+std::string checksum(const Tensors& tensors) {
+  static const std::map<std::string, const char*> kNumpy{{"BOOL", "|b1"}, {"I8", "|i1"},  {"U8", "|u1"},  {"U16", "<u2"},
+                                                         {"F16", "<f2"},  {"F32", "<f4"}, {"I64", "<i8"}, {"F64", "<f8"}};
+  Sha256 hash;
+  for (const auto& [name, tensor] : tensors) {
+    auto type = kNumpy.find(tensor.dtype);
+    std::string head = cat(name, " ", type == kNumpy.end() ? "?" : type->second, " (", listed(tensor.shape),
+                           tensor.shape.size() == 1 ? "," : "", ")\n");
+    hash.update(head.data(), head.size());
+    hash.update(tensor.bytes.data(), tensor.bytes.size());
+  }
+  return hash.hex();
+}
+
+Tensor rows_tensor(const Rows& rows, size_t count) {
+  return tensor_of("F32", {static_cast<int64_t>(count), static_cast<int64_t>(rows.width)},
+                   Floats(rows.data.begin(), rows.data.begin() + static_cast<std::ptrdiff_t>(count * rows.width)));
+}
+
+Rows rows_of(const Tensor& tensor) {
+  Rows rows;
+  rows.width = static_cast<size_t>(tensor.shape[1]), rows.data = tensor.values<float>();
+  return rows;
+}
+
+void replace_file(const std::string& path, const std::string& content) {
+  std::string partial = cat(path, ".", ::getpid(), ".part");
+  int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  bool done = file >= 0;
+  for (size_t at = 0; done && at < content.size();) {
+    ssize_t wrote = ::write(file, content.data() + at, content.size() - at);
+    done = wrote > 0 || (wrote < 0 && errno == EINTR);
+    if (wrote > 0) at += static_cast<size_t>(wrote);
+  }
+  done = done && ::fsync(file) == 0;
+  int reason = errno;
+  if (file >= 0) ::close(file);
+  if (done && std::rename(partial.c_str(), path.c_str()) != 0) done = false, reason = errno;
+  if (done) return;
+  ::unlink(partial.c_str());
+  fail(Kind::request, "cannot write ", path, " (", std::generic_category().message(reason), ")");
+}
+
+std::string name_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
+
+}  // namespace
+
+void save_prefix(const std::string& path, const Bundle& bundle, const Backend& backend, Session& session) {
+  const Prefix& prefix = session.prefix();
+  Ids of_images = indices_of(prefix.is_vision);
+  size_t count = 0;
+  if (!prefix.images.empty() && prefix.saved_kv.empty() && prefix.depth() > 0)
+    count = static_cast<size_t>(of_images[of_images.size() - prefix.images.back()->rows.count()]);
+  if (count == 0)
+    fail(Kind::request, "the caches do not hold what stands before the prompt's last image; ask first, and save nothing ",
+         "with this reduction");
+  auto size = static_cast<int64_t>(count);
+  auto end = static_cast<std::ptrdiff_t>(count);
+  Tensors tensors{{"ids", {"I64", {size}, prefix.key.substr(0, count * sizeof(int64_t))}},
+                  {"is_vision", tensor_of("BOOL", {size}, Mask(prefix.is_vision.begin(), prefix.is_vision.begin() + end))},
+                  {"positions", tensor_of("I64", {size}, Ids(prefix.positions.begin(), prefix.positions.begin() + end))},
+                  {"hidden", rows_tensor(*prefix.boundaries.front(), count)}};
+  for (const auto& [name, rows] : prefix.inputs) tensors["input " + name] = rows_tensor(rows, count);
+  std::vector<SharedRows> text = prefix.text_states(count);
+  const std::vector<StageSpec>& stages = bundle.manifest().stages;
+  for (size_t number = 0; number < text.size(); ++number) {
+    tensors[cat("text ", number)] = rows_tensor(*text[number], text[number]->count());
+    StageCache& cache = session.full_cache(number);
+    std::optional<LayerForm> form = cache.layer_form(size);
+    if (!form)
+      fail(Kind::request, "on ", backend.device, " K and V stay on the GPU and cannot be saved; leave the file out");
+    SavedSlots kv = cache.read(count_up(0, count));
+    auto from = reinterpret_cast<const char*>(kv.data());
+    size_t bytes = kv.size() / static_cast<size_t>(stages[number].layers());
+    for (int64_t layer = stages[number].first; layer <= stages[number].last; ++layer, from += bytes)
+      tensors[cat("kv ", layer)] = {form->dtype, form->shape, std::string(from, bytes)};
+  }
+  Metadata metadata;
+  for (const auto& [name, value] : binding(bundle, backend)) metadata[name] = value;
+  metadata["sha256"] = checksum(tensors);
+  replace_file(path, pack(tensors, metadata));
+}
+
+void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend, Session& session) {
+  const Manifest& m = bundle.manifest();
+  int64_t width = 0;
+  for (const TokenInput& each : m.token_inputs) width += each.width;
+  int64_t rows = static_cast<int64_t>(m.stages.size()) + 3 + width / m.model.hidden;
+  constexpr int64_t kEnough = int64_t{1} << 40;
+  int64_t most = (1 << 20) + std::min(kEnough, product({2, m.max_context, m.model.layers, backend.kv_slot_bytes})) +
+                 std::min(kEnough, product({4, m.max_context, m.model.hidden, rows}));
+  std::string content = read_named(path, most, Kind::bundle), name = name_of(path);
+  Metadata metadata;
+  Tensors tensors = unpack(content, name, &metadata);
+  for (const auto& [part, value] : binding(bundle, backend))
+    if (metadata[part] != value) fail(Kind::bundle, name, " was written for another ", part, kWrittenAnew);
+  if (metadata["sha256"] != checksum(tensors)) fail(Kind::bundle, name, " is damaged (its SHA-256 differs)", kWrittenAnew);
+
+  // What the file must have, by the number of its tokens and of the stages that they ran through.
+  auto wrong = [&](const std::string& reason) {
+    fail(Kind::bundle, name, " does not hold a prompt of this bundle (", reason, "); remove it");
+  };
+  const Tensor &mask = tensors["is_vision"], &hidden = tensors["hidden"];
+  int64_t count = hidden.shape.empty() ? 0 : hidden.shape.front();
+  auto depth = static_cast<size_t>(std::count_if(tensors.begin(), tensors.end(),
+                                                 [](const auto& each) { return each.first.compare(0, 5, "text ") == 0; }));
+  if (count < 1 || count >= m.max_context || depth < 1 || depth > m.stages.size())
+    wrong(cat("it has ", count, " tokens and ", depth, " stages"));
+  Prefix prefix;
+  for (char bit : mask.bytes) prefix.is_vision.push_back(bit != 0);
+  int64_t text = count - count_of(prefix.is_vision);
+  std::map<std::string, LayerForm> forms{{"ids", {"I64", {count}}},
+                                         {"is_vision", {"BOOL", {count}}},
+                                         {"positions", {"I64", {count}}},
+                                         {"hidden", {"F32", {count, m.model.hidden}}}};
+  for (const TokenInput& each : m.token_inputs) forms["input " + each.name] = {"F32", {count, each.width}};
+  std::vector<std::unique_ptr<StageCache>> caches;
+  for (size_t number = 0; number < depth; ++number) {
+    forms[cat("text ", number)] = {"F32", {text, m.model.hidden}};
+    caches.push_back(backend.stage(number, m.max_context));
+    std::optional<LayerForm> form = caches.back()->layer_form(count);
+    if (!form) fail(Kind::request, "on ", backend.device, " K and V stay on the GPU; leave the file out");
+    for (int64_t layer = m.stages[number].first; layer <= m.stages[number].last; ++layer) forms[cat("kv ", layer)] = *form;
+  }
+  for (const auto& [key, form] : forms)
+    if (auto tensor = tensors.find(key);
+        tensor == tensors.end() || tensor->second.dtype != form.dtype || tensor->second.shape != form.shape)
+      wrong(cat(key, " is missing or has another size or type"));
+  for (const auto& [key, tensor] : tensors)
+    if (forms.count(key) == 0) wrong(cat("it has ", key.substr(0, 80)));
+
+  prefix.key = tensors["ids"].bytes + "|a file";  // which no prompt has
+  prefix.positions = tensors["positions"].values<int64_t>();
+  prefix.next_position = count;
+  prefix.boundaries = {std::make_shared<Rows>(rows_of(hidden))};
+  for (const TokenInput& each : m.token_inputs) prefix.inputs[each.name] = rows_of(tensors["input " + each.name]);
+  for (size_t number = 0; number < depth; ++number) {
+    prefix.boundaries.push_back(std::make_shared<Rows>(rows_of(tensors[cat("text ", number)])));
+    SavedSlots kv;
+    for (int64_t layer = m.stages[number].first; layer <= m.stages[number].last; ++layer) {
+      const std::string& bytes = tensors[cat("kv ", layer)].bytes;
+      kv.insert(kv.end(), bytes.begin(), bytes.end());
+    }
+    caches[number]->write(count_up(0, static_cast<size_t>(count)), kv, count);
+  }
+  session.begin(std::move(prefix), std::move(caches));
+}
+
+}  // namespace vtxcore

@@ -1,0 +1,153 @@
+"""Prefix files of libvtx are Python's, each reads the other's, and no file changes an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.cabi import BUNDLE, REQUEST, Frames, Loaded
+from tests.support.cpp import BUILD, needs_cpp, needs_openvino
+from tests.support.exported import Models
+from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.smolvlm import SMOLVLM
+from tests.support.keys import export_signed
+from tests.support.prefix_files import DAMAGES
+from tests.support.tiny import Tiny, random_image
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.safetensors import read_bits, read_header
+
+pytestmark = [
+    needs_cpp,
+    pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first"),
+    pytest.mark.dialects("ort", "plain"),
+]
+QUESTION, SYSTEM = "How many?", "Be brief, please."
+DEVICES = ["cpu", pytest.param("openvino", marks=needs_openvino)]
+
+
+@pytest.fixture(scope="module")
+def model(models: Models) -> Model:
+    return models(Tiny(context=512), (3,))
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Model) -> Iterator[Loaded]:
+    with closing(Loaded(model.bundle.folder, "cpu")) as loaded:
+        yield loaded
+
+
+def frames(loaded: Loaded, seed: int) -> Frames:
+    return Frames(loaded, [np.asarray(random_image(1)), np.asarray(random_image(seed))], SYSTEM)
+
+
+def ask(conversation: Frames, k: int | None = None) -> dict[str, Any]:
+    return conversation.ask(QUESTION, k=str(k or "none").encode(), ignore_eos=1, max_new_tokens=4)
+
+
+def in_python(model: Model, file: Path | None, seed: int, k: int | None) -> dict[str, Any]:
+    with model.open([random_image(1), random_image(seed)], system=SYSTEM, prefix_file=file) as conversation:
+        return dict(conversation.ask(QUESTION, k, max_new_tokens=4, ignore_eos=True).to_dict())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("tiny", [Tiny(context=512), SMOLVLM], ids=lambda tiny: tiny.family)
+def test_each_runtime_reads_what_the_other_wrote(
+    models: Models, tiny: Tiny, k: int | None, device: str, tmp_path: Path
+) -> None:
+    folder, ours, theirs = models(tiny, (3,)).bundle.folder, tmp_path / "cpp", tmp_path / "python"
+    with closing(Loaded(folder, device)) as loaded, load(folder, device=device, threads=1) as model:
+        with closing(frames(loaded, 2)) as first:
+            assert ask(first, k)["reused_tokens"] == 0
+            assert first.save_prefix(ours) == ""
+        in_python(model, theirs, 2, k)
+        assert_files_equal(ours, theirs)
+        wanted = in_python(model, None, 3, k)
+        found = in_python(model, ours, 3, k)
+        with closing(frames(loaded, 3)) as second:
+            assert second.load_prefix(theirs) == ""
+            answer = ask(second, k)
+        assert list(answer["token_ids"]) == list(found["token_ids"]) == list(wanted["token_ids"])
+        assert answer["reused_tokens"] == found["reused_tokens"] > answer["vision_tokens"] // 2
+        assert list(answer["kv_slots"]) == list(wanted["kv_slots"])
+
+
+def assert_files_equal(ours: Path, theirs: Path) -> None:
+    mine, other = read_header(ours), read_header(theirs)
+    assert mine.tensors.keys() == other.tensors.keys()
+    for name, info in mine.tensors.items():
+        want = other.tensors[name]
+        assert (info.dtype, info.shape) == (want.dtype, want.shape), name
+        given, wanted = read_bits(info), read_bits(want)
+        if given.dtype in (np.float16, np.float32):
+            np.testing.assert_allclose(given.astype(np.float32), wanted.astype(np.float32), atol=1e-4, err_msg=name)
+        elif not name.startswith("kv"):
+            assert np.array_equal(given, wanted), name
+    assert {**mine.metadata, "sha256": ""} == {**other.metadata, "sha256": ""}
+
+
+def test_a_file_of_another_prompt_serves_what_both_begin_with(loaded: Loaded, tmp_path: Path) -> None:
+    with closing(Frames(loaded, [np.asarray(random_image(9)), np.asarray(random_image(2))], SYSTEM)) as other:
+        ask(other)
+        assert other.save_prefix(tmp_path / "file") == ""
+    with closing(frames(loaded, 2)) as mine, closing(frames(loaded, 2)) as fresh:
+        assert mine.load_prefix(tmp_path / "file") == ""
+        answer, wanted = ask(mine), ask(fresh)
+    assert answer["token_ids"] == wanted["token_ids"]
+    assert 0 < answer["reused_tokens"] < answer["prompt_tokens"] - answer["vision_tokens"], "text alone"
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+def test_a_damaged_or_foreign_file_is_refused_by_name_and_changes_no_answer(
+    loaded: Loaded, tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    file = tmp_path / "shelf.safetensors"
+    with closing(frames(loaded, 2)) as first:
+        ask(first)
+        assert first.save_prefix(file) == ""
+    damage(file)
+    with closing(frames(loaded, 3)) as second, closing(frames(loaded, 3)) as fresh:
+        problem = second.load_prefix(file)
+        assert problem.startswith(f"{BUNDLE} ")
+        assert file.name in problem
+        assert said.replace("bytes, of this bundle at most", "the limit for such a file") in problem
+        answer = ask(second)
+        assert answer["token_ids"] == ask(fresh)["token_ids"]
+        assert answer["reused_tokens"] == 0
+
+
+def test_a_file_that_cannot_be_read_or_written_is_told(loaded: Loaded, tmp_path: Path) -> None:
+    with closing(frames(loaded, 2)) as conversation:
+        assert "No such file" in conversation.load_prefix(tmp_path / "file")
+        assert "ask first" in conversation.save_prefix(tmp_path / "file")
+        ask(conversation)
+        assert "a question has been asked already" in conversation.load_prefix(tmp_path / "file")
+        (tmp_path / "full" / "folder").mkdir(parents=True)
+        for file in (tmp_path / "missing/file", tmp_path / "full"):
+            problem = conversation.save_prefix(file)
+            assert problem.startswith(f"{REQUEST} cannot write {file} (")
+        assert conversation.ask(QUESTION)["reused_image"], "it goes on"
+    assert [path.name for path in tmp_path.iterdir()] == ["full"], "nothing is left of what was not written"
+
+
+def test_a_prefix_file_is_refused_where_it_cannot_serve(models: Models, tmp_path: Path) -> None:
+    both_ways = models(PALIGEMMA, (3,))
+    with closing(Loaded(both_ways.bundle.folder, "cpu")) as loaded, closing(Frames(loaded, [])) as conversation:
+        for problem in (conversation.load_prefix(tmp_path / "file"), conversation.save_prefix(tmp_path / "file")):
+            assert "cannot be continued from some token on" in problem
+
+
+def test_a_prefix_file_is_refused_where_a_signature_is_required(
+    tiny_checkpoint: Callable[..., Path], keys: tuple[Path, Path], tmp_path: Path
+) -> None:
+    bundle = export_signed(ExportOptions(str(tiny_checkpoint()), (3,), "fp32"), tmp_path / "signed", keys[0])
+    with closing(Loaded(bundle, "cpu", key=keys[1])) as loaded, closing(Frames(loaded, [])) as conversation:
+        assert "a prefix file is not signed" in conversation.load_prefix(tmp_path / "file")
+        assert "a prefix file is not signed" in conversation.save_prefix(tmp_path / "file")
