@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -79,9 +80,60 @@ def test_the_example_camera_runs_no_frame_that_is_equal_to_the_last_one(model: M
     assert set(others) == {f"{text} (as before)"}
 
 
-def camera(model: Model, device: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [BUILD / "examples/vtx-example-camera", model.bundle.folder, device, "red?"]
+def camera(model: Model, device: Path, *options: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [BUILD / "examples/vtx-example-camera", model.bundle.folder, device, *(options or ["red?"])]
     return subprocess.run([*map(str, command)], capture_output=True, text=True, env={**ENVIRONMENT, **variables})
+
+
+def watching(model: Model, mode: str, frames: int) -> dict[str, int]:
+    found: dict[str, int] = json.loads(done(BUILD / "vtx-cpp-watching", model.bundle.folder, mode, str(frames)))
+    return found
+
+
+def test_frames_of_changing_size_and_format_are_answered_as_alone_and_damaged_ones_are_told(model: Model) -> None:
+    found = watching(model, "steady", 1000)
+    damaged = 1000 // 25
+    assert (found["frames"], found["dropped"], found["last"]) == (1000, 0, 1000)
+    assert found["refused"] == found["damaged"] == damaged
+    assert found["answers"] == 2 * (1000 - damaged)
+    assert found["reused"] == 2 * (500 - damaged), "of each picture that came whole twice"
+    assert found["different"] == 0
+    assert found["late"] - found["early"] < 4096, "memory is flat"
+
+
+def test_of_a_camera_that_is_100_times_too_fast_the_newest_frames_are_answered(model: Model) -> None:
+    found = watching(model, "fast", 5000)
+    looked_at = found["answers"] // 2 + found["refused"]
+    assert found["frames"] == 5000 == looked_at + found["dropped"]
+    assert 1 < looked_at <= 5000 // 100 + 2
+    assert (found["older"], found["last"]) == (0, 5000), "frames are in order, and the last one is answered"
+
+
+def test_the_example_camera_keeps_what_stands_before_each_frame_in_a_prefix_file(model: Model, tmp_path: Path) -> None:
+    frames, prefix = tmp_path / "frames", tmp_path / "prefix"
+    frames.mkdir()
+    random_image(1).save(frames / "1.png")
+    options = ("--system", "Be brief, please.", "--prefix", prefix, "--every", "0", "red?", "How many?")
+    first, written = camera(model, frames, *options), prefix.read_bytes()
+    assert first.stderr == "0 of 1 frames were replaced by newer ones\n"
+    with model.open(frames / "1.png", system="Be brief, please.") as conversation:
+        for line, question in zip(first.stdout.splitlines(), ("red?", "How many?"), strict=True):
+            text = conversation.ask(question, max_new_tokens=32).text
+            assert line == f"{frames}/1.png: {question} {text}"
+    again = camera(model, frames, *options)
+    assert (again.stdout, again.stderr, prefix.read_bytes()) == (first.stdout, first.stderr, written)
+    prefix.write_bytes(b"damaged")
+    told = camera(model, frames, *options)
+    assert (told.stdout, prefix.read_bytes()) == (first.stdout, written)
+    assert told.stderr.startswith(f"{prefix}: prefix holds 7 bytes")
+
+
+def test_the_example_camera_names_a_wrong_option(model: Model, tmp_path: Path) -> None:
+    for options, said in ((("--far", "1"), "there is no option --far"), (("--near",), "--near has no value")):
+        run = camera(model, tmp_path, *options)
+        assert (run.returncode, run.stdout) == (1, "")
+        assert said in run.stderr
+    assert camera(model, tmp_path, "--every", "5").returncode == 2
 
 
 @needs_video4linux
