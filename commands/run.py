@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -59,6 +59,7 @@ MAX_STATE = 1 << 20  # bytes
     option("--act", Path, "The robot's state, a JSON list of numbers in a file; all arguments but the last, the "
            "instruction, are pictures of its cameras (or NAME=PICTURE). Prints actions as JSON.", metavar="STATE"),
     option("--steps", int, "With --act: Euler steps [default: the checkpoint's].", metavar="N"),
+    option("--deadline-ms", float, "With --act: an error where the actions are not ready by then.", metavar="MS"),
     option("--normalized", bool, "With --act: the state is normalised, and so are the actions."),
     "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
 )  # fmt: skip
@@ -67,12 +68,13 @@ def run(
     about: str | None, show_tokens: Path | None, gate_threshold: float, more: tuple[str, ...],
     videos: tuple[str, ...], frames: int | None, text_only: bool, chat: bool, as_json: bool,
     max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
-    prompt_lookup: int, guide: Guide | None, act: Path | None, steps: int | None, normalized: bool,
-    loading: Loading,
+    prompt_lookup: int, guide: Guide | None, act: Path | None, steps: int | None,
+    deadline_ms: float | None, normalized: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer questions about an image or a video. Several questions reuse it."""
     if act is not None:
-        _act(act, arguments, bundle, hub_model, precision, k, seed, steps, loading, normalized=normalized)
+        asked = {"k": k, "seed": seed, "steps": steps, "deadline_ms": deadline_ms, "normalized": normalized}
+        _act(act, arguments, bundle, hub_model, precision, loading, asked)
         return
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
     if not questions:
@@ -138,8 +140,8 @@ def run(
 
 
 def _act(
-    state: Path, arguments: Sequence[str], bundle: str | None, hub_model: str | None, precision: str | None, k: Depth,
-    seed: int | None, steps: int | None, loading: Loading, *, normalized: bool,
+    state: Path, arguments: Sequence[str], bundle: str | None, hub_model: str | None, precision: str | None,
+    loading: Loading, asked: dict[str, Any],
 ) -> None:  # fmt: skip
     """Print the actions for the state in a file, the pictures and the instruction that `arguments` end with."""
     from vtx.commands.export import find_bundle
@@ -153,11 +155,11 @@ def _act(
     given = parse_json(read_named(state, MAX_STATE, error=RequestError), str(state), error=RequestError)
     if not isinstance(given, list):
         raise RequestError(f"{state} is not a JSON list of numbers, which is the robot's state")
-    folder = find_bundle(bundle, (k,), hub_model, precision)
+    folder = find_bundle(bundle, (asked["k"],), hub_model, precision)
     with loading.load(folder) as model:
         named = dict(picture.split("=", 1) for picture in pictures if "=" in picture)
         cameras = named if len(named) == len(pictures) and model.manifest.action else pictures
-        actions = model.act(cameras, instruction, given, k=k, seed=seed, steps=steps, normalized=normalized)
+        actions = model.act(cameras, instruction, given, **asked)
         seconds = model.actor.seconds
         say_json(
             {

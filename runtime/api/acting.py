@@ -15,7 +15,7 @@ from vtx.runtime.api.options import DEFAULT, K
 from vtx.runtime.bundle.spec.action_spec import MAX_STEPS
 from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.errors import DeadlineError, RequestError
-from vtx.runtime.session.acting import Acting, ActionSeconds
+from vtx.runtime.session.acting import Acting, ActionSeconds, checked
 from vtx.runtime.session.prefix import Check, no_check
 
 Cameras: TypeAlias = "Picture | Sequence[Picture] | Mapping[str, Picture]"
@@ -80,8 +80,8 @@ class Actor:
         if normalized:
             return actions
         mean, std = (np.array(values, np.float32) for values in (spec.actions_mean, spec.actions_std))
-        own: NDArray[np.float32] = actions[:, : len(mean)] * (std + np.float32(SMALLEST)) + mean
-        return own
+        with np.errstate(over="ignore", invalid="ignore"):
+            return checked(actions[:, : len(mean)] * (std + np.float32(SMALLEST)) + mean)
 
     def _ordered(self, images: Cameras) -> Sequence[Picture]:
         """The pictures in the order of the bundle's cameras."""

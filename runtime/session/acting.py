@@ -131,9 +131,13 @@ class Acting:
             check()
             actions = actions + change * step(actions, 1 - number / steps)
         check()
-        if not np.isfinite(actions).all():
-            raise BundleError(
-                "the actions are not numbers, so they are withheld; export with --precision fp32, or leave out "
-                "--compute"
-            )
-        return actions
+        return checked(actions)
+
+
+def checked(actions: Numbers) -> Numbers:
+    """The actions. Raises BundleError if one is not finite."""
+    if not np.isfinite(actions).all():
+        raise BundleError(
+            "the actions are not numbers, so they are withheld; export with --precision fp32, or leave out --compute"
+        )
+    return actions

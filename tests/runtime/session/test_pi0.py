@@ -254,20 +254,21 @@ def test_cameras_have_names_and_a_bundle_may_lack_statistics(tmp_path: Path) -> 
 
 
 class Nonsense:
-    """A backend whose expert gives no numbers."""
+    """A backend whose expert changes the actions so."""
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, change: float) -> None:
+        self._backend, self._change = backend, np.float32(change)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def expert(self, *_: Any) -> Any:
-        return lambda actions, _: actions * np.nan
+        return lambda actions, _: np.full_like(actions, self._change)
 
 
-def test_actions_that_are_not_numbers_are_withheld(model: Model) -> None:
-    broken = Model(model.bundle, Nonsense(model.backend), 0)
+@pytest.mark.parametrize("change", [np.nan, 3.3e38])  # the second overflows in the robot's units alone
+def test_actions_that_are_not_numbers_are_withheld(change: float, model: Model) -> None:
+    broken = Model(model.bundle, Nonsense(model.backend, change), 0)
     with pytest.raises(BundleError, match="not numbers, so they are withheld"):
         broken.act(PICTURES, WORDS, np.zeros(4))
 
@@ -283,6 +284,9 @@ def test_the_command_prints_actions_as_json(folder: Path, tmp_path: Path, model:
     wanted = model.act(PICTURES, WORDS, [0.1, 0, 1, 0], seed=3, k=5)
     np.testing.assert_allclose(found["actions"], wanted, atol=1e-5)
     assert set(found["seconds"]) == {"tower", "prompt", "expert"}
+    late = invoke("run", "--deadline-ms", "0.001", *arguments, str(tmp_path / "state.json"), *pictures, WORDS)
+    assert late.exit_code == 1
+    assert "no actions within 0.001 ms" in late.stderr
 
 
 @pytest.mark.slow
