@@ -168,7 +168,7 @@ def judge(kept: Kept, budget: Budget, allowed: Sequence[Setting], splits: int, f
     first = budget.first_token_ms
     return {
         "quiet": sum(row["quiet"] for row in rows),
-        "under_p99_upper": sum(row["p99_unseen"] <= row["p99_upper"] for row in made),
+        "under_p99_upper": None if first is None else sum(row["p99_unseen"] <= row["p99_upper"] for row in made),
         "under_upper": sum(row["unseen"] <= row["upper"] for row in made),
         "in_time": None if first is None else sum(row["p99_unseen"] <= first for row in made),
         "budget": json_value(budget), "settings": len(allowed), "exhaustive_asked": len(allowed) * fitted,
@@ -232,7 +232,7 @@ def main() -> None:
             f"{100 * np.mean([r['unseen'] for r in rows if r['chosen']]):.2f}%",
             f"{run['kept_bound']} of {run['found']}",
             "-" if run["in_time"] is None else f"{run['in_time']} of {run['found']}",
-            f"{run['under_p99_upper']} of {run['found']}",
+            "-" if run["in_time"] is None else f"{run['under_p99_upper']} of {run['found']}",
             f"{np.mean([r['ms'] for r in rows if r['ms']]):.1f}",
             f"{np.mean([r['asked'] for r in rows]):.0f}", max(set(best), key=best.count),
             f"{run['exhaustive_kept_bound']} of {sum(r['exhaustive'] is not None for r in rows)}",

@@ -138,5 +138,5 @@ class Actor:
     def _without_statistics(self, what: str) -> RequestError:
         return RequestError(
             f"this bundle has no means and deviations of {what}, as the checkpoint's processor_config.json has none; "
-            "add them there and export again, or give a normalised state and take normalised actions (normalized=True)"
+            "add them there and export again, or give a normalised state and take normalised actions (normalized)"
         )

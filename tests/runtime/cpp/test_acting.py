@@ -206,7 +206,7 @@ def test_cameras_have_names_and_a_bundle_may_lack_statistics(loaded: Callable[..
             model.act(images[:1], WORDS, state, normalized=True)
         assert library.act(images[:1], WORDS, state, normalized=1)[2]["error"] == str(refused.value)
     _, _, facts = library.act([*images, images[0]], WORDS, state, normalized=1, cameras=("base", "wrist", "base"))
-    assert facts["error"] == "the pictures hold base twice; give one picture a camera"
+    assert facts["error"] == "the pictures hold base; this bundle's cameras are base, wrist"
     _, _, facts = library.act(images, WORDS, state)
     assert "has no means and deviations of states" in facts["error"]
 

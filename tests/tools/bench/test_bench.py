@@ -413,7 +413,7 @@ def test_a_spread_of_one_is_itself_and_few_figures_show_extremes() -> None:
         (["--warmup", "-1"], 1, "--warmup is -1"),
         (["--threads", "-1"], 1, "threads is -1"),
         (["--threads", "0"], 1, "threads is 0"),
-        (["--device", "abacus"], 2, "is not one of 'auto', 'cpu'"),
+        (["--device", "abacus"], 2, "device 'abacus' is not available in this version; it runs on: auto, cpu"),
         (["--device", "cpu", "--compute", "bf16"], 1, "cpu computes in f32, not bf16; that has: openvino"),
         (["--compute", "f8"], 2, "is not one of 'auto', 'f32'"),
     ],

@@ -49,7 +49,7 @@ std::vector<size_t> Actor::order(size_t count, const std::optional<std::vector<s
     return out;
   }
   if (names.empty())
-    fail(Kind::request, "this bundle names no cameras; give pictures without names, or export with --cameras NAME,NAME");
+    fail(Kind::request, "this bundle names no cameras; give a list of pictures, or export with --cameras NAME,NAME");
   std::vector<std::string> missing, unknown;
   for (const std::string& name : names) {
     auto at = std::find(named->begin(), named->end(), name);
@@ -57,10 +57,9 @@ std::vector<size_t> Actor::order(size_t count, const std::optional<std::vector<s
     out.push_back(static_cast<size_t>(at - named->begin()));
   }
   for (size_t i = 0; i < named->size(); ++i) {
-    bool again = std::find(named->begin(), named->begin() + static_cast<std::ptrdiff_t>(i), (*named)[i]) !=
-                 named->begin() + static_cast<std::ptrdiff_t>(i);
-    if (again) fail(Kind::request, "the pictures hold ", (*named)[i], " twice; give one picture a camera");
-    if (std::find(names.begin(), names.end(), (*named)[i]) == names.end()) unknown.push_back((*named)[i]);
+    auto before = named->begin() + static_cast<std::ptrdiff_t>(i);
+    bool again = std::find(named->begin(), before, (*named)[i]) != before;
+    if (again || std::find(names.begin(), names.end(), (*named)[i]) == names.end()) unknown.push_back((*named)[i]);
   }
   if (!missing.empty() || !unknown.empty())
     fail(Kind::request, "the pictures ", missing.empty() ? "hold " : "lack ", listed(missing.empty() ? unknown : missing),
@@ -112,10 +111,11 @@ Actions Actor::act(const std::vector<Picture>& pictures, const std::string& inst
   auto check = [&] {
     std::chrono::duration<double, std::milli> passed = std::chrono::steady_clock::now() - start;
     if (deadline == 0 || passed.count() < deadline) return;
-    char words[120];
-    std::snprintf(words, sizeof words, "no actions within %g ms, %.0f ms have passed, so none are given", deadline,
-                  passed.count());
-    fail(Kind::late, words, "; raise deadline_ms, or take fewer steps or a smaller K");
+    char within[30], taken[30];
+    std::snprintf(within, sizeof within, "%g", deadline);
+    std::snprintf(taken, sizeof taken, "%.0f", passed.count());
+    fail(Kind::late, "no actions within ", within, " ms, ", taken, " ms have passed, so none are given; raise deadline_ms, ",
+         "or take fewer steps or a smaller K");
   };
   Actions out;
   std::lock_guard<std::mutex> held(lock_);

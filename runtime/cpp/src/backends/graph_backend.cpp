@@ -165,9 +165,13 @@ ExpertStep GraphBackend::expert(const std::vector<SavedSlots>& prompt, Floats st
   };
 }
 
-Rows Backend::views(const std::vector<const Floats*>&) { fail(Kind::device, device, " runs no expert"); }
+Rows Backend::views(const std::vector<const Floats*>&) {
+  fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
+}
 
-ExpertStep Backend::expert(const std::vector<SavedSlots>&, Floats, Ids) { fail(Kind::device, device, " runs no expert"); }
+ExpertStep Backend::expert(const std::vector<SavedSlots>&, Floats, Ids) {
+  fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
+}
 
 void HostBackend::load_graphs(int threads) {
   Loads loads;
