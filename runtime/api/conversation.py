@@ -59,12 +59,12 @@ class Conversation:
         Raises RequestError: the bundle must be signed, and a `prefix_file` is not, or it serves no prompt of the model.
         """
         if prefix_file is not None and loaded.bundle.key is not None:
-            raise RequestError("a prefix file is not signed, and this bundle must be; leave prefix_file out")
+            raise RequestError("a prefix file is not signed, and this bundle must be; leave the prefix file out")
         model = loaded.manifest.model
         if prefix_file is not None and (model.two_way is not None or model.conv_layers):
             raise RequestError(
                 "a prompt of this model cannot be continued from some token on, since tokens see those behind them, or "
-                "layers keep a state; leave prefix_file out"
+                "layers keep a state; leave the prefix file out"
             )
         if system is not None:
             check_text("system", system)

@@ -73,10 +73,10 @@ def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
     header = read_header(path, error=BundleError)
     for name, value in _binding(bundle, backend).items():
         if header.metadata.get(name) != value:
-            raise BundleError(f"{path.name} was written for another {name}; remove it, and it is written anew")
+            raise BundleError(f"{path.name} was written for another {name}; remove it")
     tensors = {name: read_bits(info, error=BundleError) for name, info in header.tensors.items()}
     if header.metadata.get("sha256") != _checksum(tensors):
-        raise BundleError(f"{path.name} is damaged (its SHA-256 differs); remove it, and it is written anew")
+        raise BundleError(f"{path.name} is damaged (its SHA-256 differs); remove it")
     try:
         kv = {int(name[3:]): each for name, each in tensors.items() if name.startswith("kv ")}
         caches.begin(_prefix(tensors), kv)

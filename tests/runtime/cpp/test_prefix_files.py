@@ -126,13 +126,13 @@ def test_a_damaged_or_foreign_file_is_refused_by_name_and_changes_no_answer(
 def test_a_file_that_cannot_be_read_or_written_is_told(loaded: Loaded, tmp_path: Path) -> None:
     with closing(frames(loaded, 2)) as conversation:
         assert "No such file" in conversation.load_prefix(tmp_path / "file")
-        assert "ask first" in conversation.save_prefix(tmp_path / "file")
+        assert "the caches do not hold what stands before" in conversation.save_prefix(tmp_path / "file")
         ask(conversation)
         assert "a question has been asked already" in conversation.load_prefix(tmp_path / "file")
         (tmp_path / "full" / "folder").mkdir(parents=True)
         for file in (tmp_path / "missing/file", tmp_path / "full"):
             problem = conversation.save_prefix(file)
-            assert problem.startswith(f"{REQUEST} cannot write {file} (")
+            assert problem.startswith(f"{REQUEST} cannot write {file}: ")
         assert conversation.ask(QUESTION)["reused_image"], "it goes on"
     assert [path.name for path in tmp_path.iterdir()] == ["full"], "nothing is left of what was not written"
 

@@ -125,13 +125,15 @@ Struct known(const Struct* given, void (*init)(Struct*, size_t)) {
   Struct out;
   init(&out, sizeof out);
   if (!given) return out;
+  auto refuse = [](const std::string& wrong) {
+    vtxcore::fail(vtxcore::Kind::request, "a struct ", wrong,
+                  "; fill it with the _init function of the libvtx that takes it");
+  };
   if (given->size < sizeof(size_t) || given->size > 1 << 16 || given->size % alignof(Struct) != 0)
-    vtxcore::fail(vtxcore::Kind::request, "a struct's size is ", given->size, "; fill it with its _init function first");
+    refuse(vtxcore::cat("has the size ", given->size));
   auto bytes = reinterpret_cast<const unsigned char*>(given);
   for (size_t i = sizeof out; i < given->size; ++i)
-    if (bytes[i] != 0)
-      vtxcore::fail(vtxcore::Kind::request, "a struct sets a field that libvtx ", vtx_version(),
-                    " does not know; take a newer libvtx, or leave it out");
+    if (bytes[i] != 0) refuse(vtxcore::cat("sets a field that libvtx ", vtx_version(), " does not know"));
   std::memcpy(static_cast<void*>(&out), given, std::min(given->size, sizeof out));
   return out;
 }

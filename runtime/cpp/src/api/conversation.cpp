@@ -152,7 +152,7 @@ void Conversation::check_prefix_file() const {
     fail(Kind::request, "a prefix file is not signed, and this bundle must be; leave the prefix file out");
   if (model_->manifest().model.two_way)
     fail(Kind::request, "a prompt of this model cannot be continued from some token on, since tokens see those behind ",
-         "them; leave the prefix file out");
+         "them, or layers keep a state; leave the prefix file out");
 }
 
 void Conversation::load_prefix(const std::string& path) {

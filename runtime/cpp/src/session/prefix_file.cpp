@@ -15,8 +15,6 @@
 namespace vtxcore {
 namespace {
 
-constexpr char kWrittenAnew[] = "; remove it, and save it again";
-
 // The bundle and the engine that a file is bound to, by the name of each part.
 std::vector<std::pair<std::string, std::string>> binding(const Bundle& bundle, const Backend& backend) {
   return {{"format", names::kPrefixFormat},
@@ -65,7 +63,7 @@ void replace_file(const std::string& path, const std::string& content) {
   if (done && std::rename(partial.c_str(), path.c_str()) != 0) done = false, reason = errno;
   if (done) return;
   ::unlink(partial.c_str());
-  fail(Kind::request, "cannot write ", path, " (", std::generic_category().message(reason), ")");
+  fail(Kind::request, "cannot write ", path, ": ", std::generic_category().message(reason));
 }
 
 std::string name_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
@@ -79,8 +77,9 @@ void save_prefix(const std::string& path, const Bundle& bundle, const Backend& b
   if (!prefix.images.empty() && prefix.saved_kv.empty() && prefix.depth() > 0)
     count = static_cast<size_t>(of_images[of_images.size() - prefix.images.back()->rows.count()]);
   if (count == 0)
-    fail(Kind::request, "the caches do not hold what stands before the prompt's last image; ask first, and save nothing ",
-         "with this reduction");
+    fail(Kind::request,
+         "the caches do not hold what stands before the prompt's last image; leave the prefix file out with this ",
+         "reduction");
   auto size = static_cast<int64_t>(count);
   auto end = static_cast<std::ptrdiff_t>(count);
   Tensors tensors{{"ids", {"I64", {size}, prefix.key.substr(0, count * sizeof(int64_t))}},
@@ -120,8 +119,8 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
   Metadata metadata;
   Tensors tensors = unpack(content, name, &metadata);
   for (const auto& [part, value] : binding(bundle, backend))
-    if (metadata[part] != value) fail(Kind::bundle, name, " was written for another ", part, kWrittenAnew);
-  if (metadata["sha256"] != checksum(tensors)) fail(Kind::bundle, name, " is damaged (its SHA-256 differs)", kWrittenAnew);
+    if (metadata[part] != value) fail(Kind::bundle, name, " was written for another ", part, "; remove it");
+  if (metadata["sha256"] != checksum(tensors)) fail(Kind::bundle, name, " is damaged (its SHA-256 differs); remove it");
 
   // What the file must have, by the number of its tokens and of the stages that they ran through.
   auto wrong = [&](const std::string& reason) {
@@ -146,7 +145,8 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
     forms[cat("text ", number)] = {"F32", {text, m.model.hidden}};
     caches.push_back(backend.stage(number, m.max_context));
     std::optional<LayerForm> form = caches.back()->layer_form(count);
-    if (!form) fail(Kind::request, "on ", backend.device, " K and V stay on the GPU; leave the file out");
+    if (!form)
+      fail(Kind::request, "on ", backend.device, " K and V stay on the GPU and cannot be saved; leave the file out");
     for (int64_t layer = m.stages[number].first; layer <= m.stages[number].last; ++layer) forms[cat("kv ", layer)] = *form;
   }
   for (const auto& [key, form] : forms)
