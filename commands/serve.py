@@ -89,11 +89,9 @@ def serve(
     lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over OpenAI's API and a web page. If $VTX_API_KEY is set, every client must send it as its key."""
-    try:
-        import starlette  # noqa: F401
-        import uvicorn
-    except ModuleNotFoundError as e:
-        raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
+    require_http()
+    import uvicorn
+
     from vtx.runtime.scheduler.choosing import choosers_of
     from vtx.runtime.server.app import is_local, make_app
     from vtx.runtime.server.drain import DrainingServer
@@ -162,6 +160,15 @@ def serve(
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, lambda *_: Thread(target=reload, args=(engines,), daemon=True).start())
         DrainingServer(config, traffic, engines.close, limits.grace_seconds).run(sockets=[at])
+
+
+def require_http() -> None:
+    """Raise DeviceError if what serves HTTP is not installed."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
 
 
 def given_keys(file: Path | None) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import click
 
+from vtx.commands.serve import KEY, given_keys, listening, page_url, require_http
 from vtx.commands.shared.options import FILE, PATH, option, options
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.terminal.console import command, end_on_sigterm, note, table
@@ -28,21 +29,38 @@ from vtx.tools.common.loading import Loading, about_model
     option("--parallel", 4, "Answers that are computed at the same time.", type=click.IntRange(1, 64)),
     option("--tile-cache", 256, "Encoded tiles that are kept for frames in which they did not change; 0: none.",
            type=click.IntRange(0, 1_000_000), metavar="MB"),
+    option("--page port", click.IntRange(0, 65535), "Show pictures and answers as they come on a page at this port; 0: "
+           "any free one.", metavar="PORT"),
+    option("--host", "127.0.0.1", f"Address of the page; for another than this machine's own {KEY} must be set."),
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "force", "require_signature",
 )  # fmt: skip
-def watch(bundle: Path, config: Path, check: bool, parallel: int, tile_cache: int, loading: Loading) -> None:
+def watch(
+    bundle: Path, config: Path, check: bool, parallel: int, tile_cache: int, port: int | None, host: str,
+    loading: Loading,
+) -> None:  # fmt: skip
     """Ask the standing questions of CONFIG about the newest frames of its sources; events are lines of JSON.
 
     It ends with its sources: a video's end, or Ctrl-C. SIGHUP takes over a changed CONFIG; a wrong one changes nothing.
     """
     from vtx.runtime.scheduler.engine import Engine
     from vtx.runtime.server.watchdog import systemd
-    from vtx.tools.watch.config import read_config
+    from vtx.tools.watch.config import WatchConfig, read_config
+    from vtx.tools.watch.outputs import Output, open_outputs
     from vtx.tools.watch.sources import first_frames
     from vtx.tools.watch.watch import Watcher, capacity, check_questions
 
     end_on_sigterm()
     given = read_config(config)
+    keys = list[str]()
+    if port is not None:
+        require_http()
+        from vtx.runtime.server.app import is_local
+
+        keys = given_keys(None)
+        if not is_local(host) and not keys:
+            raise RequestError(
+                f"--host {host} shows the pictures to other machines; set {KEY} to a key that they must send"
+            )
     notify, _ = systemd()
     with loading.load(bundle) as model:
         check_questions(model.loaded, given)
@@ -58,8 +76,22 @@ def watch(bundle: Path, config: Path, check: bool, parallel: int, tile_cache: in
         for line in about_model(model.manifest.model.name):
             note(line)
         logging.getLogger("vtx").setLevel(logging.INFO)
-        with Engine("watch", model, capacity(model.loaded, parallel, tile_cache << 20)) as engine:
-            watcher = Watcher(engine, given, parallel=parallel)
+        with ExitStack() as closing:
+            page, at = None, None
+            if port is not None:
+                from vtx.tools.watch.live_page import Page, serving
+
+                page, at = Page(model.loaded.image_formats), closing.enter_context(listening(host, port))
+
+            def outputs(config: WatchConfig) -> list[Output]:
+                return [*open_outputs(config), *([] if page is None else [Output("page", page.tell)])]
+
+            engine = closing.enter_context(Engine("watch", model, capacity(model.loaded, parallel, tile_cache << 20)))
+            watcher = Watcher(engine, given, parallel=parallel, outputs=outputs)
+            if page is not None and at is not None:
+                page.watched = watcher.watched
+                closing.enter_context(serving(page, at, keys, local_hosts=is_local(host)))
+                note(f"the page is at {page_url(host, at)}")
             reread = partial(watcher.reload, partial(read_config, config))
             if hasattr(signal, "SIGHUP"):  # a handler must not wait for locks that this thread may hold
                 signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=reread, daemon=True).start())

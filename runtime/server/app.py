@@ -126,12 +126,17 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Refuses requests that do not name this machine, if `local_hosts`, or that have none of the `keys`, if any."""
+    """Refuses requests that do not name this machine, if `local_hosts`, or that have none of the `keys`, if any.
+
+    Paths in `unguarded` need no key.
+    """
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], keys: Collection[str], *, local_hosts: bool
-    ) -> None:
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], keys: Collection[str], *, local_hosts: bool,
+        unguarded: Collection[str] = OPEN,
+    ) -> None:  # fmt: skip
         self._app, self._keys, self._local_hosts = app, [key.encode() for key in keys], local_hosts
+        self._unguarded = frozenset(unguarded)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None
@@ -140,9 +145,9 @@ class Guard:
             key = credentials.strip().encode("latin-1")
             if self._local_hosts and not is_local(header(scope, b"host")):
                 refusal = Refusal(
-                    421, "the Host header names another machine; ask for localhost, or start vtx-serve with --host"
+                    421, "the Host header names another machine; ask for localhost, or choose another --host"
                 )
-            elif not self._keys or scope["path"] in OPEN:
+            elif not self._keys or scope["path"] in self._unguarded:
                 pass
             elif scheme.lower() != "bearer" or not any([hmac.compare_digest(key, own) for own in self._keys]):
                 refusal = Refusal(

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 from tests.support import bundles
 from tests.support.tiny import random_image
@@ -114,5 +117,36 @@ def test_a_reader_that_leaves_ends_it(bundle: Path, tmp_path: Path) -> None:
             running.stdout.readline()
             running.stdout.close()
             assert running.wait(WAIT) == 0
+        finally:
+            running.kill()
+
+
+def test_the_page_shows_the_pictures_of_a_run_and_other_machines_need_a_key(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("starlette", "uvicorn"):
+        pytest.importorskip(package, reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)
+    monkeypatch.delenv("VTX_API_KEY", raising=False)
+    config = tmp_path / "watch.toml"
+    write(config, "a")
+    picture(tmp_path / "frames", 1)
+    refused = CliRunner().invoke(cli.watch, [str(bundle), str(config), "--page", "0", "--host", "0.0.0.0"])
+    assert refused.exit_code == 1
+    assert "--host 0.0.0.0 shows the pictures to other machines; set VTX_API_KEY" in refused.output
+    code = "import sys; from vtx.start import watch; watch(sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(bundle), str(config), "--device", "cpu", "--threads", "1", "--page", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stderr is not None
+            url = next(line for line in running.stderr if "the page is at" in line).split()[-1]
+            assert json.loads(running.stdout.readline())["event"] == "source"
+            with urlopen(url + "pictures/s", timeout=WAIT) as shown:
+                assert Image.open(BytesIO(shown.read())).size == (60, 60)
+            with urlopen(url + "events", timeout=WAIT) as events:
+                first = json.loads(events.readline().removeprefix(b"data: "))
+                assert [source["name"] for source in first["sources"]] == ["s"]
+                running.send_signal(signal.SIGTERM)  # with a reader there
+                assert running.wait(WAIT) == 143
         finally:
             running.kill()

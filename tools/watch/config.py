@@ -24,7 +24,7 @@ else:
 MAX_CONFIG = 1 << 20
 MAX_SOURCES = 256
 SCHEMES = ("rtsp", "rtsps", "rtmp", "http", "https", "tcp", "udp", "srt")
-KINDS = ("camera", "stream", "video", "folder")
+KINDS = ("camera", "stream", "pipeline", "video", "folder")
 MANUAL = "docs/how-to/watch.md describes the file"
 _STRICT = Strict(RequestError, MANUAL)
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -108,18 +108,19 @@ class ReferencePart:
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """One of `camera`, `stream`, `video` and `folder`, from which frames come, and what is asked about them.
+    """One of `camera`, `stream`, `pipeline`, `video` and `folder`, from which frames come, and what is asked about them.
 
     `rate`: the most frames a second that are looked at. `speed`: how many times as fast as its own rate a video runs.
     `reference`: what stands before each frame; `prefix_file` keeps what the caches hold of it. `reuse` of the last
     answer: for frames that are equal once preprocessed, or also for those that differ by at most `near`.
-    `silent_after`: seconds without a frame after which a camera or stream is reported.
+    `silent_after`: seconds without a frame after which a camera, stream or pipeline is reported.
     """
 
     name: str
     question: tuple[StandingQuestion, ...]
     camera: str | None = optional(None)
     stream: str | None = optional(None)
+    pipeline: str | None = optional(None)
     video: str | None = optional(None)
     folder: str | None = optional(None)
     size: str | None = optional(None)

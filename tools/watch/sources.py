@@ -23,6 +23,7 @@ from vtx.tools.watch.config import SourceConfig, WatchConfig
 POLL_SECONDS = 0.1  # between two looks into a folder
 FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0  # seconds before a lost source is opened again; doubled each time
 OPEN_SECONDS, READ_SECONDS = 10.0, 10.0  # that opening a stream, and waiting for its next packet, may take
+JUMP_SECONDS = 60.0  # between two frames of a video; a longer step, or one back, is not waited for
 BAD_PACKETS = 100  # in a row, after which a stream is opened again
 STREAM = {"rtsp_transport": "tcp", "fflags": "nobuffer",
           "protocol_whitelist": "rtsp,rtsps,rtp,srtp,rtmp,http,https,tcp,udp,srt,tls,crypto,httpproxy"}  # fmt: skip
@@ -45,13 +46,14 @@ class Newest:
     """Holds the newest frame of a source, which is taken `rate` times a second at most.
 
     `changed` is called after each `put`, which never waits. `frames` came, and `dropped` of them were replaced by a
-    newer one before they were taken.
+    newer one before they were taken. `last` is the newest one, taken or not.
     """
 
     def __init__(self, rate: float | None, changed: Callable[[], None], clock: Callable[[], float]) -> None:
         self._pause, self._changed, self._clock = 0.0 if rate is None else 1 / rate, changed, clock
         self._lock = threading.Lock()
         self._frame: Frame | None = None
+        self.last: Frame | None = None
         self.frames = self.dropped = 0
         self.last_at = clock()
         self.due_from = -math.inf  # of the monotonic clock: the next frame may be taken
@@ -61,7 +63,7 @@ class Newest:
             self.frames += 1
             self.dropped += self._frame is not None
             self.last_at = self._clock()
-            self._frame = Frame(self.frames, self.last_at, time.time(), read)
+            self._frame = self.last = Frame(self.frames, self.last_at, time.time(), read)
         self._changed()
 
     def missed(self, count: int) -> None:
@@ -113,7 +115,8 @@ class FrameSource:
         return self._closed.is_set()
 
     def _run(self) -> None:
-        pause, read = FIRST_PAUSE, {"folder": self._folder, "video": self._video}.get(self.config.kind, self._stream)
+        readers = {"folder": self._folder, "video": self._video, "pipeline": self._pipeline}
+        pause, read = FIRST_PAUSE, readers.get(self.config.kind, self._stream)
         while not self.closed:
             try:
                 read()
@@ -166,16 +169,24 @@ class FrameSource:
             self._closed.wait(POLL_SECONDS)
 
     def _video(self) -> None:
-        """The frames of a file at their times."""
-        speed, begun = self.config.speed, math.nan
+        """The frames of a file at their times; after a jump of these the next frame comes at once."""
+        speed, begun, last = self.config.speed, 0.0, math.nan
 
         def show(image: Image.Image, seconds: float) -> None:
-            nonlocal begun
-            begun = time.monotonic() - seconds / speed if math.isnan(begun) else begun
+            nonlocal begun, last
+            if not 0 <= seconds - last <= JUMP_SECONDS:  # nor is it for the first
+                begun = time.monotonic() - seconds / speed
+            last = seconds
             self._closed.wait(max(0.0, begun + seconds / speed - time.monotonic()))
             self._put(lambda: image)
 
         play(str(self.config.video), show, lambda: self.closed, slowest=speed)
+
+    def _pipeline(self) -> None:
+        """The frames of a GStreamer pipeline."""
+        from vtx.tools.watch.pipelines import read_pipeline
+
+        read_pipeline(str(self.config.pipeline), self._put, lambda: self.closed)
 
     def _stream(self) -> None:
         """The frames of a camera or a stream, decoded in this thread as they come."""
@@ -183,7 +194,7 @@ class FrameSource:
             import av
         except ImportError as e:
             raise DeviceError('reading cameras and streams needs PyAV; pip install "vtx-edge[video]"') from e
-        config, bad = self.config, 0
+        config, bad, converting = self.config, 0, threading.Lock()
         if config.camera is not None:
             size = {} if config.size is None else {"video_size": config.size}
             opened = av.open(config.camera, format="v4l2", options=size, timeout=(OPEN_SECONDS, READ_SECONDS))
@@ -206,14 +217,15 @@ class FrameSource:
                         raise ImageError(f"{BAD_PACKETS} packets in a row cannot be decoded ({e.strerror})") from e
                     continue
                 for frame in frames:
-                    self._put(partial(_converted, frame))
+                    self._put(partial(_converted, frame, converting))
         raise ImageError("the stream ended")
 
 
-def _converted(frame: Any) -> ImageSource:
-    """The picture of a decoded frame. Raises ImageError."""
+def _converted(frame: Any, converting: threading.Lock) -> ImageSource:
+    """The picture of a decoded frame, for one thread at a time. Raises ImageError."""
     try:
-        picture: Image.Image = frame.to_image()
+        with converting:
+            picture: Image.Image = frame.to_image()
         return picture
     except Exception as e:  # of the decoder, in whatever form
         raise ImageError(f"a frame cannot be converted ({getattr(e, 'strerror', None) or type(e).__name__})") from e

@@ -312,7 +312,7 @@ class Watcher:
 
     def _report_silence(self, now: float) -> None:
         for name, watched in self.watched.items():
-            if watched.config.kind in ("camera", "stream") and watched.source.state == "open":
+            if watched.config.kind in ("camera", "stream", "pipeline") and watched.source.state == "open":
                 silence = now - watched.newest.last_at
                 if (silent := silence >= watched.config.silent_after) != watched.silent:
                     watched.silent = silent

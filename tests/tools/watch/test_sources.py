@@ -9,8 +9,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,9 @@ from tests.support.video_files import write_video
 
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.image import load_image
+from vtx.tools.watch import sources
 from vtx.tools.watch.config import SourceConfig, StandingQuestion, WatchConfig
-from vtx.tools.watch.sources import FrameSource, Newest, first_frames
+from vtx.tools.watch.sources import BAD_PACKETS, FrameSource, Newest, first_frames
 
 WAIT = 60.0  # seconds for what should happen at once, on a busy machine
 QUESTION = (StandingQuestion("q", "What?"),)
@@ -148,6 +151,123 @@ def test_a_video_is_shown_at_its_own_times_or_faster(tmp_path: Path) -> None:
         assert source.state() == ("open", {})
         assert source.state() == ("ended", {})
     assert levels == pytest.approx([2 * number for number in range(90)], abs=4)
+
+
+def test_a_video_whose_clock_jumps_goes_on_at_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward by an hour, back to before the first frame: neither is waited for, and nothing is shown in a rush."""
+    clock, waits = Clock(), list[float]()
+
+    class Closed:
+        """An event that is never set, and whose waits pass by the clock of the test."""
+
+        def is_set(self) -> bool:
+            return False
+
+        def wait(self, seconds: float) -> bool:
+            waits.append(round(seconds, 6))
+            clock.now += seconds
+            return False
+
+    times = [5.0, 6.0, 7.0, 1000.0, 1001.0, 0.0, 1.0, 3.0]
+
+    def play(_: Any, show: Any, stopped: Any, *, slowest: float) -> None:
+        for seconds in times:
+            show(Image.new("RGB", (4, 4)), seconds)
+
+    monkeypatch.setattr(sources, "play", play)
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=clock, time=clock, time_ns=lambda: 0))
+    newest = Newest(None, lambda: None, clock)
+    source = FrameSource(SourceConfig("s", QUESTION, video="clip.mp4", speed=2), newest, lambda *_: None)
+    source._closed = Closed()  # type: ignore[assignment]
+    source._run()
+    assert waits == [0, 0.5, 0.5, 0, 0.5, 0, 0.5, 1]
+    assert (source.state, newest.frames) == ("ended", len(times))
+
+
+class Camera:
+    """A container of FFmpeg whose packets the test gives: frames, or an error of the decoder; until it has `ended`."""
+
+    def __init__(self) -> None:
+        self.packets, self.ended = queue.SimpleQueue[Any](), threading.Event()
+        self.streams = SimpleNamespace(video=[SimpleNamespace(codec_context=SimpleNamespace(options={}))])
+
+    def __enter__(self) -> Camera:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def demux(self, _: Any) -> Iterator[Any]:
+        while not self.ended.is_set():
+            with suppress(queue.Empty):
+                yield SimpleNamespace(decode=partial(self._decoded, self.packets.get(timeout=0.05)))
+
+    def _decoded(self, packet: Any) -> Any:
+        if isinstance(packet, Exception):
+            raise packet
+        return packet
+
+
+@pytest.fixture
+def camera(monkeypatch: pytest.MonkeyPatch) -> Camera:
+    av: Any = pytest.importorskip("av", reason="needs vtx-edge[video]")
+    made = Camera()
+    monkeypatch.setattr(av, "open", lambda *_, **__: made)
+    return made
+
+
+def decoded(level: int, size: tuple[int, int] = (64, 48), format: str = "yuv420p") -> Any:
+    import av
+
+    picture = np.full((size[1], size[0], 3), level, np.uint8)
+    return av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format=format)
+
+
+def test_a_camera_may_change_size_and_pixel_format_between_frames(camera: Camera) -> None:
+    formats = ("yuv420p", "yuyv422", "nv12", "yuvj422p", "gray", "bgra", "rgb24", "yuv420p10le", "yuv420p")
+    with reading(camera="/dev/video0") as source:
+        for number, format in enumerate(formats):
+            size = (64 + 16 * (number % 3), 48 + 8 * (number % 2))
+            camera.packets.put([decoded(20 * number, size, format)])
+            shown = source.frame()
+            assert shown.size == size
+            assert np.asarray(shown) == pytest.approx(20 * number, abs=4)
+        camera.ended.set()
+    assert source.source.corrupt == 0
+
+
+def test_corrupt_packets_and_dropped_frames_are_passed_over_and_too_many_open_the_camera_again(camera: Camera) -> None:
+    import av
+
+    damaged = av.error.InvalidDataError(1, "Invalid data found when processing input")
+    with reading(camera="/dev/video0") as source:
+        camera.packets.put([])  # the first frames are often incomplete
+        for packet in (*[damaged] * (BAD_PACKETS - 1), [], *[damaged] * 3, [decoded(80)]):
+            camera.packets.put(packet)
+        assert np.asarray(source.frame()) == pytest.approx(80, abs=4)
+        assert source.state() == ("open", {})
+        assert source.source.corrupt == BAD_PACKETS + 2
+        for packet in (*[damaged] * BAD_PACKETS, [decoded(120)]):
+            camera.packets.put(packet)
+        state, more = source.state()
+        assert (state, more["retry_s"]) == ("lost", 1)
+        assert more["error"].startswith(f"{BAD_PACKETS} packets in a row cannot be decoded (Invalid data")
+        assert np.asarray(source.frame()) == pytest.approx(120, abs=4)
+        assert source.state() == ("open", {})
+        camera.ended.set()
+        assert source.state()[1]["error"] == "the stream ended"
+
+
+def test_a_frame_that_cannot_be_converted_is_an_error_of_its_own(camera: Camera) -> None:
+    class Broken:
+        def to_image(self) -> Any:
+            raise ValueError("no such format")
+
+    with reading(camera="/dev/video0") as source:
+        camera.packets.put([Broken()])
+        camera.packets.put([decoded(60)])
+        assert np.asarray(source.frame()) == pytest.approx(60, abs=4)
+        camera.ended.set()
 
 
 def test_a_video_that_is_none_ends_with_the_reason(tmp_path: Path) -> None:

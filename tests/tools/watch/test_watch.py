@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -243,6 +246,68 @@ def test_a_question_that_fails_says_so_and_stops_nothing(engine: Engine) -> None
         assert run.show(picture(4)) == [], "the same error is told once"
     assert run.watcher.errors == 4
     assert len(run.show(picture(3))) == 2
+
+
+def test_a_source_that_is_a_thousand_times_as_fast_as_the_model_costs_its_newest_frame_alone(
+    engine: Engine, model: Model
+) -> None:
+    run = Run(engine, source())
+    busy, free, vision = threading.Event(), threading.Event(), type(model.backend).vision
+    reads, frames = list[int](), list[weakref.ref[Image.Image]]()
+
+    def held(*given: Any, **named: Any) -> Any:
+        busy.set()
+        assert free.wait(WAIT)
+        return vision(*given, **named)
+
+    def show(number: int) -> None:
+        image = picture(number)
+        frames.append(weakref.ref(image))
+
+        def read() -> Image.Image:
+            reads.append(number)
+            return image
+
+        run.watcher.watched["s"].newest.put(read)
+        run.watcher.step()
+
+    with patch.object(type(model.backend), "vision", held):
+        show(0)
+        assert busy.wait(WAIT)
+        for number in range(1, 1001):
+            show(number)
+        gc.collect()
+        assert sum(frame() is not None for frame in frames) <= 2, "the one that is asked about, and the newest"
+        free.set()
+        events = run.settle()
+    assert [event["frame"] for event in events] == [1, 1001]
+    assert reads == [0, 1000], "the others were never prepared"
+    newest = run.watcher.watched["s"].newest
+    assert (newest.frames, newest.dropped) == (1001, 999)
+
+
+def test_a_webhook_that_hangs_and_a_disk_that_is_full_hold_up_no_answer(engine: Engine, tmp_path: Path) -> None:
+    hanging, free = threading.Event(), threading.Event()
+
+    def hang(_: bytes) -> None:
+        hanging.set()
+        free.wait(WAIT)
+
+    def full(_: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = Run(engine, source(reuse="none"))
+    hook, disk = Output("hook", hang, most=2), Output("disk", full)
+    run.watcher._outputs += [hook, disk]
+    assert len(run.show(picture(0))) == 1
+    assert hanging.wait(WAIT)
+    for number in range(1, 10):
+        assert len(run.show(picture(number))) == 1, "answers go on"
+    free.set()
+    hook.close(WAIT)
+    disk.close(WAIT)
+    assert (hook.sent, hook.dropped) == (3, 7)
+    assert (disk.sent, disk.failed, disk.dropped) == (0, 10, 0)
 
 
 def test_fifty_sources_take_turns_on_one_model(engine: Engine) -> None:

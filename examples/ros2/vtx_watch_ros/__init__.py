@@ -1,0 +1,1 @@
+"""Topics of ROS 2 as sources of vtx-watch, and its events as a topic."""

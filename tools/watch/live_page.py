@@ -1,0 +1,190 @@
+"""A page with the newest picture of each source and the answers about it, served while vtx-watch runs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any
+
+import uvicorn
+from PIL import ImageOps
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vtx.runtime.errors import VtxError
+from vtx.runtime.server.app import SECURITY, Guard
+from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, until_left
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.protocol import BoundedProtocol
+from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.vision.image import load_image
+from vtx.tools.watch.watch import Watched
+
+SIDE, QUALITY = 1280, 80  # of the JPEG pictures
+RECENT = 256  # events that are kept for pages that read slowly
+READERS = 64  # requests at the same time; further ones get 503
+LOOK_SECONDS = 0.1  # between two looks for new events
+QUIET_SECONDS = 15.0  # after which a stream without events gets a comment
+END_SECONDS = 5.0  # for the last replies to be sent
+ASSETS = {
+    "/": ("vtx.tools.watch", "page/index.html", "text/html; charset=utf-8"),
+    "/live.js": ("vtx.tools.watch", "page/live.js", "text/javascript; charset=utf-8"),
+    "/live.css": ("vtx.tools.watch", "page/live.css", "text/css; charset=utf-8"),
+    "/page.css": ("vtx.runtime.server", "page/page.css", "text/css; charset=utf-8"),
+}
+
+
+class Page:
+    """What the page shows: pictures of the `watched` sources, made when they are asked for, and events.
+
+    Of events the last answer to each question is kept, and the `RECENT` last ones. `formats` are those of pictures.
+    """
+
+    def __init__(self, formats: Sequence[str]) -> None:
+        self.watched: Mapping[str, Watched] = {}
+        self.closed = False
+        self._formats = formats
+        self._answers = dict[tuple[str, str], dict[str, Any]]()
+        self._recent, self._count = deque[dict[str, Any]](maxlen=RECENT), 0
+        self._lock, self._drawing = threading.Lock(), threading.Lock()
+        self._pictures = dict[str, tuple[str, bytes]]()  # the last JPEG of each source, with its tag
+
+    def tell(self, line: bytes) -> None:
+        """Show an event, a line of JSON; from any thread."""
+        event = json.loads(line)
+        with self._lock:
+            self._recent.append(event)
+            self._count += 1
+            if event["event"] == "answer":
+                self._answers[event["source"], event["question"]] = event
+            elif event["event"] == "config":
+                self._answers = {key: last for key, last in self._answers.items() if key[0] in self.watched}
+
+    def since(self, number: int | None) -> tuple[int, list[dict[str, Any]]]:
+        """The number of events so far, and those after the first `number`.
+
+        None, or one for which they are no longer kept: the sources, their questions and the last answers instead.
+        """
+        with self._lock:
+            if number is not None and (new := self._count - number) <= len(self._recent):
+                return self._count, list(self._recent)[len(self._recent) - new :]
+            sources = [
+                {
+                    "name": name, "kind": watched.config.kind, "state": watched.source.state,
+                    "questions": [{"name": each.name, "ask": each.ask} for each in watched.config.question],
+                }
+                for name, watched in list(self.watched.items())
+            ]  # fmt: skip
+            answers = [last for key, last in self._answers.items() if key[0] in self.watched]
+            return self._count, [{"event": "watched", "sources": sources, "answers": answers}]
+
+    def picture(self, name: str) -> tuple[str, bytes]:
+        """The newest frame of a source as JPEG, with a tag that changes with the frame.
+
+        Raises Refusal: there is no such source, or no frame yet; VtxError or OSError: the frame cannot be read.
+        """
+        watched = self.watched.get(name)
+        if watched is None:
+            raise Refusal(404, f"there is no source {name!r:.70}; there is {', '.join(self.watched)}")
+        frame = watched.newest.last
+        if frame is None:
+            raise Refusal(404, f"source {name} has given no frame yet; ask again later")
+        tag = f'"{frame.number}-{frame.at}"'
+        with self._drawing:
+            if (known := self._pictures.get(name)) is not None and known[0] == tag:
+                return known
+            image, file = load_image(frame.read(), self._formats), io.BytesIO()
+            if max(image.size) > SIDE:
+                image = ImageOps.contain(image, (SIDE, SIDE))
+            image.save(file, "jpeg", quality=QUALITY)
+            made = tag, file.getvalue()
+            self._pictures = {n: known for n, known in self._pictures.items() if n in self.watched} | {name: made}
+        return made
+
+
+class _Events:
+    """The events as a stream, as long as its reader stays."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply, left = Reply(send, Limits()), asyncio.ensure_future(until_left(receive))
+        number, quiet = None, 0.0
+        try:
+            await reply.begin_events()
+            while not left.done() and not self._page.closed:
+                number, events = self._page.since(number)
+                await reply.events(events)
+                quiet = 0.0 if events else quiet + LOOK_SECONDS
+                if quiet >= QUIET_SECONDS:
+                    await reply.comment("no event")
+                    quiet = 0.0
+                await asyncio.wait({left}, timeout=LOOK_SECONDS)
+            await reply.end_events("")
+        except ClientLeft:
+            pass
+        finally:
+            left.cancel()
+
+
+def make_live_app(
+    page: Page, keys: Collection[str] = (), *, local_hosts: bool = True
+) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """The ASGI application of `page`. Without one of `keys`, if there are any, it gives neither pictures nor events.
+
+    `local_hosts`: accept only requests that name this machine in their Host header.
+    """
+    contents = {
+        path: (files(package).joinpath(name).read_bytes(), kind) for path, (package, name, kind) in ASSETS.items()
+    }
+
+    async def asset(request: Request) -> Response:
+        content, kind = contents[request.url.path]
+        return Response(content, headers={**SECURITY, "content-type": kind})
+
+    async def picture(request: Request) -> Response:
+        try:
+            tag, content = await run_in_threadpool(page.picture, request.path_params["name"])
+        except (VtxError, OSError) as e:
+            refusal = e if isinstance(e, Refusal) else Refusal(503, str(e), kind="server_error")
+            return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+        headers = {**SECURITY, "content-type": "image/jpeg", "etag": tag}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers)
+
+    routes = [
+        *(Route(path, endpoint=asset) for path in ASSETS),
+        Route("/events", endpoint=_Events(page)),
+        Route("/pictures/{name}", endpoint=picture),
+    ]
+    return Guard(Starlette(routes=routes), keys, local_hosts=local_hosts, unguarded=ASSETS)
+
+
+@contextmanager
+def serving(page: Page, at: socket.socket, keys: Collection[str], *, local_hosts: bool) -> Iterator[None]:
+    """Serve the page at a socket that listens, in a thread of its own."""
+    app = make_live_app(page, keys, local_hosts=local_hosts)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, ws="none", lifespan="off",
+        http=BoundedProtocol, limit_concurrency=READERS, timeout_graceful_shutdown=int(END_SECONDS / 2),
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [at]}, name="vtx-watch page", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        page.closed = server.should_exit = True
+        thread.join(END_SECONDS)
