@@ -25,10 +25,11 @@ from vtx.runtime.policies.make import check_images, check_layout, make_policy
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
+from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_frames, read_layout
-from vtx.runtime.vision.limits import DEFAULT_FORMATS
+from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_HELD_FRAMES
 from vtx.runtime.vision.preprocess import fitted, note_discarded, preprocess
 from vtx.runtime.vision.video import Video, as_video, load_frames
 
@@ -229,9 +230,19 @@ class LoadedBundle:
             return preprocess(frame, settings)
 
         wanted = video.frames or layout.frames
-        views = np.stack(load_frames(video, wanted, prepared, stopped, padded=layout.padded))
+        views: NDArray[np.float32] | FrameFile
+        if wanted <= MAX_HELD_FRAMES:
+            views = np.stack(load_frames(video, wanted, prepared, stopped, padded=layout.padded))
+        else:
+            views = file = FrameFile()
+            file.order = load_frames(
+                video, wanted, lambda frame: file.add(prepared(frame)), stopped, padded=layout.padded
+            )
         note_discarded(*sizes[0], settings)
-        key = f"{hashlib.sha256(views.tobytes()).hexdigest()} of a video"
+        digest = hashlib.sha256()
+        for view in views:
+            digest.update(view.tobytes())
+        key = f"{digest.hexdigest()} of a video"
         arrange = partial(layout.arrange, newline=self._newline)
         return PreparedImage(views, key, layout.prompt_image(len(views)), sizes[0], arrange, "video")
 

@@ -20,6 +20,7 @@ from vtx.runtime.prompt.messages import Part
 from vtx.runtime.session.acting import Acting
 from vtx.runtime.session.prefix import no_check
 from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.layout import Views
 from vtx.runtime.vision.preprocess import without_notes
 
@@ -57,13 +58,13 @@ def golden_image() -> Image.Image:
     return Image.fromarray(np.stack((red, green, blue), -1).astype(np.uint8))
 
 
-def golden_pixels(views: Views) -> NDArray[np.float32]:
+def golden_pixels(views: Views | FrameFile) -> NDArray[np.float32]:
     """The views of the golden picture as they are kept: a single one [3, height, width], more [views, 3, ...].
 
     Of views of different sizes the first one.
     """
     first: NDArray[np.float32] = views[0]
-    return first if len(views) == 1 or isinstance(views, list) else views
+    return views if isinstance(views, np.ndarray) and len(views) > 1 else first
 
 
 def actions_key(k: int | None) -> str:

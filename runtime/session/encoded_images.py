@@ -19,6 +19,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, Policy, PromptText
 from vtx.runtime.session.prefix import Check, Prompt, no_check
 from vtx.runtime.session.session import Selection
+from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.layout import Views
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage
 
@@ -31,10 +32,10 @@ class PreparedImage:
     """One preprocessed image: its `views`, each [3, height, width] float32, a hash of them, and its form in a prompt.
 
     `size` is its width and height before that; `arrange` makes the image's tokens from those of its views. A video is
-    one too, of the `kind` "video": each frame is a view, and `size` that of the first.
+    one too, of the `kind` "video": each frame is a view, and `size` that of the first; those of a long one are in a file.
     """
 
-    views: Views
+    views: Views | FrameFile
     key: str
     in_prompt: PromptImage
     size: tuple[int, int]
@@ -45,6 +46,11 @@ class PreparedImage:
     def tokens(self) -> int:
         """Its number of tokens."""
         return self.in_prompt.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its views, in memory or in a file."""
+        return sum(view.nbytes for view in self.views) if isinstance(self.views, list) else self.views.nbytes
 
     @property
     def pixels(self) -> NDArray[np.float32]:
@@ -178,9 +184,7 @@ class EncodedImages:
     @property
     def bytes(self) -> int:
         """Bytes of pixels and encoded images. Shared ones count for each holder."""
-        return sum(map(nbytes, self._encoded.values())) + sum(
-            view.nbytes for image in self.images for view in image.views
-        )
+        return sum(map(nbytes, self._encoded.values())) + sum(image.nbytes for image in self.images)
 
     def replaced(self, images: tuple[PreparedImage, ...]) -> EncodedImages:
         """Of these images instead; those that are among both stay encoded."""

@@ -23,3 +23,4 @@ MAX_FRAME_PIXELS = 16 << 20  # 4K has 8.8 million
 MAX_VIDEO_DECODE_SECONDS = 120.0  # of the process that decodes, from its start on
 MAX_VIDEO_MEMORY = 1536 << 20  # of its address space; H.264 and HEVC of 16 million pixels take up to 1 GB
 MAX_SAMPLED_FRAMES = 64  # that a question may be asked about, a video
+MAX_HELD_FRAMES = 16  # of a video, prepared, in memory; those of a longer one wait in a file

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +19,23 @@ from tests.support.families.vila import VILA
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
+from tests.support.video_files import write_video
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
+from vtx.runtime.api import loaded
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, ImageError, RequestError, UnsupportedModelError
 from vtx.runtime.session.encoded_images import ImageCache
+from vtx.runtime.vision import frame_file
+from vtx.runtime.vision.frame_file import FrameFile
+from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import PromptImage
 from vtx.runtime.vision.video import Video, load_frames, video
 from vtx.runtime.vision.video_child import sampled
 
 pytestmark = pytest.mark.dialects("ort", "plain")
+GET_FRAME = FrameFile.__getitem__
 
 QUESTION = "What is the colour of the square in the picture?"
 ONEVISION = Tiny(
@@ -123,6 +131,63 @@ def test_frames_are_sampled_from_the_first_to_the_last() -> None:
     assert sampled(1, 1, padded=True) == [0]
     taken = load_frames(Video(WIDE), 8, np.asarray)
     assert all((frame == WIDE[place]).all() for frame, place in zip(taken, sampled(30, 8), strict=True))
+
+
+class Held:
+    """Counts arrays that are not freed: `most` of them at the same time."""
+
+    def __init__(self) -> None:
+        self._arrays, self.most = list[weakref.ref[np.ndarray]](), 0
+
+    def of(self, make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def counted(*given: Any) -> np.ndarray:
+            array = make(*given)
+            self._arrays = [known for known in self._arrays if known() is not None] + [weakref.ref(array)]
+            self.most = max(self.most, len(self._arrays))
+            return array
+
+        return counted
+
+
+@pytest.mark.parametrize("source", ["array", "file"])
+def test_a_long_video_is_read_and_encoded_frame_by_frame_and_answered_as_one_in_memory(
+    models: Models, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, frames = models(NEXT_VIDEO, (3, 5)), 24
+    given = Video(random_video(2, 40), frames)
+    if source == "file":
+        pytest.importorskip("av", reason="needs vtx-edge[video]")
+        given = Video(write_video(tmp_path / "clip.mp4"), frames)
+    found = list[Any]()
+    for held_frames, most in ((64, frames), (4, 2)):
+        monkeypatch.setattr(loaded, "MAX_HELD_FRAMES", held_frames)
+        prepared, encoded = Held(), Held()
+        monkeypatch.setattr(loaded, "preprocess", prepared.of(preprocess))
+        monkeypatch.setattr(FrameFile, "__getitem__", encoded.of(GET_FRAME))
+        with model.open(given) as conversation:
+            (image,) = conversation.images
+            answers = [conversation.ask("red?", k, reduce="evs", max_new_tokens=4).token_ids for k in (None, 3)]
+            found.append((image.key, image.nbytes, len(image.views), answers))
+        assert prepared.most <= most
+        assert (prepared.most == frames) == (held_frames == 64), "all in memory, or none that waits"
+        assert encoded.most == (0 if held_frames == 64 else 2), "the frame before is free once the next is encoded"
+    assert found[0] == found[1]
+
+
+def test_frames_that_do_not_fit_on_the_disk_are_told_with_their_bytes(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def write(self, _: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    model = models(NEXT_VIDEO, (3, 5))
+    monkeypatch.setattr(frame_file.tempfile, "TemporaryFile", lambda **_: Full())
+    with pytest.raises(ImageError, match=r"1 frames of a video, [\d,]+ bytes each, do not fit into .*No space left"):
+        model.open(video(WIDE, frames=17))
 
 
 def test_pixels_of_frames_are_near_those_of_transformers_video_processors(models: Models) -> None:

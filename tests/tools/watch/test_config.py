@@ -64,7 +64,7 @@ def test_toml_and_json_say_the_same_and_paths_start_at_the_file(tmp_path: Path) 
         ({}, "key 'source' is missing"),
         ({"source": []}, "there are 0 sources; give 1 to 256"),
         (source(colour="red"), "unknown key 'colour'"),
-        (source(folder=None), "has no source; give one of camera, stream, video, folder"),
+        (source(folder=None), "has no source; give one of camera, stream, pipeline, video, folder"),
         (source(camera="/dev/video0"), "has camera and folder"),
         (source(folder=None, stream="file:///etc/passwd"), "stream must begin with one of rtsp://"),
         (source(folder=None, stream="concat:a|b"), "stream must begin with one of"),

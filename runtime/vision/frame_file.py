@@ -1,0 +1,60 @@
+"""Prepared frames of a long video in a file without a name, so that memory holds one of them at a time."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.errors import ImageError
+
+
+class FrameFile:
+    """Arrays of one shape, float32: `add` writes them, and once `order` is set, they are read in it, one by one.
+
+    Its file is on disk, in the system's folder for temporary files, and goes with it. Safe for many readers.
+    """
+
+    def __init__(self) -> None:
+        self.order: Sequence[int] = ()  # of the frames' numbers, which may occur twice
+        self._shape: tuple[int, ...] = ()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._file = tempfile.TemporaryFile(prefix="vtx-")
+        weakref.finalize(self, self._file.close)
+
+    def add(self, frame: NDArray[np.float32]) -> int:
+        """Write a frame; returns its number. Raises ImageError if the disk is full."""
+        self._shape, number = frame.shape, self._count
+        try:
+            self._file.write(frame.tobytes())
+            self._file.flush()
+        except OSError as e:
+            raise ImageError(
+                f"{number + 1} frames of a video, {frame.nbytes:,} bytes each, do not fit into {tempfile.gettempdir()} "
+                f"({e.strerror}); free some room there, or ask about fewer frames"
+            ) from e
+        self._count += 1
+        return number
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> NDArray[np.float32]:
+        frame = np.empty(self._shape, np.float32)
+        with self._lock:
+            self._file.seek(self.order[place] * frame.nbytes)
+            self._file.readinto(memoryview(frame).cast("B"))
+        return frame
+
+    def __iter__(self) -> Iterator[NDArray[np.float32]]:
+        return (self[place] for place in range(len(self)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self._count * int(np.prod(self._shape)) * np.dtype(np.float32).itemsize
