@@ -121,9 +121,9 @@ fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests
 sequences: $(READY) ## random sequences of questions held to fresh answers, SEQUENCES of each kind an engine; new ones each time
 	VTX_SEQUENCES=$(SEQUENCES) $(BIN)/pytest -o faulthandler_timeout=0 -s tests/runtime/session/test_sequences.py -k any_
 
-test-browser: $(READY) ## the page of vtx-serve in a real browser; needs Debian's chromium package or another Chromium
+test-browser: $(READY) ## the pages of vtx-serve and vtx-watch in a real browser; needs Debian's chromium package or another Chromium
 	$(BIN)/python -m pip install playwright
-	VTX_REQUIRE_BROWSER=1 $(BIN)/pytest -rs tests/runtime/server/test_page.py
+	VTX_REQUIRE_BROWSER=1 $(BIN)/pytest -rs tests/runtime/server/test_page.py tests/tools/watch/test_live_page.py
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"

@@ -11,7 +11,5 @@ setup(
         ("share/vtx_watch_ros", ["package.xml", "watch.toml"]),
     ],
     install_requires=["setuptools"],
-    entry_points={
-        "console_scripts": ["frames = vtx_watch_ros.frames:main", "answers = vtx_watch_ros.answers:main"]
-    },
+    entry_points={"console_scripts": ["frames = vtx_watch_ros.frames:main", "answers = vtx_watch_ros.answers:main"]},
 )

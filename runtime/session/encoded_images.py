@@ -32,7 +32,7 @@ class PreparedImage:
     """One preprocessed image: its `views`, each [3, height, width] float32, a hash of them, and its form in a prompt.
 
     `size` is its width and height before that; `arrange` makes the image's tokens from those of its views. A video is
-    one too, of the `kind` "video": each frame is a view, and `size` that of the first; those of a long one are in a file.
+    one too, of the `kind` "video": each frame is a view, a long one's in a file, and `size` that of the first.
     """
 
     views: Views | FrameFile

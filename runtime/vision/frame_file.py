@@ -24,7 +24,7 @@ class FrameFile:
         self._shape: tuple[int, ...] = ()
         self._count = 0
         self._lock = threading.Lock()
-        self._file = tempfile.TemporaryFile(prefix="vtx-")
+        self._file = tempfile.TemporaryFile(prefix="vtx-")  # noqa: SIM115 - as long as this
         weakref.finalize(self, self._file.close)
 
     def add(self, frame: NDArray[np.float32]) -> int:

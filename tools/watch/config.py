@@ -108,7 +108,7 @@ class ReferencePart:
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """One of `camera`, `stream`, `pipeline`, `video` and `folder`, from which frames come, and what is asked about them.
+    """One of `camera`, `stream`, `pipeline`, `video` and `folder`, where frames come from, and what is asked of them.
 
     `rate`: the most frames a second that are looked at. `speed`: how many times as fast as its own rate a video runs.
     `reference`: what stands before each frame; `prefix_file` keeps what the caches hold of it. `reuse` of the last

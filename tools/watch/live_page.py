@@ -88,17 +88,17 @@ class Page:
             answers = [last for key, last in self._answers.items() if key[0] in self.watched]
             return self._count, [{"event": "watched", "sources": sources, "answers": answers}]
 
-    def picture(self, name: str) -> tuple[str, bytes]:
-        """The newest frame of a source as JPEG, with a tag that changes with the frame.
+    def picture(self, name: str) -> tuple[str, bytes] | None:
+        """The newest frame of a source as JPEG, after a tag that changes with the frame; None: it gave none yet.
 
-        Raises Refusal: there is no such source, or no frame yet; VtxError or OSError: the frame cannot be read.
+        Raises Refusal: there is no such source; VtxError or OSError: the frame cannot be read.
         """
         watched = self.watched.get(name)
         if watched is None:
             raise Refusal(404, f"there is no source {name!r:.70}; there is {', '.join(self.watched)}")
         frame = watched.newest.last
         if frame is None:
-            raise Refusal(404, f"source {name} has given no frame yet; ask again later")
+            return None
         tag = f'"{frame.number}-{frame.at}"'
         with self._drawing:
             if (known := self._pictures.get(name)) is not None and known[0] == tag:
@@ -155,10 +155,13 @@ def make_live_app(
 
     async def picture(request: Request) -> Response:
         try:
-            tag, content = await run_in_threadpool(page.picture, request.path_params["name"])
+            found = await run_in_threadpool(page.picture, request.path_params["name"])
         except (VtxError, OSError) as e:
             refusal = e if isinstance(e, Refusal) else Refusal(503, str(e), kind="server_error")
             return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+        if found is None:
+            return Response(status_code=204, headers=SECURITY)
+        tag, content = found
         headers = {**SECURITY, "content-type": "image/jpeg", "etag": tag}
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)

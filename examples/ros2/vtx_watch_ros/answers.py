@@ -1,6 +1,6 @@
-"""A node that publishes the events of vtx-watch, which it reads from stdin, as std_msgs/String with a line of JSON each.
+"""A node that publishes the events of vtx-watch from stdin, each as a std_msgs/String with a line of JSON.
 
-    vtx-watch llava-7b watch.toml | ros2 run vtx_watch_ros answers --ros-args -p topic:=/vtx/events
+vtx-watch llava-7b watch.toml | ros2 run vtx_watch_ros answers --ros-args -p topic:=/vtx/events
 """
 
 from __future__ import annotations

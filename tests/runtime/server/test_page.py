@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
+from tests.support.browser import launched
 from tests.support.bundles import export
 from tests.support.serving import WAIT, Served, serving, until
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 
-BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
 DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
@@ -61,24 +57,10 @@ def test_the_page_is_there_without_a_key_and_its_figures_are_not(tiny_bundle: Pa
         assert served.request("GET", "/v1/models").status == 401
 
 
-def missing(what: str) -> NoReturn:
-    """Skip, or fail where the browser was asked for."""
-    (pytest.fail if "VTX_REQUIRE_BROWSER" in os.environ else pytest.skip)(f"needs {what}: make test-browser")
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    try:
-        from playwright import sync_api as playwright
-    except ModuleNotFoundError:
-        missing("the playwright package")
-    if BROWSER is None:
-        missing("Chromium")
-    with playwright.sync_playwright() as started:
-        arguments = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
-        launched = started.chromium.launch(executable_path=BROWSER, args=arguments)
-        yield launched
-        launched.close()
+    with launched() as browser:
+        yield browser
 
 
 @pytest.fixture(params=[DESKTOP, PHONE], ids=["desktop", "phone"])

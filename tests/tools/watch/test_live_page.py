@@ -13,20 +13,21 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tests.support.browser import launched
 
 from vtx.runtime.errors import ImageError
+from vtx.runtime.server.refusal import Refusal
 from vtx.tools.watch.config import SourceConfig, StandingQuestion
 from vtx.tools.watch.outputs import Output
 from vtx.tools.watch.sources import FrameSource, Newest
 from vtx.tools.watch.watch import Watched
 
-for package in ("starlette", "uvicorn"):
-    pytest.importorskip(package, reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)
-
-from vtx.runtime.server.refusal import Refusal
-from vtx.tools.watch import live_page
-from vtx.tools.watch.live_page import RECENT, SIDE, Page, serving
-
+live_page = pytest.importorskip(
+    "vtx.tools.watch.live_page", reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError
+)
+Page, serving, RECENT, SIDE = live_page.Page, live_page.serving, live_page.RECENT, live_page.SIDE
+TITLES = "titles => titles.map(title => title.firstChild.textContent)"
+TEXTS = "shown => shown.map(text => text.textContent)"
 WAIT = 60.0  # seconds for what should happen at once, on a busy machine
 
 
@@ -94,9 +95,7 @@ def test_the_page_is_complete_and_takes_nothing_from_elsewhere(page: Page) -> No
 def test_a_source_shows_its_newest_frame_also_after_it_was_asked_about(page: Page) -> None:
     newest = page.watched["door"].newest
     with served(page) as port:
-        status, _, body = get(port, "/pictures/door")
-        assert status == 404
-        assert "has given no frame yet" in json.loads(body)["error"]["message"]
+        assert get(port, "/pictures/door")[0] == 204, "no frame yet"
         tags = list[str]()
         for level, size in ((40, (64, 48)), (200, (2 * SIDE, 300))):
             newest.put(lambda level=level, size=size: Image.new("RGB", size, (level,) * 3))  # type: ignore[misc]
@@ -110,7 +109,10 @@ def test_a_source_shows_its_newest_frame_also_after_it_was_asked_about(page: Pag
             tags.append(headers["etag"])
         assert tags[0] != tags[1]
         status, _, body = get(port, "/pictures/none")
-        assert (status, json.loads(body)["error"]["message"]) == (404, "there is no source 'none'; there is door, shelf")
+        assert (status, json.loads(body)["error"]["message"]) == (
+            404,
+            "there is no source 'none'; there is door, shelf",
+        )
 
 
 def test_a_picture_is_made_once_a_frame_and_one_that_cannot_be_read_is_told(page: Page) -> None:
@@ -220,3 +222,29 @@ def test_a_quiet_stream_gets_comments(page: Page, monkeypatch: pytest.MonkeyPatc
         lines = [reader.response.readline() for _ in range(4)]
         assert b": no event\n" in lines
         reader.connection.close()
+
+
+def test_a_browser_asks_for_the_key_shows_pictures_and_answers_and_follows_a_reload(page: Page) -> None:
+    page.watched["door"].newest.put(lambda: Image.new("RGB", (64, 48), (200, 0, 0)))
+    page.tell(answer("a <b>red</b> one"))
+    with launched() as browser, served(page, "secret") as port:
+        opened, complaints = browser.new_page(), list[str]()
+        opened.set_default_timeout(1000 * WAIT)
+        opened.on("console", lambda line: complaints.append(line.text) if line.type in ("error", "warning") else None)
+        opened.on("pageerror", lambda error: complaints.append(str(error)))
+        opened.goto(f"http://127.0.0.1:{port}/")
+        opened.wait_for_selector("#key-field:not([hidden])")
+        assert opened.locator("article").count() == 0
+        opened.locator("#key").fill("secret")
+        opened.locator("#key").press("Enter")
+        opened.wait_for_function("document.querySelector('article img')?.naturalWidth === 64")
+        assert opened.locator("article h2").evaluate_all(TITLES) == ["door", "shelf"]
+        assert opened.locator("article dd").evaluate_all(TEXTS) == ["a <b>red</b> one", "-"]
+        page.watched["door"].newest.put(lambda: Image.new("RGB", (32, 48)))
+        page.tell(answer("none"))
+        opened.wait_for_function("document.querySelector('article img').naturalWidth === 32")
+        opened.wait_for_function("document.querySelector('article dd').textContent === 'none'")
+        page.watched = {"shelf": page.watched["shelf"], "yard": watched("yard")}
+        page.tell(json.dumps({"event": "config", "state": "reloaded", "time": "2026-01-01T00:00:00Z"}).encode())
+        opened.wait_for_function(f"({TITLES})([...document.querySelectorAll('h2')]).join() === 'shelf,yard'")
+        assert [told for told in complaints if "status of 401" not in told] == []
