@@ -177,7 +177,7 @@ class FrameSource:
             if not 0 <= seconds - last <= JUMP_SECONDS:  # nor is it for the first
                 begun = time.monotonic() - seconds / speed
             last = seconds
-            self._closed.wait(max(0.0, begun + seconds / speed - time.monotonic()))
+            self._pause(self._closed, max(0.0, begun + seconds / speed - time.monotonic()))
             self._put(lambda: image)
 
         play(str(self.config.video), show, lambda: self.closed, slowest=speed)

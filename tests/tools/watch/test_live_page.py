@@ -6,7 +6,6 @@ import http.client
 import io
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -190,28 +189,6 @@ def test_without_its_key_there_are_neither_pictures_nor_events_and_no_other_host
             assert get(port, path, authorization="Bearer wrong")[0] == 401
         assert get(port, "/pictures/door", authorization="Bearer secret")[0] == 200
         assert get(port, "/pictures/door", authorization="Bearer secret", host="attacker.example.org")[0] == 421
-
-
-def test_a_camera_is_not_converted_by_two_threads_at_once() -> None:
-    from vtx.tools.watch.sources import _converted
-
-    inside, most, held = list[None](), list[int](), threading.Event()
-
-    class Decoded:
-        def to_image(self) -> Image.Image:
-            inside.append(None)
-            most.append(len(inside))
-            held.wait(0.05)
-            inside.pop()
-            return Image.new("RGB", (8, 8))
-
-    lock, frame = threading.Lock(), Decoded()
-    threads = [threading.Thread(target=_converted, args=(frame, lock)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert most == [1] * 4
 
 
 def test_a_quiet_stream_gets_comments(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,16 +157,10 @@ def test_a_video_whose_clock_jumps_goes_on_at_its_rate(monkeypatch: pytest.Monke
     """Forward by an hour, back to before the first frame: neither is waited for, and nothing is shown in a rush."""
     clock, waits = Clock(), list[float]()
 
-    class Closed:
-        """An event that is never set, and whose waits pass by the clock of the test."""
-
-        def is_set(self) -> bool:
-            return False
-
-        def wait(self, seconds: float) -> bool:
-            waits.append(round(seconds, 6))
-            clock.now += seconds
-            return False
+    def pause(_: threading.Event, seconds: float) -> bool:
+        waits.append(round(seconds, 6))
+        clock.now += seconds
+        return False
 
     times = [5.0, 6.0, 7.0, 1000.0, 1001.0, 0.0, 1.0, 3.0]
 
@@ -177,9 +171,10 @@ def test_a_video_whose_clock_jumps_goes_on_at_its_rate(monkeypatch: pytest.Monke
     monkeypatch.setattr(sources, "play", play)
     monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=clock, time=clock, time_ns=lambda: 0))
     newest = Newest(None, lambda: None, clock)
-    source = FrameSource(SourceConfig("s", QUESTION, video="clip.mp4", speed=2), newest, lambda *_: None)
-    source._closed = Closed()  # type: ignore[assignment]
-    source._run()
+    config = SourceConfig("s", QUESTION, video="clip.mp4", speed=2)
+    source = FrameSource(config, newest, lambda *_: None, pause=pause)
+    source.start()
+    source.thread.join(WAIT)
     assert waits == [0, 0.5, 0.5, 0, 0.5, 0, 0.5, 1]
     assert (source.state, newest.frames) == ("ended", len(times))
 
@@ -256,6 +251,34 @@ def test_corrupt_packets_and_dropped_frames_are_passed_over_and_too_many_open_th
         assert source.state() == ("open", {})
         camera.ended.set()
         assert source.state()[1]["error"] == "the stream ended"
+
+
+def test_a_decoded_frame_is_converted_for_one_thread_at_a_time(camera: Camera) -> None:
+    """The page and the loop may ask for the same one, and the decoder's converter is not made for that."""
+    inside, most, all_there = list[None](), list[int](), threading.Barrier(4)
+
+    class Decoded:
+        def to_image(self) -> Image.Image:
+            inside.append(None)
+            time.sleep(0.01)  # time for another thread to come in
+            most.append(len(inside))
+            inside.pop()
+            return Image.new("RGB", (8, 8))
+
+    def read(frame: Any) -> None:
+        all_there.wait(WAIT)
+        frame.read()
+
+    with reading(camera="/dev/video0") as source:
+        camera.packets.put([Decoded()])
+        assert source.came.wait(WAIT)
+        threads = [threading.Thread(target=read, args=(source.newest.last,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT)
+        camera.ended.set()
+    assert most == [1] * 4
 
 
 def test_a_frame_that_cannot_be_converted_is_an_error_of_its_own(camera: Camera) -> None:

@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,13 @@ class Told(Output):
 class Run:
     """A watcher by hand, with a clock that only tests move."""
 
-    def __init__(self, engine: Engine, *sources: SourceConfig, parallel: int = 4) -> None:
+    def __init__(
+        self, engine: Engine, *sources: SourceConfig, parallel: int = 4, others: Sequence[Output] = ()
+    ) -> None:
         self.told, self.clock = Told(), Clock()
         self.config = WatchConfig(tuple(sources), status=1e6)
-        self.watcher = Watcher(engine, self.config, parallel=parallel, clock=self.clock, outputs=lambda _: [self.told])
+        outputs: list[Output] = [self.told, *others]
+        self.watcher = Watcher(engine, self.config, parallel=parallel, clock=self.clock, outputs=lambda _: outputs)
 
     def put(self, image: Any, name: str = "s") -> None:
         self.watcher.watched[name].newest.put(lambda: image)
@@ -286,7 +289,7 @@ def test_a_source_that_is_a_thousand_times_as_fast_as_the_model_costs_its_newest
     assert (newest.frames, newest.dropped) == (1001, 999)
 
 
-def test_a_webhook_that_hangs_and_a_disk_that_is_full_hold_up_no_answer(engine: Engine, tmp_path: Path) -> None:
+def test_a_webhook_that_hangs_and_a_disk_that_is_full_hold_up_no_answer(engine: Engine) -> None:
     hanging, free = threading.Event(), threading.Event()
 
     def hang(_: bytes) -> None:
@@ -296,9 +299,8 @@ def test_a_webhook_that_hangs_and_a_disk_that_is_full_hold_up_no_answer(engine: 
     def full(_: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    run = Run(engine, source(reuse="none"))
     hook, disk = Output("hook", hang, most=2), Output("disk", full)
-    run.watcher._outputs += [hook, disk]
+    run = Run(engine, source(reuse="none"), others=(hook, disk))
     assert len(run.show(picture(0))) == 1
     assert hanging.wait(WAIT)
     for number in range(1, 10):
