@@ -48,7 +48,7 @@ class FrameFile:
         frame = np.empty(self._shape, np.float32)
         with self._lock:
             self._file.seek(self.order[place] * frame.nbytes)
-            self._file.readinto(memoryview(frame).cast("B"))
+            self._file.readinto(frame.data.cast("B"))
         return frame
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:

@@ -71,6 +71,10 @@ class Reader:
         self.connection.request("GET", "/events")
         self.response = self.connection.getresponse()
 
+    def close(self) -> None:
+        self.response.close()
+        self.connection.close()
+
     def event(self) -> Any:
         while True:
             line = self.response.readline()
@@ -156,10 +160,11 @@ def test_every_reader_gets_sources_and_last_answers_first_and_then_events_as_the
             assert [last["answer"] for last in first["answers"]] == ["two"]
         output.put(answer("three"))
         assert [reader.event()["answer"] for reader in readers] == ["three"] * 2
-        readers[0].connection.close()  # one leaves
+        readers[0].close()  # one leaves
         output.put(answer("four"))
         assert readers[1].event()["answer"] == "four"
-    assert readers[1].response.read() == b"", "a stream ends with the page"
+    assert readers[1].response.read().strip() == b"", "a stream ends with the page"
+    readers[1].close()
     output.close(WAIT)
     assert (output.sent, output.failed) == (2, 0)
 
@@ -198,7 +203,7 @@ def test_a_quiet_stream_gets_comments(page: Page, monkeypatch: pytest.MonkeyPatc
         assert reader.event()["event"] == "watched"
         lines = [reader.response.readline() for _ in range(4)]
         assert b": no event\n" in lines
-        reader.connection.close()
+        reader.close()
 
 
 def test_a_browser_asks_for_the_key_shows_pictures_and_answers_and_follows_a_reload(page: Page) -> None:
