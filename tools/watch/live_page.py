@@ -45,7 +45,7 @@ ASSETS = {
 
 
 class Page:
-    """What the page shows: pictures of the `watched` sources, made when they are asked for, and events.
+    """The content of the page: pictures of the `watched` sources, made when they are asked for, and events.
 
     Of events the last answer to each question is kept, and the `RECENT` last ones. `formats` are those of pictures.
     """
