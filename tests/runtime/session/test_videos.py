@@ -14,6 +14,9 @@ import torch
 
 from tests.support.clips import evs, vidcom2
 from tests.support.exported import Models, prompt
+from tests.support.families.internvl import INTERNVL
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
+from tests.support.families.smolvlm import SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.families.vila import VILA
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity
@@ -305,3 +308,13 @@ def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_cli
         with pytest.raises(RequestError, match="this model's videos have text between frames; use fastv, dart behind"):
             marked.open(HIGH).ask("red?", reduce=spec)
     assert marked.open(random_image(0)).ask("red?", reduce="divprune:keep=4", max_new_tokens=1).stats.vision_tokens == 4
+
+
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
+def test_models_whose_videos_vtx_does_not_take_are_refused_methods_of_clips_by_name(
+    tiny: Tiny, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    folder = tiny_checkpoint(tiny)
+    for spec in ("evs", "vidcom2"):
+        with pytest.raises(UnsupportedModelError, match=f"{spec} chooses from the frames of videos, and this model"):
+            plan_export(ExportOptions(str(folder), (), "fp32", reductions=(spec,)))
