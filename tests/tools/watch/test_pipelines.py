@@ -203,6 +203,7 @@ def test_a_source_is_a_pipeline_or_another_kind_but_not_two() -> None:
         SourceConfig("s", QUESTION, pipeline="v4l2src", camera="/dev/video0")
 
 
+@pytest.mark.filterwarnings("ignore::ImportWarning")  # of PyGObject 3.42 on Python 3.11
 def test_gstreamer_itself_gives_its_test_picture() -> None:
     gi = pytest.importorskip("gi", reason="needs GStreamer's Python binding")
     try:
@@ -212,9 +213,15 @@ def test_gstreamer_itself_gives_its_test_picture() -> None:
     got = list[Any]()
     with pytest.raises(ImageError, match="the pipeline ended"):
         read_pipeline(
-            "videotestsrc num-buffers=2 pattern=red ! video/x-raw,width=30,height=20", got.append, lambda: False
+            "videotestsrc num-buffers=2 pattern=red ! video/x-raw,width=31,height=20", got.append, lambda: False
         )
     image = load_image(got[-1]())
     assert isinstance(image, Image.Image)
-    assert image.size == (30, 20)
+    assert image.size == (31, 20)
     assert np.asarray(image)[5, 5, 0] > 200
+    for text, reason in (
+        ("no-such-element", "cannot make the pipeline"),
+        ("filesrc location=/none ! decodebin", "failed"),
+    ):
+        with pytest.raises(ImageError, match=reason):
+            read_pipeline(text, got.append, lambda: False)
