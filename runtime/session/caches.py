@@ -93,6 +93,9 @@ class PrefixCaches:
         alike = len(stages) == prefix.depth and prefix.boundaries[0].shape[1] == self._width
         if prefix.size >= self.capacity or not alike or not all(stage.keeps for stage in stages):
             raise ValueError("it has more tokens or stages than the bundle, or others")
+        wanted = {each.name: (prefix.size, each.width) for each in self._token_inputs}
+        if {name: each.shape for name, each in prefix.inputs.items()} != wanted:
+            raise ValueError("it has other inputs than the bundle")
         if kv.keys() != {layer for stage in stages for layer in stage.cached}:
             raise ValueError(f"it has K and V of layers {sorted(kv)}")
         for number, stage in enumerate(stages):

@@ -80,7 +80,7 @@ def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
     try:
         kv = {int(name[3:]): each for name, each in tensors.items() if name.startswith("kv ")}
         caches.begin(_prefix(tensors), kv)
-    except (KeyError, ValueError, IndexError) as e:
+    except (KeyError, ValueError, IndexError, TypeError) as e:
         raise BundleError(f"{path.name} does not hold a prompt of this bundle ({e}); remove it") from e
 
 
@@ -92,8 +92,9 @@ def _prefix(tensors: Tensors) -> Prefix:
     sizes = [len(tensors["ids"]), len(is_vision), len(positions), *map(len, inputs.values())]
     widths = {each.shape[1:] for each in (hidden, *text)}
     alike = set(sizes) == {count} and {len(each) for each in text} == {int((~is_vision).sum())} and len(widths) == 1
-    if not count or not alike:
-        raise ValueError("its tensors have other sizes")
+    typed = positions.dtype == np.int64 and all(each.dtype == np.float32 for each in (hidden, *text, *inputs.values()))
+    if not count or not alike or not typed or is_vision.ndim != 1 or hidden.ndim != 2:
+        raise ValueError("its tensors have other sizes or types")
     key = tensors["ids"].astype(np.int64).tobytes(), ("a file",)
     present = np.ones(count, bool)
     return Prefix(key, is_vision, (), positions, int(positions.max()) + 1, (hidden, *text), present, inputs)

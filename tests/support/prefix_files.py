@@ -52,4 +52,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (resealed(lambda tensors: tensors.update(hidden=tensors["hidden"][:-1])), "does not hold a prompt"),
     (resealed(lambda tensors: tensors.update(hidden=np.zeros((3, 2), np.float32))), "does not hold a prompt"),
     (resealed(lambda tensors: tensors.update({"kv 9": tensors["kv 1"]})), "does not hold a prompt"),
+    (resealed(lambda tensors: tensors.update(is_vision=tensors["is_vision"][:, None])), "does not hold a prompt"),
+    (resealed(lambda tensors: tensors.update(is_vision=np.array(True))), "shelf"),
+    (resealed(lambda tensors: tensors.update({"text 0": tensors["text 0"] * np.float64(1)})), "does not hold a prompt"),
+    (resealed(lambda tensors: tensors.update({"input bias": tensors["hidden"]})), "does not hold a prompt"),
 ]

@@ -15,9 +15,10 @@ from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.smolvlm import SMOLVLM
-from tests.support.prefix_files import DAMAGES
+from tests.support.prefix_files import DAMAGES, resealed
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.safetensors import read_header
 from vtx.runtime.errors import ExportError, RequestError
 
 QUESTION, SYSTEM = "How many?", "Be brief, please."
@@ -71,6 +72,18 @@ def test_a_damaged_or_foreign_file_is_told_and_changes_no_answer(
         assert ask(model, file, 3).token_ids == ask(model, None, 3).token_ids
     assert said in caplog.text
     assert caplog.text.count("\n") <= 2
+
+
+def test_a_file_without_an_input_of_the_model_is_told(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, file = models(GEMMA4, (3,)), tmp_path / "shelf.safetensors"
+    ask(model, file, 2)
+    name, *_ = [name for name in read_header(file).tensors if name.startswith("input ")]
+    resealed(lambda tensors: tensors.pop(name))(file)
+    with caplog.at_level(logging.WARNING, "vtx"):
+        assert ask(model, file, 3).token_ids == ask(model, None, 3).token_ids
+    assert "does not hold a prompt" in caplog.text
 
 
 def test_a_full_disk_is_told_and_stops_nothing(model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
