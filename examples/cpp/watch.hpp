@@ -125,7 +125,6 @@ inline WatchCounts watch(vtx::Model& model, Source source, const WatchOptions& o
   bool saves = !options.prefix_file.empty();
   if (saves && std::ifstream(options.prefix_file)) try {
       conversation.load_prefix(options.prefix_file);
-      saves = false;
     } catch (const vtx::Error& error) {
       on_problem(options.prefix_file, error.what());
     }

@@ -122,6 +122,8 @@ def test_the_example_camera_keeps_what_stands_before_each_frame_in_a_prefix_file
             assert line == f"{frames}/1.png: {question} {text}"
     again = camera(model, frames, *options)
     assert (again.stdout, again.stderr, prefix.read_bytes()) == (first.stdout, first.stderr, written)
+    assert camera(model, frames, "--system", "Be long.", *options[2:]).stderr == first.stderr
+    assert prefix.read_bytes() != written, "another system text makes another file"
     prefix.write_bytes(b"damaged")
     told = camera(model, frames, *options)
     assert (told.stdout, prefix.read_bytes()) == (first.stdout, written)

@@ -104,6 +104,21 @@ def test_a_file_of_another_prompt_serves_what_both_begin_with(loaded: Loaded, tm
     assert 0 < answer["reused_tokens"] < answer["prompt_tokens"] - answer["vision_tokens"], "text alone"
 
 
+def test_a_file_is_written_only_where_it_lacks_something(loaded: Loaded, tmp_path: Path) -> None:
+    file, inodes = tmp_path / "shelf.safetensors", list[int]()
+    for first in (1, 1, 9, 9):
+        with closing(Frames(loaded, [np.asarray(random_image(first)), np.asarray(random_image(2))], SYSTEM)) as shown:
+            assert not inodes or shown.load_prefix(file) == ""
+            ask(shown)
+            assert shown.save_prefix(file) == ""
+            inodes.append(file.stat().st_ino)
+            shown.replace([np.asarray(random_image(first)), np.asarray(random_image(3))])
+            assert ask(shown)["reused_tokens"] > ask(shown)["vision_tokens"] // 2
+            assert shown.save_prefix(file) == ""
+            assert file.stat().st_ino == inodes[-1], "it has all of it"
+    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
+
+
 @pytest.mark.parametrize(("damage", "said"), DAMAGES)
 def test_a_damaged_or_foreign_file_is_refused_by_name_and_changes_no_answer(
     loaded: Loaded, tmp_path: Path, damage: Callable[[Path], object], said: str

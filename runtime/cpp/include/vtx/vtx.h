@@ -135,8 +135,8 @@ VTX_API vtx_status vtx_conversation_replace(vtx_conversation* conversation, cons
  * with, so that another process need not compute it; Python's `prefix_file` reads and writes the same. Load it right after
  * vtx_open: it serves the tokens that enter the decoder with the very same numbers, and no others. VTX_BUNDLE for one that is
  * missing, damaged, or of another bundle, engine or arithmetic: the conversation then computes it. Save it after an answer;
- * the file is replaced at once. It is checksummed and not signed, so VTX_REQUEST where a signature is required: keep it
- * where you keep the bundle. */
+ * the file is replaced at once, and nothing is written where the one that was loaded, or saved before, has all of it. It is
+ * checksummed and not signed, so VTX_REQUEST where a signature is required: keep it where you keep the bundle. */
 VTX_API vtx_status vtx_conversation_load_prefix(vtx_conversation* conversation, const char* path);
 VTX_API vtx_status vtx_conversation_save_prefix(vtx_conversation* conversation, const char* path);
 

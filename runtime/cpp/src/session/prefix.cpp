@@ -78,7 +78,7 @@ size_t Prefix::agreement(const Prefix& other) const {
 
 void Prefix::follow(const Prefix& other) {
   size_t count = other.saved_kv.empty() && other.depth() > 0 ? agreement(other) : 0;
-  if (count > 0) common = count, begun = other.text_states(count);
+  if (count > 0) common = count, begun = other.text_states(count), filed = std::min(count, other.filed);
 }
 
 void Prefix::run_from(size_t token) {

@@ -62,6 +62,7 @@ struct Prefix {
   std::map<std::string, Rows> inputs;  // of all its tokens, which stages read in addition to hidden states
   size_t common = 0;
   std::vector<SharedRows> begun;
+  size_t filed = 0;  // the number of first tokens that a prefix file has
 
   size_t depth() const { return boundaries.size() - 1; }
   size_t size() const { return is_vision.size(); }

@@ -73,13 +73,14 @@ std::string name_of(const std::string& path) { return path.substr(path.rfind('/'
 void save_prefix(const std::string& path, const Bundle& bundle, const Backend& backend, Session& session) {
   const Prefix& prefix = session.prefix();
   Ids of_images = indices_of(prefix.is_vision);
-  size_t count = 0;
-  if (!prefix.images.empty() && prefix.saved_kv.empty() && prefix.depth() > 0)
-    count = static_cast<size_t>(of_images[of_images.size() - prefix.images.back()->rows.count()]);
+  size_t last = prefix.images.empty() ? 0 : prefix.images.back()->rows.count(), count = 0;
+  if (last > 0 && prefix.saved_kv.empty() && prefix.depth() > 0)
+    count = static_cast<size_t>(of_images[of_images.size() - last]);
   if (count == 0)
     fail(Kind::request,
          "the caches do not hold what stands before the prompt's last image; leave the prefix file out with this ",
          "reduction");
+  if (prefix.filed >= count) return;
   auto size = static_cast<int64_t>(count);
   auto end = static_cast<std::ptrdiff_t>(count);
   Tensors tensors{{"ids", {"I64", {size}, prefix.key.substr(0, count * sizeof(int64_t))}},
@@ -105,6 +106,7 @@ void save_prefix(const std::string& path, const Bundle& bundle, const Backend& b
   for (const auto& [name, value] : binding(bundle, backend)) metadata[name] = value;
   metadata["sha256"] = checksum(tensors);
   replace_file(path, pack(tensors, metadata));
+  session.note_filed(count);
 }
 
 void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend, Session& session) {
@@ -159,6 +161,7 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
   prefix.key = tensors["ids"].bytes + "|a file";  // which no prompt has
   prefix.positions = tensors["positions"].values<int64_t>();
   prefix.next_position = count;
+  prefix.filed = prefix.size();
   prefix.boundaries = {std::make_shared<Rows>(rows_of(hidden))};
   for (const TokenInput& each : m.token_inputs) prefix.inputs[each.name] = rows_of(tensors["input " + each.name]);
   for (size_t number = 0; number < depth; ++number) {

@@ -11,7 +11,8 @@
 
 namespace vtxcore {
 
-// Writes what the caches hold of the tokens before the last image; a file that was there is replaced at once.
+// Writes what the caches hold of the tokens before the last image, unless the file that was loaded, or saved before, has all
+// of it; a file that was there is replaced at once.
 // Throws Error(request): there is none, K and V stay on the device, or it cannot be written.
 void save_prefix(const std::string& path, const Bundle& bundle, const Backend& backend, Session& session);
 

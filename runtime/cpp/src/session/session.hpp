@@ -74,6 +74,7 @@ class Session {
   void begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches);
   bool has_run() const { return !full_.empty() || !pruned_.empty(); }
   const Prefix& prefix() const { return prefix_; }
+  void note_filed(size_t tokens) { prefix_.filed = tokens; }
   StageCache& full_cache(size_t number) { return *full_.at(number); }
   // The position of the next token.
   int64_t length() const { return prefix_.next_position + static_cast<int64_t>(suffix_.size()); }
