@@ -140,7 +140,12 @@ bool Conversation::replace(std::vector<PreparedImage> images, double near) {
   };
   if (std::equal(images.begin(), images.end(), images_.begin(), images_.end(), stays)) return false;
   images_.swap(images);
-  encoded_.replaced(std::move(images));
+  try {
+    encoded_.replaced(images);
+  } catch (...) {
+    images_.swap(images);
+    throw;
+  }
   session_.continue_prefix();
   turns_.clear();
   selection_.reset();

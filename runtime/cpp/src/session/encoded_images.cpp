@@ -92,7 +92,7 @@ ImagePtr EncodedImages::encoded_view(const Floats& view, const std::string& extr
   return nullptr;
 }
 
-void EncodedImages::replaced(std::vector<PreparedImage> before) {
+void EncodedImages::replaced(std::vector<PreparedImage>& before) {
   auto gone = std::stable_partition(encoded_.begin(), encoded_.end(), [this](const Encoded& known) {
     return std::any_of(images_.begin(), images_.end(), [&](const PreparedImage& image) { return image.key == known.image; });
   });

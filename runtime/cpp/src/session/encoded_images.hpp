@@ -36,9 +36,10 @@ class EncodedImages {
   // For each image a key that stands for its tokens, and the call that gives them. `question`: what entries that use it
   // select by; null if none does. `vision_ms` grows by the time of the calls.
   std::vector<Encoder> encoders(const Policy& policy, const std::shared_ptr<const PromptText>& question, double* vision_ms);
-  // The images are others now than those `before`. Those that are among both stay encoded. From then on the tiles of an
-  // image are kept, so that those of the next one that are equal in pixels are not run again.
-  void replaced(std::vector<PreparedImage> before);
+  // The images are others now than those `before`, which it takes over unless it throws. Those that are among both stay
+  // encoded. From then on the tiles of an image are kept, so that those of the next one that are equal in pixels are not run
+  // again.
+  void replaced(std::vector<PreparedImage>& before);
 
  private:
   struct Encoded {

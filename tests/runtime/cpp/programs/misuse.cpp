@@ -8,6 +8,7 @@
 #include <iostream>
 #include <new>
 #include <thread>
+#include <utility>
 
 #include "vtx/vtx.hpp"
 
@@ -139,6 +140,9 @@ void freed_handles(vtx_model* model, const std::string& picture) {
   vtx_cancel(conversation);
   refused(vtx_ask(conversation, "red?", nullptr, &answer), VTX_REQUEST, "was freed", "a freed conversation");
   refused(vtx_chat_restart(conversation), VTX_REQUEST, "was freed", "a freed conversation");
+  refused(vtx_conversation_replace(conversation, nullptr, 0, 0, nullptr), VTX_REQUEST, "was freed", "a freed conversation");
+  refused(vtx_conversation_load_prefix(conversation, "file"), VTX_REQUEST, "was freed", "a freed conversation");
+  refused(vtx_conversation_save_prefix(conversation, "file"), VTX_REQUEST, "was freed", "a freed conversation");
   auto* other = reinterpret_cast<vtx_conversation*>(model);
   refused(vtx_ask(other, "red?", nullptr, &answer), VTX_REQUEST, "or never made", "a model in place of a conversation");
   auto* none = reinterpret_cast<vtx_model*>(conversation);
@@ -313,6 +317,26 @@ int without_memory(vtx_model* model, const std::string& bundle, const std::strin
     vtx_conversation* conversation = nullptr;
     vtx_status status = vtx_open(model, &image, 1, nullptr, &conversation);
     vtx_conversation_free(conversation);
+    return status;
+  });
+  std::vector<uint8_t> pixels(size_t{64} * 64 * 3, 128);
+  vtx_image other = vtx::Image::pixels(pixels.data(), 64, 64, size_t{64} * 3, VTX_RGB8).raw();
+  refusals += run_out_of_memory(each, [&] {
+    int64_t held = std::exchange(left, -1);
+    vtx_conversation* shown = opened(model, picture);
+    require(ask(shown) == expected, "before an image is replaced");
+    left = held;
+    int32_t replaced = 0;
+    vtx_status status = vtx_conversation_replace(shown, &other, 1, 0, &replaced);
+    held = std::exchange(left, -1);
+    require(status == VTX_OK || replaced == 0, "an image that was not replaced");
+    if (status != VTX_OK) vtx_conversation_replace(shown, &other, 1, 0, &replaced);
+    require(replaced == 1, "an image that is replaced after memory ran out");
+    ask(shown);
+    require(vtx_conversation_replace(shown, &image, 1, 0, &replaced) == VTX_OK && replaced == 1, "replacing it again");
+    require(ask(shown) == expected, "an image that is shown again");
+    vtx_conversation_free(shown);
+    left = held;
     return status;
   });
   vtx_conversation* conversation = opened(model, picture);

@@ -326,7 +326,7 @@ void tiles() {
     Json numbers = parse_json(line, "stdin", Kind::request);
     for (const Json& number : *numbers.array()) image.views.push_back({static_cast<float>(*number.integer())});
     std::vector<PreparedImage> before = std::exchange(shown, {image});
-    encoded.replaced(std::move(before));
+    encoded.replaced(before);
     int runs = tower.runs;
     ImagePtr tokens = encoded.encoders(Policy{}, nullptr, nullptr).front().encode();
     for (size_t i = 0; i < image.views.size(); ++i)
