@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vtx.runtime.vision.video import Video
 
 MAX_STATE = 1 << 20  # bytes
+NO_STATE = Path("none")
 
 
 @command(
@@ -56,11 +57,12 @@ MAX_STATE = 1 << 20  # bytes
     click.option("--prompt-lookup", type=int, default=0, metavar="N", help="Draft up to N tokens from the prompt and "
                  "the answer so far and verify them in one pass [default: 0, none]."),
     "guide",
-    option("--act", Path, "The robot's state, a JSON list of numbers in a file; all arguments but the last, the "
-           "instruction, are pictures of its cameras (or NAME=PICTURE). Prints actions as JSON.", metavar="STATE"),
+    option("--act", Path, "The robot's state, a JSON list of numbers in a file, or none; all arguments but the last, "
+           "the instruction, are pictures of its cameras (or NAME=PICTURE). Prints actions as JSON.", metavar="STATE"),
     option("--steps", int, "With --act: Euler steps [default: the checkpoint's].", metavar="N"),
     option("--deadline-ms", float, "With --act: an error where the actions are not ready by then.", metavar="MS"),
     option("--normalized", bool, "With --act: the state is normalised, and so are the actions."),
+    option("--unnorm-key", str, "With --act: the data set whose units the actions have (OpenVLA).", metavar="NAME"),
     "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
 )  # fmt: skip
 def run(
@@ -69,11 +71,14 @@ def run(
     videos: tuple[str, ...], frames: int | None, text_only: bool, chat: bool, as_json: bool,
     max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
     prompt_lookup: int, guide: Guide | None, act: Path | None, steps: int | None,
-    deadline_ms: float | None, normalized: bool, loading: Loading,
+    deadline_ms: float | None, normalized: bool, unnorm_key: str | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer questions about an image or a video. Several questions reuse it."""
     if act is not None:
-        asked = {"k": k, "seed": seed, "steps": steps, "deadline_ms": deadline_ms, "normalized": normalized}
+        asked = {
+            "k": k, "seed": seed, "steps": steps, "deadline_ms": deadline_ms, "normalized": normalized,
+            "unnorm_key": unnorm_key, "reduce": reduce,
+        }  # fmt: skip
         _act(act, arguments, bundle, hub_model, precision, loading, asked)
         return
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
@@ -143,7 +148,10 @@ def _act(
     state: Path, arguments: Sequence[str], bundle: str | None, hub_model: str | None, precision: str | None,
     loading: Loading, asked: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Print the actions for the state in a file, the pictures and the instruction that `arguments` end with."""
+    """Print the actions for the state in a file, the pictures and the instruction that `arguments` end with.
+
+    `asked` are arguments of `Model.act`.
+    """
     from vtx.commands.export import find_bundle
     from vtx.runtime.bundle.files import read_named
     from vtx.runtime.bundle.safetensors import parse_json
@@ -152,8 +160,10 @@ def _act(
     *pictures, instruction = arguments
     if not pictures:
         raise click.UsageError('no picture given: vtx-run --act state.json camera.jpg "instruction"')
-    given = parse_json(read_named(state, MAX_STATE, error=RequestError), str(state), error=RequestError)
-    if not isinstance(given, list):
+    given = None
+    if state != NO_STATE:
+        given = parse_json(read_named(state, MAX_STATE, error=RequestError), str(state), error=RequestError)
+    if given is not None and not isinstance(given, list):
         raise RequestError(f"{state} is not a JSON list of numbers, which is the robot's state")
     folder = find_bundle(bundle, (asked["k"],), hub_model, precision)
     with loading.load(folder) as model:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vtx.exporter.bundling.prepare import plan_reductions
 from vtx.exporter.checkpoint.config import VISION_FAMILIES, ModelConfig
+from vtx.exporter.checkpoint.families.openvla import TOWERS as OPENVLA_TOWERS
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
@@ -29,7 +30,8 @@ file in `exporter/checkpoint/families/`. This page is made from the code by `pyt
 compares them.
 
 Text models: {", ".join(TEXT_FAMILIES)}, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's,
-Qwen's, Gemma 4's, FastViTHD, SigLIP 2's for images at their own resolution.
+Qwen's, Gemma 4's, FastViTHD, SigLIP 2's for images at their own resolution, DINOv2 with
+registers and SigLIP side by side.
 Precisions, K, gates, calibration and streaming export work alike for every family: they see passes of the tower, and
 tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
 for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; engines of
@@ -90,6 +92,10 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "image_token_index": 257152, "projection_dim": 3072,
         "text_config": {"model_type": "gemma", "vocab_size": 257216, "num_hidden_layers": 18},
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 224},
+    },
+    "openvla": {
+        "timm_model_ids": [*OPENVLA_TOWERS], "image_sizes": [224, 224], "text_config": {**_TEXT, "rms_norm_eps": 1e-6},
+        "norm_stats": {"bridge_orig": {"action": {"q01": [-1.0] * 7, "q99": [1.0] * 7}}},
     },
     "lfm2_vl": {
         "image_token_id": 396,
@@ -153,6 +159,8 @@ def _cpp(family: Family, config: ModelConfig) -> str:
         return "no: layers with sliding windows (`sliding`) are refused by name"
     if spec.conv_layers:
         return "no: layers with a convolution (`conv_layers`) are refused by name"
+    if spec.tower.beside:
+        return "no: two towers side by side (`beside`) are refused by name"
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
         return f"no: the layout `{layout.name}` is refused by name"

@@ -213,7 +213,7 @@ def _manifest(
         tokenizer=spec.TOKENIZER, chat_template=spec.TEMPLATE, rope=spec.ROPE, golden=spec.GOLDEN,
         kv_scales=spec.KV_SCALES if KV_TYPES[precisions.kv].scaled else None,
         text_tower=plan.text_tower.spec if plan.text_tower else None, image=plan.image, text=plan.text, files=records,
-        record=record, video=plan.video, action=plan.config.action,
+        record=record, video=plan.video, action=plan.config.action, bins=plan.config.bins,
     )  # fmt: skip
 
 

@@ -222,6 +222,8 @@ def plan_export(options: ExportOptions) -> Plan:
         original=original is not None, video_token_id=config.video.token_id if config.video else None,
         seg_token=family.seg_token, end_ids=original.end_ids if original else None, whole=family.prompt is not None,
     )  # fmt: skip
+    if family.check is not None and options.template is None:
+        family.check(Text(parse_tokenizer(tokenizer, ExportError), template, text))
     precisions = options.precisions()
     sources = checkpoint
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
@@ -390,7 +392,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                     f"{part.name} drops tokens after layer {beyond[0] - 1}, and this model's layers from "
                     f"{config.text.shared} on keep nothing of a prompt; give it layers before {config.text.shared}"
                 )
-            check_patches(part, vision.shuffle, class_token=vision.class_token)
+            check_patches(part, vision.shuffle, class_token=vision.class_token, two_towers=vision.beside is not None)
             if vision.stage_blocks and (own.tower_layers or own.merging):
                 raise UnsupportedModelError(
                     f"{part.name} looks into the tower's blocks of patches, and this model's tower is one of "

@@ -32,7 +32,7 @@ from vtx.exporter.checkpoint.original.known_towers import (
     internvit_processor,
     thirds,
 )
-from vtx.exporter.checkpoint.processor import read_image_processor
+from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.bundle.spec.text_settings import MAX_ID
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
@@ -72,7 +72,8 @@ def open_checkpoint(
         return replace(checkpoint, config=config, original=OriginalParts(processor, layout.template(config), text))
     config = {**config, "text_config": config.get(whole.text), "image_token_id": _added_id(folder, whole.image_token)}
     end_ids = (_added_id(folder, whole.end_token),)
-    parts = OriginalParts(layout.processor(config, {}), layout.template(config), folder, end_ids)
+    processor = layout.processor(config, read_settings(folder, ALONE))
+    parts = OriginalParts(processor, layout.template(config), folder, end_ids)
     return replace(checkpoint, config=config, tensors=dict(whole.tensors(config, checkpoint.tensors)), original=parts)
 
 

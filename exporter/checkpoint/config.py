@@ -11,7 +11,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.fields import number, size
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, TextConfig
-from vtx.runtime.bundle.spec.action_spec import ActionSpec
+from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
 from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
@@ -47,6 +47,10 @@ class VisionConfig:
     `axis_positions`: a native tower without mergers, with a table of that many positions for rows and one for columns,
     whose tokens are means of squares of `shuffle` x `shuffle` patches. `clipped`: the inputs and outputs of its
     matrices are clipped to bounds among the weights; `standardised`: means have a bias and a scale.
+
+    `registers`: tokens between the class token and the patches, without positions; the class token then has none
+    either. `beside`: a second tower over the same patches, whose features follow those of this one; it has the pixel
+    values of this one times its `pixel_scale` plus its `pixel_shift`, by channel.
     """
 
     family: str
@@ -79,6 +83,10 @@ class VisionConfig:
     axis_positions: int | None = None
     clipped: bool = False
     standardised: bool = False
+    registers: int | None = None
+    beside: VisionConfig | None = None
+    pixel_scale: tuple[float, ...] = ()
+    pixel_shift: tuple[float, ...] = ()
 
     @property
     def grid(self) -> int:
@@ -86,13 +94,13 @@ class VisionConfig:
 
     @property
     def states(self) -> int:
-        """Hidden states of the tower's output: its patches, and for CLIP the class token before them."""
-        return self.grid**2 + self.class_token
+        """Hidden states of the tower's output: its patches, and before them class token and registers."""
+        return self.grid**2 + self.class_token + (self.registers or 0)
 
     @property
     def class_token(self) -> bool:
         """True if a class token comes before the patches."""
-        return self.family in ("clip", "internvit")
+        return self.family in ("clip", "internvit", "dinov2")
 
     @property
     def pre_norm(self) -> bool:
@@ -126,8 +134,9 @@ class ModelConfig:
 
     `feature_layers` are indices into the tower's hidden states, 0 the embeddings. `projector_norm_eps` is the epsilon
     of a norm on the features, None without a norm; `projector_layers` is the number of the projector's matrices, and
-    `projector_hidden` their width in between, if it is not the decoder's. `action`: the expert of a model that
-    answers with actions.
+    `projector_hidden` their width in between, if it is not the decoder's; `projector_widths` the widths between each
+    two of them, if they differ. `action`: the expert of a model that answers with actions; `bins`: its tokens are
+    actions.
     """
 
     text: TextConfig
@@ -143,21 +152,30 @@ class ModelConfig:
     projector_hidden: int | None = None
     video: VideoConfig | None = None
     action: ActionSpec | None = None
+    projector_widths: tuple[int, ...] = ()
+    bins: ActionBins | None = None
 
     @property
     def projector_width(self) -> int:
-        """Numbers between the projector's matrices."""
+        """Numbers between the projector's matrices, the first two if the widths differ."""
+        if self.projector_widths:
+            return self.projector_widths[0]
         if self.projector_hidden is not None:
             return self.projector_hidden
         return self.vision.hidden * self.vision.shuffle**2 if self.vision.native else self.text.hidden
 
     @property
     def view_tokens(self) -> int:
-        """Tokens of one pass of the tower: one a square, or one a hidden state (`default` omits the first)."""
+        """Tokens of one pass of the tower: one a square, or one a hidden state that is not left out."""
         vision = self.vision
         if vision.shuffle > 1:
             return (-(-vision.grid // vision.shuffle)) ** 2
-        return (vision.states - (self.select == "default")) // vision.pool**2
+        return (vision.states - self.left_out) // vision.pool**2
+
+    @property
+    def left_out(self) -> int:
+        """Hidden states of the tower that no token is made of: with `default` the first one, and registers."""
+        return 1 + (self.vision.registers or 0) if self.select == "default" else 0
 
     @property
     def token_inputs(self) -> dict[int, TokenInput]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vtx.exporter.checkpoint.config import (
     VISION_FAMILIES,
@@ -22,6 +22,9 @@ from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
+
+if TYPE_CHECKING:
+    from vtx.runtime.prompt.text import Text
 
 Config = Mapping[str, Any]
 NORM = "projector_layernorm_eps"
@@ -79,7 +82,8 @@ class WholeLayout:
 class OriginalLayout:
     """Functions of the `config.json` of a family in its authors' layout.
 
-    `processor` turns the tower's image processor, in Hugging Face's form, into the model's. `template` is the chat
+    `processor` turns the tower's image processor, in Hugging Face's form, into the model's; if the checkpoint is
+    `whole`, it gets what is in that one's own file. `template` is the chat
     template if the user gives none. `tower` names the checkpoint of a separate vision tower; `own_tower` is true if
     tower weights in the checkpoint itself are used. `folders` are the parts of a checkpoint in several folders, by the
     key of the part's configuration in `config.json`. `whole` is for a checkpoint with all of its parts.
@@ -113,8 +117,9 @@ class Family:
     `adjust` adds settings of the image processor's file, `template` the edits that transformers' processor makes to a
     prompt after the chat template. `prompt` is the chat template of checkpoints that have none, since it is the work of
     transformers' processor; it prints the whole prompt, and the tokenizer adds nothing. `statistics` adds those of
-    `processor_config.json`. `seg_token` marks a segment of the image, whose state answers give out. A family with an
-    `original` layout is recognised by its `architecture` alone.
+    `processor_config.json`. `seg_token` marks a segment of the image, whose state answers give out. `check` raises
+    CheckpointError if tokenizer and template do not make prompts as in training. A family with an `original` layout is
+    recognised by its `architecture` alone.
     """
 
     model_type: str
@@ -129,6 +134,7 @@ class Family:
     statistics: Callable[[ModelConfig, Config], ModelConfig] | None = None
     original: OriginalLayout | None = None
     seg_token: str | None = None
+    check: Callable[[Text], None] | None = None
 
 
 def read_llava_like(

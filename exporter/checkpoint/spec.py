@@ -27,15 +27,19 @@ from vtx.tools.estimate.sizes import KNOWN, ActionSize, ModelSize, bundle_size, 
 
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:
     text, vision = config.text, config.vision
-    tower = TowerSpec(
-        **_declared(vision, TowerSpec), intermediate=vision.ffn, feature_layers=config.feature_layers,
-        select=config.select,
-    )  # fmt: skip
     projector = ProjectorSpec(
         config.projector_width, config.projector_activation, config.projector_bias, config.projector_norm_eps,
-        config.projector_layers,
+        config.projector_layers, config.projector_widths,
     )  # fmt: skip
+    tower = _tower_spec(vision, config.feature_layers, config.select)
     return ModelSpec(**_declared(text, ModelSpec), name=name, intermediate=text.ffn, tower=tower, projector=projector)
+
+
+def _tower_spec(vision: VisionConfig, feature_layers: tuple[int, ...], select: str) -> TowerSpec:
+    values = _declared(vision, TowerSpec)
+    if (second := vision.beside) is not None:
+        values |= {"beside": _tower_spec(second, (second.layers - 1,), "full")}
+    return TowerSpec(**values, intermediate=vision.ffn, feature_layers=feature_layers, select=select)
 
 
 def config_of(manifest: Manifest) -> ModelConfig:
@@ -43,13 +47,21 @@ def config_of(manifest: Manifest) -> ModelConfig:
     m, tower = manifest.model, manifest.model.tower
     config = ModelConfig(
         text=TextConfig(**_configured(m, TextConfig), ffn=m.intermediate),
-        vision=VisionConfig(**_configured(tower, VisionConfig), ffn=tower.intermediate),
+        vision=_tower_config(tower),
         feature_layers=tower.feature_layers, select=tower.select, projector_activation=m.projector.activation,
         projector_bias=m.projector.bias, projector_norm_eps=m.projector.norm_eps, projector_layers=m.projector.layers,
         image_token_id=manifest.text.image_token_id, layout=read_layout(manifest.layout, tower), action=manifest.action,
+        projector_widths=m.projector.widths, bins=manifest.bins,
     )  # fmt: skip
     width = m.projector.intermediate
     return config if config.projector_width == width else replace(config, projector_hidden=width)
+
+
+def _tower_config(tower: TowerSpec) -> VisionConfig:
+    values = _configured(tower, VisionConfig)
+    if tower.beside is not None:
+        values |= {"beside": _tower_config(tower.beside)}
+    return VisionConfig(**values, ffn=tower.intermediate)
 
 
 def _names(kind: type[TextConfig | VisionConfig | ModelSpec | TowerSpec]) -> set[str]:

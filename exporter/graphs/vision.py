@@ -21,6 +21,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 
 IMAGES, VIDEO = "vision.", "video."  # prefixes of towers' weights
+TOWER, BESIDE = "vision", "vision.beside"  # the first parts of their names in a graph
 MAX_ROW = 1 << 30
 POST_NORM = "vision.post_layernorm"
 NEWLINE = "image_newline"  # a weight of the layout that no graph reads
@@ -33,30 +34,36 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
         yield from native_tensors(c) if v.axis_positions is None else axial_tensors(c)
         return
     yield from convolutional_tensors(v) if v.stage_blocks else _tower_tensors(v, max(c.feature_layers), last_attention)
+    if v.beside is not None:
+        yield from _tower_tensors(v.beside, v.beside.layers - 1, last_attention=False, tower=BESIDE)
     width = feature_width(c)
     if c.projector_norm_eps is not None:
         yield from norm_tensors("projector.norm", width)
-    widths = [width, *[c.projector_width] * (c.projector_layers - 1), c.text.hidden]
+    between = c.projector_widths or [c.projector_width] * (c.projector_layers - 1)
+    widths = [width, *between, c.text.hidden]
     for name, (into, out) in zip(projector_layers(c), pairwise(widths), strict=True):
         yield from linear_tensors(name, out, into, bias=c.projector_bias)
     if c.layout.newline:
         yield NEWLINE, (c.text.hidden,)
 
 
-def _tower_tensors(v: VisionConfig, used: int, last_attention: bool) -> Shapes:
+def _tower_tensors(v: VisionConfig, used: int, last_attention: bool, tower: str = TOWER) -> Shapes:
     kernel = (3 * v.patch**2,) if v.naflex else (3, v.patch, v.patch)
-    yield "vision.embeddings.patch_embedding.weight", (v.hidden, *kernel)
+    yield f"{tower}.embeddings.patch_embedding.weight", (v.hidden, *kernel)
     batch = (1,) if v.batch_axis else ()
     positions = v.position_grid**2 + v.class_token if v.position_grid else v.states
-    yield "vision.embeddings.position_embedding.weight", (*batch, positions, v.hidden)
+    positions = v.grid**2 if v.registers else positions
+    yield f"{tower}.embeddings.position_embedding.weight", (*batch, positions, v.hidden)
     if v.class_token:
-        yield "vision.embeddings.class_embedding", (*batch, *batch, v.hidden)
+        yield f"{tower}.embeddings.class_embedding", (*batch, *batch, v.hidden)
+    if v.registers:
+        yield f"{tower}.embeddings.registers", (v.registers, v.hidden)
     if v.pre_norm:
         yield from norm_tensors("vision.pre_layrnorm", v.hidden)
     else:
-        yield "vision.embeddings.patch_embedding.bias", (v.hidden,)
+        yield f"{tower}.embeddings.patch_embedding.bias", (v.hidden,)
     for layer in range(max(used, v.layers - 1) if last_attention else used):
-        yield from block_tensors(v, f"vision.encoder.layers.{layer}")
+        yield from block_tensors(v, f"{tower}.encoder.layers.{layer}")
     if last_attention and used < v.layers:
         last = f"vision.encoder.layers.{v.layers - 1}"
         used_parts = f"{last}.layer_norm1", f"{last}.self_attn.q_", f"{last}.self_attn.k_"
@@ -80,7 +87,8 @@ def video_tensors(c: ModelConfig) -> Shapes:
 
 
 def feature_width(c: ModelConfig) -> int:
-    return c.vision.hidden * len(c.feature_layers) * c.vision.shuffle**2
+    second = 0 if c.vision.beside is None else c.vision.beside.hidden
+    return c.vision.hidden * len(c.feature_layers) * c.vision.shuffle**2 + second
 
 
 @dataclass(slots=True)
@@ -118,7 +126,8 @@ def build_vision(
         (build_native if v.axis_positions is None else build_axial)(b, c)
         return
     images, sides = 1 if merges or v.naflex else "images", ("height", "width") if v.naflex else (v.image, v.image)
-    pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [images, 3, *sides]))
+    given = b.input(names.PIXELS, FLOAT, [images, 3, *sides])
+    pixels = b.from_float32(given)
     tau = b.input(names.TAU, FLOAT, [1]) if merges else None
     grid: Grid | None = None
     if v.naflex:
@@ -139,6 +148,8 @@ def build_vision(
         tower.states.append(x)
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
     features = _features(b, c, chosen)
+    if v.beside is not None:
+        features = b.op("Concat", features, _beside(b, v.beside, given), axis=-1)
     grouped = _grouped(b, c, features) if grid is None else naflex_squares(b, v, features, grid)
     hidden = _project(b, c, b.reshape(grouped, -1, feature_width(c)))
     removes = (merges and b.dialect.sizes_from_values) or v.naflex
@@ -179,6 +190,15 @@ def build_vision(
         width = feature_width(c) + size + 1
         packed = b.op("Concat", states, keys, given, axis=-1)
         b.output(packed, names.TOWER_TOKENS, FLOAT, [1 if merges else "images", "states", width])
+
+
+def _beside(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
+    """The patches' features [images, patches, hidden] in a second tower, of the first one's pixel values in float32."""
+    scale, shift = (b.constant(np.array(p, np.float32).reshape(1, -1, 1, 1)) for p in (v.pixel_scale, v.pixel_shift))
+    x = _embeddings(b, v, b.from_float32(b.op("Add", b.op("Mul", pixels, scale), shift)), BESIDE)
+    for layer in range(v.layers - 1):
+        x, _, _ = build_block(b, v, x, f"{BESIDE}.encoder.layers.{layer}", (-1, v.states, v.hidden))
+    return x
 
 
 def build_projector(b: Builder, c: ModelConfig) -> None:
@@ -248,25 +268,30 @@ def _seen(tower: _Tower) -> ir.Value | None:
     return tower.merged.seen if tower.merged else None
 
 
-def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
-    inputs = [pixels, b.weight("vision.embeddings.patch_embedding.weight")]
+def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value, tower: str = TOWER) -> ir.Value:
+    inputs = [pixels, b.weight(f"{tower}.embeddings.patch_embedding.weight")]
     if not v.pre_norm:
-        inputs.append(b.weight("vision.embeddings.patch_embedding.bias"))
+        inputs.append(b.weight(f"{tower}.embeddings.patch_embedding.bias"))
     patches = b.op("Conv", *inputs, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
     x = b.op("Transpose", b.reshape(patches, 0, v.hidden, -1), perm=[0, 2, 1])
-    positions = _positions(b, v)
+    positions = _positions(b, v, tower)
     if not v.class_token:
         return b.op("Add", x, positions)
-    images = b.op("Shape", pixels, start=0, end=1)
-    shape = b.op("Concat", images, b.constant([1, v.hidden]), axis=0)
-    cls = b.op("Expand", b.weight("vision.embeddings.class_embedding"), shape)
-    x = b.op("Add", b.op("Concat", cls, x, axis=1), positions)
+    images, first = b.op("Shape", pixels, start=0, end=1), b.weight(f"{tower}.embeddings.class_embedding")
+    if v.registers:
+        first = b.op("Concat", b.reshape(first, 1, v.hidden), b.weight(f"{tower}.embeddings.registers"), axis=0)
+        x = b.op("Add", x, positions)
+    shape = b.op("Concat", images, b.constant([1 + (v.registers or 0), v.hidden]), axis=0)
+    x = b.op("Concat", b.op("Expand", first, shape), x, axis=1)
+    if v.registers:
+        return x
+    x = b.op("Add", x, positions)
     return b.dialect.layer_norm(b, x, "vision.pre_layrnorm", v.eps) if v.pre_norm else x
 
 
-def _positions(b: Builder, v: VisionConfig) -> ir.Value:
+def _positions(b: Builder, v: VisionConfig, tower: str) -> ir.Value:
     """The table of positions. Another grid's is resized, bicubic in float32, except the class token's."""
-    table = b.weight("vision.embeddings.position_embedding.weight")
+    table = b.weight(f"{tower}.embeddings.position_embedding.weight")
     if not v.position_grid:
         return table
     side, first, axis = v.position_grid, b.constant([int(v.class_token)]), b.constant([1])
@@ -283,7 +308,7 @@ def _positions(b: Builder, v: VisionConfig) -> ir.Value:
 
 
 def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:
-    """`default` omits the first token (CLIP's class token); `full` keeps all."""
-    if c.select == "full":
+    """`default` omits the first token (CLIP's class token), and registers; `full` keeps all."""
+    if not c.left_out:
         return x
-    return b.op("Slice", x, b.constant([1]), b.constant([MAX_ROW]), b.constant([axis]))
+    return b.op("Slice", x, b.constant([c.left_out]), b.constant([MAX_ROW]), b.constant([axis]))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.decoder import (
@@ -29,7 +29,7 @@ from vtx.exporter.graphs.decoder import (
     layer_tensors,
 )
 from vtx.exporter.graphs.encoder import LAYER_SCALES
-from vtx.exporter.graphs.vision import NEWLINE, projector_layers, vision_tensors
+from vtx.exporter.graphs.vision import BESIDE, NEWLINE, TOWER, projector_layers, vision_tensors
 from vtx.exporter.reference.axial import AxialTower
 from vtx.exporter.reference.convolutional import ConvolutionalTower
 from vtx.exporter.reference.layers import LayerWeights, activate, decoder_layer, rms, rotate
@@ -225,16 +225,38 @@ class Reference:
         if v.stage_blocks:
             convolutions = ConvolutionalTower(v, self._weights.read, self._layer_norm, self._linear)
             return [self._projected(convolutions.states(torch.from_numpy(pixels)))]
-        w, name = self._weights.read, "vision.embeddings"
+        seen = torch.from_numpy(pixels)
+        states, (high, wide) = self._hidden_states(v, seen, TOWER, max(c.feature_layers))
+        if v.post_norm:
+            states[-1] = self._layer_norm(states[-1], "vision.post_layernorm")
+        chosen = torch.cat([states[number][:, c.left_out :] for number in c.feature_layers], -1)
+        if v.beside is not None:
+            scale, shift = (torch.tensor(part)[:, None, None] for part in (v.beside.pixel_scale, v.beside.pixel_shift))
+            others, _ = self._hidden_states(v.beside, seen * scale + shift, BESIDE, v.beside.layers - 1)
+            chosen = torch.cat((chosen, others[-1]), -1)
+        if v.shuffle > 1:
+            below, right = -high % v.shuffle, -wide % v.shuffle
+            grid = F.pad(chosen.reshape(len(seen), high, wide, -1), (0, 0, 0, right, 0, below))
+            down, across = (side // v.shuffle for side in grid.shape[1:3])
+            blocks = grid.reshape(len(seen), down, v.shuffle, across, v.shuffle, -1).transpose(2, 3)
+            blocks = blocks.transpose(1, 2) if v.shuffle_by_columns else blocks
+            chosen = blocks.reshape(len(seen), down * across, -1)
+        return [self._projected(chosen)]
+
+    def _hidden_states(
+        self, v: VisionConfig, pixels: Tensor, tower: str, used: int
+    ) -> tuple[list[Tensor], tuple[int, int]]:
+        """The embeddings [views, tokens, hidden] and the outputs of the `used` first blocks, and the patches' grid."""
+        w, name = self._weights.read, f"{tower}.embeddings"
         kernel = w(f"{name}.patch_embedding.weight")
         bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
-        seen = torch.from_numpy(pixels).to(kernel.device)
+        seen = pixels.to(kernel.device)
         if v.naflex:
             kernel = kernel.reshape(-1, v.patch, v.patch, 3).permute(0, 3, 1, 2)
         x = F.conv2d(seen, kernel, bias, stride=v.patch)
         high, wide = x.shape[2:]
         x = x.flatten(2).transpose(1, 2)
-        if v.class_token:
+        if v.class_token and not v.registers:
             x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)
         table = w(f"{name}.position_embedding.weight")
         if v.naflex and v.position_grid:
@@ -245,21 +267,13 @@ class Reference:
             x = x + self._positions(table)
         if v.pre_norm:
             x = self._layer_norm(x, "vision.pre_layrnorm")
+        if v.registers:
+            before = torch.cat((w(f"{name}.class_embedding")[None], w(f"{name}.registers")))
+            x = torch.cat((before.expand(len(x), -1, -1), x), 1)
         states = [x]
-        for layer in range(max(c.feature_layers)):
-            states.append(self._vision_layer(states[-1], f"vision.encoder.layers.{layer}"))
-        if v.post_norm:
-            states[-1] = self._layer_norm(states[-1], "vision.post_layernorm")
-        first = int(c.select == "default")
-        chosen = torch.cat([states[number][:, first:] for number in c.feature_layers], -1)
-        if v.shuffle > 1:
-            below, right = -high % v.shuffle, -wide % v.shuffle
-            grid = F.pad(chosen.reshape(len(x), high, wide, -1), (0, 0, 0, right, 0, below))
-            down, across = (side // v.shuffle for side in grid.shape[1:3])
-            blocks = grid.reshape(len(x), down, v.shuffle, across, v.shuffle, -1).transpose(2, 3)
-            blocks = blocks.transpose(1, 2) if v.shuffle_by_columns else blocks
-            chosen = blocks.reshape(len(x), down * across, -1)
-        return [self._projected(chosen)]
+        for layer in range(used):
+            states.append(self._vision_layer(v, states[-1], f"{tower}.encoder.layers.{layer}"))
+        return states, (high, wide)
 
     def _projected(self, chosen: Tensor) -> Tensor:
         c = self.config
@@ -445,8 +459,7 @@ class Reference:
         grid = F.interpolate(grid, (v.grid, v.grid), mode="bicubic", align_corners=False)
         return torch.cat((table[:, :first], grid.flatten(2).transpose(1, 2)), 1)
 
-    def _vision_layer(self, x: Tensor, name: str) -> Tensor:
-        v = self.config.vision
+    def _vision_layer(self, v: VisionConfig, x: Tensor, name: str) -> Tensor:
         y = self._layer_norm(x, f"{name}.layer_norm1")
         parts = [self._linear(y, f"{name}.self_attn.{part}_proj") for part in "qkv"]
         if v.qk_norm:

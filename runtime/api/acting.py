@@ -22,6 +22,12 @@ Cameras: TypeAlias = "Picture | Sequence[Picture] | Mapping[str, Picture]"
 SMALLEST = 1e-8  # is added to each deviation, as the checkpoint's processor does
 
 
+def check_instruction(instruction: object) -> None:
+    """Raise RequestError unless it is text that says something."""
+    if not isinstance(instruction, str) or not instruction.strip():
+        raise RequestError(f"the instruction is {instruction!r:.40}; say in words what to do")
+
+
 class Actor:
     """Actions for one robot at a time: pictures and prompts of the last answer are kept. Safe for many threads."""
 
@@ -42,8 +48,9 @@ class Actor:
         return self._acting.encoded
 
     def act(
-        self, images: Cameras, instruction: str, state: ArrayLike, *, k: K = DEFAULT, noise: ArrayLike | None = None,
-        seed: int | None = None, steps: int | None = None, normalized: bool = False, deadline_ms: float | None = None,
+        self, images: Cameras, instruction: str, state: ArrayLike | None = None, *, k: K = DEFAULT,
+        noise: ArrayLike | None = None, seed: int | None = None, steps: int | None = None, normalized: bool = False,
+        deadline_ms: float | None = None, unnorm_key: str | None = None, reduce: str | None = DEFAULT,
         check: Check = no_check,
     ) -> NDArray[np.float32]:  # fmt: skip
         """See `Model.act`; `check` is called where the deadline is looked at, and may raise, to stop there."""
@@ -51,11 +58,16 @@ class Actor:
         if deadline_ms is not None:
             check_number("deadline_ms", deadline_ms, "milliseconds above 0, at most 1e9", least=1e-6, most=1e9)
         loaded.check_open()
+        if unnorm_key is not None:
+            raise RequestError("unnorm_key: this model has the statistics of one robot; leave it out")
+        if reduce not in (DEFAULT, None, "none"):
+            raise RequestError(f"reduce={reduce!r:.40}: models with an expert take no reductions, but K; leave it out")
+        if state is None:
+            raise RequestError("no state is given, and this model reads the robot's state")
         pictures = self._ordered(images)
         given = self._state(state, normalized=normalized)
         start = self._noise(noise, seed)
-        if not isinstance(instruction, str) or not instruction.strip():
-            raise RequestError(f"the instruction is {instruction!r:.40}; say in words what to do")
+        check_instruction(instruction)
         count = spec.steps if steps is None else steps
         check_whole("steps", count, 1, MAX_STEPS)
         depth = loaded.policy(k, reduce=None).exit

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from vtx.runtime.api.acting import Actor, Cameras
+    from vtx.runtime.api.token_acting import TokenActor
     from vtx.runtime.bundle.card import Card
 
 
@@ -53,7 +54,7 @@ class Model:
     ) -> None:  # fmt: skip
         self.loaded = LoadedBundle(bundle, backend, load_ms, why, card=card, **images)
         self.bundle, self.backend, self.manifest = bundle, backend, bundle.manifest
-        self._actor: Actor | None = None
+        self._actor: Actor | TokenActor | None = None
 
     def __enter__(self) -> Model:
         return self
@@ -106,16 +107,21 @@ class Model:
         return conversation
 
     def act(
-        self, images: Cameras, instruction: str, state: ArrayLike, *, k: K = DEFAULT, noise: ArrayLike | None = None,
-        seed: int | None = None, steps: int | None = None, normalized: bool = False, deadline_ms: float | None = None,
+        self, images: Cameras, instruction: str, state: ArrayLike | None = None, *, k: K = DEFAULT,
+        noise: ArrayLike | None = None, seed: int | None = None, steps: int | None = None, normalized: bool = False,
+        deadline_ms: float | None = None, unnorm_key: str | None = None, reduce: str | None = DEFAULT,
     ) -> NDArray[np.float32]:  # fmt: skip
-        """The next actions of a robot, [horizon, numbers of an action] float32; only of a model that has an expert.
+        """The next actions of a robot, [horizon, numbers of an action] float32, of a model that answers with actions.
+
+        A model with an expert (pi0) makes them of pictures, an instruction, the state and noise; a model whose tokens
+        are actions (OpenVLA) of one picture and an instruction, and its horizon is 1.
 
         Args:
             images: the pictures of the cameras, as `open` takes them, in the order of training, or by the names that
                 the bundle was exported with. One that has not changed since the last call keeps its tokens.
             instruction: what to do, in words.
-            state: the robot's state, in its own units.
+            state: the robot's state, in its own units; only for a model with an expert, as are `noise`, `seed` and
+                `steps`.
             k: the first layer without image tokens, for the prompt and the expert, or None; the bundle's default.
             noise: [horizon, width] from which the actions are made; drawn when left out.
             seed: draws the same noise again.
@@ -126,27 +132,35 @@ class Model:
                 at before the tower, each stage of the decoder and each step of the expert, and after the last step.
                 Once it has passed a `DeadlineError` is raised: actions are whole and in time, or there are none. The
                 tokens of pictures and K and V of the prompt that are there by then are kept for the next call.
+            unnorm_key: of a model whose tokens are actions, the data set whose units the actions are in; it may be left
+                out if the checkpoint has the statistics of one.
+            reduce: of such a model, a spec of reductions, as `ask` takes it.
 
         Raises:
             DeadlineError: the deadline has passed.
-            RequestError: other cameras, a state or noise of another shape or with NaN, no statistics in the bundle, or
-                a model that answers in words.
+            RequestError: other cameras, a state or noise of another shape or with NaN, no statistics in the bundle or
+                another name of them, what this model does not read, or a model that answers in words.
             ContextError: the pictures and the instruction do not fit.
-            BundleError: the actions are not numbers; they are not given out.
+            BundleError: the actions are not numbers, or an answer of tokens ended too early; nothing is given out.
 
         """
         return self.actor.act(
             images, instruction, state, k=k, noise=noise, seed=seed, steps=steps, normalized=normalized,
-            deadline_ms=deadline_ms,
+            deadline_ms=deadline_ms, unnorm_key=unnorm_key, reduce=reduce,
         )  # fmt: skip
 
     @property
-    def actor(self) -> Actor:
+    def actor(self) -> Actor | TokenActor:
         """The actor that `act` uses, with the seconds of its last actions, and the number of new pictures."""
         if self._actor is None:
             from vtx.runtime.api.acting import Actor
 
-            self._actor = Actor(self.loaded)
+            if (bins := self.manifest.bins) is None:
+                self._actor = Actor(self.loaded)
+            else:
+                from vtx.runtime.api.token_acting import TokenActor
+
+                self._actor = TokenActor(self.loaded, bins)
         return self._actor
 
     def ask(

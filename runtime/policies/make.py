@@ -101,7 +101,8 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
         if part.of_videos and manifest.video is None:
             raise RequestError(f"{part.name} {NO_VIDEOS}")
         tower = manifest.model.tower
-        if reason := _never_there(part.needs(), tower.shuffle, class_token=tower.class_token):
+        two = tower.beside is not None
+        if reason := _never_there(part.needs(), tower.shuffle, class_token=tower.class_token, two_towers=two):
             raise RequestError(f"{part.name} {reason}")
         lacking = _lacking(part.needs(), manifest, dialect)
         if lacking:
@@ -122,14 +123,19 @@ def check_layout(reductions: Sequence[Reduction], layout: Layout) -> None:
             )
 
 
-def check_patches(part: Reduction, side: int, *, class_token: bool) -> None:
+def check_patches(part: Reduction, side: int, *, class_token: bool, two_towers: bool = False) -> None:
     """Raise UnsupportedModelError if a tower, whose tokens are of `side` x `side` patches each, lacks a need."""
-    if reason := _never_there(part.needs(), side, class_token=class_token):
+    if reason := _never_there(part.needs(), side, class_token=class_token, two_towers=two_towers):
         raise UnsupportedModelError(f"{part.name} {reason}")
 
 
-def _never_there(needs: Needs, side: int, *, class_token: bool) -> str:
+def _never_there(needs: Needs, side: int, *, class_token: bool, two_towers: bool) -> str:
     """The reason why no export of this model meets `needs`, and what to use; empty: one can."""
+    if two_towers and (needs.of_patches or needs.projector):
+        return (
+            "looks at the patches of one tower, and this model has two side by side; use fastv, cdpruner, divprune, "
+            "dart, or mustdrop:...,tau=off,key=0"
+        )
     if (needs.of_patches and not needs.text_tower) and side > 1:
         return (
             f"looks at patches one by one, and this model's tokens are of {side} x {side} patches each; "

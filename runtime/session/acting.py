@@ -35,7 +35,7 @@ class ActingBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ActionSeconds:
-    """Seconds of the parts of an answer: the tower, the prompt in the decoder, the expert."""
+    """Seconds of the parts of an answer: the tower, the prompt in the decoder, and the expert or the tokens."""
 
     tower: float
     prompt: float

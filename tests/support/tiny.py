@@ -48,6 +48,7 @@ ARCHITECTURES = {
     "fast_vlm": "FastVlmForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "pi0": "PI0ForConditionalGeneration",  # made by tests/support/families/pi0.py
+    "openvla": "OpenVLAForActionPrediction",  # made by tests/support/families/openvla.py
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
 }

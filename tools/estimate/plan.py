@@ -22,7 +22,7 @@ from vtx.runtime.policies.make import check_depth, check_layout, check_patches
 from vtx.runtime.policies.spec import to_spec
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.tools.estimate import flops, weights
-from vtx.tools.estimate.sizes import ModelSize
+from vtx.tools.estimate.sizes import ModelSize, PairedSize
 
 SPREAD = 8  # rows of the table over K
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
@@ -62,7 +62,8 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
     if tower is not None:
         side = round((tower.patches / tower.view_tokens) ** 0.5)
         for part in parts:
-            check_patches(part, side, class_token=tower.class_token)
+            two = isinstance(tower, PairedSize)
+            check_patches(part, side, class_token=tower.class_token, two_towers=two)
     if model.layout is not None:
         check_layout(parts, model.layout)
     counts, count, unknown = list[int](), vision, dict[str, None]()

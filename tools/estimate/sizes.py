@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -255,6 +256,55 @@ class NaflexSize(VisionSize):
 
 
 @dataclass(frozen=True, slots=True)
+class PairedSize(VisionSize):
+    """A tower with `registers` and a second one beside it, whose features are joined; `layers` are the first one's.
+
+    The projector has the widths `projected` between its matrices.
+    """
+
+    beside: VisionSize | None = None
+    registers: int = 0
+    projected: tuple[int, ...] = ()
+
+    @property
+    def second(self) -> VisionSize:
+        assert self.beside is not None, "a pair has two towers"
+        return self.beside
+
+    @property
+    def tower_tokens(self) -> int:
+        return self.patches + self.class_token + self.registers
+
+    def layer_macs_on(self, tokens: int) -> int:
+        """A layer of the first tower, with its share of the second's."""
+        other = self.second.used * self.second.layer_macs // self.used
+        return VisionSize.layer_macs_on(self, tokens) + other
+
+    @property
+    def patch_macs(self) -> int:
+        return self.patches * (self.hidden + self.second.hidden) * 3 * self.patch * self.patch
+
+    def projector_shapes(self) -> Iterator[tuple[int, int]]:
+        """The projector's matrices, [out, in]."""
+        widths = self.features * self.hidden + self.second.hidden, *self.projected, self.out
+        yield from ((out, into) for into, out in pairwise(widths))
+
+    @property
+    def projector_token_macs(self) -> int:
+        return sum(out * into for out, into in self.projector_shapes())
+
+    @property
+    def parameters(self) -> int:
+        towers = 0
+        for size, scales, prefix in ((self, 2, 1 + self.registers), (self.second, 0, 0)):
+            h = size.hidden
+            layer = 4 * h * h + 2 * h * size.ffn + 4 * h + size.ffn + h + 4 * h + scales * h
+            towers += size.used * layer + h * (3 * self.patch * self.patch + 1) + (self.patches + prefix) * h
+        biases = sum(out for out, _ in self.projector_shapes()) if self.projector_bias else 0
+        return towers + self.projector_token_macs + biases
+
+
+@dataclass(frozen=True, slots=True)
 class ConvolutionalSize(VisionSize):
     """A tower of convolutions in stages, which counts as one layer; the last `ATTENDING` stages have attention."""
 
@@ -383,7 +433,7 @@ class ModelSize:
 def _known(name: str, decoder: Any, vision: Any, layout: Any, action: Any = None, **_: Any) -> ModelSize:
     read = Strict().read
     kept = layout and read(layouts()[layout["name"]], layout["parameters"], name)
-    kinds = {"window": NativeSize, "widths": ConvolutionalSize, "between": NaflexSize}
+    kinds = {"window": NativeSize, "widths": ConvolutionalSize, "between": NaflexSize, "beside": PairedSize}
     kind = next((kind for field, kind in kinds.items() if field in vision), VisionSize)
     expert = action and read(ActionSize, action, name)
     return ModelSize(name, "known", read(DecoderSize, decoder, name), read(kind, vision, name), kept, expert)
@@ -432,6 +482,12 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
             NaflexSize, between=m.projector.intermediate, positions=(tower.position_grid or 1) ** 2,
             projector_norm=m.projector.norm_eps is not None,
         )  # fmt: skip
+    if (second := tower.beside) is not None:
+        beside = VisionSize(
+            second.layers, second.used_layers, second.hidden, second.intermediate, second.grid**2, second.patch,
+            second.class_token, 1, second.tokens, layout.max_tokens, m.hidden,
+        )  # fmt: skip
+        kind = partial(PairedSize, beside=beside, registers=tower.registers or 0, projected=m.projector.widths)
     vision = kind(
         layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,

@@ -17,6 +17,7 @@ from vtx.tools.estimate.sizes import (
     ModelSize,
     NaflexSize,
     NativeSize,
+    PairedSize,
     VisionSize,
 )
 
@@ -88,18 +89,26 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     if isinstance(size, ConvolutionalSize):
         tower = [WeightGroup("vision.stages.0.qkv.weight", shape, count) for shape, count in size.matrices()]
     else:
-        tower = [
-            WeightGroup("vision.blocks.0.attn.weight", (hidden, hidden), 4 * layers),
-            WeightGroup("vision.blocks.0.mlp.fc1.weight", (size.ffn, hidden), (1 + gated) * layers),
-            WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, size.ffn), layers),
-        ]
-    matrices = (
-        *tower,
+        tower = _blocks(hidden, size.ffn, layers, gated)
+    projector = [
         WeightGroup("projector.linear_1.weight", (between, wide)),
         WeightGroup("projector.linear_2.weight", (size.out, between), min(1, size.projector_layers - 1)),
-    )
+    ]
+    if isinstance(size, PairedSize):
+        tower += _blocks(size.second.hidden, size.second.ffn, size.second.used)
+        projector = [WeightGroup("projector.linear_1.weight", shape) for shape in size.projector_shapes()]
+    matrices = (*tower, *projector)
     yield from matrices
     yield WeightGroup("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
+
+
+def _blocks(hidden: int, ffn: int, layers: int, gated: bool = False) -> list[WeightGroup]:
+    """The matrices of a tower's layers."""
+    return [
+        WeightGroup("vision.blocks.0.attn.weight", (hidden, hidden), 4 * layers),
+        WeightGroup("vision.blocks.0.mlp.fc1.weight", (ffn, hidden), (1 + gated) * layers),
+        WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, ffn), layers),
+    ]
 
 
 def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""The expert of a model that answers with actions: a second decoder, which reads the K and V of the prompt."""
+"""Models that answer with actions: an expert, which reads the K and V of the prompt, or tokens that are bins."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from vtx.runtime.bundle.spec.model_spec import MAX_SIZE, require
 from vtx.runtime.strict import optional
 
 MAX_STEPS = 1000
+WIDEST = 1e30  # of a range of actions, which are float32
+MAX_BINS = 1 << 16
+MAX_NUMBERS = 256  # of an action, a token each
 Statistics = tuple[float, ...] | None
 
 
@@ -59,3 +62,44 @@ class ActionSpec:
                 ),
                 f"action: the statistics of {what} are not up to {most} means and as many deviations",
             )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRange:
+    """The range of each number of an action in one data set: -1 means `low`, 1 means `high`.
+
+    A number whose `mask` is false has no range and stays from -1 to 1.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    mask: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.low), len(self.high), len(self.mask)}
+        require(
+            len(lengths) == 1 and 1 <= len(self.low) <= MAX_NUMBERS
+            and all(abs(x) <= WIDEST for x in (*self.low, *self.high)),
+            f"bins: a range of {len(self.low)} low and {len(self.high)} high numbers and {len(self.mask)} of its mask; "
+            f"they must be as many of each, 1 to {MAX_NUMBERS}, and from -{WIDEST:g} to {WIDEST:g}",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ActionBins:
+    """Actions as tokens, one for each number: `edges` equally spaced edges from -1 to 1 bound the bins.
+
+    Token `vocab` - 1 is the first bin, the one before it the second, and so on; other tokens are the nearest bin. A
+    number is the middle of its bin. `ranges` are those of a robot's actions, by the name of the data set.
+    """
+
+    vocab: int
+    edges: int
+    ranges: dict[str, ActionRange]
+
+    def __post_init__(self) -> None:
+        require(
+            2 <= self.edges <= MAX_BINS and self.edges <= self.vocab <= MAX_SIZE and bool(self.ranges),
+            f"bins: {self.edges} edges, {self.vocab} tokens and {len(self.ranges)} data sets; they must be 2 to "
+            f"{MAX_BINS} edges, no more than tokens, and at least one data set",
+        )

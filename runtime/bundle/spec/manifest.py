@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
-from vtx.runtime.bundle.spec.action_spec import ActionSpec
+from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, TextTowerSpec, require
 from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, STATEFUL, kv_type
@@ -190,7 +190,7 @@ class Manifest:
     bundle has none. `arithmetic` names the types of arithmetic next to float32 that were measured to keep its answers.
     `kv_dtype` is numpy's name of the type of K and V. `files` covers every file of the bundle but the manifest.
     `release` numbers signed bundles. `record` says how the bundle was made and is not interpreted. `action`: the model
-    answers with actions, and the head is its expert.
+    answers with actions, and the head is its expert; `bins`: its tokens are actions.
     """
 
     format: int
@@ -223,6 +223,7 @@ class Manifest:
     arithmetic: tuple[str, ...] = optional(())
     release: BundleRelease | None = optional(None)
     action: ActionSpec | None = optional(None)
+    bins: ActionBins | None = optional(None)
 
     def __post_init__(self) -> None:
         parts = self.precision, self.vision_precision, self.head_precision
@@ -236,6 +237,10 @@ class Manifest:
         context, image = self.max_context, self.layout.must_fit
         require(1 <= context < 1 << 24, f"max_context {context} is outside 1..16777215")
         require(image < context, f"an image of {image} tokens does not fit max_context {context}")
+        require(
+            self.bins is None or (self.action is None and self.bins.vocab <= self.model.vocab),
+            "bins: they go beyond the model's vocabulary, or the model has an expert, too",
+        )
         self._check_stages()
         self._check_dialects()
         for name in self.files:

@@ -13,6 +13,7 @@ MAX_LAYERS = 512
 MAX_SIZE = (1 << 31) - 1
 MAX_TAPS = 16  # of a convolution in the decoder
 MAX_SEGMENT = 1 << 12  # ids of the text tower; CLIP has 77
+CHANNELS = 3  # of a picture
 PARTS = 3  # of a position: time, row and column
 TWO_WAY = ("prompt",)  # tokens that see each other both ways
 
@@ -122,7 +123,10 @@ class TowerSpec:
     layers of the decoder. `flags` as in `ModelSpec`; with "native" among them images keep their own resolution, and
     `image` is the side of the largest square one. `stage_blocks` and `stage_widths`: blocks and channels of the stages
     of a convolutional tower, which counts as one layer. `axis_positions`: entries of the tables of positions, one by
-    row and one by column, of a tower whose tokens are means of squares of `shuffle` x `shuffle` patches.
+    row and one by column, of a tower whose tokens are means of squares of `shuffle` x `shuffle` patches. `registers`:
+    tokens between the class token and the patches, which have no positions, and are left out with the class token.
+    `beside`: a second tower over the same patches, whose features are joined to those of the first; `pixel_scale` and
+    `pixel_shift` of a channel make its pixel values of the first one's.
     """
 
     family: str
@@ -148,9 +152,24 @@ class TowerSpec:
     stage_blocks: tuple[int, ...] = optional(())
     stage_widths: tuple[int, ...] = optional(())
     axis_positions: int | None = optional(None)
+    registers: int | None = optional(None)
+    beside: TowerSpec | None = optional(None)
+    pixel_scale: tuple[float, ...] = optional(())
+    pixel_shift: tuple[float, ...] = optional(())
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
+        second, channels = self.beside, (self.pixel_scale, self.pixel_shift)
+        require(
+            all(len(values) in (0, CHANNELS) and all(map(math.isfinite, values)) for values in channels)
+            and len(self.pixel_scale) == len(self.pixel_shift),
+            f"model.tower: pixel values are scaled by {list(self.pixel_scale)!s:.60} and shifted by "
+            f"{list(self.pixel_shift)!s:.60}; both need {CHANNELS} numbers, or none",
+        )
+        require(
+            second is None or (second.beside is None and (second.image, second.tokens) == (self.image, self.tokens)),
+            "model.tower: the tower beside it sees other patches, or has one beside it, too",
+        )
         blocks, widths = self.stage_blocks, self.stage_widths
         require(
             len(blocks) == len(widths) and all(1 <= n <= MAX_SIZE for n in (*blocks, *widths)),
@@ -186,12 +205,12 @@ class TowerSpec:
     @property
     def states(self) -> int:
         """Tokens of one pass within the tower."""
-        return self.grid**2 + self.class_token
+        return self.grid**2 + self.class_token + (self.registers or 0)
 
     @property
     def feature_width(self) -> int:
         """Numbers of one of these tokens that go into the projector."""
-        return self.hidden * len(self.feature_layers)
+        return self.hidden * len(self.feature_layers) + (0 if self.beside is None else self.beside.feature_width)
 
     @property
     def used_layers(self) -> int:
@@ -203,7 +222,7 @@ class TowerSpec:
         """Tokens of one pass of the tower, as they leave it."""
         if self.shuffle > 1:
             return (-(-self.grid // self.shuffle)) ** 2
-        return self.states - (self.select == "default")
+        return self.states - (1 + (self.registers or 0) if self.select == "default" else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +230,8 @@ class ProjectorSpec:
     """Two matrices with an activation between: [intermediate, tower features] and [hidden, intermediate].
 
     `norm_eps` is the one of a norm on the tower's features, None if there is no norm. `layers`: other than two
-    matrices, an activation between each two of them.
+    matrices, an activation between each two of them. `widths` between each two, the first `intermediate`, if they
+    differ; empty: all are `intermediate`.
     """
 
     intermediate: int
@@ -219,9 +239,17 @@ class ProjectorSpec:
     bias: bool
     norm_eps: float | None = optional(None)
     layers: int = optional(2)
+    widths: tuple[int, ...] = optional(())
 
     def __post_init__(self) -> None:
         _check_sizes("model.projector", self)
+        widths = self.widths
+        require(
+            not widths
+            or (len(widths) == self.layers - 1 and widths[0] == self.intermediate and min(widths) >= 1
+                and max(widths) <= MAX_SIZE),
+            f"model.projector: widths {list(widths)!s:.60} do not fit {self.layers} matrices and {self.intermediate}",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

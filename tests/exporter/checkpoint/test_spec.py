@@ -39,8 +39,8 @@ def configured(folder: Path, tiny: Tiny = Tiny()) -> ModelConfig:  # noqa: B008 
 
 
 def declared(config: ModelConfig, spec: ModelSpec) -> Any:
-    text = SimpleNamespace(image_token_id=config.image_token_id)
-    return SimpleNamespace(model=spec, layout=spec_of(config.layout), text=text, action=config.action)
+    text, layout = SimpleNamespace(image_token_id=config.image_token_id), spec_of(config.layout)
+    return SimpleNamespace(model=spec, layout=layout, text=text, action=config.action, bins=config.bins)
 
 
 @pytest.mark.parametrize("tiny", VARIANTS, ids=lambda tiny: str(tiny.family))

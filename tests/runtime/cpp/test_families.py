@@ -28,7 +28,7 @@ from vtx.runtime.api.model import Model
 pytestmark = needs_cpp
 
 QUESTIONS = ("What is  the picture?", "red?")
-REFUSED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "lfm2_vl", "gemma4"}  # by name: test_layouts
+REFUSED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "lfm2_vl", "gemma4", "openvla"}  # by name: test_layouts, test_openvla
 SIZES = ((60, 60), (150, 60), (40, 90))
 FAMILIES = {
     "vila": VILA,

@@ -44,6 +44,7 @@ void read_rope(const Json& value, int64_t head_dim) {
 
 TowerSpec read_tower(const Json& value) {
   Fields fields(value, "vtx.json: model.tower");
+  refuse(fields, "beside", "two towers side by side, as in OpenVLA,");
   fields.text("family");
   int64_t layers = fields.whole("layers"), hidden = fields.whole("hidden");
   fields.whole("intermediate");

@@ -1,0 +1,117 @@
+"""Actions of a loaded bundle whose tokens are actions: one picture and an instruction, answered by a token a number."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vtx.runtime.api.acting import Cameras, check_instruction
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.loaded import LoadedBundle
+from vtx.runtime.api.options import DEFAULT, K, Options
+from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionRange
+from vtx.runtime.checks import check_number
+from vtx.runtime.errors import BundleError, ContextError, DeadlineError, RequestError
+from vtx.runtime.session.acting import ActionSeconds
+
+SHOWN = 40  # names of data sets in a message
+
+
+class TokenActor:
+    """Actions for one robot at a time. Safe for many threads.
+
+    A picture that is that of the last call keeps its tokens, and its K and V up to the instruction. `seconds` are of
+    the last action, `encoded` the pictures that ran through the tower for it, and `token_ids` what the model answered.
+    """
+
+    def __init__(self, loaded: LoadedBundle, bins: ActionBins) -> None:
+        self._loaded, self._bins = loaded, bins
+        self._conversation: Conversation | None = None
+        self._lock = threading.Lock()
+        self.seconds, self.encoded = ActionSeconds(0, 0, 0), 0
+        self.token_ids: tuple[int, ...] = ()
+
+    def act(
+        self, images: Cameras, instruction: str, state: ArrayLike | None = None, *, k: K = DEFAULT,
+        noise: ArrayLike | None = None, seed: int | None = None, steps: int | None = None, normalized: bool = False,
+        deadline_ms: float | None = None, unnorm_key: str | None = None, reduce: str | None = DEFAULT,
+    ) -> NDArray[np.float32]:  # fmt: skip
+        """See `Model.act`."""
+        begun, loaded = monotonic(), self._loaded
+        if deadline_ms is not None:
+            check_number("deadline_ms", deadline_ms, "milliseconds above 0, at most 1e9", least=1e-6, most=1e9)
+        loaded.check_open()
+        inputs = {"state": state, "noise": noise, "seed": seed, "steps": steps}
+        if unread := [name for name, value in inputs.items() if value is not None]:
+            raise RequestError(
+                f"{' and '.join(unread)}: this model makes actions of a picture and an instruction alone; leave it out"
+            )
+        if isinstance(images, Mapping):
+            raise RequestError("this bundle names no cameras; give the picture itself")
+        pictures: Sequence[Any] = images if isinstance(images, list | tuple) else [images]
+        if len(pictures) != 1:
+            raise RequestError(f"{len(pictures)} pictures are given, and this model sees one")
+        check_instruction(instruction)
+        limits = self._range(unnorm_key)
+        count = len(limits.low)
+        prepared = loaded.prepare_all(pictures)
+
+        def left() -> float | None:
+            """Seconds up to the deadline. Raises DeadlineError: there are none."""
+            passed = 1000 * (monotonic() - begun)
+            if deadline_ms is not None and passed >= deadline_ms:
+                raise DeadlineError(
+                    f"no action within {deadline_ms:g} ms, {passed:.0f} ms have passed, so none is given; raise "
+                    "deadline_ms, or take a smaller K"
+                )
+            return None if deadline_ms is None else (deadline_ms - passed) / 1000
+
+        with self._lock:
+            if self._conversation is None:
+                self._conversation = Conversation(loaded, prepared)
+            elif self._conversation.images[0].key != prepared[0].key:
+                self._conversation.replace_prepared(prepared)
+            options = Options(max_new_tokens=count, timeout=left())
+            answer = self._conversation.stream(instruction.lower(), k, options, reduce=reduce).read()
+            times = answer.stats.timings_ms
+            decoding = times["first_token"] - times["vision"] - times["prefill"]
+            decoding += (len(answer.token_ids) - 1) * times["decode_per_token"]
+            self.seconds = ActionSeconds(times["vision"] / 1000, times["prefill"] / 1000, max(0.0, decoding / 1000))
+            self.encoded, self.token_ids = int(times["vision"] > 0), answer.token_ids
+        left()
+        if len(answer.token_ids) < count:
+            given = f"the answer has {len(answer.token_ids)} of the {count} tokens of an action"
+            loaded.check_open()
+            if answer.stopped == "context":
+                raise ContextError(
+                    f"{given}, then the context is full; shorten the instruction{loaded.manifest.or_more_context}"
+                )
+            raise BundleError(f"{given} and ends ({answer.stopped}), so no action is given; give another instruction")
+        edges = np.linspace(-1, 1, self._bins.edges)
+        bins = np.clip(self._bins.vocab - 1 - np.array(answer.token_ids), 0, self._bins.edges - 2)
+        numbers = ((edges[:-1] + edges[1:]) / 2)[bins]
+        if not normalized:
+            low, high = np.array(limits.low), np.array(limits.high)
+            numbers = np.where(limits.mask, (numbers + 1) / 2 * (high - low) + low, numbers)
+        action: NDArray[np.float32] = numbers.astype(np.float32)[None]
+        return action
+
+    def _range(self, name: str | None) -> ActionRange:
+        """The range of actions in the data set `name`, or in the only one. Raises RequestError."""
+        ranges = self._bins.ranges
+        if name is None and len(ranges) == 1:
+            return next(iter(ranges.values()))
+        listed = ", ".join([*ranges][:SHOWN]) + ", ..." * (len(ranges) > SHOWN)
+        if name is None:
+            raise RequestError(
+                f"this model has the statistics of {len(ranges)} data sets, whose units differ; name one as "
+                f"unnorm_key: {listed}"
+            )
+        if not isinstance(name, str) or name not in ranges:
+            raise RequestError(f"unnorm_key {name!r:.60} is not a data set of this model; its data sets are {listed}")
+        return ranges[name]
