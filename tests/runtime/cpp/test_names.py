@@ -21,6 +21,8 @@ REFUSED = {
     "maps",  # "token_inputs"
     "conv_taps",  # "conv_layers"
     *("attention_scale", "axis_positions", "padding_id", "per_layer", "shared", "shared_ffn", "softcap"),  # "sliding"
+    *("bins", "edges", "ranges", "low", "high", "mask"),  # "beside", of the one family whose actions are tokens
+    *("pixel_scale", "pixel_shift", "registers", "widths"),  # and its towers
 }
 
 
@@ -43,14 +45,14 @@ def test_the_register_of_methods_of_cpp_is_that_of_python() -> None:
     assert methods.FILE.read_text(encoding="utf-8") == methods.register(), "run python scripts/cpp_methods.py"
 
 
-def keys(kind: Any) -> Iterator[str]:
-    """The names of a dataclass's fields, and of those of the dataclasses in it."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+def keys(kind: Any, around: tuple[Any, ...] = ()) -> Iterator[str]:
+    """The names of a dataclass's fields, and of those of the dataclasses in it, each once: a tower may hold another."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind not in around:
         for name, inner in get_type_hints(kind).items():
             yield name
-            yield from keys(inner)
+            yield from keys(inner, (*around, kind))
     for inner in get_args(kind):
-        yield from keys(inner)
+        yield from keys(inner, around)
 
 
 def test_every_key_that_a_manifest_may_have_is_known_in_cpp() -> None:
