@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,6 +52,7 @@ class Builder:
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
+        self._count = 0  # of nodes, those of branches included
         self._initializers: dict[str, ir.Value] = {}
         self._cast: dict[tuple[str, ir.DataType], ir.Value] = {}
 
@@ -71,15 +72,27 @@ class Builder:
         self, kind: str, *inputs: ir.Value | None, outputs: int, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
         node = ir.node(kind, list(inputs), attributes or None, domain=domain, num_outputs=outputs)
-        node.name = f"{kind}_{len(self._nodes)}"
+        node.name, self._count = f"{kind}_{self._count}", self._count + 1
         for number, value in enumerate(node.outputs):
             value.name = f"{node.name}.{number}"
         self._nodes.append(node)
         return node.outputs
 
+    def choose(
+        self, condition: ir.Value, chosen: Callable[[], ir.Value], otherwise: Callable[[], ir.Value]
+    ) -> ir.Value:
+        """The value of one of two functions, by a condition known at run time; the other's operators do not run."""
+        nodes, branches = self._nodes, dict[str, Any]()
+        for name, make in (("then_branch", chosen), ("else_branch", otherwise)):
+            self._nodes = []
+            out = make()
+            branches[name] = ir.Graph([], [out], nodes=self._nodes, name=f"{out.name}.{name}")
+        self._nodes = nodes
+        return self.op("If", condition, **branches)
+
     def declared(self, x: ir.Value, *shape: int | str) -> ir.Value:
-        """A float32 result with a shape that no engine infers: without it onnxruntime loads a stage twice as slowly."""
-        x.type, x.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+        """A result with a shape that no engine infers: without it onnxruntime loads a stage twice as slowly."""
+        x.type, x.shape = ir.TensorType(self.dialect.compute), ir.Shape(shape)
         return x
 
     def constant(self, array: NDArray[Any] | Sequence[int]) -> ir.Value:
@@ -192,7 +205,8 @@ class StageAttention(Protocol):
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
         """Append K and V to the layer's cache, an input; every token sees its own slot and those before.
 
-        In a decoder whose tokens may see each other both ways, it sees the first `names.SEEN_SLOTS` instead.
+        In a decoder whose tokens may see each other both ways, it sees the first `names.SEEN_SLOTS` instead; in layers
+        that slide, only from `names.FIRST_SLOT` on.
         """
         ...
 

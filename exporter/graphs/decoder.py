@@ -210,7 +210,8 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         key = b.op("Mul", key, b.input(names.KEY_SCALE, FLOAT, [1, c.kv_heads, 1, c.head_dim]))
     tokens, slots = b.op("Shape", query, start=0, end=1), b.op("Shape", key, start=2, end=3)
     # scaled products [heads, tokens, slots] of the queries with their groups' keys [kv_heads, slots, head_dim]
-    scaled = b.op("Mul", query, b.constant(np.array(c.head_dim**-0.5, np.float32)))
+    scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
+    scaled = b.op("Mul", query, b.constant(np.array(scale, np.float32)))
     grouped = b.op("Transpose", b.reshape(scaled, 0, c.kv_heads, -1, c.head_dim), perm=[1, 2, 0, 3])
     keys = b.op("Transpose", b.op("Squeeze", key, b.constant([0])), perm=[0, 2, 1])
     products = b.op("MatMul", b.reshape(grouped, c.kv_heads, -1, c.head_dim), keys)

@@ -70,14 +70,24 @@ class _Windows:
 
 
 def build_native(b: Builder, c: ModelConfig) -> None:
-    """[1, 3, height, width] float32, both multiples of a square's side, to [1, tokens, hidden] float32.
+    """[images, 3, height, width] float32, both multiples of a square's side, to [1, tokens, hidden] float32.
 
-    Maps for the decoder are further outputs, [tokens, hidden] each.
+    Of a video it is a pair of frames, of an image the image alone, which fills both moments of a patch. Maps for the
+    decoder are further outputs, [tokens, hidden] each.
     """
     v = c.vision
-    pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1, 3, "height", "width"]))
-    # embedded patches [patches, hidden]; an image is both moments, so their kernels add up
-    kernel = b.op("ReduceSum", b.weight("vision.patch_embed.proj.weight"), b.constant([2]), keepdims=0)
+    kernel, pictures = b.weight("vision.patch_embed.proj.weight"), 1 if c.video is None else "images"
+    pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [pictures, 3, "height", "width"]))
+    if c.video is None:  # both moments are alike, so their kernels add up
+        kernel = b.op("ReduceSum", kernel, b.constant([2]), keepdims=0)
+    else:
+        ends = [
+            b.op("Slice", pixels, b.constant([a]), b.constant([e]), b.constant([0])) for a, e in ((0, 1), (-1, END))
+        ]
+        pixels = b.op("Concat", *ends, axis=1)
+        kernel = b.op("Transpose", kernel, perm=[0, 2, 1, 3, 4])
+        kernel = b.reshape(kernel, v.hidden, MOMENTS * 3, v.patch, v.patch)
+    # embedded patches [patches, hidden]
     bias = [b.weight("vision.patch_embed.proj.bias")] if v.patch_bias else []
     patches = b.op("Conv", pixels, kernel, *bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
     if v.position_grid is not None:  # the table of positions, stretched to the patches, in float32

@@ -38,7 +38,7 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
         yield from _tower_tensors(v.beside, v.beside.layers - 1, last_attention=False, tower=BESIDE)
     width = feature_width(c)
     if c.projector_norm_eps is not None:
-        yield from norm_tensors("projector.norm", width)
+        yield from norm_tensors("projector.norm", width, bias=not c.projector_rms)
     between = c.projector_widths or [c.projector_width] * (c.projector_layers - 1)
     widths = [width, *between, c.text.hidden]
     for name, (into, out) in zip(projector_layers(c), pairwise(widths), strict=True):
@@ -215,7 +215,9 @@ def _features(b: Builder, c: ModelConfig, chosen: list[ir.Value]) -> ir.Value:
 
 
 def _project(b: Builder, c: ModelConfig, hidden: ir.Value) -> ir.Value:
-    if c.projector_norm_eps is not None:
+    if c.projector_norm_eps is not None and c.projector_rms:
+        hidden = b.dialect.norm(b, hidden, "projector.norm.weight", c.projector_norm_eps)
+    elif c.projector_norm_eps is not None:
         hidden = b.dialect.layer_norm(b, hidden, "projector.norm", c.projector_norm_eps)
     for number, name in enumerate(projector_layers(c)):
         hidden = activate(b, hidden, c.projector_activation) if number else hidden

@@ -29,8 +29,11 @@ class StageCache(Protocol):
 
     length: int
     capacity: int
-    resident: int  # slots that hold memory
     selects_outputs: bool  # True if hidden states that `append` need not return cost less
+
+    @property
+    def resident(self) -> int:
+        """Slots that hold memory; of those that several caches share its part."""
 
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from vtx.runtime.backends.backend import Backend
@@ -34,8 +36,16 @@ class DeviceChoice:
     number: int = 0
 
 
-def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> DeviceChoice:
-    """The device that was asked for, or with "auto" the best of those that are possible. Raises DeviceError."""
+NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def choose(
+    bundle: Bundle, device: str = AUTO, compute: str | None = None, failed: Mapping[str, str] = NONE
+) -> DeviceChoice:
+    """The device that was asked for, or with "auto" the best of those that are possible. Raises DeviceError.
+
+    `failed`: devices that a load has failed on, with the reasons; "auto" leaves them out.
+    """
     device, number = split_device(device)
     if compute is not None and compute not in COMPUTE:
         raise DeviceError(f"no device computes in {compute!r}; there are: {', '.join(COMPUTE)}")
@@ -48,7 +58,7 @@ def choose(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> De
     obstacles: dict[str, str] = {}
     merits = {name: merit for name, engine in ENGINES.items() if (merit := engine.load().merit(bundle))}
     for name in sorted(merits, key=lambda name: (merits[name][0], name), reverse=True):
-        obstacle = _obstacle(bundle, name, compute)
+        obstacle = failed.get(name) or _obstacle(bundle, name, compute)
         if not obstacle:
             why = "; ".join([merits[name][1], *obstacles.values()])
             return DeviceChoice(name, compute or default_compute(bundle.manifest, name), why)
@@ -74,7 +84,9 @@ def default_compute(manifest: Manifest, device: str) -> str:
     return kinds[0]
 
 
-def choose_by_card(bundle: Bundle, device: str = AUTO, compute: str | None = None) -> DeviceChoice:
+def choose_by_card(
+    bundle: Bundle, device: str = AUTO, compute: str | None = None, failed: Mapping[str, str] = NONE
+) -> DeviceChoice:
     """As `choose`, but where nothing else was asked for the engine of the bundle's card. Raises DeviceError."""
     card = None
     if bundle.files.exists(CARD):
@@ -82,14 +94,16 @@ def choose_by_card(bundle: Bundle, device: str = AUTO, compute: str | None = Non
 
         card = read_card(bundle)
     if card is None:
-        return choose(bundle, device, compute)
+        return choose(bundle, device, compute, failed)
     fitted, (name, number) = card.chosen.configuration, split_device(device)
     if name not in (AUTO, fitted.device) or compute not in (None, fitted.compute):
-        return replace(choose(bundle, device, compute), ignored="another device or arithmetic was asked for")
-    obstacle = _obstacle(bundle, fitted.device, fitted.compute, number) if fitted.device in ENGINES else "it is unknown"
+        return replace(choose(bundle, device, compute, failed), ignored="another device or arithmetic was asked for")
+    obstacle: str | None = "it is unknown"
+    if fitted.device in ENGINES:
+        obstacle = failed.get(fitted.device) or _obstacle(bundle, fitted.device, fitted.compute, number)
     if obstacle:
         ignored = f"{fitted.compute} on {fitted.device} is not possible here: {obstacle}"
-        return replace(choose(bundle, device, compute), ignored=ignored)
+        return replace(choose(bundle, device, compute, failed), ignored=ignored)
     return DeviceChoice(fitted.device, fitted.compute, "by card.json", card, number=number)
 
 
@@ -102,7 +116,7 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None, number: int = 0) -
     weights = bundle.manifest.precision
     if compute == "int8" and not PRECISIONS[weights].bits:
         return f"--compute int8 multiplies weights of int8 and int4; this bundle's are {weights}, so leave it out"
-    if engine.dialect not in bundle.manifest.dialects:
+    if not engine.costs.keys() & bundle.manifest.dialects.keys():
         return (
             f"{name} reads graphs of the {engine.dialect!r} dialect and this bundle holds none; "
             f"export it with --dialect ort,{engine.dialect}"

@@ -33,16 +33,13 @@ class EngineCost:
     """An engine's use of memory for a model, as vtx-plan counts it.
 
     `floats`: bytes of a float weight there, by its stored type, None: all weights as stored. `wide`: arithmetic and
-    activations are float32. `whole`: K/V have `max_context` slots in every layer; else as many as are filled, or with
-    `blocks` whole blocks of them. `buffers`: of K/V; `passes`: times that a token reads or writes those that are
-    filled.
+    activations are float32. `blocks`: K/V have whole blocks of slots, else as many as are filled; `passes`: times that
+    a token reads or writes those that are filled.
     """
 
     floats: Floats | None = None
     wide: bool = False
-    whole: bool = False
     blocks: bool = False
-    buffers: int = 1
     passes: int = 1
     note: str = "weights as stored, K/V grow with the tokens"
 
@@ -87,20 +84,14 @@ ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the
         {"plain": EngineCost(KEPT, wide=True)},
     ),
     "cuda": EngineSpec(
-        "onnxruntime's CUDA provider", "onnxruntime", "gpu", "onnxruntime-gpu", "ort", {"f32": EXPANDED},
-        "ort.cuda:OrtCudaBackend",
-        {"ort": EngineCost(EXPANDED, wide=True, whole=True, note=f"{WIDENED}, --max-context slots of K/V at every K")},
-        gpu=True,
+        "onnxruntime's CUDA provider", "onnxruntime", "gpu", "onnxruntime-gpu", "ort-cuda",
+        {"f16": KEPT, "f32": EXPANDED}, "ort.cuda:OrtCudaBackend", {"ort-cuda": EngineCost(blocks=True)}, gpu=True,
     ),
     "tensorrt": EngineSpec(
         "TensorRT", "cuda", "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
         "tensorrt.backend:TensorrtBackend",
-        {  # K/V are read, joined to the new token's in other memory, and read there
-            "trt": EngineCost(blocks=True, passes=3),
-            "plain": EngineCost(
-                EXPANDED, wide=True, blocks=True, buffers=2, passes=3, note=f"{WIDENED}, K/V are held twice"
-            ),
-        },
+        # K/V are read, joined to the new token's in other memory, and read there
+        dict.fromkeys(("trt", "trt10"), EngineCost(blocks=True, passes=3)),
         gpu=True,
     ),
 }  # fmt: skip

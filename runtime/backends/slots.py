@@ -83,6 +83,24 @@ def seen_slots(tokens: TokenStates, length: int) -> Ids:
     return seen
 
 
+def begin_of_group(tokens: TokenStates, number: int) -> int:
+    """Of these tokens the first of the group that the n-th one continues, or the n-th."""
+    groups = tokens.inputs.get(names.GROUP)
+    if groups is None or not 0 < number < len(groups) or groups[number, 0] < 0:
+        return number
+    return min(number, int(np.argmax(groups[:, 0] == groups[number, 0])))
+
+
+def run_ends(tokens: TokenStates, first: int, end: int, most: int | None) -> list[int]:
+    """Ends of runs of the tokens from `first` to before `end`, nearly alike and of `most` at most, but for one group.
+
+    No group is cut in two.
+    """
+    count = -(-(end - first) // most) if most else 1
+    sizes = np.cumsum([len(part) for part in np.array_split(np.arange(end - first), count)])
+    return sorted({begin_of_group(tokens, first + int(size)) for size in sizes} - {first})
+
+
 class SlotCounter(ABC):
     """The base of every `StageCache`: `length` of `capacity` slots are filled, and no run may fill more.
 
@@ -98,15 +116,19 @@ class SlotCounter(ABC):
 
     def __init__(self, capacity: int, window: int | None = None, states: StateHistory | None = None) -> None:
         self.states = states
-        self.capacity, self.resident = capacity, capacity if self.reserved_whole else 0
+        self.capacity, self._resident = capacity, capacity if self.reserved_whole else 0
         self.length, self.window = 0, window
         self.positions = None if window is None else np.zeros(capacity, np.int64)
+
+    @property
+    def resident(self) -> int:
+        return self._resident
 
     def fill(self, length: int) -> None:
         """Count the first `length` slots as filled."""
         self.length = length
-        if length > self.resident:
-            self.resident = min(self.capacity, -(-length // BLOCK) * BLOCK)
+        if length > self._resident:
+            self._resident = min(self.capacity, -(-length // BLOCK) * BLOCK)
 
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None

@@ -109,7 +109,7 @@ class DialectSource:
             for name, value in self._stage(part.number, inputs).items():
                 values[name] = value
                 if value.ndim == 4:  # K or V: the filled slots
-                    heads_first = value.swapaxes(1, 2) if self.dialect in names.SLOTS_FIRST else value
+                    heads_first = value.swapaxes(1, 2) if self.dialect in names.TENSORRT else value
                     values[name] = heads_first[:, :, :count].astype(np.float32)
                     if self._scales:
                         layer = int(name.rsplit(".", 1)[1])
@@ -134,8 +134,8 @@ class DialectSource:
     def _stage(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
         stage = self._manifest.stages[number]
         count, model = len(inputs[names.HIDDEN]), self._manifest.model
-        slots, heads = count if self.dialect == "ort" else 0, model.kv_heads
-        sizes = (slots, heads) if self.dialect in names.SLOTS_FIRST else (heads, slots)
+        slots, heads = count if self.dialect in names.IN_PLACE else 0, model.kv_heads
+        sizes = (slots, heads) if self.dialect in names.TENSORRT else (heads, slots)
         empty = np.zeros((1, *sizes, model.head_dim), self._kv_type)
         layers = range(stage.first, stage.last + 1)
         caches = {name(n): empty for n in layers for name in (names.past_key, names.past_value)}

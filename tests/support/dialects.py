@@ -97,7 +97,7 @@ class _Cache:
         self._layers, self._reads = spec.cached, spec.inputs
         model = backend.manifest.model
         self._axes = model.rope.axes
-        self._axis = 1 if backend.dialect in names.SLOTS_FIRST else 2  # that of the slots
+        self._axis = 1 if backend.dialect in names.TENSORRT else 2  # that of the slots
         sizes = [model.kv_heads, model.head_dim]
         sizes.insert(self._axis - 1, self.first_slots())
         empty = np.zeros((1, *sizes), names.kv_type(backend.dialect, backend.manifest.kv_dtype))
@@ -195,7 +195,7 @@ class GrownCache(_Cache):
 
 
 class AppendedCache(_Cache):
-    """The `trt` dialect's: K and V of `max_context` slots, of which `length` are filled; others hold what they hold."""
+    """TensorRT's dialects': K and V of `max_context` slots, `length` of them filled; others hold what they hold."""
 
     def first_slots(self) -> int:
         return self._backend.manifest.max_context
@@ -208,4 +208,17 @@ class AppendedCache(_Cache):
         self._kv[past][:, self.length : self.length + present.shape[1]] = present
 
 
-CACHES: dict[str, type[_Cache]] = {"plain": GrownCache, "trt": AppendedCache}
+class InPlaceCache(_Cache):
+    """The `ort-cuda` dialect's: K and V of all slots of the capacity, of which `length` are filled."""
+
+    def first_slots(self) -> int:
+        return self.capacity
+
+    def told(self, rows: int) -> Tensors:
+        total = self.length + rows
+        return {names.LAST_SLOT: np.array([total - 1], np.int32), names.TOTAL_SLOTS: np.array([total], np.int32)}
+
+
+CACHES: dict[str, type[_Cache]] = {
+    "ort-cuda": InPlaceCache, "plain": GrownCache, "trt": AppendedCache, "trt10": AppendedCache,
+}  # fmt: skip

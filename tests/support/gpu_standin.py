@@ -47,6 +47,8 @@ RTX_17 = Release(RTX, (1, 7))
 
 class Error(IntEnum):
     cudaSuccess = 0
+    cudaErrorNoDevice = 100
+    cudaErrorLaunchFailure = 719
     cudaErrorMemoryAllocation = 2
     cudaErrorInsufficientDriver = 35
     cudaErrorStreamCaptureInvalidated = 901
@@ -68,6 +70,8 @@ class Gpu:
         self.refused: str | None = None  # a call that fails while work is recorded
         self.failed = False  # and nothing has asked for the error
         self.calls: Counter[str] = Counter()
+        self.errors: dict[str, int] = {}  # that calls give
+        self.lost = 0  # the error of every call, once the device has fallen away
         self.device: dict[int, Any] = {}
         self.host: dict[int, Any] = {}
         self.graphs: dict[int, list[Work]] = {}
@@ -79,6 +83,9 @@ class Gpu:
             object.__getattribute__(self, "calls")[name] += 1
             if name not in ANY_DEVICE:
                 assert self.current == self.number, f"{name} for device {self.current}"
+            given = object.__getattribute__(self, "lost") or object.__getattribute__(self, "errors").get(name)
+            if given:
+                return lambda *_: (Error(given), 0)
         return object.__getattribute__(self, name)
 
     @property
@@ -261,8 +268,8 @@ class Logger:
     def __init__(self) -> None: ...
 
 
-def module(gpu: Gpu, version: str = "1.7.1") -> Any:
-    """The stand-in for the module tensorrt_rtx, on a stand-in GPU."""
+def module(gpu: Gpu, version: str = "1.7.1", flavour: str = RTX) -> Any:
+    """The stand-in for the module tensorrt_rtx, or tensorrt, on a stand-in GPU."""
 
     class Runtime:
         def __init__(self, logger: Any) -> None:
@@ -274,7 +281,7 @@ def module(gpu: Gpu, version: str = "1.7.1") -> Any:
             except ValueError:
                 self.logger.log(1, "Serialization assertion\nstdArchiveReader failed")
                 return None
-            return Engine(gpu, told, self.logger)
+            return (Engine if flavour == RTX else PlainEngine)(gpu, told, self.logger)
 
     return SimpleNamespace(
         __version__=version,
@@ -282,16 +289,56 @@ def module(gpu: Gpu, version: str = "1.7.1") -> Any:
         Runtime=Runtime,
         TensorIOMode=Mode,
         ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"),
+        CudaGraphStrategy=SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole"),
     )
 
 
-class Engine:
+class Kernels:
+    """TensorRT-RTX's cache of compiled kernels: names of graphs."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self.compiled = gpu, set[str]()
+
+    def deserialize(self, content: bytes) -> bool:
+        try:
+            found = json.loads(content)
+        except ValueError:
+            return False
+        self.compiled |= set(found["compiled"]) if found["card"] == self._gpu.number else set()
+        return bool(found["card"] == self._gpu.number)
+
+    def serialize(self) -> bytes:
+        return json.dumps({"card": self._gpu.number, "compiled": sorted(self.compiled)}).encode()
+
+
+class RuntimeConfig:
+    """TensorRT-RTX's configuration of contexts."""
+
+    strategy = ""
+    cuda_graph_strategy = "disabled"
+    kernels: Kernels
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        self.strategy = strategy
+
+    def create_runtime_cache(self) -> Kernels:
+        return Kernels(self._gpu)
+
+    def set_runtime_cache(self, kernels: Kernels) -> bool:
+        self.kernels = kernels
+        return True
+
+
+class PlainEngine:
     """The graph that the engine's file names, run by onnxruntime."""
 
     def __init__(self, gpu: Gpu, told: dict[str, Any], logger: Any) -> None:
         import onnxruntime as ort
 
-        self.gpu, self.profiles, self.logger = gpu, told["profiles"], logger
+        self.gpu, self.profiles, self.logger, self.graph = gpu, told["profiles"], logger, told["graph"]
         options = session_options(ort, THREADS)
         self.session = ort.InferenceSession(told["graph"], options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name: value for value in self.session.get_inputs()}
@@ -314,10 +361,25 @@ class Engine:
         return Context(self)
 
 
+class Engine(PlainEngine):
+    """The same of TensorRT-RTX."""
+
+    def create_runtime_config(self) -> RuntimeConfig:
+        return RuntimeConfig(self.gpu)
+
+    def create_execution_context(self, config: Any) -> Context:
+        context = super().create_execution_context(config.strategy)
+        context.kernels, context.captures = config.kernels, config.cuda_graph_strategy == "whole"
+        return context
+
+
 class Context:
     """Shapes and addresses of one execution context, and its run."""
 
-    def __init__(self, engine: Engine) -> None:
+    kernels: Kernels | None = None
+    captures = False
+
+    def __init__(self, engine: PlainEngine) -> None:
         self.engine, self.gpu = engine, engine.gpu
         self.profile: int | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -357,6 +419,11 @@ class Context:
 
     def execute_async_v3(self, stream: int) -> bool:
         assert self.scratch, "no working memory"
+        assert not (self.captures and self.gpu.recording), "TensorRT-RTX records this by itself"
+        if self.kernels is not None and self.engine.graph not in self.kernels.compiled:
+            self.gpu.calls["compile"] += 1
+            self.kernels.compiled.add(self.engine.graph)
+        self.gpu.calls["captured enqueue"] += self.captures
         assert self.gpu.current == self.gpu.number, f"TensorRT runs on device {self.gpu.current}"
         if self.gpu.refused == "execute" and self.gpu.recording:
             self.engine.logger.log(1, "this kernel cannot be captured")

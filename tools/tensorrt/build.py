@@ -9,14 +9,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineRecord, EngineSet, Range
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
+from vtx.runtime.bundle.tensors import float16_overflow
 from vtx.runtime.errors import BundleError, ExportError, RequestError
 from vtx.runtime.host.machine import available_memory
-from vtx.runtime.report.golden import float16_overflow
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import locked, open_directory
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
@@ -102,7 +101,7 @@ def plan_engines(
         raise RequestError(
             f"{target.name} ({target.machine}) does not compute with {lacking[0]} weights; export with --precision fp16"
         )
-    if dialect == ENGINES["tensorrt"].dialect and (overflow := float16_overflow(bundle)):
+    if overflow := float16_overflow(bundle):
         raise BundleError(overflow)
     graphs = [load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect)]
     findings = [finding for graph in graphs for finding in lint(graph, release)]

@@ -163,7 +163,7 @@ def _sizes(graph: SeenGraph, _: Release) -> Problems:
 
 
 def _constants(graph: SeenGraph, release: Release) -> Problems:
-    moving_axes = not release.has_caches and release.version < (10, 7)
+    moving_axes = not release.has_attention and release.version < (10, 7)
     for node in graph.nodes:
         given = node.input[1] if len(node.input) > 1 else ""
         fixed = node.op_type in _REDUCTIONS or (moving_axes and node.op_type in _FIXED_AXES)

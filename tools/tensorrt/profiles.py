@@ -21,7 +21,7 @@ from vtx.runtime.errors import BundleError
 from vtx.tools.tensorrt.graph import SeenGraph
 
 TOKENS, IMAGES, CAPACITY, MAX_CONTEXT = "tokens", "images", "capacity", "max_context"
-PAST, SLOTS = "past", "slots"  # of a cache of the `plain` and of the `trt` dialect
+SLOTS = "slots"  # of a cache
 PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
 SCORE_TOKENS = 256
@@ -36,9 +36,9 @@ def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     likely = min(longest, m.layout.max_tokens + 64)
     table: Profile = {MAX_CONTEXT: (slots,) * 3}
     if not apart:
-        return ({**table, TOKENS: (1, likely, longest), PAST: (0, 0, slots - 1), SLOTS: (0, 0, slots)},)
-    decode: Profile = {**table, TOKENS: (1, 1, 1), PAST: (0, filled, slots - 1), SLOTS: (0, filled, slots)}
-    return decode, {**table, TOKENS: (2, likely, longest), PAST: (0, 0, slots - 2), SLOTS: (0, 0, slots)}
+        return ({**table, TOKENS: (1, likely, longest), SLOTS: (0, 0, slots)},)
+    decode: Profile = {**table, TOKENS: (1, 1, 1), SLOTS: (0, filled, slots)}
+    return decode, {**table, TOKENS: (2, likely, longest), SLOTS: (0, 0, slots)}
 
 
 def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tuple[Profile, ...]:

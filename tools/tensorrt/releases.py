@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from vtx.runtime.bundle.fingerprint import FLAVOURS
 from vtx.runtime.errors import RequestError
 
-TENSORRT, RTX = "tensorrt", "tensorrt_rtx"
+TENSORRT, RTX = FLAVOURS
 Version = tuple[int, int]
+OLDEST: dict[str, Version] = {TENSORRT: (10, 0), RTX: (1, 7)}  # that vtx supports
 _WORDS = re.compile(r"\w+")
 
 # operators.md: "9 to 20" in 10.0, "9 to 22" in 10.6, "9 to 24" in 10.15 and 11.2. Releases between say nothing new.
-_CEILINGS: tuple[tuple[Version, int], ...] = (((10, 0), 20), ((10, 6), 22), ((10, 15), 24))
+_CEILINGS: tuple[tuple[Version, int], ...] = ((OLDEST[TENSORRT], 20), ((10, 6), 22), ((10, 15), 24))
 FLOOR = 9
 # 10.0 is documented to 20, but lists INT4, which ONNX has since 21. For all other operators but one, 21 only added
 # element types; 10.9 reads that one.
@@ -68,19 +69,19 @@ class Release:
         return f"{FLAVOURS[self.flavour].title} {self.version[0]}.{self.version[1]}"
 
     @property
-    def has_caches(self) -> bool:
-        """True if it updates a KV cache in place (TensorScatter) and attends with a mask (Attention)."""
-        return self.flavour == RTX or self.version >= _SINCE["TensorScatter"]
+    def has_attention(self) -> bool:
+        """True if it reads all operators of `trt`: Attention, RMSNormalization and RotaryEmbedding."""
+        return self.flavour == RTX or self.version >= _SINCE["RotaryEmbedding"]
 
     @property
     def dialect(self) -> str:
-        return "trt" if self.has_caches else "plain"
+        return "trt" if self.has_attention else "trt10"
 
     @property
     def opset(self) -> int:
         """The highest opset that it is documented to read."""
         if self.flavour == RTX:
-            return 24
+            return _CEILINGS[-1][1]
         return [ceiling for since, ceiling in _CEILINGS if self.version >= since][-1]
 
     @property
@@ -93,15 +94,15 @@ class Release:
         """The release of this flavour that first read ONNX's `operator`; None if none does."""
         if self.flavour == RTX:
             known = ((_BASE | _SINCE.keys()) - _RTX_LACKS) | _RTX_ALSO
-            return (1, 7) if operator in known else None
-        return (10, 0) if operator in _BASE else _SINCE.get(operator)
+            return OLDEST[RTX] if operator in known else None
+        return OLDEST[TENSORRT] if operator in _BASE else _SINCE.get(operator)
 
 
 def parse_release(flavour: str, text: str) -> Release:
     """The release of a version such as 10.3.0.30 or 11; only major and minor count."""
     numbers = [int(part) if part.isdigit() else -1 for part in text.split(".")[:2]] + [0]
     version = (numbers[0], numbers[1])
-    oldest = (1, 7) if flavour == RTX else (10, 0)
+    oldest = OLDEST[flavour]
     if min(version) < 0 or version < oldest:
         raise RequestError(
             f"{FLAVOURS[flavour].title} {text} is not supported; use {oldest[0]}.{oldest[1]} or a newer release"

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vtx.runtime.backends.engines import ENGINES, EngineCost
+from vtx.runtime.backends.ort.cuda import WINDOWS
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
+from vtx.runtime.backends.tensorrt.backend import WINDOWS as OF_TENSORRT
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device
@@ -65,7 +67,11 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
     for device, spec in ENGINES.items():
         if device != "tensorrt" and spec.gpu == (profile.kind != "cpu"):
             refusal = spec.load().refusal
-            refusals = {name: refusal(p.kv_dtype, jetson=profile.kind == "jetson") for name, p in parts.items()}
+            slides = spec.gpu and model.decoder.sliding is not None
+            refusals = {
+                name: WINDOWS if slides else refusal(p.kv_dtype, jetson=profile.kind == "jetson")
+                for name, p in parts.items()
+            }
             found.append(EngineSupport(device, spec.title, spec.dialect, refusals))
     if not any(engine.answered for engine in found):
         by_reason: dict[str, dict[str, None]] = {}
@@ -112,6 +118,8 @@ def _tensorrt(
     software: str, release: Release, lacks: frozenset[str], model: ModelSize, parts: Mapping[str, Precisions]
 ) -> EngineSupport:
     whole = NOT_BUILT if isinstance(model.vision, NativeSize | NaflexSize) else None
+    if model.decoder.sliding is not None:
+        whole = OF_TENSORRT
     if model.vision is not None and model.vision.towers > 1:
         whole = NO_FRAMES
     obstacles = dict[str, str | None]()

@@ -10,8 +10,9 @@ from types import ModuleType
 from vtx.runtime.bundle.fingerprint import FLAVOURS
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.host.gpu import Gpu, find_gpu
+from vtx.runtime.host.profiles import load_profile
 from vtx.runtime.precision import PRECISIONS
-from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release, parse_release
+from vtx.tools.tensorrt.releases import OLDEST, RTX, TENSORRT, Release, parse_release
 
 THIS = "this"
 _NONE = Gpu("none", (0, 0), 0, (0, 0))
@@ -34,20 +35,27 @@ class Target:
         return self.release.flavour == RTX
 
 
-_RTX = Release(RTX, (1, 7))
+def _jetson(name: str, machine: str, device: str, jetpack: str) -> Target:
+    """A Jetson with a JetPack of the profile `device`."""
+    profile = load_profile(device)
+    (release,) = (pack.tensorrt for pack in profile.jetpack if pack.version.partition(".")[0] == jetpack)
+    major, minor = map(int, (profile.compute_capability or "").split("."))
+    return Target(name, f"{machine} with JetPack {jetpack}", (major, minor), parse_release(TENSORRT, release))
+
+
+_RTX, _SERVER = Release(RTX, OLDEST[RTX]), Release(TENSORRT, (11, 0))
 # Compute capabilities of TensorRT-RTX 1.7 (`ComputeCapability`), precisions by its support matrix; of the others by
-# NVIDIA's list of GPUs. JetPack 6.2 brings TensorRT 10.3, JetPack 7.2 brings 10.16.
+# NVIDIA's list of GPUs.
 TARGETS = {
     target.name: target
     for target in (
         Target("sm75", "GeForce RTX 20", (7, 5), _RTX, _NO_NARROW), Target("sm80", "A100", (8, 0), _RTX),
         Target("sm86", "GeForce RTX 30", (8, 6), _RTX), Target("sm89", "GeForce RTX 40", (8, 9), _RTX),
         Target("sm120", "GeForce RTX 50", (12, 0), _RTX), Target("sm121", "DGX Spark", (12, 1), _RTX),
-        Target("sm90", "H100, H200", (9, 0), Release(TENSORRT, (11, 0))),
-        Target("sm100", "B200", (10, 0), Release(TENSORRT, (11, 0))),
-        Target("jetson-orin", "Jetson Orin with JetPack 6", (8, 7), Release(TENSORRT, (10, 3))),
-        Target("jetson-orin-jp7", "Jetson Orin with JetPack 7", (8, 7), Release(TENSORRT, (10, 16))),
-        Target("jetson-thor", "Jetson Thor with JetPack 7", (11, 0), Release(TENSORRT, (10, 16))),
+        Target("sm90", "H100, H200", (9, 0), _SERVER), Target("sm100", "B200", (10, 0), _SERVER),
+        _jetson("jetson-orin", "Jetson Orin", "agx-orin-64", "6"),
+        _jetson("jetson-orin-jp7", "Jetson Orin", "agx-orin-64", "7"),
+        _jetson("jetson-thor", "Jetson Thor", "agx-thor", "7"),
     )
 }  # fmt: skip
 _JETSON_INSTALL = "sudo apt-get install tensorrt python3-libnvinfer (both are part of JetPack)"
@@ -114,7 +122,7 @@ def _this(gpu: Gpu | None) -> Target:
     if portable and importlib.util.find_spec(RTX) is not None:
         return Target(gpu.sm, gpu.name, gpu.capability, portable[0].release, lacks)
     if importlib.util.find_spec(TENSORRT) is None:
-        target = portable[0] if portable else Target(gpu.sm, gpu.name, gpu.capability, Release(TENSORRT, (10, 3)))
+        target = portable[0] if portable else Target(gpu.sm, gpu.name, gpu.capability, _SERVER)
         raise DeviceError(f"{gpu.name} ({gpu.sm}) has no TensorRT to build with; {install(target)}")
     import tensorrt
 

@@ -8,8 +8,10 @@ from vtx.exporter.graphs.builder import Dialect
 from vtx.exporter.graphs.dialects.ort import Ort
 from vtx.exporter.graphs.dialects.plain import Plain
 from vtx.exporter.graphs.dialects.trt import Trt
+from vtx.exporter.graphs.dialects.trt10 import Trt10
 from vtx.runtime.precision import PRECISIONS
 
+SCALES_OPSET = 19  # the first whose scales of integers may be float16
 ARITHMETIC = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 
@@ -18,10 +20,17 @@ def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataTy
 
     `kv_type` is the type of its caches if it has any: float32 K and V mean float32 arithmetic.
     """
-    if name == "trt":
-        compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else ARITHMETIC[PRECISIONS[precision].arithmetic]
-        return Trt(compute=compute, max_context=max_context)
+    if name == "ort":
+        return Ort()
+    opset = PRECISIONS[precision].opset
     if name == "plain":
-        opset = PRECISIONS[precision].opset
         return Plain(opsets={"": opset}, ir_version=10 if opset > 17 else 8)
-    return Ort()
+    compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else ARITHMETIC[PRECISIONS[precision].arithmetic]
+    if name == "ort-cuda":
+        return Ort(name, compute=compute)
+    if name == "trt":
+        return Trt(compute=compute, max_context=max_context)
+    opset = max(opset, SCALES_OPSET)
+    return Trt10(
+        opsets={"": opset}, ir_version=10 if opset > SCALES_OPSET else 9, compute=compute, max_context=max_context
+    )

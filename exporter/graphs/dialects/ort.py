@@ -1,4 +1,4 @@
-"""The dialect of onnxruntime: its own fused operators, K and V updated in place."""
+"""The dialects of onnxruntime: its own fused operators, K and V updated in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ LARGEST_BLOCK = {8: 64, 4: 128}  # values that MatMulNBits groups, by bits; int8
 
 @dataclass(frozen=True)
 class Ort(Dialect):
-    """ONNX opset 21 with onnxruntime's operators. Arithmetic is float32, like its CPU provider's."""
+    """ONNX opset 21 with onnxruntime's operators.
+
+    `ort` is float32, like its CPU provider's arithmetic; `ort-cuda` states another type for its CUDA provider.
+    """
 
     name: str = "ort"
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 21, MICROSOFT: 1})
@@ -52,13 +55,17 @@ class Ort(Dialect):
         block = power_of_two_in(width // apart, LARGEST_BLOCK[bits])
         octets = b.octets(weight, rows, width // block, block * bits // 8)
         unsigned = b.op("BitwiseXor", octets, b.constant(np.array(0x80 if bits == 8 else 0x88, np.uint8)))
-        scales = b.scales(weight, FLOAT, rows, apart)
+        scales = b.scales(weight, self.compute, rows, apart)
         if apart * block != width:
             scales = b.op("Expand", scales, b.constant([rows, width // block]))
-        return b.op(
-            "MatMulNBits", x, unsigned, scales, *([None, None, b.weight(bias)] if bias else []), domain=MICROSOFT,
-            K=width, N=rows, bits=bits, block_size=block, accuracy_level=INT8_ACTIVATIONS,
-        )  # fmt: skip
+        sizes = {"K": width, "N": rows, "bits": bits, "block_size": block}
+        if self.name == "ort":
+            added = [None, None, b.weight(bias)] if bias else []
+            return b.op(
+                "MatMulNBits", x, unsigned, scales, *added, domain=MICROSOFT, accuracy_level=INT8_ACTIVATIONS, **sizes
+            )
+        y = b.op("MatMulNBits", x, unsigned, scales, domain=MICROSOFT, **sizes)  # not every release adds a bias on CUDA
+        return b.op("Add", y, b.weight(bias)) if bias else y
 
     def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
         return b.op("QuickGelu", x, domain=MICROSOFT, alpha=rate)
@@ -91,12 +98,17 @@ class OrtAttention:
             ((names.COS, names.SIN), c.head_dim),
             *(((names.SLIDING_COS, names.SLIDING_SIN), s.head_dim) for s in [c.sliding] if s),
         )
-        self._ropes = [[b.input(name, FLOAT, ["max_context", width // 2]) for name in pair] for pair, width in tables]
+        self._ropes = [
+            [b.from_float32(b.input(name, FLOAT, ["max_context", width // 2])) for name in pair]
+            for pair, width in tables
+        ]
         self._first = b.input(names.FIRST_SLOT, ir.DataType.INT64, ["batch", "each"]) if c.sliding else None
         shapes = ((names.LAST_SLOT, "batch"), (names.TOTAL_SLOTS, 1))
         own = any(c.source(layer) == layer for layer in layers)
         self._slots = [b.input(name, ir.DataType.INT32, [size]) for name, size in shapes] if own else []
-        self._mask = self._seen_both_ways() if c.two_way else None
+        self._seen_slots = b.input(names.SEEN_SLOTS, ir.DataType.INT64, ["batch", "each"]) if c.two_way else None
+        self._masks: dict[bool, ir.Value] = {}  # of tokens that see each other both ways, by sliding
+        self._ahead = self._sees_ahead() if c.two_way == "images" else None
         self._apart = b.op("Concat", b.op("Shape", positions), b.constant([-1]), axis=0)
         self._bias: ir.Value | None = None
         self._sources: dict[int, tuple[ir.Value, ir.Value, ir.Value]] = {}
@@ -163,8 +175,9 @@ class OrtAttention:
         shape, width = self._cache_shape(layer), c.heads_of(layer)
         past = [b.input(name(layer), kv_type, shape) for name in (names.past_key, names.past_value)]
         further: list[ir.Value | None] = [None, None, None, self._window()] if c.slides(layer) else []
-        narrow = kv_type == ir.DataType.FLOAT16
-        if narrow:
+        compute = b.dialect.compute
+        casts = kv_type == ir.DataType.FLOAT16 and compute != kv_type
+        if casts:
             q, k, v = (b.op("Cast", part, to=kv_type.value) for part in (q, k, v))
         rounding: dict[str, Any] = {}
         if KV_DTYPES[kv_type.numpy().name].scaled:  # keep K and V as integers times scales
@@ -173,29 +186,54 @@ class OrtAttention:
             further += [b.input(name(layer), FLOAT, sizes) for name in (names.key_scale, names.value_scale)]
             rounding = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
             rounding["kv_cache_bit_width"] = kv_type.bitwidth
-        mask, causal = self._mask, self._mask is None
-        # the operator is causal: where tokens see each other both ways it only fills the cache, by the fewest heads
+        # the operator is causal: where all tokens see each other both ways it only fills the cache, by the fewest heads
+        fills = c.two_way == "prompt"
         y, key, value = b.ops(
-            "GroupQueryAttention", q if causal else k, k, v, *past, *self._slots, *further, outputs=3, domain=MICROSOFT,
-            num_heads=c.heads if causal else c.kv_heads, kv_num_heads=c.kv_heads, scale=c.scale(layer), **rounding,
+            "GroupQueryAttention", k if fills else q, k, v, *past, *self._slots, *further, outputs=3, domain=MICROSOFT,
+            num_heads=c.kv_heads if fills else c.heads, kv_num_heads=c.kv_heads, scale=c.scale(layer), **rounding,
         )  # fmt: skip
         self._presents += [(key, names.present_key(layer), layer), (value, names.present_value(layer), layer)]
-        if mask is not None:
-            of_keys, of_values = further[-2:] or (None, None)
+        mask = self._seen_both_ways(sliding=c.slides(layer)) if c.two_way else None
+
+        def causal() -> ir.Value:
+            return b.op("Cast", y, to=compute.value) if casts else y
+
+        def both_ways() -> ir.Value:
+            assert mask is not None
+            of_keys, of_values = further[-2:] if rounding else (None, None)
             total = b.op("Cast", self._slots[1], to=ir.DataType.INT64.value)
             keys, values = self._filled(key, of_keys, total), self._filled(value, of_values, total)
-            if narrow:
-                q = b.op("Cast", q, to=FLOAT.value)
-            return self._attend_masked(q, keys, values, mask, layer)
-        return b.op("Cast", y, to=FLOAT.value) if narrow else y
+            wide = b.op("Cast", q, to=FLOAT.value) if kv_type == ir.DataType.FLOAT16 else q
+            return b.from_float32(self._attend_masked(wide, keys, values, mask, layer))
 
-    def _seen_both_ways(self) -> ir.Value:
+        if self._ahead is None:
+            return causal() if mask is None else both_ways()
+        out = b.choose(self._ahead, both_ways, lambda: b.op("Identity", causal()))
+        return b.declared(out, "batch", "each", c.heads * width)
+
+    def _seen_both_ways(self, *, sliding: bool) -> ir.Value:
         """The mask added to products, [batch, 1, 1, each, slots]."""
         b = self._b
-        seen = b.op("Unsqueeze", b.input(names.SEEN_SLOTS, ir.DataType.INT64, ["batch", "each"]), b.constant([1, 2, 4]))
-        total = b.op("Squeeze", b.op("Cast", self._slots[1], to=ir.DataType.INT64.value))
-        slots = b.op("Range", b.constant(np.array(0)), total, b.constant(np.array(1)))
-        return b.op("Where", b.op("Less", slots, seen), b.scalar(0), b.constant(UNSEEN))
+        assert self._seen_slots is not None
+        if sliding not in self._masks:
+            total = b.op("Squeeze", b.op("Cast", self._slots[1], to=ir.DataType.INT64.value))
+            slots = b.op("Range", b.constant(np.array(0)), total, b.constant(np.array(1)))
+            seen = b.op("Less", slots, b.op("Unsqueeze", self._seen_slots, b.constant([1, 3])))
+            seen = b.op("And", seen, self._seen(slots)) if sliding else seen
+            mask = b.op("Where", seen, b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
+            self._masks[sliding] = b.op("Unsqueeze", mask, b.constant([1]))
+        return self._masks[sliding]
+
+    def _sees_ahead(self) -> ir.Value:
+        """True if a token of the run sees one behind it; if none does, the operator's causal attention is right."""
+        b = self._b
+        assert self._seen_slots is not None
+        last = b.op("Unsqueeze", b.op("Cast", self._slots[0], to=ir.DataType.INT64.value), b.constant([1]))
+        each = b.op("Squeeze", b.op("Shape", self._positions, start=1, end=2))
+        behind = b.op("Range", each, b.constant(np.array(0)), b.constant(np.array(-1)))  # it and those behind, of each
+        own = b.op("Add", b.op("Sub", last, behind), b.constant([2]))
+        ahead = b.op("Cast", b.op("Greater", self._seen_slots, own), to=ir.DataType.INT32.value)
+        return b.op("Cast", b.op("ReduceMax", ahead, keepdims=0), to=ir.DataType.BOOL.value)
 
     def _filled(self, cache: ir.Value, scale: ir.Value | None, total: ir.Value) -> ir.Value:
         """The filled slots of a layer's K or V as numbers, [batch, kv_heads, 1, slots, head_dim]."""
@@ -210,7 +248,7 @@ class OrtAttention:
     def _attend_masked(self, q: ir.Value, keys: ir.Value, values: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
         """Attention of q [batch, each, heads * head_dim] over filled slots, by `mask` [batch, 1, 1, each, slots]."""
         b, c, width = self._b, self._c, self._c.heads_of(layer)
-        scaled = b.op("Mul", q, b.scalar(c.scale(layer)))
+        scaled = b.op("Mul", q, b.constant(np.array(c.scale(layer), np.float32)))
         apart = b.reshape(scaled, 0, 0, c.kv_heads, c.heads // c.kv_heads, width)
         queries = b.op("Transpose", apart, perm=[0, 2, 3, 1, 4])
         products = b.op("MatMul", queries, b.op("Transpose", keys, perm=[0, 1, 2, 4, 3]))

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect
+from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, StageAttention
 from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
@@ -31,13 +31,14 @@ class Plain(Dialect):
     ir_version: int = 8
 
     def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
+        x = b.to_float32(x)
         square = b.op("Mul", x, x)
         if self.opsets[""] < 18:  # which made the axes an input
             mean = b.op("ReduceMean", square, axes=[-1], keepdims=1)
         else:
             mean = b.op("ReduceMean", square, b.constant([-1]), keepdims=1)
-        size = b.op("Sqrt", b.op("Add", mean, b.scalar(eps)))
-        return b.op("Mul", b.op("Div", x, size), b.weight(weight))
+        size = b.op("Sqrt", b.op("Add", mean, b.constant(np.array(eps, np.float32))))
+        return b.from_float32(b.op("Mul", b.op("Div", x, size), b.weight(weight, FLOAT)))
 
     def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
         if tanh:
@@ -50,7 +51,7 @@ class Plain(Dialect):
     def mish(self, b: Builder, x: ir.Value) -> ir.Value:
         return b.op("Mul", x, b.op("Tanh", b.op("Softplus", x)))
 
-    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> PlainAttention:
+    def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> StageAttention:
         return PlainAttention(b, c, kv_type)
 
     def tower_attention(
@@ -71,29 +72,22 @@ class PlainAttention(HeadsApart):
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         super().__init__(b, c, kv_type)
-        self._turns = [[self._rotation(name, c.head_dim) for name in (names.COS, names.SIN)]]
+        self._turns = [self._turn(names.COS, names.SIN, c.head_dim)]
         self._first: ir.Value | None = None
         if c.sliding is not None:
             width = c.sliding.head_dim
-            self._turns.append([self._rotation(name, width) for name in (names.SLIDING_COS, names.SLIDING_SIN)])
+            self._turns.append(self._turn(names.SLIDING_COS, names.SLIDING_SIN, width))
             self._first = b.input(names.FIRST_SLOT, ir.DataType.INT64, [1, "tokens"])
         self._masks: dict[tuple[int | None, bool], ir.Value] = {}
         self._sources: dict[int, tuple[ir.Value, ir.Value]] = {}
 
-    def _rotation(self, name: str, head_dim: int) -> ir.Value:
-        """The values of a table at the tokens' positions, once for each half of a head: [1, 1, tokens, head_dim]."""
-        b = self._b
-        table = b.input(name, FLOAT, ["max_context", head_dim // 2])
-        gathered = b.op("Unsqueeze", b.op("Gather", table, self._positions), b.constant([1]))
-        return b.op("Concat", gathered, gathered, axis=-1)
+    def _turn(self, cos: str, sin: str, head_dim: int) -> list[ir.Value]:
+        tables = (self._b.input(name, FLOAT, ["max_context", head_dim // 2]) for name in (cos, sin))
+        return [at_positions(self._b, table, self._positions) for table in tables]
 
     def rotate(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
-        b, half = self._b, self._c.heads_of(layer) // 2
         cos, sin = self._turns[self._c.slides(layer)]
-        first = b.op("Slice", x, b.constant([0]), b.constant([half]), b.constant([3]))
-        second = b.op("Slice", x, b.constant([half]), b.constant([MAX_SIZE]), b.constant([3]))
-        turned = b.op("Concat", b.op("Neg", second), first, axis=-1)
-        return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))
+        return rotate_halves(self._b, x, cos, sin, self._c.heads_of(layer))
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
         past_key, past_value = self._past(layer, "past")
@@ -136,9 +130,11 @@ class PlainAttention(HeadsApart):
             before = b.op("Sub", before, tokens)
         every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, tokens), b.constant(np.array(1)))
         if self._seen_slots is not None:
-            return b.op("Where", b.op("Less", every, self._seen_slots), b.scalar(0), b.scalar(UNSEEN))
-        own = b.op("Slice", every, b.op("Unsqueeze", before, b.constant([0])), b.constant([MAX_SIZE]), b.constant([0]))
-        seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
+            seen = b.op("Less", every, self._seen_slots)
+        else:
+            first, most = b.op("Unsqueeze", before, b.constant([0])), b.constant([MAX_SIZE])
+            own = b.op("Slice", every, first, most, b.constant([0]))
+            seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
         if sliding:
             assert self._first is not None
             seen = b.op("And", seen, b.op("LessOrEqual", b.op("Transpose", self._first, perm=[1, 0]), every))
@@ -156,9 +152,27 @@ class PlainAttention(HeadsApart):
         self._finish("slots")
 
 
+def at_positions(b: Builder, table: ir.Value, positions: ir.Value) -> ir.Value:
+    """The values of a table at the tokens' positions, once for each half of a head: [1, 1, tokens, head_dim]."""
+    gathered = b.op("Unsqueeze", b.op("Gather", table, positions), b.constant([1]))
+    return b.op("Concat", gathered, gathered, axis=-1)
+
+
+def rotate_halves(b: Builder, x: ir.Value, cos: ir.Value, sin: ir.Value, head_dim: int) -> ir.Value:
+    """Rotary embedding of [1, heads, tokens, head_dim]."""
+    first = b.op("Slice", x, b.constant([0]), b.constant([head_dim // 2]), b.constant([3]))
+    second = b.op("Slice", x, b.constant([head_dim // 2]), b.constant([MAX_SIZE]), b.constant([3]))
+    turned = b.op("Concat", b.op("Neg", second), first, axis=-1)
+    return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))
+
+
 def _attend(b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, scale: float) -> ir.Value:
     """softmax(q k^T * scale + mask) v on [batch, heads, tokens, head_dim]."""
-    scores = b.op("Mul", b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2])), b.scalar(scale))
+    k = b.op("Transpose", k, perm=[0, 1, 3, 2])
+    if b.dialect.compute == FLOAT:  # the form that OpenVINO fuses
+        scores = b.op("Mul", b.op("MatMul", q, k), b.scalar(scale))
+    else:  # products of unscaled numbers may exceed float16
+        scores = b.op("MatMul", b.op("Mul", q, b.scalar(scale)), k)
     if mask is not None:
         scores = b.op("Add", scores, mask)
     return b.op("MatMul", b.op("Softmax", scores, axis=-1), v)

@@ -84,8 +84,12 @@ class TrtAttention(HeadsApart):
         self._keep(layer, *new)
         joined = [b.op("Concat", past, x, axis=1) for past, x in zip((past_key, past_value), new, strict=True)]
         key_value = [b.op("Transpose", x, perm=HEADS_FIRST) for x in joined]
-        y = b.op("Attention", q, *key_value, self._mask, scale=self._c.scale(layer))
+        y = self._attended(q, key_value[0], key_value[1], self._mask, layer)
         return y if compute == kv_type else b.op("Cast", y, to=compute.value)
+
+    def _attended(self, q: ir.Value, k: ir.Value, v: ir.Value, seen: ir.Value, layer: int) -> ir.Value:
+        """Attention of q to K and V [1, heads or kv_heads, slots + tokens, head_dim], all of the KV type."""
+        return self._b.op("Attention", q, k, v, seen, scale=self._c.scale(layer))
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
         raise AssertionError("refused for these layers")

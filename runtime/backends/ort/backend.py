@@ -20,6 +20,7 @@ from vtx.runtime.backends.ort.library import check_release, import_onnxruntime, 
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import cores, version
@@ -41,30 +42,33 @@ class OrtBackend(HostBackend):
         super().__init__(bundle)
         self._ort = load_onnxruntime()
         m, files = self._manifest, self._graphs
-        check_release(self._ort, m.kv_dtype)
+        self.kv_slot_bytes, kv_dtype = m.kv_slot_bytes(self.dialect), names.kv_type(self.dialect, m.kv_dtype)
+        check_release(self._ort, kv_dtype)
         self.threads = threads or cores()
-        self.kv_slot_bytes = m.kv_slot_bytes()
         roomy = self.loads_in_parallel and is_roomy(bundle, EXPANDED)
         options = self._session_options(self.threads)
         self._loader = loader = OrtLoader(self._ort, bundle, options, self.providers, roomy)
         light = replace(loader, options=self._session_options(1))  # for graphs too small to share among threads
         self._embed = light.load(files.embed, graphs.embed(m))
-        loads = [partial(loader.load, file, graphs.stage_of(m, spec, "ort")) for spec, file in m.stage_files("ort")]
+        loads = [
+            partial(loader.load, file, graphs.stage_of(m, spec, self.dialect))
+            for spec, file in m.stage_files(self.dialect)
+        ]
         loads.append(partial(loader.load, files.vision, graphs.vision(m, self.dialect)))
         loads.append(partial(loader.load, files.head, graphs.head(m)))
         # The head may be as large as many layers.
         sizes = [*(spec.layers for spec in m.stages), m.model.tower.layers, m.model.layers]
         *stages, self._towers[files.vision], self._head = load_each(loads, self.threads if roomy else 1, sizes)
-        self._gates = {k: light.load(file, graphs.gate(m)) for k, file in m.gate_files("ort").items()}
-        self._score = score = loader.load(files.score, graphs.score(m, "ort")) if files.score else None
+        self._gates = {k: light.load(file, graphs.gate(m)) for k, file in m.gate_files(self.dialect).items()}
+        self._score = score = loader.load(files.score, graphs.score(m, self.dialect)) if files.score else None
         tables = read_rope(bundle)
         rope = self._in_memory(tables)
-        scales = self._in_memory(read_kv_scales(bundle) if KV_DTYPES[m.kv_dtype].scaled else {})
+        scales = self._in_memory(read_kv_scales(bundle) if KV_DTYPES[kv_dtype].scaled else {})
         value = self._ort.OrtValue.ortvalue_from_numpy
         context = OrtCacheContext(
             value,
             m.model,
-            m.kv_dtype,
+            kv_dtype,
             (tables[names.COS], tables[names.SIN]),
             rope,
             scales,
@@ -72,7 +76,7 @@ class OrtBackend(HostBackend):
             m.token_inputs,
             self.memory,
         )
-        self._stages = [OrtStage(context, graph, spec) for graph, spec in zip(stages, m.stages, strict=True)]
+        self._stages = [self._new_stage(context, graph, spec) for graph, spec in zip(stages, m.stages, strict=True)]
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
@@ -111,6 +115,9 @@ class OrtBackend(HostBackend):
     def _in_memory(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         make = self._ort.OrtValue.ortvalue_from_numpy
         return {name: make(array, *self.memory) for name, array in arrays.items()}
+
+    def _new_stage(self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec) -> OrtStage:
+        return OrtStage(context, graph, spec)
 
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> OrtGraph:
         return self._loader.load(name, promised)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.slots import LanePool, SlotCounter, StateHistory, seen_slots
+from vtx.runtime.backends.slots import LanePool, SlotCounter, StateHistory, run_ends, seen_slots
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.bundle.tensors import RopeTables, rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
+
+MASKED = 512  # tokens of a run whose products with all slots are held at once, since images see themselves both ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,14 @@ class OrtStage:
         for name, constant in self.constants.items():
             if name not in inputs:
                 binding.bind_ortvalue_input(name, constant)
+        self.bind_kv(binding, kv)
+        return binding
+
+    def bind_kv(self, binding: Any, kv: Sequence[Any]) -> None:
         for (past, present), buffer in zip(self.kv_names, kv, strict=True):
             binding.bind_ortvalue_input(past, buffer)
             if present is not None:
                 binding.bind_ortvalue_output(present, buffer)
-        return binding
 
 
 def state_arrays(
@@ -106,8 +112,6 @@ class OrtStageCache(SlotCounter):
     [tokens, heads * head_dim] are the queries of the tokens last appended with `query`. One token, as in decoding, runs
     through `row_binding`, made once; nothing is allocated for it.
     """
-
-    bound_once = True
 
     def __init__(self, stage: OrtStage, capacity: int, pool: LanePool | None = None) -> None:
         sliding = stage.context.model.sliding
@@ -146,6 +150,18 @@ class OrtStageCache(SlotCounter):
         outputs = {names.HIDDEN_OUT: self._row_out, **self._row_state_out}
         return self.stage.bind(inputs, outputs, buffers)
 
+    def append(
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
+    ) -> HiddenStates:
+        """See `StageCache`. Many tokens of a prompt with images that see themselves both ways go in several runs."""
+        if len(tokens) <= MASKED or query or self._context.model.two_way != "images":
+            return super().append(tokens, positions, query=query, outputs=outputs)
+        parts = list[HiddenStates]()
+        for first, end in pairwise([0, *run_ends(tokens, 0, len(tokens), MASKED)]):
+            parts.append(super().append(tokens.part(first, end), positions[first:end]).copy())
+        out = np.concatenate(parts)
+        return out if outputs is None else out[outputs]
+
     def filled(self) -> list[NDArray[Any]]:
         """A copy of K and V of the filled slots."""
         return [layer[..., : self.length, :].copy() for layer in self.kv]
@@ -169,7 +185,7 @@ class OrtStageCache(SlotCounter):
         if positions.ndim > 1:
             own[names.COS], own[names.SIN] = rope_at(self._context.tables, self._context.model.rope.axes, positions)
             positions = np.arange(count)
-        elif count == 1 and self.bound_once and not query:
+        elif count == 1 and not query:
             self._row_position[:] = positions
             for seen in self._row_seen.values():
                 seen[:] = self.length + 1
@@ -179,7 +195,7 @@ class OrtStageCache(SlotCounter):
                 row[:] = own[name]
             if self.states is not None:
                 self._row_state[names.STATE][:, 0] = self.states.at(self.length)
-            self.stage.graph.run_bound(self.row_binding)
+            self._run_row()
             if self.states is not None:
                 self.states.put(self.length, np.ones(1, np.int64), self._row_state_out[names.STATE_OUT])
             return self._row_out
@@ -206,6 +222,10 @@ class OrtStageCache(SlotCounter):
             self.states.put(self.length, ends, outputs[names.STATE_OUT])
         return out
 
+    def _run_row(self) -> None:
+        """Run one token, which the arrays of `row_binding` hold."""
+        self.stage.graph.run_bound(self.row_binding)
+
     def _first_slots(self, positions: Ids) -> Ids:
         return self.first_slots(positions, self.length + len(positions))
 
@@ -219,7 +239,7 @@ class OrtStageCache(SlotCounter):
         query = self.query[-1:] if last_only else self.query
         binding = score.session.io_binding()
         binding.bind_ortvalue_input(names.QUERY, value(query))
-        binding.bind_ortvalue_input(names.KEY, self.buffers[-2])  # the last layer's
+        self._bind_keys(binding)
         binding.bind_ortvalue_input(names.TOTAL_SLOTS, value(self._total))
         if self.stage.key_scale is not None:
             binding.bind_ortvalue_input(names.KEY_SCALE, self.stage.key_scale)
@@ -229,12 +249,12 @@ class OrtStageCache(SlotCounter):
         total, most = binding.copy_outputs_to_cpu()
         return total[: self.length], most[: self.length]
 
-    def keys(self) -> NDArray[np.float32]:
-        return self._scaled(self.kv[-1][0, 0, :, : self.length])
+    def _bind_keys(self, binding: Any) -> None:
+        """Bind the last layer's keys to a score graph."""
+        binding.bind_ortvalue_input(names.KEY, self.buffers[-2])
 
-    def _scaled(self, keys: NDArray[Any]) -> NDArray[np.float32]:
-        """Keys [kv_heads, slots, head_dim] of the last layer as numbers."""
-        wide = keys.astype(np.float32)
+    def keys(self) -> NDArray[np.float32]:
+        wide = self.kv[-1][0, 0, :, : self.length].astype(np.float32)
         return wide if self.stage.key_scale is None else wide * self.stage.key_scale.numpy()[0]
 
     def _read(self, slots: Ids) -> list[NDArray[Any]]:

@@ -73,10 +73,10 @@ class OrtGraph:
         except Exception as e:
             raise run_failure(ENGINE, self.name, e) from e
 
-    def run_bound(self, binding: Any) -> None:
-        """Run over an onnxruntime.IOBinding of this session."""
+    def run_bound(self, binding: Any, options: Any = None) -> None:
+        """Run over an onnxruntime.IOBinding of this session, with onnxruntime.RunOptions."""
         try:
-            self.session.run_with_iobinding(binding)
+            self.session.run_with_iobinding(binding, options)
         except VtxError:
             raise
         except Exception as e:

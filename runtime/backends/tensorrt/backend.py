@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,10 +17,9 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
-from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda, load_cuda
-from vtx.runtime.backends.tensorrt.growing import GrowingStageCache
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -33,7 +33,7 @@ from vtx.runtime.host.machine import version
 from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
-COMPUTE = {"float16": "f16", "float32": "f32"}  # `trt` engines compute in the type of K and V
+COMPUTE = {"float16": "f16", "float32": "f32"}  # engines compute in the type of K and V
 
 
 def load_flavour(flavour: str) -> Any:
@@ -45,6 +45,7 @@ def load_flavour(flavour: str) -> Any:
 
 
 NOT_BUILT = "TensorRT has no engine for models that see images at their own resolution"
+WINDOWS = "vtx has no TensorRT engines of models whose layers slide"
 BOTH_WAYS = "vtx builds engines of models whose tokens see each other both ways, and does not run them yet"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 
@@ -89,10 +90,9 @@ class TensorrtBackend:
         self._bundle, self._manifest = bundle, bundle.manifest
         self.engine_set, trt = find_engines(bundle, gpu or find_gpu(number))
         self.dialect = self.engine_set.dialect
-        self._grows = not names.SLOTS[self.dialect]
         self.kv_slot_bytes = self._manifest.kv_slot_bytes(self.dialect)
         kv_type = names.kv_type(self.dialect, self._manifest.kv_dtype)
-        self.compute = "f32" if self._grows else COMPUTE[kv_type]
+        self.compute = COMPUTE[kv_type]
         self.cuda = Cuda(load_cuda(), number)
         self._graphs = self._manifest.dialects[self.dialect]
         with self.cuda:
@@ -115,6 +115,8 @@ class TensorrtBackend:
 
     @staticmethod
     def obstacle(bundle: Bundle, number: int = 0) -> str | None:
+        if bundle.manifest.model.sliding is not None:
+            return f"{WINDOWS}; run the bundle with --device cpu or openvino"
         if bundle.manifest.model.two_way:
             return f"{BOTH_WAYS}; run the bundle with --device cpu or openvino"
         try:
@@ -183,14 +185,14 @@ class TensorrtBackend:
         assert graph is not None, "the bundle has no graph of the projector"
         return self._run(graph, {names.TOWER_STATES: states}, names.HIDDEN, (len(states), self._manifest.model.hidden))
 
-    def stage(self, index: int, capacity: int) -> TensorrtStageCache | GrowingStageCache:
+    def stage(self, index: int, capacity: int) -> TensorrtStageCache:
         spec, graph = self._manifest.stage_files(self.dialect)[index]
         with self.cuda:
-            return (GrowingStageCache if self._grows else TensorrtStageCache)(self._caches, spec, graph, capacity)
+            return TensorrtStageCache(self._caches, spec, graph, capacity)
 
     def close(self) -> None:
-        with self.cuda:
-            self._caches.unused.clear()
+        with suppress(DeviceError), self.cuda:  # the device may be gone
+            self._caches.pool.unused.clear()
             self.engines.close()
 
     def _run(self, graph: str, inputs: Mapping[str, NDArray[Any]], output: str, shape: tuple[int, ...]) -> HiddenStates:
@@ -205,7 +207,7 @@ class TensorrtBackend:
         m = self._manifest
         engines = sum(record.bytes for record in self.engine_set.engines.values())
         slots = min(m.max_context, m.layout.max_tokens + QUESTION_ROWS)
-        caches = slots * m.model.layers * self.kv_slot_bytes * (2 if self._grows else 1)
+        caches = slots * m.model.layers * self.kv_slot_bytes
         free, total = self.cuda.memory()
         if engines + caches > free:
             raise DeviceError(

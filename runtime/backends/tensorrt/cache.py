@@ -11,18 +11,14 @@ the engine's profile asks for.
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Graph, SavedSlots, aligned, runs
 from vtx.runtime.backends.slots import BLOCK, SlotCounter
-from vtx.runtime.backends.tensorrt.cuda import Buffer, Graph
 from vtx.runtime.backends.tensorrt.engine import Context
-from vtx.runtime.backends.tensorrt.loaded import ALIGNMENT, NEW_SLOTS, StageMemory, TensorrtCacheContext, aligned
+from vtx.runtime.backends.tensorrt.loaded import NEW_SLOTS, TensorrtCacheContext
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
@@ -31,14 +27,6 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 log = logging.getLogger(__name__)
 PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, names.present_value))
 DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSlots:
-    """K/V of some slots, packed as in their cache, on the device."""
-
-    buffer: Buffer
-    count: int
 
 
 class DeviceSlots:
@@ -54,10 +42,10 @@ class DeviceSlots:
         self.position = cuda.pinned((1, 1), np.int64)
         self.inputs = {name: cuda.pinned((1, width), np.float32) for name, width in shared.widths(spec).items()}
         self.total = cuda.pinned((1,), np.int32)
-        self.decode = shared.engines.new_context(graph, DECODE)
+        self.decode = shared.engines.new_context(graph, DECODE, captures=True)
         self.bind(self.decode, 1, capacity, *self.new_slots(1))
         self.steps = 0  # of one token, so far
-        self.recordable = True
+        self.recordable = self.decode.records
         self.recorded: Graph | None = None
         self.clear()
 
@@ -102,44 +90,38 @@ class DeviceSlots:
         to.bind(shapes, addresses)
 
 
-class DeviceCache(SlotCounter):
-    """A `StageCache` on the device but for its runs: K and V of each layer in turn lie in parts of equal size."""
+class TensorrtStageCache(SlotCounter):
+    """`StageCache` over engines that read filled slots and write new ones behind them."""
 
     def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         super().__init__(capacity)
         self._context, self._spec, self._graph = context, spec, graph
         self._parts = 2 * len(spec.cached)
-        self._held: list[Any] = []  # its memory, once it has any
-        context.give_back_with(self, spec.first, self._held)
+        self._held: list[DeviceSlots] = []  # its memory, once it has any
+        context.pool.give_back_with(self, spec.first, self._held)
 
     @property
-    def memory(self) -> Any:
+    def memory(self) -> DeviceSlots:
         return self._held[0]
 
-    @abstractmethod
-    def _make(self, capacity: int) -> StageMemory: ...
+    def _make(self, capacity: int) -> DeviceSlots:
+        return DeviceSlots(self._context, self._spec, self._graph, capacity)
 
-    @abstractmethod
     def _last_keys(self) -> tuple[int, tuple[int, ...]]:
         """The address and shape of the keys of the stage's last layer."""
-
-    @abstractmethod
-    def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None) -> HiddenStates: ...
-
-    @abstractmethod
-    def _move(self, slots: Ids, kept: SavedSlots, length: int, *, out: bool) -> None:
-        """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
+        memory, model = self.memory, self._context.model
+        return memory.kv.address + (self._parts - 2) * memory.part, (1, self.length, model.kv_heads, model.head_dim)
 
     def _make_room(self, slots: int) -> None:
         """Have memory for `slots` slots. If there is not enough, the cache stays as it is."""
         if self._held and self.memory.capacity >= slots:
             return
         capacity = min(self.capacity, -(-slots // BLOCK) * BLOCK)
-        longer = self._context.borrow(self._spec.first, capacity, self._make)
+        longer = self._context.pool.borrow(self._spec.first, capacity, self._make)
         if self._held and self.length:
             longer.take_over(self.memory, self.length)
         self._held[:] = [longer]
-        self.resident = longer.capacity
+        self._resident = longer.capacity
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         longest, out = self._context.engines.longest(self._graph), []
@@ -155,13 +137,9 @@ class DeviceCache(SlotCounter):
                 out.append(self._run_part(tokens.part(start, end), positions[start:end], self.length + end, address))
         return out[0] if len(out) == 1 else np.concatenate(out)  # most prompts are one part
 
-    def _decode_one(self, tokens: TokenStates, positions: Ids) -> HiddenStates:
-        return self._run_part(tokens, positions, self.length + 1, None)
-
     def attention(self, *, last_only: bool = False) -> Scores:
         with self._context.cuda:
-            queries: Queries = self.memory.queries
-            return queries.attention(*self._last_keys(), self.length, last_only=last_only)
+            return self.memory.queries.attention(*self._last_keys(), self.length, last_only=last_only)
 
     def keys(self) -> NDArray[np.float32]:
         cuda = self._context.cuda
@@ -170,37 +148,24 @@ class DeviceCache(SlotCounter):
             keys = np.empty(shape[1:], self._context.kv_dtype)
             cuda.copy_out(keys, address)
             cuda.wait()
-        return keys.astype(np.float32)
+        return keys.astype(np.float32).transpose(1, 0, 2)
 
     def _read(self, slots: Ids) -> SavedSlots:
         context = self._context
         with context.cuda:
             nbytes = max(1, self._parts * len(slots) * context.row_bytes)
             kept = SavedSlots(Buffer(context.cuda, nbytes, "K/V set aside"), len(slots))
-            self._move(slots, kept, self.length, out=True)
+            self._move(slots, kept, out=True)
         return kept
 
     def _write(self, slots: Ids, kv: SavedSlots, length: int) -> None:
         assert len(slots) == kv.count
         with self._context.cuda:
             self._make_room(length)
-            self._move(slots, kv, length, out=False)
+            self._move(slots, kv, out=False)
 
-
-class TensorrtStageCache(DeviceCache):
-    """`StageCache` over engines that read filled slots and write new ones behind them."""
-
-    def _make(self, capacity: int) -> DeviceSlots:
-        return DeviceSlots(self._context, self._spec, self._graph, capacity)
-
-    def _last_keys(self) -> tuple[int, tuple[int, ...]]:
-        memory, model = self.memory, self._context.model
-        return memory.kv.address + (self._parts - 2) * memory.part, (1, self.length, model.kv_heads, model.head_dim)
-
-    def keys(self) -> NDArray[np.float32]:
-        return super().keys().transpose(1, 0, 2)
-
-    def _move(self, slots: Ids, kept: SavedSlots, length: int, *, out: bool) -> None:
+    def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
+        """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
         row, cuda = self._context.row_bytes, self._context.cuda
         for start, first, count in runs(slots):
             packed = (kept.buffer.address + start * row, kept.count * row)
@@ -257,11 +222,3 @@ class TensorrtStageCache(DeviceCache):
             cuda.copy_in(address(names.token_input(name)), array)
         memory.decode.enqueue()
         cuda.copy_out(memory.hidden_out, address(names.HIDDEN_OUT))
-
-
-def runs(slots: Ids) -> list[tuple[int, int, int]]:
-    """Runs of neighbouring slots: (index among `slots`, first slot, number of slots)."""
-    if not len(slots):
-        return []
-    starts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
-    return [(a, int(slots[a]), b - a) for a, b in pairwise(starts)]

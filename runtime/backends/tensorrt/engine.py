@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO
 
-from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
+from vtx.runtime.backends.cuda import Buffer, Cuda
+from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import BundleError, DeviceError
 
 Shape = tuple[int, ...]
+log = logging.getLogger(__name__)
+MAX_KERNELS = 1 << 29  # bytes
 LOG = "VTX_TENSORRT_LOG"  # if set, every message of TensorRT goes to stderr
 
 
@@ -41,11 +46,56 @@ def make_logger(trt: Any) -> Any:
     return Logger()
 
 
+class KernelCache:
+    """TensorRT-RTX's kernels for this GPU, which it compiles as it first runs them, kept in a file next to the engines.
+
+    Engines are signed, and this file is not, so nothing is kept for a bundle that must be signed.
+    """
+
+    def __init__(self, bundle: Bundle, name: str) -> None:
+        self._path, self._saved = None if bundle.key else bundle.path(name), b""
+        if self._path is not None and bundle.files.exists(name):
+            with suppress(BundleError):
+                self._saved = bundle.files.read(name, MAX_KERNELS)
+        self._cache: Any = None
+
+    def configure(self, trt: Any, engine: Any, *, captures: bool) -> Any:
+        """The configuration of a context of an engine; with `captures` TensorRT records its work into a CUDA graph."""
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self._cache is None:
+            self._cache = config.create_runtime_cache()
+            if self._saved and not self._cache.deserialize(self._saved):
+                log.info("%s is of another GPU, driver or release: kernels are compiled anew", self._path)
+        config.set_runtime_cache(self._cache)
+        if captures:
+            config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        return config
+
+    def save(self) -> None:
+        """Write the kernels to the file if there are new ones and it can be written."""
+        if self._cache is None or self._path is None:
+            return
+        kernels = bytes(self._cache.serialize())
+        if kernels == self._saved:
+            return
+        hidden = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            hidden.write_bytes(kernels)
+            hidden.replace(self._path)
+        except OSError as e:
+            log.info("compiled kernels are not kept: %s", e)
+            hidden.unlink(missing_ok=True)
+        self._saved = kernels
+
+
 class GraphEngine:
     """A deserialised engine; the open file is mapped, not read, so that no copy of it stays in memory."""
 
-    def __init__(self, trt: Any, runtime: Any, name: str, file: BinaryIO, cuda: Cuda, cure: str) -> None:
-        self._trt, self._cuda, self.name = trt, cuda, name
+    def __init__(
+        self, trt: Any, runtime: Any, name: str, file: BinaryIO, cuda: Cuda, cure: str, kernels: KernelCache | None
+    ) -> None:
+        self._trt, self._cuda, self.name, self._kernels = trt, cuda, name, kernels
         self.reason = runtime.logger.reason
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             self._engine = runtime.deserialize_cuda_engine(content)
@@ -58,25 +108,34 @@ class GraphEngine:
         self.inputs = [name for name in names if self._engine.get_tensor_mode(name) == is_input]
         self.outputs = [name for name in names if name not in self.inputs]
 
-    def context(self, profile: int, scratch: Buffer) -> Context:
-        """A context of its own for one of the engine's profiles (-1: the last), on memory that others use in turn."""
+    def context(self, profile: int, scratch: Buffer, *, captures: bool = False) -> Context:
+        """A context of its own for one of the engine's profiles (-1: the last), on memory that others use in turn.
+
+        `captures`: TensorRT-RTX records its work into a CUDA graph by itself.
+        """
         profile %= self._engine.num_optimization_profiles
-        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self._engine.create_execution_context(strategy)
+        if self._kernels is None:
+            given = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        else:
+            given = self._kernels.configure(self._trt, self._engine, captures=captures)
+        context = self._engine.create_execution_context(given)
         if context is None or not context.set_optimization_profile_async(profile, self._cuda.stream):
             raise DeviceError(
                 f"TensorRT makes no context for {self.name}{self.reason()}; end other programs on the GPU"
             )
         self._cuda.wait()
         context.set_device_memory(scratch.address, scratch.nbytes)
-        return Context(self, context, self._cuda)
+        return Context(self, context, self._cuda, records=not captures or self._kernels is None)
 
 
 class Context:
-    """One engine with one profile; shapes and addresses are set when they change."""
+    """One engine with one profile; shapes and addresses are set when they change.
 
-    def __init__(self, engine: GraphEngine, context: Any, cuda: Cuda) -> None:
-        self.engine, self.execution, self._cuda = engine, context, cuda
+    `records`: its work may be recorded into a CUDA graph by vtx; else TensorRT-RTX does that by itself.
+    """
+
+    def __init__(self, engine: GraphEngine, context: Any, cuda: Cuda, *, records: bool) -> None:
+        self.engine, self.execution, self._cuda, self.records = engine, context, cuda, records
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
 

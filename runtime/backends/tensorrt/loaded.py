@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.engines import ENGINES
-from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
-from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, make_logger
+from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Cuda, MemoryPool, aligned
+from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, KernelCache, make_logger
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.errors import ContextError, DeviceError
+from vtx.runtime.errors import ContextError
 from vtx.runtime.vision.tokens import Ids, TokenStates
 
-ALIGNMENT = 256  # bytes, of every address bound to TensorRT (NvInferRuntime.h, setTensorAddress)
 NEW_SLOTS = "new K and V"  # the buffer for those that an engine cannot write where they belong
 WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are not float32
 
@@ -34,18 +32,23 @@ class LoadedEngines:
     def __init__(self, bundle: Bundle, engines: EngineSet, trt: Any, cuda: Cuda) -> None:
         self._bundle, self._set, self._cuda = bundle, engines, cuda
         self.runtime = trt.Runtime(make_logger(trt))
+        self._kernels = None
+        if engines.flavour == fingerprint.RTX:
+            name = f"{fingerprint.FOLDER}/{engines.target}/{fingerprint.KERNELS}"
+            self._kernels = KernelCache(bundle, name)
+            weakref.finalize(self, self._kernels.save)
         self._engines: dict[str, GraphEngine] = {}
         cure = fingerprint.build_command(bundle, engines.target)
         for graph in engines.engines:
             record = fingerprint.check_sources(bundle, engines, graph)
             with fingerprint.open_engine(bundle, engines, record) as file:
-                self._engines[graph] = GraphEngine(trt, self.runtime, record.file, file, cuda, cure)
+                self._engines[graph] = GraphEngine(trt, self.runtime, record.file, file, cuda, cure, self._kernels)
         self._scratch = Buffer(cuda, max(e.scratch for e in self._engines.values()), "the engines' working memory")
         self.buffers = {name: Buffer(cuda, nbytes, f"the tensor {name}") for name, nbytes in self._io_bytes().items()}
         self._contexts: dict[tuple[str, int], Context] = {}
 
-    def new_context(self, graph: str, profile: int) -> Context:
-        return self._engines[graph].context(profile, self._scratch)
+    def new_context(self, graph: str, profile: int, *, captures: bool = False) -> Context:
+        return self._engines[graph].context(profile, self._scratch, captures=captures)
 
     def context(self, graph: str, profile: int) -> Context:
         if (graph, profile) not in self._contexts:
@@ -85,6 +88,8 @@ class LoadedEngines:
         return results
 
     def close(self) -> None:
+        if self._kernels is not None:
+            self._kernels.save()
         self._contexts.clear()
         self._engines.clear()
         self.buffers.clear()
@@ -115,16 +120,10 @@ class LoadedEngines:
         if files.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
-        if self._set.dialect == ENGINES["tensorrt"].dialect:
-            row = m.kv_slot_bytes(self._set.dialect) // 2
-            at_once = most if row % ALIGNMENT else 1
-            sizes[NEW_SLOTS] = 2 * max(len(stage.cached) for stage in m.stages) * aligned(row * at_once)
+        row = m.kv_slot_bytes(self._set.dialect) // 2
+        at_once = most if row % ALIGNMENT else 1
+        sizes[NEW_SLOTS] = 2 * max(len(stage.cached) for stage in m.stages) * aligned(row * at_once)
         return sizes
-
-
-def aligned(nbytes: int) -> int:
-    """Bytes from one address that TensorRT takes to the next one behind `nbytes` bytes."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
@@ -134,21 +133,6 @@ def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
         name: tuple(size if isinstance(size, int) else free[size] for size in tensor.shape)
         for name, tensor in outputs.items()
     }
-
-
-class StageMemory(Protocol):
-    """A stage's device memory of one conversation: K and V for `capacity` slots, and what is bound to them."""
-
-    capacity: int
-
-    def clear(self) -> None:
-        """Make it as good as new."""
-
-    def take_over(self, other: Any, length: int) -> None:
-        """Begin with the first `length` slots of shorter memory."""
-
-
-Memory = TypeVar("Memory", bound=StageMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,36 +147,7 @@ class TensorrtCacheContext:
     rope: Mapping[str, Buffer]
     score: str | None
     token_inputs: tuple[TokenInput, ...] = ()
-    unused: dict[int, list[Any]] = field(default_factory=dict)  # memory of each stage that no cache has now
-
-    def borrow(self, stage: int, capacity: int, make: Callable[[int], Memory]) -> Memory:
-        """Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new.
-
-        All unused memory is freed if the device has too little for new one.
-        """
-        unused = self.unused.setdefault(stage, [])
-        fitting = [memory for memory in unused if memory.capacity >= capacity]
-        if fitting:
-            memory: Memory = min(fitting, key=lambda memory: memory.capacity)
-            unused.remove(memory)
-            memory.clear()
-        else:
-            try:
-                memory = make(capacity)
-            except DeviceError:
-                if not any(self.unused.values()):
-                    raise
-                for kept in self.unused.values():
-                    kept.clear()
-                memory = make(capacity)
-        return memory
-
-    def give_back_with(self, cache: object, stage: int, held: list[Any]) -> None:
-        """Have the memory in `held` come back when the cache is gone.
-
-        So the next image allocates nothing, and finds its CUDA graph recorded.
-        """
-        weakref.finalize(cache, self.unused.setdefault(stage, []).extend, held).atexit = False
+    pool: MemoryPool = field(default_factory=MemoryPool)
 
     def bytes_of(self, slots: int) -> int:
         """Bytes of K or V of one layer for these slots, so that what follows them is aligned."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vtx.runtime.backends.tensorrt.cuda import Buffer
+from vtx.runtime.backends.cuda import Buffer
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.vision.tokens import Scores

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
@@ -88,38 +89,62 @@ class Native(Layout):
     def views(self, image: Image.Image, settings: ImageSettings) -> Views:
         image = to_rgb(image)
         columns, rows = self._grid(*image.size)
-        try:
-            resized = image.resize((columns * self.unit, rows * self.unit), Image.Resampling[settings.resample.upper()])
-            return normalised(resized, settings)[None]
-        except MemoryError as error:
-            raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
+        return resized(image, settings, columns * self.unit, rows * self.unit)[None]
 
     def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         """One token after the other, row by row; all at one time, each at its row and column."""
         (tokens,), (columns, rows) = views, self._grid(width, height)
         count = columns * rows
-        offsets = np.zeros((count, PARTS), np.int64)
-        offsets[:, 1], offsets[:, 2] = np.divmod(np.arange(count), columns)
         patches = Patches(np.arange(count), np.zeros(count, bool), tokens.patches.signals)
-        return ImageTokens(tokens.hidden, patches, offsets=offsets, span=max(columns, rows))
+        return ImageTokens(tokens.hidden, patches, offsets=squares(columns, rows), span=max(columns, rows))
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tokens of an image of this size in pixels."""
-        if max(width, height) > MAX_RATIO * min(width, height):
-            raise ImageError(
-                f"the image is {width}x{height} pixels; its sides may differ at most {MAX_RATIO}-fold; "
-                "cut off some of its longer side"
-            )
-        unit = self.unit
-        columns, rows = self.rounded(width, height)
-        if columns * rows * unit**2 > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
-            return max(1, math.floor(width / shrink / unit)), max(1, math.floor(height / shrink / unit))
-        if columns * rows * unit**2 < self.min_pixels:
-            enlarge = math.sqrt(self.min_pixels / (height * width))
-            return math.ceil(width * enlarge / unit), math.ceil(height * enlarge / unit)
-        return columns, rows
+        check_ratio(width, height)
+        return fitted_grid(width, height, self.unit, self.min_pixels, self.max_pixels, self.rounded(width, height))
 
     def rounded(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tokens next to an image's size, whatever its pixels."""
         return round(width / self.unit), round(height / self.unit)
+
+
+def fitted_grid(
+    width: int, height: int, unit: int, least: int, most: int, rounded: tuple[int, int], frames: int = 1,
+    counted: int = 1,
+) -> tuple[int, int]:  # fmt: skip
+    """Columns and rows of squares of `unit` pixels a side, `rounded` if all `counted` frames have `least` to `most`.
+
+    Else those of `frames` frames made smaller or larger: transformers counts an even number, and resizes all.
+    """
+    pixels = counted * rounded[0] * rounded[1] * unit**2
+    if pixels > most:
+        shrink = math.sqrt(frames * height * width / most)
+        return max(1, math.floor(width / shrink / unit)), max(1, math.floor(height / shrink / unit))
+    if pixels < least:
+        enlarge = math.sqrt(least / (frames * height * width))
+        return math.ceil(width * enlarge / unit), math.ceil(height * enlarge / unit)
+    return rounded
+
+
+def squares(columns: int, rows: int) -> NDArray[np.int64]:
+    """Offsets [tokens, 3] of the tokens of a grid, row by row: time 0, and their row and column."""
+    offsets = np.zeros((columns * rows, PARTS), np.int64)
+    offsets[:, 1], offsets[:, 2] = np.divmod(np.arange(columns * rows), columns)
+    return offsets
+
+
+def resized(image: Image.Image, settings: ImageSettings, width: int, height: int) -> NDArray[np.float32]:
+    """An RGB picture as the tower's input, [3, height, width] float32."""
+    try:
+        return normalised(image.resize((width, height), Image.Resampling[settings.resample.upper()]), settings)
+    except MemoryError as error:
+        raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
+
+
+def check_ratio(width: int, height: int) -> None:
+    """Raise ImageError for an image whose sides differ too much."""
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ImageError(
+            f"the image is {width}x{height} pixels; its sides may differ at most {MAX_RATIO}-fold; "
+            "cut off some of its longer side"
+        )

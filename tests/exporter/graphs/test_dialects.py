@@ -22,7 +22,7 @@ from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime import precision
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.safetensors import write_safetensors
-from vtx.runtime.bundle.spec.names import DIALECTS
+from vtx.runtime.bundle.spec.names import DIALECTS, TENSORRT
 from vtx.runtime.errors import RequestError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
@@ -158,8 +158,8 @@ def test_a_gate_is_float32_in_every_dialect(
     np.testing.assert_allclose(DialectBackend(bundle, dialect).gate(3, rows), wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("dialect", OTHERS)
-def test_only_the_dialect_of_onnxruntime_uses_its_operators(dialect_models: Get, dialect: str) -> None:
+@pytest.mark.parametrize("dialect", ["plain", "trt", "trt10"])
+def test_only_the_dialects_of_onnxruntime_use_its_operators(dialect_models: Get, dialect: str) -> None:
     bundle = dialect_models(dialect).bundle
     graphs = bundle.manifest.dialects[dialect]
     for name in (graphs.vision, graphs.embed, graphs.head, *graphs.stages):
@@ -186,8 +186,8 @@ def test_products_for_tensorrt_have_the_type_of_the_bundle(
     tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, wanted: str
 ) -> None:
     bundle = export(tiny_checkpoint(), tmp_path / "bundle", (3,), precision)
-    graphs = bundle.manifest.dialects["trt"]
-    for name in (graphs.vision, graphs.head, *graphs.stages):
+    typed = [bundle.manifest.dialects[name] for name in TENSORRT]
+    for name in (name for graphs in typed for name in (graphs.vision, graphs.head, *graphs.stages)):
         model = onnx.shape_inference.infer_shapes(onnx.load(bundle.path(name), load_external_data=False))
         types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
         found = {
@@ -198,6 +198,18 @@ def test_products_for_tensorrt_have_the_type_of_the_bundle(
             if value in types
         }
         assert found == {onnx.TensorProto.DataType.Value(wanted)}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int4"])
+def test_weights_are_not_widened_on_cuda(tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str) -> None:
+    options = ExportOptions(str(tiny_checkpoint()), (3,), precision, dialects=("ort", "ort-cuda"))
+    bundle = export_with(options, tmp_path / "bundle")
+    for name in bundle.manifest.dialects["ort-cuda"].stages:
+        graph = onnx.load(bundle.path(name), load_external_data=False).graph
+        stored = {tensor.name for tensor in graph.initializer}
+        assert not [node.input[0] for node in graph.node if node.op_type == "Cast" and node.input[0] in stored]
+        products = [node for node in graph.node if node.op_type == ("MatMulNBits" if precision == "int4" else "Gemm")]
+        assert len(products) == 7 * len([node for node in graph.node if node.op_type == "GroupQueryAttention"])
 
 
 def test_a_bundle_holds_the_dialects_that_were_asked_for(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -24,14 +24,14 @@ CAPACITY = 40
 KV = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 
-def full_attention(query: np.ndarray, key: np.ndarray, total: int) -> torch.Tensor:
+def full_attention(query: np.ndarray, key: np.ndarray, total: int, scale: float | None = None) -> torch.Tensor:
     """[rows, slots]: the head-mean attention of the last rows, from one matrix over all slots."""
     heads, kv_heads, size = TEXT.heads, key.shape[1], key.shape[3]
     q = torch.from_numpy(query).double().view(len(query), heads, size).transpose(0, 1)
     k = torch.from_numpy(key[0, :, :total].astype(np.float64)).repeat_interleave(heads // kv_heads, 0)
     everyone = torch.zeros(heads, total, size, dtype=torch.float64)
     everyone[:, total - len(query) :] = q
-    scores = everyone @ k.transpose(1, 2) / math.sqrt(size)
+    scores = everyone @ k.transpose(1, 2) * (1 / math.sqrt(size) if scale is None else scale)
     scores = scores.masked_fill(torch.ones(total, total).triu(1).bool(), -torch.inf)
     return torch.softmax(scores, -1).mean(0)[total - len(query) :]
 
@@ -43,17 +43,30 @@ def test_the_score_graph_equals_the_rows_of_a_full_attention_matrix(
     tmp_path: Path, kv_heads: int, kv_type: str, dialect: str
 ) -> None:
     config, rng = replace(TEXT, kv_heads=kv_heads), np.random.default_rng(0)
-    scorer = session(tmp_path, lambda b: build_score(b, config, KV[kv_type]), make_dialect(dialect, "fp16", CAPACITY))
+    made = make_dialect(dialect, "fp16", CAPACITY)
+    scorer = session(tmp_path, lambda b: build_score(b, config, KV[kv_type]), made)
+    slots_first = made.cache_shape(1, "slots", 1)[1] == "slots"
     key = (3 * rng.standard_normal((1, kv_heads, CAPACITY, 8))).astype(kv_type)
     for rows, total in ((1, 1), (1, 30), (7, 30), (30, 30), (12, CAPACITY)):
         query = rng.standard_normal((rows, 48), dtype=np.float32)
-        given = {"ort": key, "plain": key[:, :, :total], "trt": key.swapaxes(1, 2)[:, :total]}[dialect]
+        given = key if dialect.startswith("ort") else key[:, :, :total]
+        given = given.swapaxes(1, 2) if slots_first else given
         feed = {"query": query, "key": given, "total_slots": np.array([total], np.int32)}
         summed, most = scorer.run(["attention_sum", "attention_max"], feed)
         wanted = full_attention(query, key, total)
         np.testing.assert_allclose(summed, wanted.sum(0), atol=2e-6, rtol=1e-5)
         np.testing.assert_allclose(most, wanted.max(0).values, atol=1e-6, rtol=1e-5)
         assert summed.sum() == pytest.approx(rows, rel=1e-5)
+
+
+def test_products_have_the_models_own_scale(tmp_path: Path) -> None:
+    """Gemma's is not one over the root of the head size."""
+    scorer = session(tmp_path, lambda b: build_score(b, replace(TEXT, attention_scale=0.7), KV["float32"]))
+    rng = np.random.default_rng(1)
+    key = rng.standard_normal((1, TEXT.kv_heads, CAPACITY, 8), dtype=np.float32)
+    query = rng.standard_normal((5, 48), dtype=np.float32)
+    found = scorer.run(["attention_sum"], {"query": query, "key": key, "total_slots": np.array([30], np.int32)})[0]
+    np.testing.assert_allclose(found, full_attention(query, key, 30, 0.7).sum(0), atol=2e-6, rtol=1e-5)
 
 
 def test_what_stands_beyond_the_filled_slots_has_no_say(tmp_path: Path) -> None:

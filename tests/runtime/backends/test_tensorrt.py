@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +24,12 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.backends.cuda import Buffer, Cuda
 from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
-from vtx.runtime.backends.tensorrt.cuda import Buffer, Cuda
-from vtx.runtime.backends.tensorrt.growing import GrowingStageCache
-from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
+from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext
+from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
@@ -48,6 +49,7 @@ WORDS = [
     "dart:keep=5,k=0",
     "cdpruner:keep=5",
 ]
+JETPACK_6 = Release(TENSORRT, (10, 3))
 STEPS = 6
 FRAMES = int(os.environ.get("VTX_TEST_FRAMES", "30"))
 
@@ -97,8 +99,8 @@ def test_a_profile_for_decoding_and_one_for_prompts_answer_the_same(
 
 
 @pytest.mark.parametrize("k", [None, 2, 3])
-def test_caches_that_grow_answer_the_same(k: int | None, grown: Path) -> None:
-    ours, reference = open_model(grown), load(grown, device="cpu", threads=THREADS)
+def test_engines_of_jetpack_6_answer_the_same(k: int | None, on_jetpack_6: Path) -> None:
+    ours, reference = open_model(on_jetpack_6), load(on_jetpack_6, device="cpu", threads=THREADS)
     for number, question in enumerate(QUESTIONS):
         images, messages = [random_image(number)], prompt_messages(question)
         want, got = (greedy(m, prompt(m, messages, images), k, STEPS) for m in (reference, ours))
@@ -108,43 +110,13 @@ def test_caches_that_grow_answer_the_same(k: int | None, grown: Path) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("word", WORDS)
-def test_reductions_work_where_caches_grow(
+def test_reductions_work_on_jetpack_6(
     word: str, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = copy(reducing, tmp_path / "grown")
-    build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
+    folder = copy(reducing, tmp_path / "jetpack-6")
+    build_all(folder, "jetson-orin", JETPACK_6, "trt10")
     monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
     same_answers(open_model(folder), load(folder, device="cpu", threads=THREADS), word)
-
-
-@pytest.mark.slow
-def test_a_conversation_over_caches_that_grow_goes_on(grown: Path) -> None:
-    ours, reference = open_model(grown), load(grown, device="cpu", threads=THREADS)
-    with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
-        for k, most in (("none", 20), (2, 20), (3, 20), ("none", 256), (2, 20)):
-            for question in QUESTIONS:
-                ours_ids, ids = (talk.ask(question, k, max_new_tokens=most).token_ids for talk in (mine, theirs))
-                assert ours_ids == ids
-
-
-@pytest.mark.parametrize("slots", [[], [0], [1, 3, 4], list(range(5))])
-def test_slots_of_a_growing_cache_come_back_where_they_are_put(slots: list[int], grown: Path) -> None:
-    ours, reference = open_model(grown), load(grown, device="cpu", threads=THREADS)
-    rows = np.random.default_rng(0).standard_normal((6, ours.manifest.model.hidden)).astype(np.float32)
-    after = []
-    for model in (ours, reference):
-        cache = model.backend.stage(1, 12)
-        cache.append(TokenStates(rows), np.arange(6))
-        cache.keep(5)
-        kept = cache.read(np.array(slots, np.int64))
-        whole = cache.read(np.arange(5))
-        cache.write(np.arange(len(slots)), kept, length=len(slots))
-        shorter = cache.append(TokenStates(rows[:2]), np.array([7, 8])).copy()
-        cache.keep(len(slots))
-        cache.write(np.arange(5), whole, length=5)
-        after.append((shorter, cache.append(TokenStates(rows[:1]), np.array([9])).copy()))
-    for ours_rows, theirs in zip(*after, strict=True):
-        np.testing.assert_allclose(ours_rows, theirs, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -157,13 +129,65 @@ def test_one_conversation_goes_on_with_what_it_has(with_engines: Path, device: G
                 assert ours_ids == ids
 
 
-def test_decoding_is_recorded_once_and_launched_from_then_on(with_engines: Path, device: Gpu) -> None:
-    model = open_model(with_engines)
+def test_decoding_is_recorded_once_and_launched_from_then_on(on_jetpack_6: Path, device: Gpu) -> None:
+    model = open_model(on_jetpack_6)
     asked = prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)])
     greedy(model, asked, None, 10)
     stages = len(model.manifest.stages)
     assert device.calls["cudaStreamBeginCapture"] == stages
     assert device.calls["cudaGraphLaunch"] == stages * (9 - 1)  # all steps but each stage's first
+
+
+def test_tensorrt_rtx_records_tokens_by_itself(with_engines: Path, device: Gpu) -> None:
+    model = open_model(with_engines)
+    greedy(model, prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)]), None, 10)
+    assert device.calls["cudaStreamBeginCapture"] == 0
+    assert device.calls["captured enqueue"] == len(model.manifest.stages) * 9
+
+
+def test_tensorrt_rtx_compiles_its_kernels_once_for_a_card(
+    with_engines: Path, tmp_path: Path, device: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy(with_engines, tmp_path / "bundle")
+    kernels = folder / "engines/sm89" / fingerprint.KERNELS
+
+    kernels.unlink(missing_ok=True)  # of other tests
+
+    def compiled() -> int:
+        device.calls.clear()
+        with load(folder, device="tensorrt") as model, model.open([random_image(1)]) as image:
+            image.ask("red?", 2, reduce="none", max_new_tokens=4)
+        return device.calls["compile"]
+
+    first = compiled()
+    assert first > 4
+    content = kernels.read_bytes()
+    assert compiled() == 0
+    assert kernels.read_bytes() == content
+    kernels.write_bytes(content.replace(b'"card": 0', b'"card": 1'))  # of another card
+    assert compiled() == first
+    assert kernels.read_bytes() == content
+    kernels.write_bytes(b"damaged")
+    assert compiled() == first
+    assert not [path for path in kernels.parent.iterdir() if path.name.startswith(".")]
+    caplog.set_level("INFO")
+    kernels.unlink()
+    kernels.mkdir()  # as a folder that cannot be written
+    assert compiled() == first
+    assert "compiled kernels are not kept" in caplog.text
+
+
+def test_kernels_are_not_taken_from_an_unsigned_file_where_a_signature_is_required(
+    with_engines: Path, tmp_path: Path, device: Gpu
+) -> None:
+    folder = copy(with_engines, tmp_path / "bundle")
+    kernels = folder / "engines/sm89" / fingerprint.KERNELS
+    kernels.write_bytes(b"not signed")
+    key: Any = object()
+    opened, cuda = Bundle.open(folder), Cuda(device)
+    engines = fingerprint.read_engines(opened, "sm89")
+    LoadedEngines(replace(opened, key=key), engines, gpu_standin.module(device), cuda).close()
+    assert kernels.read_bytes() == b"not signed"
 
 
 def test_no_memory_is_taken_while_decoding(with_engines: Path, device: Gpu) -> None:
@@ -222,11 +246,11 @@ ALLOCATIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("grows", [False, True], ids=["in-place", "growing"])
+@pytest.mark.parametrize("jetpack", [None, 6])
 def test_the_next_image_allocates_and_records_nothing(
-    grows: bool, with_engines: Path, request: pytest.FixtureRequest, device: Gpu
+    jetpack: int | None, with_engines: Path, request: pytest.FixtureRequest, device: Gpu
 ) -> None:
-    folder = request.getfixturevalue("grown") if grows else with_engines
+    folder = request.getfixturevalue("on_jetpack_6") if jetpack else with_engines
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     counts, used = [], []
     for number in range(4):
@@ -237,8 +261,7 @@ def test_the_next_image_allocates_and_records_nothing(
         gc.collect()
         counts.append([device.calls[name] for name in ALLOCATIONS])
         used.append(device.used)
-    assert counts[1] == counts[0] or grows  # K/V of the image are set aside in new memory where caches grow
-    assert len({tuple(after[1:]) for after in counts}) == 1
+    assert len({tuple(after) for after in counts}) == 1
     assert len(set(used)) == 1
 
 
@@ -273,8 +296,8 @@ def test_a_conversation_starts_on_slots_that_hold_numbers(with_engines: Path, de
     assert np.isfinite(kept.view(np.float32)).all()
 
 
-def test_unused_memory_makes_room_for_what_does_not_fit_beside_it(grown: Path, device: Gpu) -> None:
-    model = open_model(grown)
+def test_unused_memory_makes_room_for_what_does_not_fit_beside_it(with_engines: Path, device: Gpu) -> None:
+    model = open_model(with_engines)
     rows = np.zeros((40, model.manifest.model.hidden), np.float32)
     cache: Any = model.backend.stage(0, 80)
     cache.append(TokenStates(rows), np.arange(40))
@@ -326,29 +349,27 @@ class Ledger(Gpu):
     def queue(self, work: Any) -> None: ...
 
 
-@pytest.mark.parametrize("dialect", ["trt", "plain"])
 @pytest.mark.parametrize(("k", "slots"), [(None, 32 * 736), (17, 16 * 736 + 16 * 160), (9, 8 * 736 + 24 * 160)])
-def test_tokens_that_have_left_take_no_memory_behind_the_cut(k: int | None, slots: int, dialect: str) -> None:
+def test_tokens_that_have_left_take_no_memory_behind_the_cut(k: int | None, slots: int) -> None:
     """LLaVA-1.5-7B in float16: 576 image tokens, 65 of text, an answer of 64, in steps of 32 slots."""
     device = Ledger()
     cuda = Cuda(device)
-    runs = SimpleNamespace(bind=lambda *_: None, enqueue=lambda *_: None, capturable=False)
+    runs = SimpleNamespace(bind=lambda *_: None, enqueue=lambda *_: None, records=False)
     engines: Any = SimpleNamespace(
-        address=lambda _: 0, longest=lambda _: 1024, new_context=lambda *_: runs, context=lambda *_: runs
+        address=lambda _: 0, longest=lambda _: 1024, new_context=lambda *_, **__: runs, context=lambda *_: runs
     )
     model: Any = SimpleNamespace(hidden=4096, heads=32, kv_heads=32, head_dim=128)
     shared = TensorrtCacheContext(engines, cuda, model, np.dtype(np.float16), 4096, {}, None)
-    kind = {"trt": TensorrtStageCache, "plain": GrowingStageCache}[dialect]
     held, layers = [], [8, 8, 16]
     for first, last, seen in ((1, 8, True), (9, 16, k != 9), (17, 32, k is None)):
         spec: Any = SimpleNamespace(
             first=first, last=last, cached=tuple(range(first, last + 1)), query=False, inputs=()
         )
-        cache = kind(shared, spec, "", 4096)
+        cache = TensorrtStageCache(shared, spec, "", 4096)
         for tokens in [(576 if seen else 0) + 65] + 64 * [1]:
             cache.append(TokenStates(np.zeros((tokens, 4096), np.float32)), np.arange(tokens))
         held.append(cache)
-    assert sum(device.sizes.values()) == slots * 2 * 32 * 128 * 2 * (2 if dialect == "plain" else 1)
+    assert sum(device.sizes.values()) == slots * 2 * 32 * 128 * 2
     assert sum(cache.resident * count for cache, count in zip(held, layers, strict=True)) == slots
 
 
@@ -357,10 +378,10 @@ REFUSALS = ("cudaStreamBeginCapture", "execute", "cudaStreamEndCapture", "cudaGr
 
 @pytest.mark.parametrize("refused", REFUSALS)
 def test_what_cannot_be_recorded_is_queued_and_said_once(
-    refused: str, with_engines: Path, device: Gpu, caplog: pytest.LogCaptureFixture
+    refused: str, on_jetpack_6: Path, device: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     device.refused = refused
-    ours, reference = open_model(with_engines), load(with_engines, device="cpu", threads=THREADS)
+    ours, reference = open_model(on_jetpack_6), load(on_jetpack_6, device="cpu", threads=THREADS)
     with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
         for question in QUESTIONS:
             got, want = (talk.ask(question, 3, Options(8)) for talk in (mine, theirs))
@@ -400,14 +421,14 @@ def test_an_application_may_use_another_gpu(with_engines: Path, device: Gpu) -> 
     assert not device.device
 
 
-@pytest.mark.parametrize("dialect", ["trt", "plain"])
+@pytest.mark.parametrize("dialect", ["trt", "trt10"])
 def test_addresses_are_aligned_whatever_the_number_of_slots(
     dialect: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "bundle"
     export(tiny_checkpoint(Tiny(kv_heads=1)), folder, (2,), max_context=233)
-    if dialect == "plain":
-        build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
+    if dialect == "trt10":
+        build_all(folder, "jetson-orin", JETPACK_6, dialect)
         monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
     else:
         build_all(folder)
@@ -418,14 +439,14 @@ def test_addresses_are_aligned_whatever_the_number_of_slots(
                 assert mine.ask(question, k or "none").token_ids == theirs.ask(question, k or "none").token_ids
 
 
-@pytest.mark.parametrize("grows", [False, True], ids=["in-place", "growing"])
+@pytest.mark.parametrize("jetpack", [None, 6])
 def test_a_prompt_longer_than_the_profile_of_a_stage_runs_in_parts(
-    grows: bool, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+    jetpack: int | None, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, target = copy(reducing, tmp_path / "bundle"), "sm89"
-    if grows:
+    if jetpack:
         target = "jetson-orin"
-        build_all(folder, target, Release(TENSORRT, (10, 3)), "plain")
+        build_all(folder, target, JETPACK_6, "trt10")
         monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
     shorten(folder, target, 4)
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)

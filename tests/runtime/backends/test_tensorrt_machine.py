@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from dataclasses import replace
@@ -217,6 +218,63 @@ def test_a_bundle_with_engines_for_this_machine_is_answered_there(
     assert (model.backend.device, model.backend.compute) == ("tensorrt", "f32")
     with model.open([random_image(1)]) as image:
         assert image.ask(QUESTIONS[0]).stats.device == "tensorrt"
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (
+            {"cudaStreamCreateWithFlags": 35},
+            r"cudaStreamCreateWithFlags .*: its NVIDIA driver is missing or old",
+        ),
+        ({"cudaStreamCreateWithFlags": 100}, r"no NVIDIA GPU is visible; see nvidia-smi"),
+        ({"cudaMemcpyAsync": 719}, r"does not answer this process any more; start it again"),
+        (20_000, r"the engines take .* of the device is free; export with a smaller --precision"),
+        (270_000, r"needs .* of device memory, .* is free; end other programs on the GPU"),
+    ],
+    ids=["old driver", "hidden", "gone", "small", "shared"],
+)
+def test_auto_goes_on_where_a_load_fails_on_the_gpu(
+    failure: dict[str, int] | int, said: str, with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda *_: CARD)
+    if isinstance(failure, int):
+        device.total = failure
+    else:
+        device.errors = failure
+    with pytest.raises(DeviceError, match=said):
+        load(with_engines, device="tensorrt", threads=THREADS)
+    with load(with_engines, threads=THREADS) as model:
+        assert model.backend.device in ("cpu", "openvino")
+        assert re.search(said, model.loaded.why)
+    device.errors.clear()
+    gc.collect()
+    assert not device.device
+
+
+def test_a_device_that_falls_away_in_an_answer_is_one_error_each_time(bundle: Path, device: Gpu) -> None:
+    model = open_model(bundle)
+    with model.open([random_image(1)]) as image:
+        stream = image.stream(QUESTIONS[0], max_new_tokens=20, ignore_eos=True)
+        next(stream)
+        device.lost = 719
+        said = r"the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg"
+        with pytest.raises(DeviceError, match=said):
+            list(stream)
+        with pytest.raises(DeviceError, match=said):
+            image.ask(QUESTIONS[0])
+    model.close()
+
+
+def test_memory_that_runs_out_in_an_answer_leaves_the_conversation_usable(bundle: Path, device: Gpu) -> None:
+    model = open_model(bundle)
+    with model.open([random_image(1)]) as image:
+        before = image.ask(QUESTIONS[0], 2, max_new_tokens=4, ignore_eos=True)
+        device.total = device.used  # another process takes the rest
+        with pytest.raises(DeviceError, match=r"KV cache of layers .* needs .* of device memory, .* is free; end"):
+            image.ask(QUESTIONS[0], 2, max_new_tokens=90, ignore_eos=True)
+        device.total = 1 << 32
+        assert image.ask(QUESTIONS[0], 2, max_new_tokens=4, ignore_eos=True).token_ids == before.token_ids
 
 
 def test_the_second_gpu_is_used_if_it_is_named(

@@ -17,8 +17,10 @@ from tests.support.tiny import Tiny
 
 from vtx.cli import build as command
 from vtx.cli import export as export_command
+from vtx.runtime.backends.ort.cuda import OrtCudaBackend
 from vtx.runtime.bundle.bundle import Bundle, sha256
 from vtx.runtime.bundle.fingerprint import read_engines
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, DeviceError, ExportError, RequestError
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report.golden import read_golden
@@ -62,7 +64,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def plan(bundle: Bundle, **changes: Any) -> EnginePlan:
-    return replace(plan_engines(bundle, ADA, Release(RTX, (1, 7)), "1.7.1", "plain"), **changes)
+    return replace(plan_engines(bundle, ADA, Release(RTX, (1, 7)), "1.7.1", "trt10"), **changes)
 
 
 def run(bundle: Bundle, **changes: Any) -> list[str]:
@@ -94,9 +96,12 @@ def test_values_beyond_float16_are_recorded_and_no_engine_is_built_that_would_ov
     largest = read_golden(bundles["bf16"])["largest"]
     assert largest[0] < 65504 < min(largest[1:])
     plan_engines(bundles["bf16"], ADA, rtx, "1.7.1", "trt")
-    plan_engines(bundles["int8"], ADA, rtx, "1.7.1", "plain")  # which computes in float32
-    with pytest.raises(BundleError, match=r"layer [23] reaches [\d,]+ on the golden prompt, float16 ends at 65,504"):
-        plan_engines(bundles["int8"], ADA, rtx, "1.7.1", "trt")
+    for dialect in names.TENSORRT:
+        with pytest.raises(
+            BundleError, match=r"layer [23] reaches [\d,]+ on the golden prompt, float16 ends at 65,504"
+        ):
+            plan_engines(bundles["int8"], ADA, rtx, "1.7.1", dialect)
+    assert "graphs for GPUs would answer nonsense" in str(OrtCudaBackend.obstacle(bundles["int8"]))
 
 
 # --- what is built, and what is kept --------------------------------------------------------------
@@ -106,7 +111,7 @@ def test_an_engine_of_every_graph_lies_in_the_bundle_and_is_recorded(bundle: Bun
     run(bundle)
     record = read_engines(bundle, "sm89")
     assert set(record.engines) == set(made) == {
-        "vision.plain.onnx", "embed.plain.onnx", "stage-01-01.plain.onnx", "stage-02-03.plain.onnx", "head.plain.onnx",
+        "vision.trt10.onnx", "embed.trt10.onnx", "stage-01-01.trt10.onnx", "stage-02-03.trt10.onnx", "head.trt10.onnx",
     }  # fmt: skip
     assert (record.flavour, record.version, record.capability) == (RTX, "1.7.1", (8, 9))
     folder = bundle.path("engines/sm89")
@@ -135,9 +140,9 @@ def test_another_release_option_or_gpu_rebuilds_all(changes: dict[str, Any], bun
 def test_only_the_engine_of_a_changed_graph_is_rebuilt(bundle: Bundle, made: list[str]) -> None:
     run(bundle)
     value = manifest(bundle.folder)
-    value["files"]["head.plain.onnx"]["sha256"] = "0" * 64
+    value["files"]["head.trt10.onnx"]["sha256"] = "0" * 64
     write_manifest(bundle.folder, value)
-    assert run(Bundle.open(bundle.folder, check=False)) == ["head.plain.engine"]
+    assert run(Bundle.open(bundle.folder, check=False)) == ["head.trt10.engine"]
 
 
 def test_changed_weights_rebuild_the_graphs_that_read_them(bundle: Bundle, made: list[str]) -> None:
@@ -146,30 +151,30 @@ def test_changed_weights_rebuild_the_graphs_that_read_them(bundle: Bundle, made:
     weights = next(name for name in value["files"] if name.startswith("weights/"))
     value["files"][weights]["sha256"] = "0" * 64
     write_manifest(bundle.folder, value)
-    assert "stage-02-03.plain.engine" in run(Bundle.open(bundle.folder, check=False))
+    assert "stage-02-03.trt10.engine" in run(Bundle.open(bundle.folder, check=False))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
 def test_a_damaged_engine_is_rebuilt(damage: str, bundle: Bundle, made: list[str]) -> None:
     run(bundle)
-    path = bundle.path("engines/sm89/head.plain.engine")
+    path = bundle.path("engines/sm89/head.trt10.engine")
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-1])
     elif damage == "flip":
         flip(path)
     else:
         path.unlink()
-    assert run(bundle) == ["head.plain.engine"]
+    assert run(bundle) == ["head.trt10.engine"]
 
 
 def test_what_a_killed_build_left_is_removed(bundle: Bundle, made: list[str]) -> None:
     folder = bundle.path("engines/sm89")
     folder.mkdir(parents=True)
-    for name in ("stage-09-09.plain.engine", ".head.plain.engine.partial-ab", "note.txt"):
+    for name in ("stage-09-09.trt10.engine", ".head.trt10.engine.partial-ab", "note.txt"):
         (folder / name).write_bytes(b"x")
     run(bundle)
-    assert not (folder / "stage-09-09.plain.engine").exists()
-    assert not (folder / ".head.plain.engine.partial-ab").exists()
+    assert not (folder / "stage-09-09.trt10.engine").exists()
+    assert not (folder / ".head.trt10.engine.partial-ab").exists()
     assert (folder / "note.txt").exists()  # not ours
 
 
@@ -187,10 +192,10 @@ def test_a_builder_that_fails_leaves_what_was_built_before_it(
     monkeypatch.setattr(engines, "build", fails_at_the_head)
     with pytest.raises(ExportError, match="no"):
         run(bundle)
-    assert "head.plain.onnx" not in read_engines(bundle, "sm89").engines
+    assert "head.trt10.onnx" not in read_engines(bundle, "sm89").engines
     assert not list(bundle.path("engines/sm89").glob(".*"))
     monkeypatch.setattr(engines, "build", good)
-    assert run(bundle) == ["head.plain.engine"]
+    assert run(bundle) == ["head.trt10.engine"]
 
 
 def test_two_builds_of_one_target_do_not_meet(bundle: Bundle, made: list[str]) -> None:
@@ -213,7 +218,7 @@ def test_graphs_that_the_release_does_not_read_are_refused_with_the_first_findin
 def test_a_precision_that_the_card_has_not_is_refused(part: str, bundle: Bundle) -> None:
     narrow = replace(bundle.manifest, **{part: "int4"})
     with pytest.raises(RequestError, match=r"sm75 .*does not compute with int4 weights; export with --precision fp16"):
-        plan_engines(Bundle(bundle.folder, narrow), TARGETS["sm75"], Release(RTX, (1, 7)), "1.7", "plain")
+        plan_engines(Bundle(bundle.folder, narrow), TARGETS["sm75"], Release(RTX, (1, 7)), "1.7", "trt10")
 
 
 def test_too_little_memory_is_said_before_the_build(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,28 +232,27 @@ def test_too_little_memory_is_said_before_the_build(bundle: Bundle, monkeypatch:
 
 def test_stages_of_tensorrt_get_a_profile_for_one_row_and_one_for_prompts(bundle: Bundle) -> None:
     context = bundle.manifest.max_context
-    asked = plan_engines(bundle, TARGETS["jetson-orin"], Release(TENSORRT, (10, 3)), "10.3", "plain")
+    asked = plan_engines(bundle, TARGETS["jetson-orin"], Release(TENSORRT, (10, 3)), "10.3", "trt10")
     jobs = {job.graph.name: job for job in asked.jobs}
-    decode, prefill = jobs["stage-02-03.plain.onnx"].profiles
+    decode, prefill = jobs["stage-02-03.trt10.onnx"].profiles
     assert decode["tokens"] == (1, 1, 1)
     assert prefill["tokens"][0] == 2
     assert prefill["tokens"][2] == context
-    assert decode["max_context"] == (context,) * 3
-    shapes = input_shapes(jobs["stage-02-03.plain.onnx"].graph, decode)
+    shapes = input_shapes(jobs["stage-02-03.trt10.onnx"].graph, decode)
     assert shapes["hidden"] == ((1, bundle.manifest.model.hidden),) * 3
-    assert shapes["past_key.3"][0][2] == 0
-    assert jobs["vision.plain.onnx"].profiles[0]["images"] == (1, 1, 1)
-    assert jobs["head.plain.onnx"].profiles[0]["tokens"][2] <= 16
+    assert shapes["past_key.3"][0][1] == 0
+    assert jobs["vision.trt10.onnx"].profiles[0]["images"] == (1, 1, 1)
+    assert jobs["head.trt10.onnx"].profiles[0]["tokens"][2] <= 16
 
 
 def test_stages_of_rtx_get_one_profile_from_one_row_to_all(bundle: Bundle) -> None:
     jobs = {job.graph.name: job for job in plan(bundle).jobs}
-    (profile,) = jobs["stage-02-03.plain.onnx"].profiles
+    (profile,) = jobs["stage-02-03.trt10.onnx"].profiles
     assert (profile["tokens"][0], profile["tokens"][2]) == (1, bundle.manifest.max_context)
 
 
 def test_a_free_size_that_nobody_declared_is_an_error(bundle: Bundle) -> None:
-    graph = load_graph(bundle.path("head.plain.onnx"))
+    graph = load_graph(bundle.path("head.trt10.onnx"))
     with pytest.raises(BundleError, match="size 'tokens' of hidden is in no profile"):
         input_shapes(graph, {"images": (1, 1, 1)})
 
@@ -405,7 +409,7 @@ def test_missing_libraries_are_named_with_the_extra_of_the_target(
 def test_the_command_judges_without_tensorrt_and_without_a_gpu(bundle: Bundle) -> None:
     result = CliRunner().invoke(command, ["--bundle", str(bundle.folder), "--target", "jetson-orin", "--check"])
     assert result.exit_code == 0, result.output
-    assert "plain on Jetson Orin with JetPack 6, TensorRT 10.3: TensorRT reads every graph" in result.output
+    assert "trt10 on Jetson Orin with JetPack 6, TensorRT 10.3: TensorRT reads every graph" in result.output
 
 
 def test_the_command_names_the_faults_of_the_wrong_dialect(bundle: Bundle) -> None:

@@ -120,13 +120,13 @@ def test_the_same_stage_is_named_operator_by_operator_for_10_3() -> None:
     operators = {finding.problem.split()[0] for finding in found if finding.rule == "operator"}
     assert operators == {"Attention", "RMSNormalization", "RotaryEmbedding", "TensorScatter"}
     assert any(finding.rule == "opset" and "opset 24" in finding.problem for finding in found)
-    assert {finding.dialect for finding in found} == {"plain"}
+    assert {finding.dialect for finding in found} == {"trt10"}
 
 
 def test_a_finding_says_graph_node_rule_and_the_dialect_that_would_do() -> None:
-    finding = LintFinding("stage.onnx", "node_7", "operator", "Attention came with 10.14", JETPACK_6.name, "plain")
+    finding = LintFinding("stage.onnx", "node_7", "operator", "Attention came with 10.14", JETPACK_6.name, "trt10")
     assert str(finding) == (
-        "stage.onnx, node_7: Attention came with 10.14 [operator]; for TensorRT 10.3 export the 'plain' dialect"
+        "stage.onnx, node_7: Attention came with 10.14 [operator]; for TensorRT 10.3 export the 'trt10' dialect"
     )
 
 
@@ -225,5 +225,5 @@ def test_a_release_that_is_too_old_or_none_is_refused(flavour: str, text: str) -
 
 
 def test_the_dialect_follows_from_the_release() -> None:
-    assert [r.dialect for r in (JETPACK_6, JETPACK_7, ELEVEN, RTX_17)] == ["plain", "trt", "trt", "trt"]
+    assert [r.dialect for r in (JETPACK_6, JETPACK_7, ELEVEN, RTX_17)] == ["trt10", "trt", "trt", "trt"]
     assert [r.opset for r in (JETPACK_6, Release(TENSORRT, (10, 8)), JETPACK_7)] == [20, 22, 24]

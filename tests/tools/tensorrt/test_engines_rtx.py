@@ -70,10 +70,11 @@ def test_every_precision_becomes_engines(precision: str, bundles: Callable[[str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dialect", "precision"), [("trt", "fp32"), ("trt", "fp16"), ("trt", "bf16"), ("plain", "fp16")]
+    ("dialect", "precision"),
+    [("trt", "fp32"), ("trt", "fp16"), ("trt", "bf16"), ("trt10", "fp16"), ("trt10", "int4")],
 )
 def test_a_bundle_for_reductions_becomes_engines(dialect: str, precision: str, tmp_path: Path) -> None:
-    """The vision graph whose windows merge, and the score graph. RTX stands in for JetPack 6, which reads `plain`."""
+    """The vision graph whose windows merge, and the score graph. RTX stands in for JetPack 6, which reads `trt10`."""
     bundle = export(demo_checkpoint(), tmp_path / "bundle", (), precision, reductions=("mustdrop:192",))
     graphs = bundle.manifest.dialects[dialect]
     assert graphs.vision_merges

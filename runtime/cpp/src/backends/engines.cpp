@@ -70,7 +70,7 @@ std::string obstacle(const Engine& engine, const Bundle& bundle, const BackendOp
   if (!options.compute.empty() && !computes(engine, options.compute))
     return cat(engine.device, " computes in ", listed(engine.compute), ", not ", options.compute,
                "; that has: ", devices(options.compute));
-  if (bundle.manifest().dialects.count(engine.dialect) == 0)
+  if (!engine.gpu && bundle.manifest().dialects.count(engine.dialect) == 0)  // engines name the dialect of theirs
     return cat(engine.device, " reads graphs of the '", engine.dialect, "' dialect and this bundle holds none; export it ",
                "with --dialect ort,", engine.dialect);
   if (options.gpu > 0 && !find_gpu(options.gpu))
@@ -83,10 +83,12 @@ std::string obstacle(const Engine& engine, const Bundle& bundle, const BackendOp
   return "";
 }
 
-const Engine& choose(const Bundle& bundle, const std::string& device, const BackendOptions& options) {
+// `failed`: a device that a load has failed on, which is left out.
+const Engine& choose(const Bundle& bundle, const std::string& device, const BackendOptions& options,
+                     const std::string& failed) {
   std::vector<const Engine*> able;
   for (const Engine& engine : engines())
-    if (device == kAuto || device == engine.device) able.push_back(&engine);
+    if (failed != engine.device && (device == kAuto || device == engine.device)) able.push_back(&engine);
   std::stable_sort(able.begin(), able.end(),
                    [&](const Engine* a, const Engine* b) { return a->merit(bundle) > b->merit(bundle); });
   std::string first;
@@ -126,9 +128,18 @@ std::unique_ptr<Backend> open_backend(const Bundle& bundle, const std::string& d
     fail(Kind::device, "no device computes in '", options.compute.substr(0, 40), "'; there are: ", arithmetic());
   auto [name, gpu] = split_device(device);
   options.gpu = gpu;
-  const Engine& engine = choose(bundle, name, options);
-  if (options.compute.empty()) options.compute = default_compute(engine, bundle.manifest());
-  return engine.open(bundle, options);
+  auto open = [&](const Engine& engine) {
+    BackendOptions chosen = options;
+    if (chosen.compute.empty()) chosen.compute = default_compute(engine, bundle.manifest());
+    return engine.open(bundle, chosen);
+  };
+  const Engine& engine = choose(bundle, name, options, "");
+  try {
+    return open(engine);
+  } catch (const Error& error) {  // auto goes on to a CPU where a GPU has no room, or does not answer
+    if (name != kAuto || !engine.gpu || error.kind() != Kind::device) throw;
+    return open(choose(bundle, name, options, engine.device));
+  }
 }
 
 }  // namespace vtxcore

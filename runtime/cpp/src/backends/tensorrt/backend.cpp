@@ -43,6 +43,9 @@ Found find_engines(const Bundle& bundle, const BackendOptions& options) {
       if (bundle.manifest().dialects.count(engines.dialect) == 0)
         fail(Kind::device, "tensorrt reads graphs of the '", engines.dialect,
              "' dialect and this bundle holds none; export it ", "with --dialect ort,", engines.dialect);
+      if (!for_tensorrt(engines.dialect))
+        fail(Kind::device, "the engines in engines/", engines.target, " are of the '", engines.dialect,
+             "' dialect, TensorRT runs those of trt and trt10; ", build_command(bundle, "this"));
       Release release(engines, options.library);
       check_machine(bundle, engines, release.version(engines.version), gpu);
       return {std::move(engines), std::move(release)};
@@ -59,8 +62,7 @@ class TensorrtBackend : public GraphBackend {
       : GraphBackend(bundle, found.engines.dialect), set_(std::move(found.engines)), release_(std::move(found.release)),
         runtime_(release_.runtime()), cuda_(gpu) {
     device = "tensorrt";
-    grows_ = dialect == "plain";
-    compute = grows_ || m_.kv_type(dialect) == "float32" ? "f32" : "f16";
+    compute = m_.kv_type(dialect) == "float32" ? "f32" : "f16";
     library = cat(flavour_name(set_.flavour), " ", release_.version(set_.version), " (", release_.where(), ")");
     kv_slot_bytes = 2 * m_.model.kv_heads * m_.model.head_dim * m_.kv_bytes(dialect);
     Lock held(cuda_);
@@ -82,8 +84,7 @@ class TensorrtBackend : public GraphBackend {
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
     Lock held(cuda_);
-    auto make = grows_ ? make_growing_cache : make_tensorrt_cache;
-    return make(*caches_, m_.stages[index], graphs_.stages[index], capacity);
+    return make_tensorrt_cache(*caches_, m_.stages[index], graphs_.stages[index], capacity);
   }
 
  private:
@@ -107,7 +108,7 @@ class TensorrtBackend : public GraphBackend {
   // The engines and the caches of a short question must fit what the device has free.
   void check_memory() {
     int64_t engines = 0, slots = std::min(m_.max_context, m_.layout.max_tokens + kQuestionSlots);
-    int64_t caches = slots * m_.model.layers * kv_slot_bytes * (grows_ ? 2 : 1);
+    int64_t caches = slots * m_.model.layers * kv_slot_bytes;
     for (const auto& [graph, record] : set_.engines) engines += record.bytes;
     auto [left, total] = cuda_.memory();
     if (engines + caches <= left) return;
@@ -119,7 +120,6 @@ class TensorrtBackend : public GraphBackend {
   EngineSet set_;
   Release release_;
   std::unique_ptr<tensorrt::Runtime> runtime_;
-  bool grows_ = false;
   Cuda cuda_;
   std::vector<Buffer> rope_;
   std::optional<LoadedEngines> engines_;

@@ -96,7 +96,7 @@ class TensorrtStageCache : public StageCache {
 
   Rows keys() override {
     Lock held(cuda_);
-    return read_keys(context_, memory_->last_key(), static_cast<size_t>(length), false);
+    return read_keys(context_, memory_->last_key(), static_cast<size_t>(length));
   }
 
   SavedSlots read(const Ids& slots) override {
@@ -330,7 +330,7 @@ void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, con
   context.cuda.copy_in(context.engines.address(names::kPositions), positions.data() + start, count * sizeof(int64_t));
 }
 
-Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length, bool heads_first) {
+Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length) {
   auto heads = static_cast<size_t>(context.manifest.model.kv_heads);
   auto dim = static_cast<size_t>(context.manifest.model.head_dim);
   std::string raw(heads * length * context.slot_bytes(), '\0');
@@ -339,8 +339,8 @@ Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t l
   Rows out(length, heads * dim);
   for (size_t head = 0; head < heads; ++head)
     for (size_t slot = 0; slot < length; ++slot)
-      widen(raw.data() + (heads_first ? head * length + slot : slot * heads + head) * context.slot_bytes(),
-            context.manifest.kv_type(context.dialect), dim, out.row(slot) + head * dim);
+      widen(raw.data() + (slot * heads + head) * context.slot_bytes(), context.manifest.kv_type(context.dialect), dim,
+            out.row(slot) + head * dim);
   return out;
 }
 

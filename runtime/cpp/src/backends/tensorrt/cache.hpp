@@ -3,12 +3,9 @@
 // A conversation's memory of a stage has the slots that it needs, and is replaced by a longer one as it grows: tokens that
 // have left the decoder take no memory behind the cut.
 //
-// Engines of the `trt` dialect read the slots before their tokens, of one buffer of [layers, 2] parts of
-// [slots, kv_heads, head_dim], and write those of their tokens; the slot of a single token is copied behind the others
-// afterwards. Decoding one token is recorded into a CUDA graph once and launched from then on.
-//
-// Engines of the `plain` dialect have caches that grow: a past of [1, kv_heads, slots, head_dim] for each layer goes in,
-// a present longer by the new tokens comes out, so two buffers take turns.
+// Engines read the slots before their tokens, of one buffer of [layers, 2] parts of [slots, kv_heads, head_dim], and write
+// those of their tokens; the slot of a single token is copied behind the others afterwards. Decoding one token is recorded
+// into a CUDA graph once and launched from then on.
 #pragma once
 
 #include <algorithm>
@@ -116,11 +113,8 @@ class Queries {
   size_t count_ = 0;
 };
 
-// A stage's cache of either dialect.
 std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, const StageSpec& spec,
                                                 const std::string& graph, int64_t capacity);
-std::unique_ptr<StageCache> make_growing_cache(TensorrtCacheContext& context, const StageSpec& spec,
-                                               const std::string& graph, int64_t capacity);
 
 // Runs of neighbouring slots: `count` from `first` on, the `start`-th of them.
 struct SlotRun {
@@ -141,8 +135,7 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
 void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const Ids& positions,
                  size_t start, size_t count);
 
-// The keys of `length` slots on the device as numbers, all heads side by side; `heads_first`: [kv_heads, length, head_dim]
-// there, else [length, kv_heads, head_dim].
-Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length, bool heads_first);
+// The keys of `length` slots on the device as numbers, all heads side by side.
+Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length);
 
 }  // namespace vtxcore

@@ -134,13 +134,11 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
         }
         out[spec.name] = std::max(out[spec.name], bytes);
       }
-  if (set_.dialect == "trt") {
-    auto row = static_cast<size_t>(m.model.kv_heads * m.model.head_dim * m.kv_bytes(set_.dialect));
-    for (size_t i = 0; i < m.stages.size(); ++i) {
-      int64_t at_once = row % kAlignment == 0 ? 1 : longest(m.dialects.at(set_.dialect).stages[i]);
-      auto bytes = 2 * m.stages[i].layers() * static_cast<int64_t>(aligned(row * static_cast<size_t>(at_once)));
-      out[kNewSlots] = std::max(out[kNewSlots], bytes);
-    }
+  auto row = static_cast<size_t>(m.model.kv_heads * m.model.head_dim * m.kv_bytes(set_.dialect));
+  for (size_t i = 0; i < m.stages.size(); ++i) {
+    int64_t at_once = row % kAlignment == 0 ? 1 : longest(m.dialects.at(set_.dialect).stages[i]);
+    auto bytes = 2 * m.stages[i].layers() * static_cast<int64_t>(aligned(row * static_cast<size_t>(at_once)));
+    out[kNewSlots] = std::max(out[kNewSlots], bytes);
   }
   return out;
 }

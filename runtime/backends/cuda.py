@@ -1,4 +1,7 @@
-"""The few calls of the CUDA runtime that vtx makes: memory, copies, one stream, graphs. Errors become DeviceErrors."""
+"""The few calls of the CUDA runtime that vtx makes: memory, copies, one stream, graphs. Errors become DeviceErrors.
+
+And pools of memory that go from one conversation to the next.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,30 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.units import size
+from vtx.runtime.vision.tokens import Ids
 
+ALIGNMENT = 256  # bytes, of every address bound to TensorRT (NvInferRuntime.h, setTensorAddress)
 _OUT_OF_MEMORY, _DRIVER_TOO_OLD, _NO_DEVICE = 2, 35, 100
+# Errors after which every further call in the process fails: the device is gone, or its context is.
+_GONE = {214, 219, 700, 709, 710, 715, 716, 717, 718, 719, 999}
 _CURES = {
     _DRIVER_TOO_OLD: "its NVIDIA driver is missing or older than the CUDA that vtx uses; install a newer driver",
     _NO_DEVICE: "no NVIDIA GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES",
 }
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes from one address that TensorRT takes to the next one behind `nbytes` bytes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def load_cuda() -> Any:
@@ -26,7 +40,7 @@ def load_cuda() -> Any:
     try:
         from cuda.bindings import runtime
     except ImportError as e:
-        raise DeviceError('cuda-python is not installed; pip install "vtx-edge[rtx]" (or [tensorrt])') from e
+        raise DeviceError('cuda-python is not installed; pip install "vtx-edge[rtx]" (or [tensorrt], [gpu])') from e
     return runtime
 
 
@@ -97,7 +111,7 @@ class Cuda:
         if self._recording:
             self._after.append((call, handle))
         else:
-            self.call(call, handle)
+            getattr(self._rt, call)(handle)  # an error here is that of an earlier call, or of a device that is gone
 
     def memory(self) -> tuple[int, int]:
         free, total = self.call("cudaMemGetInfo")
@@ -155,7 +169,73 @@ class Cuda:
     def _check(self, name: str, error: Any) -> None:
         if int(error):
             cure = _CURES.get(int(error), "run it again; run vtx-doctor if it fails again")
+            if int(error) in _GONE:
+                cure = "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg"
             raise DeviceError(f"the GPU fails at {name} ({getattr(error, 'name', error)}): {cure}")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSlots:
+    """K/V of some slots, packed as in their cache, on the device."""
+
+    buffer: Buffer
+    count: int
+
+
+def runs(slots: Ids) -> list[tuple[int, int, int]]:
+    """Runs of neighbouring slots: (index among `slots`, first slot, number of slots)."""
+    if not len(slots):
+        return []
+    starts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    return [(a, int(slots[a]), b - a) for a, b in pairwise(starts)]
+
+
+class StageMemory(Protocol):
+    """A stage's device memory of one conversation: K and V for `capacity` slots, and what is bound to them."""
+
+    capacity: int
+
+    def clear(self) -> None:
+        """Make it as good as new."""
+
+
+Memory = TypeVar("Memory", bound=StageMemory)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPool:
+    """Memory of each stage, by its first layer, that no cache has now. The next conversation's caches take it."""
+
+    unused: dict[int, list[Any]] = field(default_factory=dict)
+
+    def borrow(self, stage: int, capacity: int, make: Callable[[int], Memory]) -> Memory:
+        """Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new.
+
+        All unused memory is freed if the device has too little for new one.
+        """
+        unused = self.unused.setdefault(stage, [])
+        fitting = [memory for memory in unused if memory.capacity >= capacity]
+        if fitting:
+            memory: Memory = min(fitting, key=lambda memory: memory.capacity)
+            unused.remove(memory)
+            memory.clear()
+        else:
+            try:
+                memory = make(capacity)
+            except DeviceError:
+                if not any(self.unused.values()):
+                    raise
+                for kept in self.unused.values():
+                    kept.clear()
+                memory = make(capacity)
+        return memory
+
+    def give_back_with(self, cache: object, stage: int, held: list[Any]) -> None:
+        """Have the memory in `held` come back when the cache is gone.
+
+        So the next image allocates nothing, and finds its CUDA graph recorded.
+        """
+        weakref.finalize(cache, self.unused.setdefault(stage, []).extend, held).atexit = False
 
 
 class Graph:
