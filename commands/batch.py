@@ -17,6 +17,7 @@ from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Guide
+    from vtx.tools.common.cluster import Cluster
 
 
 @command(
@@ -30,12 +31,11 @@ if TYPE_CHECKING:
     option("--max-bad", 100, "End after more failed lines than this.", type=click.IntRange(0)),
     option("--parallel", 8, "Lines that are answered at the same time; each needs memory for its K and V.",
            type=click.IntRange(1)),
-    option("--ray-address", str, "Answer on a Ray cluster: host:port, or auto.", metavar="ADDR"),
-    "device", "compute", "threads", "fit", "require_signature",
+    "cluster", "device", "compute", "threads", "fit", "require_signature",
 )  # fmt: skip
 def batch(
     questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
-    max_new_tokens: int, guide: Guide | None, max_bad: int, parallel: int, ray_address: str | None, loading: Loading,
+    max_new_tokens: int, guide: Guide | None, max_bad: int, parallel: int, cluster: Cluster | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
 
@@ -60,8 +60,8 @@ def batch(
     tasks = read_tasks(questions, images)
     folder = find_bundle(bundle, (k,))
     with ExitStack() as held:
-        if ray_address:
-            answer: Answers = partial(answer_on_cluster, ray_address, folder.resolve(), asking)
+        if cluster is not None:
+            answer: Answers = partial(answer_on_cluster, cluster, folder.resolve(), asking)
         else:
             answer = on_this_machine(held.enter_context(loading.load(folder)), asking)
         bad = run_batch(answer, folder, tasks, answers, asking, report=held.enter_context(bar()), warn=note)

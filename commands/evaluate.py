@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Guide
+    from vtx.tools.common.cluster import Cluster
 
 TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedbench", "choices", "exact")
 
@@ -45,28 +47,29 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedb
     option("--no-times", bool, "Leave out times, e.g. on a busy machine."),
     option("--parallel", 8, "Answers that are computed at the same time, but for those that are timed.",
            type=click.IntRange(1)),
-    "device", "compute", "threads", "fit",
+    "cluster", "device", "compute", "threads", "fit",
     option("--out", Path, "Output directory for answers, report and plot [default: vtx-eval-TASK-BUNDLE]."),
     "report",
 )  # fmt: skip
 def evaluate(
     task: str, data: Path, bundle: str | None, images: Path | None, protocol: str, annotations: Path | None, split: str,
     ks: tuple[Depth, ...], reduces: tuple[str, ...], instruction: str | None, samples: int | None, seed: int,
-    max_new_tokens: int, guide: Guide | None, no_times: bool, parallel: int, loading: Loading,
-    out: Path | None, as_json: bool,
+    max_new_tokens: int, guide: Guide | None, no_times: bool, parallel: int, cluster: Cluster | None,
+    loading: Loading, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate a bundle on a benchmark, at every K and with every reduction: accuracy and cost.
 
     TASK is the kind of DATA: a file of POPE, MME's directory, ScienceQA's problems.json, the questions of VQAv2,
     TextVQA, GQA, VizWiz or SEED-Bench, lines of {"image", "question", "choices", "answer"} (choices), or of {"image",
-    "question", "answer"} (exact). An interrupted run resumes where it stopped.
+    "question", "answer"} (exact). An interrupted run resumes where it stopped. On a Ray cluster no times are measured.
     """
     end_on_sigterm()
     from vtx.runtime.units import counted, duration
     from vtx.tools.bench.methods import find_methods
     from vtx.tools.common.files import write_json
     from vtx.tools.evaluation import formats, metrics
-    from vtx.tools.evaluation.ask import TIMED, ask_all, check_methods, make_methods
+    from vtx.tools.evaluation.ask import TIMED, Evaluated, ask_all, make_methods
+    from vtx.tools.evaluation.cluster import on_workers
     from vtx.tools.evaluation.formats import FORMATS
     from vtx.tools.evaluation.metrics import METRICS
     from vtx.tools.evaluation.questions import QuestionFiles, read_questions
@@ -85,23 +88,30 @@ def evaluate(
         note(f"skipped {line}")
     path = find_bundle(bundle, ks)
     target = out or Path(f"vtx-eval-{task}-{path.name}")
-    with loading.load(path) as model:
-        gates = ["auto"] if model.manifest.gates else []
-        methods = named or find_methods(model.manifest, (*model.manifest.variants, *gates))
-        check_methods(model, methods)
+    with ExitStack() as held:
+        if cluster is None:
+            model = held.enter_context(loading.load(path))
+            by, manifest = Evaluated.of(model, named, parallel), model.manifest
+        else:
+            by = on_workers(cluster, path, loading, parallel)
+            manifest = by.bundle.manifest
+            if not no_times:
+                note("times are not measured on a cluster")
+        methods = named or find_methods(manifest, (*manifest.variants, *(["auto"] if manifest.gates else [])))
         amount = f"{counted(len(questions.questions), 'question')} of {questions.source}"
         with bar() as report:
             asked = ask_all(
-                model, questions, methods, max_new_tokens, target / "answers.jsonl", report=report, guide=guide,
-                timed=0 if no_times else TIMED, parallel=parallel,
+                by, questions, methods, max_new_tokens, target / "answers.jsonl", report=report, guide=guide,
+                timed=0 if no_times else TIMED,
                 predict=lambda seconds: note(
                     f"{amount}, {counted(len(methods), 'method')}; predicted: at most {duration(seconds)}"
                 ),
             )  # fmt: skip
         for line in asked.skipped[len(questions.skipped) :]:
             note(f"skipped {line}")
+        times = not no_times and by.alone is not None
         made = make_report(
-            task, metric, questions.source, asked, model, instruction=suffix, times=not no_times, protocol=protocol
+            task, metric, questions.source, asked, by, instruction=suffix, times=times, protocol=protocol
         )
     write_json(target / "report.json", made.to_dict())
     try:

@@ -13,8 +13,21 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.loaded import LoadedBundle
+from vtx.runtime.backends.engines import GPUS
+from vtx.runtime.errors import VtxError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.session.encoded_images import PreparedImage
+from vtx.runtime.units import size
+
+
+class NoMemoryError(VtxError):
+    """The K and V of a request need more than the free memory of the machine, and no other answer is computed."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(
+            f"its K and V need {size(needed)}, {size(available_memory() or 0)} of memory are free; ask again later, or "
+            "for fewer tokens, or with an earlier K"
+        )
 
 
 class ConversationPool:
@@ -25,19 +38,23 @@ class ConversationPool:
 
     def __init__(self, loaded: LoadedBundle, limit_bytes: int, most: int) -> None:
         self._loaded, self._limit, self._most = loaded, limit_bytes, most
+        self._in_host_memory = loaded.backend.device.partition(":")[0] not in GPUS
         self._kept: list[Conversation] = []
-        self._leased: list[Conversation] = []
+        self._leased: list[tuple[Conversation, int]] = []  # and the bytes of K and V that it may come to need
         self.hits = self.misses = self.kept_bytes = 0
 
     def lease(
         self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, reuse: bool = True,
-        instead_of: Sequence[PreparedImage] = (), prefix_file: Path | None = None,
+        instead_of: Sequence[PreparedImage] = (), prefix_file: Path | None = None, needed: int = 0,
     ) -> Conversation:  # fmt: skip
         """The kept conversation about these images that shares most of the prompt `ids`, or a new one.
 
         A kept one about the images `instead_of`, which nobody asks about again, takes the new one's place. Without
-        `reuse` it is new, and finds no image encoded. `prefix_file` is that of a new one.
+        `reuse` it is new, and finds no image encoded. `prefix_file` is that of a new one. `needed`: bytes that its K
+        and V come to. Raises NoMemoryError if these are not free.
         """
+        if not self._free(needed):
+            raise NoMemoryError(needed)
         conversation, best, keys = None, 0, _keys(images)
         for kept in self._kept if reuse else ():
             agreed, held = kept.agreement(ids)
@@ -56,36 +73,49 @@ class ConversationPool:
             conversation = former or Conversation(self._loaded, tuple(images), prefix_file=prefix_file)
             is_image = ids == self._loaded.manifest.text.image_token_id
             prefix = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
-            for other in [*self._leased, *self._kept] if prefix and former is None else ():
+            for other in [*(each for each, _ in self._leased), *self._kept] if prefix and former is None else ():
                 if _keys(other.images) == keys and other.agreement(ids)[0] >= prefix:
                     conversation.share_prefix(other)
                     break
         else:
             self.hits += 1
             self._kept.remove(conversation)
-        self._leased.append(conversation)
+        self._leased.append((conversation, needed))
         self._evict()
         return conversation
 
     def give_back(self, conversation: Conversation, *, keep: bool = True) -> None:
         """End a lease. A conversation in which something failed is not kept."""
-        self._leased.remove(conversation)
+        self._leased = [lease for lease in self._leased if lease[0] is not conversation]
         if keep:
             self._kept.append(conversation)
         else:
             conversation.close()
         self._evict()
 
-    def fits(self, tokens: int) -> bool:
-        """True if K and V of one more conversation with this many tokens fit into the memory that is free.
+    def fits(self, needed: int) -> bool:
+        """True if this many bytes of K and V fit next to those in use: into the limit, and into the free memory.
 
-        And, next to those in use, into the limit.
+        For the latter kept conversations are dropped.
         """
-        manifest, slot = self._loaded.manifest, self._loaded.backend.kv_slot_bytes
-        more = min(tokens, manifest.max_context) * manifest.model.attending * slot
-        if (free := available_memory()) is not None and more > free:
-            return False
-        return sum(conversation.cache_bytes for conversation in self._leased) + more <= self._limit
+        return self._in_use + needed <= self._limit and self._free(needed)
+
+    @property
+    def _in_use(self) -> int:
+        """Bytes of the conversations in use, at the end of their answers."""
+        return sum(each.cache_bytes + max(0, most - each.kv_bytes) for each, most in self._leased)
+
+    def _free(self, needed: int) -> bool:
+        """Drop kept conversations until this much memory is free beside what those in use may yet take."""
+        if not self._in_host_memory:
+            return True
+        needed += sum(max(0, most - each.kv_bytes) for each, most in self._leased)
+        while needed and (free := available_memory()) is not None and needed > free:
+            if not self._kept:
+                return False
+            self.kept_bytes -= self._kept[0].cache_bytes
+            self._kept.pop(0).close()
+        return True
 
     def close(self) -> None:
         """Free the kept conversations."""
@@ -95,12 +125,11 @@ class ConversationPool:
 
     def _evict(self) -> None:
         """Drop kept conversations until they and those in use are within the limit."""
-        in_use = sum(conversation.cache_bytes for conversation in self._leased)
-        sizes = [conversation.cache_bytes for conversation in self._kept]
-        while sizes and (in_use + sum(sizes) > self._limit or len(sizes) > self._most):
+        while True:  # those that remain have a larger part of what they share
+            self.kept_bytes = sum(conversation.cache_bytes for conversation in self._kept)
+            if not self._kept or (len(self._kept) <= self._most and self._in_use + self.kept_bytes <= self._limit):
+                return
             self._kept.pop(0).close()
-            sizes.pop(0)
-        self.kept_bytes = sum(sizes)
 
 
 def _keys(images: Sequence[PreparedImage]) -> list[str]:

@@ -22,12 +22,14 @@ from vtx.runtime.api.messages import split_images
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.errors import VtxError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.batching import Batching
 from vtx.runtime.scheduler.choosing import Chooser, Chosen
 from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Scheduler
-from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
+from vtx.runtime.session.encoded_images import EncodedImages, ImageCache, PreparedImage
+from vtx.runtime.vision.tokens import ImageTokens
 
 log = logging.getLogger(__name__)
 AHEAD = 2  # requests that wait in the thread that computes while others are prepared
@@ -51,13 +53,21 @@ class Capacity:
     tiles: int = 0
 
 
+class StandsError(VtxError):
+    """A request needs no answer, as an earlier one stands."""
+
+    def __init__(self) -> None:
+        super().__init__("an earlier answer stands")
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
     """A request whose images are read and whose prompt `ids` are known, before anything is computed.
 
     `reuse`: it may begin with what the caches of earlier requests hold. `instead_of`: images that nobody asks about
     again, e.g. the frame before, whose caches it may take over. `adapts`: K and reductions are chosen when it begins,
-    if the engine has a chooser. `prefix_file`: as of `Model.open`.
+    if the engine has a chooser. `prefix_file`: as of `Model.open`. `stands` is called with the tokens of the last image
+    before the decoder runs, in the thread that computes; if it returns True, the request ends with a StandsError.
     """
 
     images: tuple[PreparedImage, ...]
@@ -68,6 +78,7 @@ class AnswerRequest:
     adapts: bool = False
     instead_of: tuple[PreparedImage, ...] = ()
     prefix_file: Path | None = None
+    stands: Callable[[ImageTokens], bool] | None = None
 
     @classmethod
     def of(
@@ -126,7 +137,7 @@ class Engine:
 
     def job(
         self, asked: AnswerRequest, emit: Callable[[Event], None], *, ends_at: float = math.inf, urgent: bool = False,
-        advance: float = 0.0, choosing: Callable[[Chosen], None] = lambda _: None,
+        limit: float = 0.0, priority: int = 0, choosing: Callable[[Chosen], None] = lambda _: None,
     ) -> Job:  # fmt: skip
         """The work of one answer, for the scheduler, in a conversation of the pool; its other fields are `Job`'s.
 
@@ -135,14 +146,20 @@ class Engine:
         """
         leased = list[Conversation]()
         chooser = self._chooser if asked.adapts and asked.images else None
-        chosen, fresh = list[Chosen](), len(asked.ids)
+        chosen, fresh, needed = list[Chosen](), len(asked.ids), self._kv_bytes(asked, adapts=chooser is not None)
 
         def begin() -> AnswerStream:
             nonlocal fresh
+            if asked.stands is not None:
+                settings, loaded = asked.settings, self.model.loaded
+                policy = loaded.policy(settings.k, settings.options, settings.reduce, asked.images)
+                images = EncodedImages(loaded.backend, asked.images[-1:], self.images, self.tiles)
+                if asked.stands(images.encoded(asked.images[-1], policy.entries, self.scheduler.heartbeat.beat)):
+                    raise StandsError
             leased.append(
                 self.pool.lease(
                     asked.images, asked.ids, reuse=asked.reuse, instead_of=asked.instead_of,
-                    prefix_file=asked.prefix_file,
+                    prefix_file=asked.prefix_file, needed=needed,
                 )
             )  # fmt: skip
             try:
@@ -171,8 +188,9 @@ class Engine:
             emit(event)
 
         job = Job(
-            begin, end, emitting, ends_at=ends_at, urgent=urgent, advance=advance, fits=partial(self._fits, asked)
-        )
+            begin, end, emitting, ends_at=ends_at, urgent=urgent, limit=limit, priority=priority,
+            fits=partial(self.pool.fits, needed),
+        )  # fmt: skip
         if chooser is not None:
             job.quickest = partial(chooser.quickest, len(asked.ids))
         return job
@@ -239,5 +257,16 @@ class Engine:
             raise found
         return found[0]
 
-    def _fits(self, asked: AnswerRequest) -> bool:
-        return self.pool.fits(len(asked.ids) + asked.settings.options.max_new_tokens)
+    def _kv_bytes(self, asked: AnswerRequest, *, adapts: bool) -> int:
+        """Bytes of K and V of a whole prompt and its longest answer, without image tokens behind a fixed K."""
+        manifest, options = self.model.manifest, asked.settings.options
+        tokens = min(len(asked.ids) + options.max_new_tokens, manifest.max_context)
+        image, exit = int((asked.ids == manifest.text.image_token_id).sum()), None
+        if not adapts:
+            try:
+                exit = self.model.loaded.policy(asked.settings.k, options, asked.settings.reduce, asked.images).exit
+            except VtxError:  # it is told when the answer begins
+                return 0
+        layers = [layer for stage in manifest.stages for layer in stage.cached]
+        without = sum(exit is not None and layer >= exit for layer in layers)
+        return self.model.backend.kv_slot_bytes * (tokens * len(layers) - image * without)

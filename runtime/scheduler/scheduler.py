@@ -18,6 +18,7 @@ from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import VtxError
 
+PRIORITIES = 40  # steps of priority that are worth a request's whole time
 JOINING = 256  # tokens of prompts that wait for the next round; once there are more, no further prompt begins
 CLOSE_SECONDS = 10.0  # for a run of a graph to end before the server does
 IDLE_SECONDS = 1.0  # between two beats of a thread that waits for work
@@ -80,16 +81,20 @@ class Job:
     """One request. `begin` returns its stream, `end` releases the stream's conversation, `emit` gets each event.
 
     All three are called in the thread that computes. `ends_at`: of the monotonic clock; of waiting jobs the one whose
-    end is nearest begins first. `urgent`: it is refused if it cannot have its first token by then. `advance`: seconds
-    that its end counts as nearer. `fits`: False while it must wait for others to end.
+    end is nearest begins first. `urgent`: it is refused if it cannot have its first token by then; others count as if
+    they ended after half of their `limit` of seconds, so that none waits for its whole time behind urgent ones. A step
+    of `priority` is worth a `PRIORITIES`th of the limit. `fits`: False while it must wait for others to end.
     """
 
     def __init__(
         self, begin: Callable[[], AnswerStream], end: Callable[[bool], None], emit: Callable[[Event], None], *,
-        ends_at: float = math.inf, urgent: bool = False, advance: float = 0.0, fits: Callable[[], bool] = lambda: True,
+        ends_at: float = math.inf, urgent: bool = False, limit: float = 0.0, priority: int = 0,
+        fits: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self._begin, self._end, self._emit, self.fits = begin, end, emit, fits
-        self.ends_at, self.urgent, self.order = ends_at, urgent, ends_at - advance
+        self.ends_at, self.urgent = ends_at, urgent
+        self.order = ends_at - limit * (priority / PRIORITIES + (0 if urgent else 0.5))
+        self.lacks_memory = False  # it waits for others to end
         self.begun = math.nan  # by the scheduler's clock
         self.quickest: Callable[[], float | None] = lambda: None  # seconds of its prompt, if it can choose how it runs
         self.room = math.inf  # seconds that its prompt may take, so that urgent ones that wait make theirs
@@ -304,7 +309,8 @@ class Scheduler:
             job = min(self._waiting, key=lambda job: job.order, default=None)
             if job is None or self.active >= self._parallel or (before is not None and job.order >= before.order):
                 return None
-            if self._active and not job.fits():
+            job.lacks_memory = bool(self._active) and not job.fits()
+            if job.lacks_memory:
                 return None
             self._waiting.remove(job)
             now = self._clock()

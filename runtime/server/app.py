@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from importlib.resources import files
 from typing import Any
@@ -27,13 +27,8 @@ from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics
 from vtx.runtime.server.refusal import Refusal, refusal_of
 from vtx.runtime.server.watchdog import Watchdog
 
-PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
-    "/history.js": ("history.js", "text/javascript; charset=utf-8"),
-}
+PACKAGE = "vtx.runtime.server"
+PAGE = dict.fromkeys(("/", "/page.css", "/page.js", "/charts.js", "/history.js"), PACKAGE)
 SHEETS = set(PAGE) - {"/"}
 SECURITY = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -58,8 +53,6 @@ def make_app(
     `access` gets a line of each request, with `access_json` as JSON.
     """
     metrics, traffic = Metrics(), traffic or Traffic()
-    folder = files("vtx.runtime.server").joinpath("page")
-    pages = {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in PAGE.items()}
     endpoints = Endpoints(engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic)
 
     async def model(request: Request) -> Response:
@@ -82,10 +75,6 @@ def make_app(
             )
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-    async def page(request: Request) -> Response:
-        content, kind = pages[request.url.path]
-        return Response(content, headers={**SECURITY, "content-type": kind})
-
     async def figures(_: Request) -> Response:
         return Response(metrics.text(engines.figures()), media_type=CONTENT_TYPE)
 
@@ -101,7 +90,7 @@ def make_app(
         Route("/v1/models", endpoint=models),
         Route("/v1/models/{name:path}", endpoint=model),
         *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
-        Route("/metrics", endpoint=figures), *(Route(path, endpoint=page) for path in PAGE),
+        Route("/metrics", endpoint=figures), *page_routes(PAGE),
     ]  # fmt: skip
     app = Starlette(
         routes=routes, lifespan=lifespan,
@@ -113,6 +102,28 @@ def make_app(
     return CORSMiddleware(
         logged, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
     )
+
+
+def page_routes(packages: Mapping[str, str]) -> list[Route]:
+    """Routes to the files of a page: each path, of a file in the folder `page` of the package, "/" of index.html.
+
+    index.html follows head.html, which pages share.
+    """
+    kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+    def route(path: str, package: str) -> Route:
+        name = path[1:] or "index.html"
+        content = files(package).joinpath("page", name).read_bytes()
+        if path == "/":
+            content = files(PACKAGE).joinpath("page", "head.html").read_bytes() + content
+        headers = {**SECURITY, "content-type": f"{kinds[name.rpartition('.')[2]]}; charset=utf-8"}
+
+        async def file(_: Request) -> Response:
+            return Response(content, headers=headers)
+
+        return Route(path, endpoint=file)
+
+    return [route(path, package) for path, package in packages.items()]
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -29,7 +29,7 @@ from vtx.runtime.server.openai import completions, embeddings, responses
 from vtx.runtime.server.openai.chat import ChatObjects
 from vtx.runtime.server.openai.objects import Objects
 from vtx.runtime.server.openai.request import ChatRequest, Translate, read_request
-from vtx.runtime.server.refusal import Refusal, refusal_of, shutting_down
+from vtx.runtime.server.refusal import Refusal, no_memory, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.image import image_size
@@ -43,7 +43,6 @@ RETRY_SECONDS = 2
 READERS = 2  # threads that parse requests and decode images
 VIDEO_READERS = 1  # threads that decode videos, which takes longer
 LATE_SECONDS = 1.0  # after its deadline, for an answer that ends there to arrive
-PRIORITY_SECONDS = 60.0  # that one step of priority is worth in the queue
 FETCHERS = 8  # threads that fetch images
 
 
@@ -286,7 +285,8 @@ async def _events(
 
     At its deadline an answer ends as it is.
 
-    Raises ClientLeft if the client has gone; Refusal if it did not begin in time (408), or could not be answered.
+    Raises ClientLeft if the client has gone; Refusal if it had no token in time (408) or no memory (503), or could not
+    be answered.
     `waits` gets the times at which it began and had its first token, `notes` how K and reductions were chosen.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
@@ -306,7 +306,7 @@ async def _events(
         engine.job(
             AnswerRequest(prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse, chat.adapts),
             partial(emit, number), ends_at=ends_at, urgent=chat.deadline is not None,
-            advance=PRIORITY_SECONDS * chat.priority, choosing=choosing,
+            limit=seconds, priority=chat.priority, choosing=choosing,
         )
         for number in range(left)
     ]  # fmt: skip
@@ -322,6 +322,8 @@ async def _events(
             if leaving.done():
                 raise ClientLeft
             if not getting.done():
+                if jobs[0].lacks_memory:
+                    raise no_memory(f"there was no memory for its K and V within {seconds:g} s; ask again later")
                 raise _too_slow(seconds)
             number, event = getting.result()
             if isinstance(event, Exception):

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,8 @@ class Engines:
         self._bundles = {name: Bundle.open(folder, key=key) for name, folder in bundles.items()}
         self._needed = {name: self._needs(name, bundle) for name, bundle in self._bundles.items()}
         self._loaded: dict[str, Engine] = {}
+        self._replaced: list[Engine] = []  # whose last answers run
+        self._counted = Counter[str]()  # by engines that are closed
         self._choosers = choosers or {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self.closed = False
@@ -150,11 +153,15 @@ class Engines:
                     with self._lock:
                         self._bundles[name], self._needed[name] = bundle, needed
                         if engine is not None:
+                            self._replaced.append(self._loaded[name])
                             self._loaded[name] = engine
                 told.append(f"{name} was replaced")
                 if replaced is not None:
                     while replaced.users and not self.closed:
                         time.sleep(LOOK_SECONDS)
+                    with self._lock:
+                        self._replaced.remove(replaced)
+                        self._count(replaced)
                     close(replaced)
             except (VtxError, OSError, MemoryError) as e:
                 told.append(f"{name} was not replaced: {e}")
@@ -195,6 +202,7 @@ class Engines:
                     )  # fmt: skip
                 oldest = min(idle, key=lambda engine: engine.used_at)
                 del self._loaded[oldest.name]
+                self._count(oldest)
             log.info("closing %s to make room for %s", oldest.name, name)
             close(oldest)
 
@@ -212,9 +220,15 @@ class Engines:
         return {engine.name: engine.scheduler.silence for engine in self.loaded}
 
     def figures(self) -> dict[str, float]:
-        """The current state for the metrics, and the counts (`_total`) of the loaded engines since they were loaded."""
-        engines = self.loaded
-        return {"models_loaded": len(engines)} | {name: sum(map(of, engines)) for name, of in FIGURES.items()}
+        """The current state for the metrics, and the counts (`_total`) of all engines since the start."""
+        with self._lock:
+            engines, counted = [*self._loaded.values(), *self._replaced], self._counted.copy()
+        figures = {name: sum(map(of, engines)) + counted[name] for name, of in FIGURES.items()}
+        return {"models_loaded": len(engines), **figures}
+
+    def _count(self, engine: Engine) -> None:
+        """Keep the counts of an engine that is closed."""
+        self._counted.update({name: int(of(engine)) for name, of in FIGURES.items() if name.endswith("_total")})
 
     def describe(self) -> list[dict[str, Any]]:
         """The objects of /v1/models."""

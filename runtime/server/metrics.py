@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vtx.runtime.host.machine import version
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-TIMES = {
+TIMES = {  # what each histogram of seconds is about
     "queue": "From a request's arrival until its answer began.",
     "first_token": "From a request's arrival to the first token of its answer.",
     "answer": "From a request's arrival to the end of its answer.",
 }
 TOKEN = {"token": "Between two tokens of an answer, mean of each answer."}
+COUNTS = {
+    "prompt_tokens": "Tokens of the prompts of complete answers.",
+    "reused_tokens": "Tokens of prompts that were in the caches already.",
+    "completion_tokens": "Tokens of complete answers.",
+    "withdrawn_tokens": "Image tokens of prompts that did not reach the last layer.",
+}
+FIGURES = {  # of the engines and the process, by name; those that end in _total only grow
+    "build_info": "1, with the version of vtx.",
+    "resident_memory_bytes": "Memory of the process.",
+    "models_loaded": "Bundles in memory.",
+    "requests_active": "Answers that are being computed.",
+    "requests_waiting": "Requests that wait for their turn.",
+    "kv_kept_bytes": "K, V and images of conversations that are kept for later requests.",
+    "image_cache_bytes": "Encoded images that are kept.",
+    "conversation_hits_total": "Requests whose beginning was in a kept conversation.",
+    "conversation_misses_total": "Requests whose beginning was in none.",
+    "image_cache_hits_total": "Images that had been encoded before.",
+    "image_cache_misses_total": "Images that were encoded.",
+    "batched_passes_total": "Passes that computed tokens of several answers.",
+    "batched_tokens_total": "Tokens that were computed in such passes.",
+}
 MOST_KINDS = 200  # of answers, by model, K and reductions, that are counted apart
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -45,7 +70,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._requests: dict[int, int] = {}
-        self._totals = dict.fromkeys(("prompt_tokens", "reused_tokens", "completion_tokens", "withdrawn_tokens"), 0)
+        self._totals = dict.fromkeys(COUNTS, 0)
         self._answers: dict[tuple[str, str, str], int] = {}
         self._cancelled = 0
         self._times = {name: Histogram(SECONDS) for name in TIMES}
@@ -79,24 +104,38 @@ class Metrics:
             if token_seconds is not None:
                 self._token.observe(token_seconds)
 
-    def text(self, gauges: Mapping[str, float]) -> str:
-        """All metrics, with the current `gauges`."""
+    def text(self, figures: Mapping[str, float]) -> str:
+        """All metrics, with the current `figures`."""
+        lines = list[str]()
+
+        def begin(name: str, about: str, kind: str) -> str:
+            lines.extend([f"# HELP vtx_{name} {about}", f"# TYPE vtx_{name} {kind}"])
+            return f"vtx_{name}"
+
         with self._lock:
-            lines = ["# TYPE vtx_requests_total counter"]
-            lines += [f'vtx_requests_total{{status="{code}"}} {n}' for code, n in sorted(self._requests.items())]
-            lines += ["# HELP vtx_answers_total Complete answers.", "# TYPE vtx_answers_total counter"]
+            metric = begin("requests_total", "Requests that have ended, by HTTP status.", "counter")
+            lines += [f'{metric}{{status="{code}"}} {n}' for code, n in sorted(self._requests.items())]
+            metric = begin("answers_total", "Complete answers.", "counter")
             for values, n in sorted(self._answers.items()):
                 named = zip(("model", "k", "reduce"), values, strict=True)
                 labels = ",".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named)
-                lines.append(f"vtx_answers_total{{{labels}}} {n}")
-            totals = {"cancelled": self._cancelled, **self._totals}
-            for name, value in totals.items():
-                lines += [f"# TYPE vtx_{name}_total counter", f"vtx_{name}_total {value}"]
+                lines.append(f"{metric}{{{labels}}} {n}")
+            about = {"cancelled": "Requests whose client left before the end.", **COUNTS}
+            for name, value in {"cancelled": self._cancelled, **self._totals}.items():
+                lines.append(f"{begin(f'{name}_total', about[name], 'counter')} {value}")
             for name, histogram in (*self._times.items(), ("token", self._token)):
-                metric = f"vtx_{name}_seconds"
-                lines += [f"# HELP {metric} {(TIMES | TOKEN)[name]}", f"# TYPE {metric} histogram"]
-                lines += histogram.lines(metric)
-        for name, gauge in gauges.items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# TYPE vtx_{name} {kind}", f"vtx_{name} {gauge:.15g}"]
+                lines += histogram.lines(begin(f"{name}_seconds", (TIMES | TOKEN)[name], "histogram"))
+        lines.append(f'{begin("build_info", FIGURES["build_info"], "gauge")}{{version="{version("vtx-edge")}"}} 1')
+        for name, figure in {**resident(), **figures}.items():
+            metric = begin(name, FIGURES[name], "counter" if name.endswith("_total") else "gauge")
+            lines.append(f"{metric} {figure:.15g}")
         return "\n".join(lines) + "\n"
+
+
+def resident() -> dict[str, float]:
+    """The memory of this process, if the system is Linux."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return {}
+    return {"resident_memory_bytes": pages * os.sysconf("SC_PAGE_SIZE")}

@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 from vtx.runtime.errors import ContextError, ImageError, RequestError, TemplateError, VtxError
+from vtx.runtime.scheduler.conversations import NoMemoryError
 from vtx.runtime.scheduler.scheduler import ClosedError, TooLateError
 
+MEMORY_SECONDS = 5  # after which a request for which there was no memory may be sent again
 # Errors of a request by their class: OpenAI's code, and the field that is wrong.
 FAULTS = (
     (ContextError, "context_length_exceeded", "messages"), (ImageError, "invalid_image", "messages"),
@@ -45,6 +47,10 @@ def shutting_down() -> Refusal:
     return Refusal(503, "the server is shutting down", kind="server_error", retry_after=5)
 
 
+def no_memory(message: str) -> Refusal:
+    return Refusal(503, message, code="no_memory", kind="server_error", retry_after=MEMORY_SECONDS)
+
+
 def refusal_of(error: Exception) -> Refusal:
     """The error that a client gets. It has no details if the request is not at fault."""
     if isinstance(error, Refusal):
@@ -59,6 +65,8 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(
             429, str(error), code="deadline", kind="rate_limit_error", retry_after=retry, final=True
         )  # fmt: skip
+    if isinstance(error, NoMemoryError):
+        return no_memory(str(error))
     if isinstance(error, MemoryError):
-        return Refusal(503, "no memory left for this request; try again", kind="server_error", retry_after=5)
+        return no_memory("no memory left for this request; try again")
     return Refusal(500, "the server failed on this request; its log says why", kind="server_error")

@@ -135,7 +135,7 @@ def _check_bad(reasons: Sequence[str], most: int) -> None:
 def answer_lines(engine: Engine, lines: Sequence[Line], asking: Asking) -> Iterator[tuple[Line, Result]]:
     """The result of each line, as they end. Questions about the same images are asked one after the other."""
     firsts: dict[Any, int] = {}
-    alike = [firsts.setdefault(_pictures(line), number) for number, line in enumerate(lines)]
+    alike = [firsts.setdefault(pictures_of(line), number) for number, line in enumerate(lines)]
     ordered = [lines[number] for number in sorted(range(len(lines)), key=lambda number: (alike[number], number))]
     chats: dict[int, ChatRequest] = {}  # those of OpenAI's lines that are being answered, by their number
     for line, found in engine.answers(_asked(engine.model, ordered, asking, chats)):
@@ -152,7 +152,7 @@ def answer_lines(engine: Engine, lines: Sequence[Line], asking: Asking) -> Itera
             yield line, {"id": line.id, "question": line.question, **json.loads(json.dumps(found[0].to_dict()))}
 
 
-def _pictures(line: Line) -> Any:
+def pictures_of(line: Line) -> Any:
     """The images and videos of a line, equal for lines that go together; of OpenAI's lines only the line is known."""
     return (line.images, line.videos) if isinstance(line, Task) and line.request is None else line.number
 
@@ -175,10 +175,10 @@ def _asked(
             if isinstance(line, BadLine):
                 raise RequestError(line.reason)
             if line.request is None:
-                if pictures != _pictures(line):  # else they are those of the line before
+                if pictures != pictures_of(line):  # else they are those of the line before
                     pictures = None
                     images = loaded.prepare_all([*line.images, *map(video, line.videos)])
-                    pictures = _pictures(line)
+                    pictures = pictures_of(line)
                 check_text("the question", line.question)
                 messages: list[Message] = [{"role": "user", "content": opening_parts(images, line.question)}]
                 own = {"k": asking.k, "reduce": asking.reduce, **line.own}

@@ -12,14 +12,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
-from vtx.runtime.bundle.bundle import sha256
+from vtx.runtime.bundle.bundle import Bundle, sha256
 from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
 from vtx.runtime.prompt.guiding import Guide
@@ -60,6 +60,32 @@ class CostedAnswer:
     new_tokens: int
 
 
+Answers: TypeAlias = """Callable[
+    [Sequence[TaskQuestion], Mapping[int, Collection[Method]]], Generator[tuple[int, Method, CostedAnswer | Exception]]
+]"""  # to the questions of these numbers as they come, each under its methods, or what is wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A bundle that is evaluated, and what answers: `alone`, with its times if they are measured, and `many`."""
+
+    bundle: Bundle
+    device: str
+    compute: str
+    fit: str | None
+    many: Callable[[Options], Answers]
+    alone: Callable[[Options], Asker] | None = None
+
+    @classmethod
+    def of(cls, model: Model, methods: Sequence[Method], parallel: int = PARALLEL) -> Evaluated:
+        """By a model in this process. Raises RequestError for a method that the bundle was not exported for."""
+        check_methods(model, methods)
+        return cls(
+            model.bundle, model.backend.device, model.backend.compute, model.loaded.fit,
+            lambda options: SideBySide(model, options, parallel).answers, lambda options: Asker(model, options),
+        )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The questions that every method has answered, and `replies` [questions][methods]."""
@@ -83,25 +109,23 @@ def check_methods(model: Model, methods: Sequence[Method]) -> None:
 
 
 def ask_all(
-    model: Model, data: QuestionSet, methods: Sequence[Method], max_new_tokens: int, journal: Path, *,
+    by: Evaluated, data: QuestionSet, methods: Sequence[Method], max_new_tokens: int, journal: Path, *,
     report: Progress, predict: Callable[[float], None], guide: Guide | None = None, timed: int = TIMED,
-    parallel: int = PARALLEL,
 ) -> Asked:  # fmt: skip
     """Ask what `journal` does not hold yet. `predict` gets the total seconds, estimated from the first question.
 
-    About `timed` of the questions, evenly spread, are asked alone; of the answers to the others `parallel` are computed
-    at the same time. Raises RequestError for a method that the bundle lacks, a journal of another bundle, or too many
-    bad questions.
+    About `timed` of the questions, evenly spread, are asked alone if `by` can, the others together. Raises
+    RequestError for a journal of another bundle, or too many bad questions.
     """
-    check_methods(model, methods)
     options = Options(max_new_tokens=max_new_tokens, guide=guide)
     questions, skipped = data.questions, dict[int, str]()
     kept, replies = list[TaskQuestion](), list[tuple[CostedAnswer, ...]]()
     identity = {
-        "model": sha256(model.bundle.folder / "vtx.json"), "device": [model.backend.device, model.backend.compute],
-        "--max-new-tokens": max_new_tokens, "--fit": model.loaded.fit,
+        "model": sha256(by.bundle.folder / "vtx.json"), "device": [by.device, by.compute],
+        "--max-new-tokens": max_new_tokens, "--fit": by.fit,
         **({} if guide is None else {"--choices": list(guide.choices or ())}),
     }  # fmt: skip
+    timed = 0 if by.alone is None else timed
     step = -(-len(questions) // timed) if timed else len(questions) + 1
     with ResultJournal(journal, identity) as held:
         keys = [[f"{q.digest()} k={m.k} reduce={m.reduce}" for m in methods] for q in questions]
@@ -122,8 +146,10 @@ def ask_all(
 
         left = [n for n in range(len(keys)) if missing(n)]
         start, done = time.monotonic(), len(keys) - len(left)
-        alone, asker = [n for n in left if timed and n % step == 0], Asker(model, options)
+        alone = [n for n in left if timed and n % step == 0]
+        asker = by.alone(options) if by.alone and alone else None
         for turn, n in enumerate(alone):
+            assert asker is not None
             report("questions", done + turn, len(keys))
             wanted = missing(n)
             try:
@@ -136,7 +162,7 @@ def ask_all(
         for n in sorted({*left} - {*alone}):
             rest[n] = [method for method, key in missing(n).items() if key not in first]
             first.update(keys[n])
-        with closing(SideBySide(model, options, parallel).answers(questions, rest)) as answers:
+        with closing(by.many(options)(questions, rest)) as answers:
             for n, method, reply in answers:
                 if isinstance(reply, Exception):
                     skip(n, reply)
@@ -213,7 +239,7 @@ class SideBySide:
     def answers(
         self, questions: Sequence[TaskQuestion], wanted: Mapping[int, Collection[Method]]
     ) -> Generator[tuple[int, Method, CostedAnswer | Exception]]:
-        """The answers to the questions of these numbers as they come, each under its methods, or what is wrong."""
+        """See `Answers`."""
         if not wanted:
             return
         images: dict[int, tuple[PreparedImage, ...]] = {}  # of the questions that are being answered

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from vtx.runtime.api.model import Model
 from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.series import Series, spread
 from vtx.tools.data.intervals import CONFIDENCE, DRAWS, clustered_share, resampled_sums, spread_of
-from vtx.tools.evaluation.ask import Asked
+from vtx.tools.evaluation.ask import Asked, Evaluated
 from vtx.tools.evaluation.metrics import Counts, Metric, Tally
 
 FORMAT = "vtx-eval-1"
@@ -109,7 +108,7 @@ class Evaluation:
 
 
 def make_report(
-    task: str, metric: Metric, source: str, asked: Asked, model: Model, *, instruction: str, times: bool,
+    task: str, metric: Metric, source: str, asked: Asked, by: Evaluated, *, instruction: str, times: bool,
     protocol: str = "authors",
 ) -> Evaluation:  # fmt: skip
     """The whole report; without `times`, e.g. on a busy machine, it has none."""
@@ -149,11 +148,11 @@ def make_report(
                 groups=of_group,
             )
         )  # fmt: skip
-    m, backend, shares = model.manifest, model.backend, tuple(sorted(tallies[0].shares))
+    m, shares = by.bundle.manifest, tuple(sorted(tallies[0].shares))
     return Evaluation(
         machine=describe(),
         model=EvaluatedModel(
-            m.model.name, model.bundle.folder.name, m.model.layers, m.precision, backend.device, backend.compute
+            m.model.name, by.bundle.folder.name, m.model.layers, m.precision, by.device, by.compute
         ),
         task=EvaluatedTask(
             task, source, len(questions), len(tallies[0].counts), asked.skipped, instruction, main, shares, protocol

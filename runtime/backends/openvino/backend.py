@@ -181,12 +181,13 @@ class OpenvinoBackend(HostBackend):
 
     def _load_stage(self, spec: StageSpec, file: str) -> StageGraph | OpenvinoGraph:
         m = self._manifest
-        if m.model.two_way or not spec.keeps:
+        if m.model.two_way == "prompt" or not spec.keeps:
             return self._graph(file, graphs.stage_of(m, spec, DIALECT), m.precision)
 
         def read() -> Any:
             model = self._read(file, graphs.stage_of(m, spec, DIALECT))
-            page_caches(model, spec.cached, m.model.heads, m.model.sliding.layers if m.model.sliding else ())
+            sliding = m.model.sliding.layers if m.model.sliding else ()
+            page_caches(model, spec.cached, m.model.heads, sliding, both_ways=m.model.two_way is not None)
             select_outputs(model, whole=spec.last not in spec.cached)
             return model
 
@@ -206,6 +207,8 @@ class OpenvinoBackend(HostBackend):
             cache.append(tokens.part(0, 1), np.zeros(1, np.int64))
             if for_many is not None:
                 cache.append(tokens, np.arange(FEW + 1))
+            if m.model.two_way is not None:
+                cache.check_both_ways(tokens.part(0, 2))
         return stage
 
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> OpenvinoGraph:
@@ -213,8 +216,8 @@ class OpenvinoBackend(HostBackend):
 
     def _new_batches(self, lanes: int, capacity: int) -> list[OpenvinoStageBatch]:
         stages = list(zip(self.stages, self._manifest.stages, strict=True))
-        if any(isinstance(graph, OpenvinoGraph) for graph, _ in stages) or self._manifest.model.sliding is not None:
-            return []  # their caches are no blocks, or tokens see windows of several sizes: one by one
+        if any(isinstance(graph, OpenvinoGraph) for graph, _ in stages):
+            return []  # their caches are no blocks: one by one
         return [OpenvinoStageBatch(self._context, graph, spec, lanes, capacity) for graph, spec in stages]
 
     def stage(

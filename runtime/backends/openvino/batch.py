@@ -1,4 +1,4 @@
-"""A stage of several conversations in one run on OpenVINO: paged attention over the lanes of a pool."""
+"""A stage of several conversations in one run on OpenVINO: paged attention over the blocks of a pool."""
 
 from __future__ import annotations
 
@@ -10,31 +10,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.failures import run_failures
-from vtx.runtime.backends.openvino.cache import FEW, KV_ARRAYS, OpenvinoCacheContext, OpenvinoStageCache
+from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import ENGINE, StageGraph, run_request
-from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST
-from vtx.runtime.backends.slots import LanePool
+from vtx.runtime.backends.openvino.paged import (
+    BEGINS,
+    BLOCK,
+    BLOCK_BEGINS,
+    BLOCKS,
+    FILLED,
+    IMAGES,
+    OUTPUTS,
+    PAST,
+    WINDOW,
+)
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 
 class OpenvinoStageBatch:
-    """The pool of lanes for the caches of one stage, and an infer request over all of it."""
+    """The pool of blocks for the caches of one stage, and an infer request over all of it."""
 
     def __init__(
         self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, lanes: int, capacity: int
     ) -> None:
         self._context, self._stage, self._reads = context, stage, spec.inputs
-        self._blocks = -(-capacity // BLOCK)  # of a lane
-        shapes = [context.shape(self._blocks, layer) for layer in spec.cached]
-        self.pool = LanePool(shapes, lanes, np.dtype(KV_ARRAYS[context.kv]))
+        self.pool = context.pool(spec, lanes, capacity)
         self._few, many = stage.request(), stage.for_many
         self._many = self._few if many is None else many.create_infer_request()
         self._lock = threading.Lock()
         for request in {self._few, self._many}:
-            for layer, lanes_of_all in zip(spec.cached, self.pool.kv, strict=True):
-                keys, values = lanes_of_all.reshape(2, *context.shape(lanes * self._blocks, layer))
+            for layer, (keys, values) in zip(spec.cached, self.pool.kv, strict=True):
                 request.set_tensor(names.past_key(layer), context.blocks(keys))
                 request.set_tensor(names.past_value(layer), context.blocks(values))
             for name, table in context.rope.items():
@@ -45,7 +51,11 @@ class OpenvinoStageBatch:
     ) -> HiddenStates:
         """Run `counts[n]` of the tokens into the n-th cache, at their positions. Returns their hidden states."""
         self._stage.check_open()
-        if self._context.most_rows and len(tokens) > self._context.most_rows and len(caches) > 1:
+        window = self._window(caches, tokens, positions, counts)
+        if window is None and len(caches) == 1:
+            return caches[0].append(tokens, positions).copy()
+        most = self._context.most_rows
+        if window is None or (most and len(tokens) > most and len(caches) > 1):
             half, rows = len(caches) // 2, sum(counts[: len(caches) // 2])
             begun = self.append_each(caches[:half], tokens.part(0, rows), positions[:rows], counts[:half])
             rest = tokens.part(rows, len(tokens)), positions[rows:], counts[half:]
@@ -55,8 +65,8 @@ class OpenvinoStageBatch:
         for cache, count in zip(caches, counts, strict=True):
             assert cache.lane is not None, "it is in no pool"
             assert cache.length + count <= cache.capacity, "it is full"
-            first = cache.lane.number * self._blocks
-            blocks.append(np.arange(first, first - (-(cache.length + count) // BLOCK), dtype=np.int32))
+            cache.hold(cache.length, cache.length + count)
+            blocks.append(cache.table.numbers[: -(-(cache.length + count) // BLOCK)])
         out = np.empty_like(tokens.hidden)
         inputs: dict[str, NDArray[Any]] = {
             **{names.token_input(name): np.ascontiguousarray(tokens.inputs[name]) for name in self._reads},
@@ -65,6 +75,10 @@ class OpenvinoStageBatch:
             BLOCKS: np.concatenate(blocks), BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
             FILLED: np.array((past + counts).max(), np.int32), OUTPUTS: np.arange(len(tokens), dtype=np.int32),
         }  # fmt: skip
+        if self._context.model.sliding is not None:
+            inputs[WINDOW] = np.array(window, np.int32)
+        if self._context.model.two_way is not None:
+            inputs[IMAGES] = np.zeros(len(tokens), np.int32)
         states = [cache.states for cache in caches if cache.states is not None]
         ends = np.ones(1, np.int64)
         if states:
@@ -81,3 +95,19 @@ class OpenvinoStageBatch:
         for cache, count in zip(caches, counts, strict=True):
             cache.fill(cache.length + count)
         return out
+
+    def _window(
+        self, caches: Sequence[OpenvinoStageCache], tokens: TokenStates, positions: Ids, counts: Sequence[int]
+    ) -> int | None:
+        """The slots that all of the tokens see in layers that slide; 0: all; None: they cannot go in one run."""
+        if self._context.model.sliding is None:
+            return 0
+        runs, first = list[tuple[int, int]](), 0
+        for cache, count in zip(caches, counts, strict=True):
+            end = first + count
+            own = cache.windows(tokens.part(first, end), positions[first:end])
+            runs += [(cache.length + last, window) for last, window in own]
+            first = end
+        window = max(window for _, window in runs)
+        fits = all(own == window or (not own and filled <= window) for filled, own in runs)
+        return window if fits and len(runs) == len(caches) else None

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.failures import run_failures
+from vtx.runtime.backends.openvino.blocks import BlockPool
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, run_request, run_row
-from vtx.runtime.backends.openvino.paged import BEGINS, BLOCK, BLOCK_BEGINS, BLOCKS, FILLED, OUTPUTS, PAST, WINDOW
-from vtx.runtime.backends.slots import LanePool, SlotCounter, StateHistory
+from vtx.runtime.backends.openvino.paged import (
+    BEGINS,
+    BLOCK,
+    BLOCK_BEGINS,
+    BLOCKS,
+    FILLED,
+    IMAGES,
+    OUTPUTS,
+    PAST,
+    WINDOW,
+)
+from vtx.runtime.backends.slots import SlotCounter, StateHistory, begin_of_group, run_ends
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.bundle.tensors import rope_at
+from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 # Element types of K and V: bfloat16 by its bits; in u8 a slot of a head is its scale, zero point, and numbers.
@@ -49,9 +60,11 @@ class OpenvinoCacheContext:
         width = self.model.mean_head_dim + (ROW_SCALE_BYTES if self.kv == "u8" else 0)
         return round(2 * self.model.kv_heads * width * np.dtype(KV_ARRAYS[self.kv]).itemsize)
 
-    def shape(self, blocks: int, layer: int) -> tuple[int, ...]:
-        width = self.model.heads_of(layer) + (ROW_SCALE_BYTES if self.kv == "u8" else 0)
-        return blocks, self.model.kv_heads, BLOCK, width
+    def pool(self, spec: StageSpec, caches: int, capacity: int, *, reserved: bool = False) -> BlockPool:
+        """Blocks for this number of caches of a stage."""
+        more = ROW_SCALE_BYTES if self.kv == "u8" else 0
+        shapes = [(self.model.kv_heads, BLOCK, self.model.heads_of(layer) + more) for layer in spec.cached]
+        return BlockPool(shapes, caches, -(-capacity // BLOCK), np.dtype(KV_ARRAYS[self.kv]), reserved=reserved)
 
     def shared(self, array: NDArray[Any]) -> Any:
         return self.openvino.Tensor(array, shared_memory=True)
@@ -65,13 +78,14 @@ class OpenvinoCacheContext:
 class OpenvinoStageCache(SlotCounter):
     """`StageCache` whose K and V are arrays of blocks, which an infer request over the stage's graph reads and fills.
 
-    `kv` is [2, blocks, kv_heads, slots of a block, slot width] of each layer, in the `lane` of a pool if one is given
-    that has room, else in memory of its own. One token, as in decoding, runs through tensors made once.
+    `kv` is [2, blocks, kv_heads, slots of a block, slot width] of each layer, of the pool if one is given that has
+    room, else of its own; `table` says which blocks of it are this cache's. One token, as in decoding, runs through
+    tensors made once.
     """
 
     def __init__(
         self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, capacity: int,
-        pool: LanePool | None = None,
+        pool: BlockPool | None = None,
     ) -> None:  # fmt: skip
         sliding, states = context.model.sliding, StateHistory(spec, context.model) if spec.stateful else None
         super().__init__(capacity, None if sliding is None else sliding.window, states)
@@ -80,18 +94,20 @@ class OpenvinoStageCache(SlotCounter):
         self._request, many = stage.request(), stage.for_many
         self._for_many, self._ran = None if many is None else many.create_infer_request(), self._request
         model, blocks = context.model, -(-capacity // BLOCK)
-        self.lane = pool.take() if pool is not None else None
-        if pool is not None and self.lane is not None:
-            self.kv = [layer[:, self.lane.number, :blocks] for layer in pool.kv]
-            weakref.finalize(self, pool.give_back, self.lane).atexit = False
-        else:
-            kv_type = np.dtype(KV_ARRAYS[context.kv])
-            self.kv = [zeros_in_small_pages((2, *context.shape(blocks, layer)), kv_type) for layer in spec.cached]
+        table = pool.take(blocks) if pool is not None else None
+        self.lane = None if table is None else table.lane
+        if pool is None or table is None:
+            pool = context.pool(spec, 1, capacity, reserved=True)
+            table = pool.take(blocks)
+        assert table is not None
+        self.pool, self.table, self.kv = pool, table, pool.kv
+        if self.lane is not None:
+            weakref.finalize(self, pool.give_back, table).atexit = False
         for layer, (keys, values) in zip(spec.cached, self.kv, strict=True):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))
         self._past, self._begins, self._filled = np.zeros(1, np.int32), np.zeros(2, np.int32), np.array(0, np.int32)
-        self._block_begins, self._block_numbers = np.zeros(2, np.int32), np.arange(blocks, dtype=np.int32)
+        self._block_begins = np.zeros(2, np.int32)
         bound_once = {PAST: self._past, BEGINS: self._begins, FILLED: self._filled, BLOCK_BEGINS: self._block_begins}
         self._window = np.array(0, np.int32)
         if sliding is not None:
@@ -106,38 +122,75 @@ class OpenvinoStageCache(SlotCounter):
         self._query = np.zeros((0, 0), np.float32)
         self._bound: Any = None
 
+    @property
+    def resident(self) -> int:
+        return min(self.capacity, self.pool.slots(self.table))
+
+    def hold(self, first: int, end: int) -> None:
+        """Have the blocks of the slots before `end`, those of slots from `first` on for this cache alone."""
+        self.pool.hold(self.table, first // BLOCK, -(-end // BLOCK))
+
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         """See `StageCache`. Many tokens go in runs of nearly the same size, which gives the same hidden states.
 
-        So do tokens that see another number of slots in layers that slide.
+        So do tokens that see another number of slots in layers that slide. Tokens of a group go in one.
         """
-        if self.positions is not None and not query:
-            self.place(positions)
-            own = self.length + np.arange(len(positions))
-            firsts = self.first_slots(positions, self.length + len(positions))
-            seen = np.where(firsts > 0, own - firsts + 1, 0)
-            ends = [*(np.flatnonzero(np.diff(seen)) + 1), len(seen)]
-            if len(ends) > 1:
-                return self._in_runs(ends, tokens, positions, outputs)
-            self._window[...] = seen[0]
-        runs = 1 if query or not self._context.most_rows else -(-len(tokens) // self._context.most_rows)
-        if runs < 2:
+        if self.positions is None and (query or len(tokens) <= (self._context.most_rows or len(tokens))):
             return super().append(tokens, positions, query=query, outputs=outputs)
-        sizes = [len(part) for part in np.array_split(positions, runs)]
-        return self._in_runs(np.cumsum(sizes), tokens, positions, outputs)
-
-    def _in_runs(
-        self, ends: Sequence[int] | Ids, tokens: TokenStates, positions: Ids, outputs: Ids | None
-    ) -> HiddenStates:
-        """`append` in several runs, which end before these tokens."""
-        hidden, first = [], 0
-        for end in map(int, ends):
-            part = None if outputs is None else outputs[(first <= outputs) & (outputs < end)] - first
-            hidden.append(self.append(tokens.part(first, end), positions[first:end], outputs=part).copy())
+        most, runs, first = None if query else self._context.most_rows, list[tuple[int, int]](), 0
+        for end, window in self.windows(tokens, positions):
+            runs += [(each, window) for each in run_ends(tokens, first, end, most)]
             first = end
+        hidden, queries, first = list[HiddenStates](), list[NDArray[np.float32]](), 0
+        for end, window in runs:
+            self._window[...] = window
+            if len(runs) == 1:
+                return super().append(tokens, positions, query=query, outputs=outputs)
+            part = None if outputs is None else outputs[(first <= outputs) & (outputs < end)] - first
+            ran = super().append(tokens.part(first, end), positions[first:end], query=query, outputs=part)
+            hidden.append(ran.copy())
+            queries.append(self._query)
+            first = end
+        if query:
+            self._query = np.concatenate(queries)
         return np.concatenate(hidden)
+
+    def windows(self, tokens: TokenStates, positions: Ids) -> list[tuple[int, int]]:
+        """Ends of runs of these tokens, and the slots that those of a run see in layers that slide; 0: all.
+
+        Their positions are noted. Raises RequestError: the tokens of an image would have to go in several.
+        """
+        if self.positions is None:
+            return [(len(positions), 0)]
+        self.place(positions)
+        own = self.length + np.arange(len(positions))
+        firsts = self.first_slots(positions, self.length + len(positions))
+        seen = np.where(firsts > 0, own - firsts + 1, 0)
+        ends = [*(np.flatnonzero(np.diff(seen)) + 1).tolist(), len(seen)]
+        if len(ends) > 1 and not seen[0] and own[ends[0] - 1] < seen[ends[0]]:  # the first see fewer than the next
+            del ends[0]
+        if any(begin_of_group(tokens, end) != end for end in ends):
+            raise RequestError(
+                "OpenVINO runs an image at once, and its tokens see different numbers of slots in layers that slide, "
+                "since a reduction left some out within the window; use --reduce none or --device cpu"
+            )
+        return [(end, int(seen[end - 1])) for end in ends]
+
+    def check_both_ways(self, tokens: TokenStates) -> None:
+        """Raise DeviceError if the engine's attention is causal for these two tokens of an image, too."""
+        drawn = np.random.default_rng(0).standard_normal(tokens.hidden.shape, dtype=np.float32)
+        found = list[HiddenStates]()
+        for group in (-1, 0):
+            self.keep(0)
+            given = TokenStates(drawn, {**tokens.inputs, names.GROUP: np.full((len(drawn), 1), group, np.float32)})
+            found.append(self.append(given, np.arange(len(drawn)))[0].copy())
+        if np.array_equal(found[0], found[1]):
+            raise DeviceError(
+                "this release of OpenVINO cannot let the tokens of an image see each other both ways; pip install -U "
+                "openvino, or use --device cpu"
+            )
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         out = self._compute(tokens, positions, np.arange(len(tokens), dtype=np.int32))
@@ -177,11 +230,12 @@ class OpenvinoStageCache(SlotCounter):
                         self._set(name, tensor)
                     self._bound = tensors
                 filled = self.length + count
+                self.hold(self.length, filled)
                 self._past[0], self._begins[1], self._filled[...] = self.length, count, filled
                 blocks = -(-filled // BLOCK)  # the attention's buffers fit those in use: more overflow them
                 if blocks != self._block_begins[1]:
                     self._block_begins[1] = 0  # until they are set
-                    self._set(BLOCKS, self._context.shared(self._block_numbers[:blocks]))
+                    self._set(BLOCKS, self._context.shared(self.table.numbers[:blocks]))
                     self._block_begins[1] = blocks
                 if self.states is not None:
                     ends = self.states.ends(self.length, count)
@@ -216,7 +270,7 @@ class OpenvinoStageCache(SlotCounter):
 
     def numbers(self, layer: int, part: int) -> NDArray[Any]:
         """Keys (`part` 0) or values of the n-th cached layer, [kv_heads, length, head_dim]."""
-        keys = self.kv[layer][part, : -(-self.length // BLOCK)].swapaxes(0, 1)
+        keys: NDArray[Any] = self.kv[layer][part, self.table.numbers[: -(-self.length // BLOCK)]].swapaxes(0, 1)
         keys = keys.reshape(len(keys), -1, keys.shape[-1])[:, : self.length]
         if keys.dtype == np.uint8:
             scale, zero = np.moveaxis(np.ascontiguousarray(keys[..., :ROW_SCALE_BYTES]).view(np.float32), -1, 0)
@@ -225,16 +279,23 @@ class OpenvinoStageCache(SlotCounter):
         return (keys.astype(np.uint32) << 16).view(np.float32) if keys.dtype == np.uint16 else keys
 
     def _read(self, slots: Ids) -> list[NDArray[Any]]:
-        return [layer[:, slots // BLOCK, :, slots % BLOCK] for layer in self.kv]
+        blocks = self.table.numbers[slots // BLOCK]
+        return [layer[:, blocks, :, slots % BLOCK] for layer in self.kv]
 
     def _write(self, slots: Ids, kv: list[NDArray[Any]], length: int) -> None:
+        if len(slots):
+            self.hold(int(slots.min()), int(slots.max()) + 1)
+        blocks = self.table.numbers[slots // BLOCK]
         for layer, part in zip(self.kv, kv, strict=True):
-            layer[:, slots // BLOCK, :, slots % BLOCK] = part
+            layer[:, blocks, :, slots % BLOCK] = part
 
     def _copy(self, other: OpenvinoStageCache, length: int) -> None:
-        blocks = -(-length // BLOCK)
-        for mine, theirs in zip(self.kv, other.kv, strict=True):
-            mine[:, :blocks] = theirs[:, :blocks]
+        """Share the blocks that another cache of the pool has filled; copy the last one, in which both may go on."""
+        whole = length // BLOCK if other.pool is self.pool and not self.table.held else 0
+        if whole:
+            self.pool.share(self.table, other.table, whole)
+        rest = np.arange(whole * BLOCK, length)
+        self.write(rest, other.read(rest), length=length)
 
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)
@@ -248,4 +309,8 @@ class OpenvinoStageCache(SlotCounter):
         arrays: list[tuple[str, NDArray[Any]]] = [(names.HIDDEN, tokens.hidden), (names.POSITIONS, positions)]
         arrays += [(OUTPUTS, outputs), (names.HIDDEN_OUT, out)]
         arrays += [(names.token_input(name), tokens.inputs[name]) for name in self._reads]
+        if self._context.model.two_way is not None:
+            groups = tokens.inputs.get(names.GROUP)  # not of a single token
+            types = np.zeros(len(tokens), np.int32) if groups is None else (groups[:, 0] >= 0).astype(np.int32)
+            arrays.append((IMAGES, types))
         return tuple((name, self._context.shared(np.ascontiguousarray(array))) for name, array in arrays)

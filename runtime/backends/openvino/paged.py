@@ -18,6 +18,7 @@ BLOCKS = "block_indices"  # the blocks that hold the slots of each sequence
 BLOCK_BEGINS = "block_indices_begins"
 FILLED = "max_context_len"  # filled slots after the run, the most of any sequence
 WINDOW = "window"  # slots that the run's tokens see in layers that slide, their own included; 0: all
+IMAGES = "token_types"  # of each of the run's tokens: 1 if those beside it with a 1 see it and it sees them
 OUTPUTS = "rows"  # the tokens whose hidden states the stage returns, [m] int32
 SCORED = "scored"  # tokens of each sequence that scores are asked for: none; not an input
 HEADS_AND_TOKENS = np.array([0, 2, 1, 3])  # swaps these axes
@@ -30,16 +31,20 @@ _AFTER: tuple[tuple[Any, Any], ...] = (
     (np.float32, []), (np.int32, 0), (np.int32, []), (np.int32, []), (np.int32, []), (np.int32, []), (np.uint8, []),
     (np.int32, []),
 )  # fmt: skip
+OF_IMAGES = 11  # the place of `IMAGES` among them
 _TO_THE_PROJECTION = ("Reshape", "Transpose", "Squeeze", "Convert")
 _TO_THE_RESIDUAL = ("Convert", "Multiply", "Add", "Divide")  # the factor of a product, its bias, and a norm behind it
 
 
-def page_caches(model: Any, layers: Sequence[int], heads: int, sliding: Collection[int] = ()) -> None:
+def page_caches(
+    model: Any, layers: Sequence[int], heads: int, sliding: Collection[int] = (), *, both_ways: bool = False
+) -> None:
     """Replace each softmax(q k^T * scale + mask) v, and the caches that it grows, by one operator that fills blocks.
 
     Caches become inputs with the same names, [blocks, kv_heads, BLOCK, head_dim], which the operator writes into; the
     engine's settings say in which type. A token sees its own slot and the ones before, as by the mask; in layers
-    `sliding` the last of these alone, as many as the input `WINDOW` says. `model` is an openvino.Model and is changed.
+    `sliding` the last of these alone, as many as the input `WINDOW` says. `both_ways`: tokens with a 1 in the input
+    `IMAGES` also see those that follow. `model` is an openvino.Model and is changed.
     Raises BundleError, DeviceError.
     """
     from openvino import opset13 as ops
@@ -54,6 +59,8 @@ def page_caches(model: Any, layers: Sequence[int], heads: int, sliding: Collecti
     window = ops.constant(np.array(0, np.int32))
     if sliding:
         inputs[WINDOW] = add_parameter(model, WINDOW, [], "i32")
+    if both_ways:
+        inputs[IMAGES] = add_parameter(model, IMAGES, [-1], "i32")
     for layer, softmax in zip(layers, softmaxes, strict=True):
         products, scale = _inputs(_inputs(softmax.input_value(0), "Add")[0], "Multiply")
         query, _ = _inputs(products, "MatMul")
@@ -73,8 +80,8 @@ def page_caches(model: Any, layers: Sequence[int], heads: int, sliding: Collecti
         info["k_head_size"] = info["v_head_size"] = head_dim
         apart = ops.reshape(attention.output(0), np.array([1, -1, heads, head_dim]), special_zero=False)
         replace(attended.output(0), ops.transpose(apart, HEADS_AND_TOKENS).output(0))
-    if sliding:
-        model.remove_parameter(model.input(names.FIRST_SLOT).get_node())
+    for name in (*[names.FIRST_SLOT] * bool(sliding), *[names.SEEN_SLOTS] * both_ways):
+        model.remove_parameter(model.input(name).get_node())
     model.validate_nodes_and_infer_types()
 
 
@@ -124,10 +131,15 @@ def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any], windo
     except ImportError as e:
         raise DeviceError(refusal) from e
     before, after = ([ops.constant(np.array(x, kind)) for kind, x in unused] for unused in (_BEFORE, _AFTER))
+    needed = 0
+    if IMAGES in inputs:
+        after[OF_IMAGES], needed = inputs[IMAGES], OF_IMAGES + 1
     nodes = [*first, *(inputs[name] for name in (PAST, BEGINS, BLOCKS, BLOCK_BEGINS))]
     rest = [window, *before, inputs[FILLED], inputs[SCORED], *after]
     values = [*(node.output(0) for node in nodes), scale, *(node.output(0) for node in rest)]
-    for count in range(len(values), len(values) - len(after) - 1, -1):  # releases differ in how many of `_AFTER`
+    for count in range(
+        len(values), len(values) - len(after) + needed - 1, -1
+    ):  # releases differ in how many of `_AFTER`
         try:
             return _PagedAttentionExtension(values[:count])
         except RuntimeError as e:

@@ -54,7 +54,7 @@ class ChatRequest:
 
     `reuse`: start from the caches of earlier requests. `n`: answers. `notes`: differences to what was asked for, which
     the reply has: fields that were `ignored`, and `max_tokens` if it is less. `deadline`: seconds from its arrival to
-    its end, None: the server's limit. `priority`: waits as if it had arrived this many minutes earlier. `form`: the
+    its end, None: the server's limit. `priority`: goes before others, by 40ths of its time. `form`: the
     field that gives the form of the answer. `fields`: those of the body that a reply repeats.
     """
 

@@ -12,7 +12,8 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.bundles import export_with
-from tests.support.exported import THREADS
+from tests.support.exported import THREADS, Models
+from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.gates import random_gate, write_gates
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -24,7 +25,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.prompt.messages import Message
-from vtx.runtime.scheduler.conversations import ConversationPool
+from vtx.runtime.scheduler.conversations import ConversationPool, NoMemoryError
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError
 from vtx.runtime.session.sampling import Sampling
@@ -35,6 +36,7 @@ METHODS: list[tuple[Any, str, float]] = [
     (None, "none", 0.0), (3, "none", 0.0), ("auto", "none", 0.0), (5, FASTV, 0.0), (None, DIVPRUNE, 0.0),
     (3, "none", 0.9), (None, FASTV, 1.2),
 ]  # fmt: skip
+LARGE = 99  # the number of the large one
 WORDS = ("red?", "how many are there?", "what is the shape?")
 
 
@@ -135,21 +137,53 @@ def alone_bytes(model: Model, request: AnswerRequest) -> int:
     return conversation.cache_bytes
 
 
-def test_answers_wait_for_room_for_their_k_and_v(model: Model) -> None:
-    """With room for one conversation at a time they are computed one after the other."""
-    good = asked(model, 4, "red?", None, "none", 0.0)
-    room = int(1.5 * alone_bytes(model, good))
-    running = []
+@pytest.mark.parametrize("k", [None, 3])
+def test_answers_wait_for_room_for_their_k_and_v(k: int | None, model: Model) -> None:
+    """With room for one conversation at a time they are computed in turn; at K = 3 there is room for several."""
+    good, running = asked(model, 4, "red?", k, "none", 0.0), []
+    room = int(1.5 * alone_bytes(model, asked(model, 4, "red?", None, "none", 0.0)))
 
     def watch(*_: Any) -> None:
         running.append(engine.scheduler.active)
 
     with Engine("test", model, Capacity(4, 4, kept=0, kv=room)) as engine:
         found = [*engine.answers(((n, [good]) for n in range(4)), watch)]
-    assert max(running) == 1
+    assert (max(running) > 1) == (k == 3)
     assert {one.token_ids for _, given in found if isinstance(given, list) for one in given} == {
         alone(model, good).token_ids
     }
+
+
+def test_pictures_that_take_the_memory_of_ten_are_computed_alone_and_change_no_other_answer(models: Models) -> None:
+    """Pictures in tiles among questions that need a tenth of their K and V, with room for just these or just them."""
+    tiled = models(LLAVA_NEXT)
+    settings = Settings(None, Options(6, ignore_eos=True), "none")
+
+    def of(words: str, *pictures: Any) -> AnswerRequest:
+        images = tiled.loaded.prepare_all(pictures)
+        messages: list[Message] = [{"role": "user", "content": opening_parts(images, words)}]
+        return AnswerRequest.of(tiled.loaded, images, messages, settings)
+
+    large = of("red?", *(random_image(n, (300, 150)) for n in range(4)))
+    requests = {n: large if n == LARGE else of(f"{n}?") for n in (0, 1, 2, LARGE, 3, 4, 5, 6, 7)}
+    wanted = {n: alone(tiled, request) for n, request in requests.items()}
+    kv = {n: tiled.backend.kv_slot_bytes * sum(answer.stats.kv_slots) for n, answer in wanted.items()}
+    assert kv[LARGE] >= 10 * kv[0]
+    running = dict[bool, list[int]]({True: [], False: []})
+
+    def watch(tag: int, _: Any) -> None:
+        running[tag == LARGE].append(engine.scheduler.active)
+
+    tokens = settings.options.max_new_tokens * tiled.manifest.model.attending  # of an answer, in all layers
+    room = kv[LARGE] + tiled.backend.kv_slot_bytes * tokens + kv[0] // 2
+    with Engine("test", tiled, Capacity(8, 8, kept=0, kv=room, image_tokens=0)) as engine:
+        found = dict(engine.answers(((n, [request]) for n, request in requests.items()), watch))
+        assert engine.pool.fits(room), "no answer holds memory"
+    assert {n: given[0].token_ids for n, given in found.items() if isinstance(given, list)} == {
+        n: answer.token_ids for n, answer in wanted.items()
+    }
+    assert max(running[True]) == 1
+    assert max(running[False]) > 1
 
 
 def test_leaving_early_or_a_watcher_that_fails_ends_what_runs(model: Model) -> None:
@@ -191,19 +225,26 @@ def test_a_prompt_that_others_decode_beside_answers_as_alone(model: Model) -> No
         assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
 
 
-def test_a_pool_counts_what_is_in_use(model: Model) -> None:
+def test_a_pool_counts_what_is_in_use_and_what_it_will_come_to(model: Model) -> None:
     good = asked(model, 4, "red?", None, "none", 0.0)
-    one = alone_bytes(model, good)
-    pool = ConversationPool(model.loaded, 3 * one, 4)
-    assert pool.fits(10**9) == (512 * model.manifest.model.layers * model.backend.kv_slot_bytes <= 3 * one)
-    assert pool.fits(len(good.ids))
-    leased = [pool.lease(good.images, good.ids) for _ in range(3)]
-    for conversation in leased:
-        conversation.stream_messages(good.messages, good.settings).read()
-    assert not pool.fits(len(good.ids))
-    for conversation in leased:
-        pool.give_back(conversation, keep=False)
-    assert pool.fits(len(good.ids))
+    conversation = Conversation(model.loaded, good.images)
+    conversation.stream_messages(good.messages, good.settings).read()
+    kv, whole, empty = (
+        conversation.kv_bytes,
+        conversation.cache_bytes,
+        Conversation(model.loaded, good.images).cache_bytes,
+    )
+    pool = ConversationPool(model.loaded, 3 * whole, 4)
+    assert (pool.fits(3 * whole), pool.fits(3 * whole + 1)) == (True, False)
+    leased = [pool.lease(good.images, good.ids, needed=kv) for _ in range(2)]
+    room = 3 * whole - 2 * (empty + kv)
+    assert (pool.fits(room), pool.fits(room + 1)) == (True, False), "before they have run"
+    for each in leased:
+        each.stream_messages(good.messages, good.settings).read()
+    assert (pool.fits(whole), pool.fits(whole + 1)) == (True, False)
+    for each in leased:
+        pool.give_back(each, keep=False)
+    assert pool.fits(3 * whole)
 
 
 def test_threads_that_ask_at_once_get_the_answers_of_each_alone(model: Model) -> None:
@@ -228,9 +269,20 @@ def test_threads_that_ask_at_once_get_the_answers_of_each_alone(model: Model) ->
 def test_a_request_waits_while_the_machine_has_no_memory_for_its_k_and_v(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, free = ConversationPool(model.loaded, 1 << 40, 8), [1 << 40]
-    monkeypatch.setattr("vtx.runtime.scheduler.conversations.available_memory", lambda: free[0])
-    assert pool.fits(100)
-    free[0] = 100 * model.manifest.model.attending * model.backend.kv_slot_bytes
-    assert pool.fits(100)
-    assert not pool.fits(101)
+    """Kept conversations leave for it; what those in use may yet take is not free."""
+    good, pool = asked(model, 4, "red?", None, "none", 0.0), ConversationPool(model.loaded, 1 << 40, 8)
+    kept, free = pool.lease(good.images, good.ids), 1000
+    kept.stream_messages(good.messages, good.settings).read()
+    pool.give_back(kept)
+    assert pool.kept_bytes
+    monkeypatch.setattr(
+        "vtx.runtime.scheduler.conversations.available_memory", lambda: free if pool.kept_bytes else 2 * free
+    )
+    assert pool.fits(1000)
+    assert pool.kept_bytes, "there was room beside it"
+    assert (pool.fits(2000), pool.fits(2001)) == (True, False)
+    assert not pool.kept_bytes
+    pool.lease(good.images, good.ids, needed=500)
+    assert (pool.fits(1500), pool.fits(1501)) == (True, False)
+    with pytest.raises(NoMemoryError, match=r"need 2.5 kB, 2 kB of memory are free"):
+        pool.lease(good.images, good.ids, needed=2500)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.clock import Clock
 from tests.support.serving import WAIT, asking, serving, until, user
 from vtx.runtime.api.answer import Progress
 from vtx.runtime.scheduler.scheduler import Done, Event, Job, Scheduler, TooLateError
@@ -59,27 +60,78 @@ def test_the_nearest_end_begins_first_and_a_priority_moves_it() -> None:
     order: list[str] = []
     go, ended = threading.Event(), threading.Semaphore(0)
 
-    def job(name: str, ends_in: float, advance: float = 0.0) -> Job:
+    def job(name: str, ends_in: float, priority: int = 0) -> Job:
         stream: Any = Stream(name, order, go)
 
         def emit(event: Event) -> None:
             if isinstance(event, Done):
                 ended.release()
 
-        return Job(lambda: stream, lambda _: None, emit, ends_at=time.monotonic() + ends_in, advance=advance)
+        ends_at = time.monotonic() + ends_in
+        return Job(lambda: stream, lambda _: None, emit, ends_at=ends_at, limit=400, priority=priority)
 
     with scheduler() as made:
         made.submit(job("running", 600))
         until(lambda: made.active == 1, "the first begins")
         for each in (
-            job("late", 600), job("soon", 30), job("sooner", 20), job("privileged", 600, 590), job("later", 601),
-            job("put off", 600, -60), job("privileged but late", 1300, 600),
+            job("late", 600), job("soon", 30), job("sooner", 20), job("privileged", 600, 10), job("later", 601),
+            job("put off", 600, -6), job("privileged but late", 1300, 10), job("between", 510),
         ):  # fmt: skip
             made.submit(each)
         go.set()
-        for _ in range(8):
+        for _ in range(9):
             assert ended.acquire(timeout=WAIT)
-    assert order == ["running", "privileged", "sooner", "soon", "late", "later", "put off", "privileged but late"]
+    last = ["late", "later", "put off", "privileged but late"]
+    assert order == ["running", "sooner", "soon", "privileged", "between", *last]
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_no_flood_of_privileged_requests_or_near_deadlines_keeps_another_waiting_to_its_end(urgent: bool) -> None:
+    """Of one that is answered a second, two wait at all times: of the highest priority, or with a deadline in 5 s."""
+    clock, begun, flood, ended = Clock(), list[float](), list[Job](), threading.Event()
+    start = clock.now
+
+    class Second(Stream):
+        def step(self) -> str:
+            clock.now += 1
+            return super().step()
+
+    go = threading.Event()
+    go.set()
+
+    def begin() -> Any:
+        begun.append(clock.now - start)
+        return Second("patient", [], go)
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Done):
+            ended.set()
+
+    def more(event: Event | None = None) -> None:
+        if isinstance(event, Done | None) and len(flood) < 300 and not ended.is_set():
+            stream: Any = Second("flood", [], go)
+            limit, priority = (5, 0) if urgent else (100, 10)
+            ends_at = clock.now + limit
+            flood.append(
+                Job(
+                    lambda: stream, lambda _: None, more, ends_at=ends_at, urgent=urgent, limit=limit, priority=priority
+                )
+            )
+            made.submit(flood[-1])
+
+    made = Scheduler("test", 1, clock=clock)
+    try:
+        go.clear()
+        more()
+        until(lambda: made.active == 1, "the flood begins")
+        made.submit(Job(begin, lambda _: None, emit, ends_at=clock.now + 100, limit=100))
+        more()
+        more()
+        go.set()
+        assert ended.wait(WAIT)
+    finally:
+        made.close()
+    assert 10 < begun[0] <= 60, "after those that passed it, and well before its end"
 
 
 def test_an_urgent_request_that_cannot_make_it_is_refused_at_once() -> None:

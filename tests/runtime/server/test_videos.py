@@ -70,7 +70,7 @@ def test_a_conversation_about_a_video_and_an_image_is_answered_as_in_python(
         ({"type": "video_url", "video_url": {"url": "/etc/passwd"}}, "opens no files"),
         (part(b"\x89PNG", "image/png"), "holds image/png, not a video"),
         (part(b"no video"), "is not a video of a known format"),
-        (part(b"", frames=65), "frames is 65, the limit is 64"),
+        (part(b"", frames=257), "frames is 257, the limit is 256"),
         ({"type": "video_url"}, "must be a data URL"),
         ({"type": "video", "video": "clip.mp4"}, "of type text, image_url or video_url"),
     ],

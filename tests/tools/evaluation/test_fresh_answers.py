@@ -25,7 +25,7 @@ from vtx.tools.bench.measure import Bench, BenchOptions
 from vtx.tools.bench.methods import SECOND, Method, MethodAnswer, Trial
 from vtx.tools.data.items import Data, Item
 from vtx.tools.evaluation import ask
-from vtx.tools.evaluation.ask import Asked, CostedAnswer, ask_all, make_methods
+from vtx.tools.evaluation.ask import Asked, CostedAnswer, Evaluated, ask_all, make_methods
 from vtx.tools.evaluation.questions import QuestionSet, TaskQuestion
 
 TOKENS = 8
@@ -92,7 +92,8 @@ def evaluated(
 ) -> Asked:  # fmt: skip
     questions = [TaskQuestion(tuple(folder / n for n in names), q, ("yes",), "image") for names, q, _ in asked]
     data = QuestionSet("questions", tuple(questions))
-    return ask_all(model, data, methods, tokens, folder / "answers", report=lambda *_: None, predict=lambda _: None)
+    by = Evaluated.of(model, methods)
+    return ask_all(by, data, methods, tokens, folder / "answers", report=lambda *_: None, predict=lambda _: None)
 
 
 def check(fresh: FreshAnswers, asked: Sequence[Any], found: Asked) -> None:
@@ -233,7 +234,7 @@ def test_answers_side_by_side_cost_what_they_cost_alone_and_an_image_is_encoded_
     def evaluated(name: str, **more: Any) -> Asked:
         encoded.clear()
         return ask_all(
-            chosen, QuestionSet("questions", tuple(questions)), methods, TOKENS, folder / name,
+            Evaluated.of(chosen, methods), QuestionSet("questions", tuple(questions)), methods, TOKENS, folder / name,
             report=lambda *_: None, predict=lambda _: None, **more,
         )  # fmt: skip
 

@@ -83,7 +83,7 @@ VTX_API vtx_status vtx_load(const char* bundle, const vtx_load_options* options,
 VTX_API void vtx_model_free(vtx_model* model);
 
 /* One line of JSON: name, layers, precision, prebuilt K, reductions, device, engine, whether the bundle's card (see vtx-fit)
- * is used, and of a model that makes actions their sizes and its cameras. Valid as long as the model. */
+ * is used, and of a model that makes actions their sizes, its cameras or its data sets. Valid as long as the model. */
 VTX_API const char* vtx_model_json(const vtx_model* model);
 
 /* ---- conversations */
@@ -119,6 +119,11 @@ VTX_API vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t co
                             vtx_conversation** conversation);
 VTX_API void vtx_conversation_free(vtx_conversation* conversation);
 
+/* Another conversation about the same images with the same system prompt, which begins with what this one has of them: they
+ * are not encoded again, and their K and V are copied and not computed. So several threads ask about one picture side by
+ * side. A chat begins anew. VTX_BUSY while this one answers. Free with vtx_conversation_free. */
+VTX_API vtx_status vtx_conversation_fork(vtx_conversation* conversation, vtx_conversation** forked);
+
 /* Asks about other images from now on, such as the next frame of a camera; questions and the chat begin anew. What the caches
  * hold of the prompt up to the first token that differs is not run again: the system prompt, images that stay, and of images
  * in tiles those before the first changed one, with K and V equal to fresh ones up to rounding. Tiles that are equal in
@@ -135,8 +140,9 @@ VTX_API vtx_status vtx_conversation_replace(vtx_conversation* conversation, cons
  * with, so that another process need not compute it; Python's `prefix_file` reads and writes the same. Load it right after
  * vtx_open: it serves the tokens that enter the decoder with the very same numbers, and no others. VTX_BUNDLE for one that is
  * missing, damaged, or of another bundle, engine or arithmetic: the conversation then computes it. Save it after an answer;
- * the file is replaced at once, and nothing is written where the one that was loaded, or saved before, has all of it. It is
- * checksummed and not signed, so VTX_REQUEST where a signature is required: keep it where you keep the bundle. */
+ * the file is replaced at once, and nothing is written where the one that was loaded, or saved before, has all of it. Keep it
+ * where you keep the bundle. Where a signature is required, PATH.sig must hold one of the file by the same key, and none is
+ * written: VTX_REQUEST. */
 VTX_API vtx_status vtx_conversation_load_prefix(vtx_conversation* conversation, const char* path);
 VTX_API vtx_status vtx_conversation_save_prefix(vtx_conversation* conversation, const char* path);
 
@@ -209,7 +215,7 @@ VTX_API const char* vtx_answer_stopped(const vtx_answer* answer);
 VTX_API const char* vtx_answer_json(const vtx_answer* answer);
 VTX_API void vtx_answer_free(vtx_answer* answer);
 
-/* ---- actions, of a model that makes them (pi0) */
+/* ---- actions, of a model that makes them (pi0, OpenVLA) */
 
 typedef struct vtx_act_options {
   size_t size;
@@ -222,12 +228,15 @@ typedef struct vtx_act_options {
   uint64_t seed;              /* draws the noise that it draws in Python */
   double deadline_ms;         /* milliseconds from the call; actions that are not ready then: VTX_DEADLINE. 0: none */
   const char* const* cameras; /* the camera of each image by its name; NULL: images are in the bundle's order */
+  const char* unnorm_key;     /* of a model whose tokens are actions, the data set whose units they have; NULL: the only one */
+  const char* reduce;         /* of such a model, as in vtx_ask_options; NULL: the bundle's default */
 } vtx_act_options;
 
 VTX_API void vtx_act_options_init(vtx_act_options* options, size_t size);
 
-/* The next actions of a robot in its own units, by the images of its cameras, an instruction and its state. All new images
- * go through the tower in one pass; one that is the same, byte by byte, as one of the last call keeps its tokens. One call
+/* The next actions of a robot in its own units, by the images of its cameras, an instruction and its state. A model whose
+ * tokens are actions (OpenVLA) makes one of one image and an instruction, and reads no state (0 numbers). All new images go
+ * through the tower in one pass; one that is the same, byte by byte, as one of the last call keeps its tokens. One call
  * runs at a time, others wait. `options` may be NULL. The deadline is looked at before the tower, every stage of the prompt
  * and every step, and after the last one. Actions that are not finite are never given out. Free with vtx_actions_free. */
 VTX_API vtx_status vtx_act(vtx_model* model, const vtx_image* images, size_t count, const char* instruction,

@@ -166,6 +166,12 @@ class Conversation {
       return vtx_ask_ids(conversation_.get(), ids.data(), ids.size(), raw, out);
     });
   }
+  // Another conversation about the same images, which begins with what this one has of them, for another thread.
+  Conversation fork() {
+    vtx_conversation* forked = nullptr;
+    check(vtx_conversation_fork(conversation_.get(), &forked));
+    return Conversation(forked);
+  }
   // Asks about other images from now on, e.g. the next frame of a camera. False, and nothing is done, where they are equal
   // to the present ones as the model sees them, or differ by at most `near`, as in vtx.h: then answers still stand.
   bool replace(const std::vector<Image>& images, double near = 0) {
@@ -238,6 +244,8 @@ struct ActOptions {
   std::optional<uint64_t> seed;
   double deadline_ms = 0;            // 0: none
   std::vector<std::string> cameras;  // of each image; empty: in the bundle's order
+  std::string unnorm_key;            // OpenVLA: the data set whose units the actions have; empty: the only one
+  std::string reduce;                // OpenVLA: as in AskOptions
 };
 
 // The next actions of a robot, [horizon, width].
@@ -281,7 +289,7 @@ class Model {
     check(vtx_open(model_.get(), raw.data(), raw.size(), system ? text_of(*system) : nullptr, &conversation));
     return Conversation(conversation);
   }
-  // The next actions of a robot whose cameras show these images. Only of a model that makes actions.
+  // The next actions of a robot whose cameras show these images. Only of a model that makes actions; OpenVLA reads no state.
   Actions act(const std::vector<Image>& images, const std::string& instruction, const std::vector<float>& state,
               const ActOptions& options = {}) {
     std::vector<vtx_image> raw;
@@ -291,6 +299,7 @@ class Model {
     o.k = text_or_null(options.k), o.steps = options.steps, o.normalized = options.normalized;
     o.noise = options.noise.empty() ? nullptr : options.noise.data(), o.noise_count = options.noise.size();
     o.has_seed = options.seed.has_value(), o.seed = options.seed.value_or(0), o.deadline_ms = options.deadline_ms;
+    o.unnorm_key = text_or_null(options.unnorm_key), o.reduce = text_or_null(options.reduce);
     std::vector<const char*> cameras;
     for (const std::string& camera : options.cameras) cameras.push_back(text_of(camera));
     if (!cameras.empty() && cameras.size() != images.size())

@@ -210,6 +210,8 @@ vtxcore::ActOptions act_options_of(const vtx_act_options* given, size_t images) 
   if (o.noise_count) require(o.noise, "the noise");
   if (o.noise) out.noise = vtxcore::Floats(o.noise, o.noise + o.noise_count);
   if (o.has_seed) out.seed = o.seed;
+  if (o.unnorm_key) out.unnorm_key = o.unnorm_key;
+  out.reduce = text_or(o.reduce, "default");
   if (o.cameras) out.cameras.emplace();
   for (size_t i = 0; o.cameras && i < images; ++i) out.cameras->push_back(text_or(o.cameras[i], ""));
   return out;
@@ -224,6 +226,11 @@ std::string model_json(const vtxcore::Model& model) {
   const vtxcore::Manifest& m = model.manifest();
   vtxcore::Json::Array ks(m.variants.begin(), m.variants.end()), reductions(m.reductions.begin(), m.reductions.end());
   vtxcore::Json action;
+  if (m.bins) {
+    vtxcore::Json::Object widths;
+    for (const vtxcore::ActionRange& range : m.bins->ranges) widths.emplace_back(range.name, range.low.size());
+    action = vtxcore::Json::Object{{"widths", widths}, {"horizon", 1}};
+  }
   if (const auto& a = m.action)
     action = vtxcore::Json::Object{{"state", a->of_states ? vtxcore::Json(a->of_states->mean.size()) : vtxcore::Json()},
                                    {"width", a->of_actions ? vtxcore::Json(a->of_actions->mean.size()) : vtxcore::Json()},
@@ -319,6 +326,15 @@ vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, con
     if (system) prompt = system;
     *conversation = handed_out(
         std::make_shared<vtx_conversation>(held->model, prepared(*held->model, images, count), std::move(prompt)));
+  });
+}
+
+vtx_status vtx_conversation_fork(vtx_conversation* conversation, vtx_conversation** forked) {
+  if (forked) *forked = nullptr;
+  return guarded([&] {
+    std::shared_ptr<vtx_conversation> held = living(conversation, "the conversation");
+    require(forked, "the place for the conversation");
+    *forked = handed_out(std::make_shared<vtx_conversation>(held->conversation));
   });
 }
 
@@ -432,7 +448,7 @@ vtx_status vtx_act(vtx_model* model, const vtx_image* images, size_t count, cons
     if (state_count) require(state, "the state");
     {
       std::lock_guard<std::mutex> making(held->lock);
-      if (!held->actor) held->actor = std::make_unique<vtxcore::Actor>(held->model);
+      if (!held->actor) held->actor = vtxcore::make_actor(held->model);
     }
     std::vector<vtxcore::Picture> pictures;
     each_picture(images, count, [&](vtxcore::Picture picture) { pictures.push_back(std::move(picture)); });

@@ -75,6 +75,15 @@ Conversation::Conversation(std::shared_ptr<const Model> model, std::vector<Prepa
          "--chat-template that prints it");
 }
 
+Conversation::Conversation(Conversation& other) : Conversation(other, Running(other)) {}
+
+Conversation::Conversation(Conversation& other, const Running&)
+    : model_(other.model_), images_(other.images_), system_(other.system_), encoded_(model_->backend(), images_),
+      session_(model_->backend(), model_->manifest()) {
+  encoded_.share(other.encoded_);
+  session_.copy_prefix(other.session_);
+}
+
 std::vector<Message> Conversation::opening(const std::string& question) const {
   std::vector<Message> out;
   if (system_) out.push_back({"system", {{false, *system_}}});
@@ -153,8 +162,6 @@ bool Conversation::replace(std::vector<PreparedImage> images, double near) {
 }
 
 void Conversation::check_prefix_file() const {
-  if (model_->bundle().key())
-    fail(Kind::request, "a prefix file is not signed, and this bundle must be; leave the prefix file out");
   if (model_->manifest().model.two_way)
     fail(Kind::request, "a prompt of this model cannot be continued from some token on, since tokens see those behind ",
          "them, or layers keep a state; leave the prefix file out");

@@ -17,6 +17,8 @@ namespace vtxcore {
 class Conversation {
  public:
   Conversation(std::shared_ptr<const Model> model, std::vector<PreparedImage> images, std::optional<std::string> system);
+  // About the same images, beginning with what the other one has of them.
+  explicit Conversation(Conversation& other);
 
   Answer ask(const std::string& question, const Options& options);
   Answer chat(const std::string& question, const Options& options);
@@ -44,6 +46,7 @@ class Conversation {
     const Selection* after;
   };
   class Running;
+  Conversation(Conversation& other, const Running&);
 
   void check_prefix_file() const;
   std::vector<Message> opening(const std::string& question) const;
