@@ -16,10 +16,11 @@ from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES
 from vtx.exporter.tuning.options import check_tunable
-from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT
+from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT, WINDOWS
 from vtx.runtime.errors import VtxError
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.layouts import spec_of
+from vtx.runtime.vision.layouts.pairs import Pairs
 
 PAGE = Path(__file__).with_suffix(".md")
 CPP = Path(__file__).parents[2] / "runtime/cpp/src"
@@ -29,8 +30,8 @@ What vtx exports, family by family. A family is what a checkpoint's `architectur
 file in `exporter/checkpoint/families/`. This page is made from the code by `python docs/reference/models.py`; a test
 compares them.
 
-Text models: {", ".join(TEXT_FAMILIES)}, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))}, InternVL's,
-Qwen's, Gemma 4's, FastViTHD, SigLIP 2's for images at their own resolution, DINOv2 with
+Text models: {", ".join(TEXT_FAMILIES)}, gemma3, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
+InternVL's, Qwen's, Gemma 4's, FastViTHD, SigLIP 2's for images at their own resolution, DINOv2 with
 registers and SigLIP side by side.
 Precisions, K, gates, calibration and streaming export work alike for every family: they see passes of the tower, and
 tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
@@ -102,6 +103,11 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "text_config": {"hidden_size": 2048, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
         "vision_config": {"hidden_size": 1152, "num_attention_heads": 16, "num_patches": 256},
     },
+    "gemma3": {
+        "image_token_index": 262144,
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34},
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 896},
+    },
     "gemma4": {
         "image_token_id": 258880, "vision_config": {"model_type": "gemma4_vision"},
         "text_config": {
@@ -146,6 +152,8 @@ def _video(_: Family, config: ModelConfig) -> str:
     if config.video is None:
         return "no"
     frames = config.video.layout
+    if isinstance(frames, Pairs):
+        return f"by its size and length: {frames.a_second:g} frames a second, at most {frames.frames}, two in a token"
     each, ending = frames.count(2) - frames.count(1), " and a newline" if frames.newline else ""
     return f"{frames.count(frames.frames):,}: {frames.frames} frames of {each}{ending}; other numbers by `--frames`"
 
@@ -159,8 +167,6 @@ def _cpp(family: Family, config: ModelConfig) -> str:
         return "no: layers with sliding windows (`sliding`) are refused by name"
     if spec.conv_layers:
         return "no: layers with a convolution (`conv_layers`) are refused by name"
-    if spec.tower.beside:
-        return "no: two towers side by side (`beside`) are refused by name"
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
         return f"no: the layout `{layout.name}` is refused by name"
@@ -178,6 +184,8 @@ def _cpp(family: Family, config: ModelConfig) -> str:
 def _tensorrt(_: Family, config: ModelConfig) -> str:
     if config.vision.native or config.vision.naflex:
         return f"no: {NOT_BUILT}"
+    if config.text.sliding:
+        return f"no: {WINDOWS}"
     if config.text.two_way:
         return f"no: {BOTH_WAYS}"
     return "yes" if config.frames is None else "images, and no videos"

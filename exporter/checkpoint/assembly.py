@@ -57,7 +57,9 @@ def open_checkpoint(
     checkpoint = open_model(
         model, check_model, canonical_name, parts=folders, allow_pickle=allow_pickle, progress=progress
     )
-    layout = find_family(checkpoint.config).original
+    family = find_family(checkpoint.config)
+    turned = {name: checkpoint.tensors[name].turned for name in family.transposed if name in checkpoint.tensors}
+    checkpoint, layout = replace(checkpoint, tensors={**checkpoint.tensors, **turned}), family.original
     if layout is not None and layout.tower is not None:
         return complete(checkpoint, layout, tower, allow_pickle=allow_pickle)
     if tower is not None:

@@ -17,6 +17,7 @@ from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
+from vtx.runtime.vision.layouts.pairs import Pairs
 
 STEM, ATTENDING, HEAD = 4, 2, 32  # of FastViTHD: the stride of its stem, its stages with attention, a head's width
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
@@ -122,7 +123,7 @@ class VideoConfig:
     """
 
     token_id: int
-    layout: Frames
+    layout: Frames | Pairs
     select: str
     pool: int = 1
     own_tower: bool = False
@@ -133,7 +134,8 @@ class ModelConfig:
     """One model: decoder, tower, projector, and the layout of an image's views and tokens.
 
     `feature_layers` are indices into the tower's hidden states, 0 the embeddings. `projector_norm_eps` is the epsilon
-    of a norm on the features, None without a norm; `projector_layers` is the number of the projector's matrices, and
+    of a norm on the features, None without a norm, `projector_rms`: it has no mean and no bias; `projector_layers` is
+    the number of the projector's matrices, and
     `projector_hidden` their width in between, if it is not the decoder's; `projector_widths` the widths between each
     two of them, if they differ. `action`: the expert of a model that answers with actions; `bins`: its tokens are
     actions.
@@ -153,6 +155,7 @@ class ModelConfig:
     video: VideoConfig | None = None
     action: ActionSpec | None = None
     projector_widths: tuple[int, ...] = ()
+    projector_rms: bool = False
     bins: ActionBins | None = None
 
     @property

@@ -22,6 +22,7 @@ from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.layouts.pairs import Pairs
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.text import Text
@@ -113,12 +114,14 @@ class Family:
 
     `read` turns `config.json` into the configuration of the graphs. `processors` are the image processors it may have;
     `tensors` are pairs of a pattern and its replacement in canonical names, for names that other families do not have.
-    `video_processor` prepares video frames, if the family has videos and treats their frames unlike images.
+    `video_processor` prepares video frames, if the family has videos and treats their frames unlike images;
+    `adjust_video` adds settings of its own file to the layout of videos.
     `adjust` adds settings of the image processor's file, `template` the edits that transformers' processor makes to a
     prompt after the chat template. `prompt` is the chat template of checkpoints that have none, since it is the work of
     transformers' processor; it prints the whole prompt, and the tokenizer adds nothing. `statistics` adds those of
     `processor_config.json`. `seg_token` marks a segment of the image, whose state answers give out. `check` raises
-    CheckpointError if tokenizer and template do not make prompts as in training. A family with an `original` layout is
+    CheckpointError if tokenizer and template do not make prompts as in training. `transposed` are canonical names of
+    matrices that its checkpoints hold as [in, out]. A family with an `original` layout is
     recognised by its `architecture` alone.
     """
 
@@ -128,13 +131,15 @@ class Family:
     processors: tuple[ImageProcessor, ...]
     tensors: tuple[tuple[str, str], ...] = ()
     video_processor: ImageProcessor | None = None
+    adjust_video: Callable[[Pairs, Config], Pairs] | None = None
     adjust: Callable[[ModelConfig, Config], ModelConfig] | None = None
-    template: Callable[[str], str] | None = None
+    template: Callable[[str, ModelConfig], str] | None = None
     prompt: str | None = None
     statistics: Callable[[ModelConfig, Config], ModelConfig] | None = None
     original: OriginalLayout | None = None
     seg_token: str | None = None
     check: Callable[[Text], None] | None = None
+    transposed: tuple[str, ...] = ()
 
 
 def read_llava_like(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 from vtx.runtime.bundle.files import Folder, digest
@@ -64,6 +65,15 @@ def snapshot(model: str, revision: str | None, patterns: list[str], *, nested: b
             'run: pip install "vtx-edge[export]"'
         ) from cause
     try:
+        try:
+            info = huggingface_hub.HfApi().model_info(model, revision=revision)
+            names = [file.rfilename for file in info.siblings or ()]
+        except Exception:  # snapshot_download finds all in the cache, or says why not
+            names = []
+        # A file at a time in this thread: snapshot_download's threads fetch theirs to the end after an interrupt.
+        for name in names:
+            if (nested or "/" not in name) and any(fnmatch(name, pattern) for pattern in patterns):
+                huggingface_hub.hf_hub_download(model, name, revision=info.sha)
         found = huggingface_hub.snapshot_download(
             model, revision=revision, allow_patterns=patterns, ignore_patterns=None if nested else ["*/*"]
         )

@@ -30,25 +30,31 @@ def read_image_processor(folder: Path) -> Mapping[str, Any]:
     return config
 
 
+def read_video_processor(folder: Path) -> Mapping[str, Any]:
+    """`processor_config.json`'s `video_processor`, else `video_preprocessor_config.json`; empty if there is neither."""
+    config: Any = read_settings(folder, "processor_config.json").get("video_processor")
+    if config is None:
+        config = read_settings(folder, "video_preprocessor_config.json")
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"the video processor's configuration is {_show(config)}, not a JSON object")
+    return config
+
+
 def read_video_settings(
     folder: Path, kind: ImageProcessor, images: Sequence[ImageProcessor]
 ) -> tuple[ImageSettings, int | None]:
     """Settings of a video's frames, and the number of sampled frames if the file has one.
 
-    They are read from `processor_config.json`'s `video_processor`, `video_preprocessor_config.json`, else the file of
-    the image processor, which is one of `images`; `kind` is the video processor. Raises UnsupportedModelError,
-    CheckpointError.
+    Without a file of the video processor, which is `kind`, they are those of the image processor, one of `images`.
+    Raises UnsupportedModelError, CheckpointError.
     """
-    config: Any = read_settings(folder, "processor_config.json").get("video_processor")
-    if config is None:
-        config = read_settings(folder, "video_preprocessor_config.json") or read_settings(folder, ALONE)
-    if not isinstance(config, Mapping):
-        raise CheckpointError(f"the video processor's configuration is {_show(config)}, not a JSON object")
+    config = read_video_processor(folder) or read_image_processor(folder)
     named = config.get("video_processor_type") or config.get("image_processor_type")
-    if named is not None and named not in (kind.name, *(image.name for image in images)):
+    base = named.removesuffix("Fast").removesuffix("Pil") if isinstance(named, str) else named
+    if base is not None and base not in (kind.name, *(image.name for image in images)):
         raise UnsupportedModelError(f"video processor {_show(named)} is not supported; supported: {kind.name}")
     frames = config.get("num_frames")
-    if config.get("do_sample_frames") and (config.get("fps") is not None or frames is None):
+    if not kind.own_size and config.get("do_sample_frames") and (config.get("fps") is not None or frames is None):
         raise UnsupportedModelError(f"{kind.name} samples frames by fps; vtx needs a fixed number: set num_frames")
     if frames is not None and (not isinstance(frames, int) or not 1 <= frames <= MAX_SAMPLED_FRAMES):
         raise CheckpointError(

@@ -22,14 +22,14 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layouts import read_layout
-from vtx.tools.estimate.sizes import KNOWN, ActionSize, ModelSize, bundle_size, spec_size
+from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size, spec_size
 
 
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:
     text, vision = config.text, config.vision
     projector = ProjectorSpec(
         config.projector_width, config.projector_activation, config.projector_bias, config.projector_norm_eps,
-        config.projector_layers, config.projector_widths,
+        config.projector_layers, config.projector_widths, config.projector_rms,
     )  # fmt: skip
     tower = _tower_spec(vision, config.feature_layers, config.select)
     return ModelSpec(**_declared(text, ModelSpec), name=name, intermediate=text.ffn, tower=tower, projector=projector)
@@ -51,7 +51,7 @@ def config_of(manifest: Manifest) -> ModelConfig:
         feature_layers=tower.feature_layers, select=tower.select, projector_activation=m.projector.activation,
         projector_bias=m.projector.bias, projector_norm_eps=m.projector.norm_eps, projector_layers=m.projector.layers,
         image_token_id=manifest.text.image_token_id, layout=read_layout(manifest.layout, tower), action=manifest.action,
-        projector_widths=m.projector.widths, bins=manifest.bins,
+        projector_widths=m.projector.widths, projector_rms=m.projector.rms_norm, bins=manifest.bins,
     )  # fmt: skip
     width = m.projector.intermediate
     return config if config.projector_width == width else replace(config, projector_hidden=width)
@@ -118,5 +118,4 @@ def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
 
 
 def model_size(config: ModelConfig, name: str) -> ModelSize:
-    size = spec_size(model_spec(config, name), config.layout, "config")
-    return replace(size, action=None if config.action is None else ActionSize.of(config.action))
+    return spec_size(model_spec(config, name), config.layout, "config").acting(config.action, config.bins)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, ByLayer, RopeSpec, SlidingSpec
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, RopeSpec, SlidingSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.tools.estimate.sizes import DecoderShape
 
 MAX_POSITIONS = (1 << 24) - 1
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2")
@@ -17,69 +18,37 @@ ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's laye
 GEMMA_NORMS = r"^text\.(.*norm)\.weight$"  # whose weights are differences from 1
 
 
-@dataclass(frozen=True, slots=True)
-class TextConfig(ByLayer):
-    """A decoder of the llama family; `qk_norm`: an RMS norm over each head of queries and keys, unrotated.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig(DecoderShape):
+    """A decoder of the llama family with what its graphs compute.
 
-    `v_norm`: one without weights over each head of values. `post_norms`: a norm follows attention and the MLP too,
-    before their sum with the hidden states. `layer_scale`: a number by which a layer's hidden states are multiplied.
-    `sliding` and `shared` as in `ByLayer`, and the numbers after them as in `ModelSpec`.
-    `conv_layers`, counted from 1, have in place of attention a gated convolution of each channel over the last
-    `conv_taps` tokens, with biases if `conv_bias`.
+    `v_norm`: an RMS norm without weights over each head of values. `conv_bias`: convolutions have biases. `two_way` and
+    the numbers from `padding_id` on as in `ModelSpec`.
 
     `factors` are pairs of a pattern of weights' canonical names, and what these weights of a checkpoint are multiplied
     by wherever they are read, `shifts` the same of what is added to them then; a bundle holds the results.
-    `scaled_embedding`: a text token's embedding is multiplied by sqrt(hidden) on its way into the decoder. `two_way`
-    as in `ModelSpec`.
+    `scaled_embedding`: a text token's embedding is multiplied by sqrt(hidden) on its way into the decoder.
     """
 
     family: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
     eps: float
     activation: str
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    tied: bool
     rope: RopeSpec
     max_positions: int
-    qk_norm: bool = False
     factors: tuple[tuple[str, float], ...] = ()
     shifts: tuple[tuple[str, float], ...] = ()
     scaled_embedding: bool = False
     two_way: str | None = None
-    conv_layers: tuple[int, ...] = ()
-    conv_taps: int = 1
     conv_bias: bool = False
     v_norm: bool = False
-    post_norms: bool = False
-    layer_scale: bool = False
     sliding: SlidingSpec | None = None
-    shared: int | None = None
-    shared_ffn: int | None = None
-    per_layer: int | None = None
     padding_id: int | None = None
     attention_scale: float | None = None
     softcap: float | None = None
 
-    @property
-    def attending(self) -> int:
-        """The number of layers with attention."""
-        return self.layers - len(self.conv_layers)
-
     def scale(self, layer: int) -> float:
         """The factor of the products of a layer's attention."""
         return self.heads_of(layer) ** -0.5 if self.attention_scale is None else self.attention_scale
-
-    def ffn_of(self, layer: int) -> int:
-        """The width of a layer's MLP."""
-        return self.ffn if self.shared_ffn is None or self.source(layer) == layer else self.shared_ffn
 
 
 def text_config_of(parsed: Any) -> TextConfig:

@@ -36,7 +36,7 @@ class AttentionMeter:
     """
 
     def __init__(self, samples: Sequence[Sample], config: ModelConfig) -> None:
-        self._groups = [_Groups(sample, config.image_token_id) for sample in samples]
+        self._groups, self._text = [_Groups(sample, config.image_token_id) for sample in samples], config.text
         self._layers: list[list[Tensor]] = [[] for _ in samples]  # for each layer [tokens after the image, KINDS]
 
     def __call__(self, layer: int, number: int, queries: Tensor, keys: Tensor) -> None:
@@ -44,9 +44,11 @@ class AttentionMeter:
             return
         groups = self._groups[number]
         q, k = queries[0, :, groups.suffix :], keys[0]
-        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-        positions = torch.arange(groups.suffix, k.shape[1])
-        scores.masked_fill_(torch.arange(k.shape[1]) > positions[:, None], -torch.inf)
+        scores = q @ k.transpose(1, 2) * self._text.scale(layer)
+        back = torch.arange(groups.suffix, k.shape[1])[:, None] - torch.arange(k.shape[1])
+        scores.masked_fill_(back < 0, -torch.inf)
+        if self._text.sliding is not None and self._text.slides(layer):
+            scores.masked_fill_(back >= self._text.sliding.window, -torch.inf)
         self._layers[number].append(scores.softmax(-1).mean(0) @ groups.kinds)
 
     def shares(self, number: int) -> AttentionShares:

@@ -21,6 +21,7 @@ from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.tensors import LARGEST
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.report import golden
@@ -50,7 +51,7 @@ def record_golden(
         features = reference.encode([image], settings)
         logits = reference.logits(decoded, features.first(golden.DECODED_TOKENS), ks, report, measure)
     tensors = {"ids": ids, "pixels": pixels, "features": features.hidden[: golden.FEATURE_TOKENS].numpy()}
-    tensors |= {golden.LARGEST: largest, **{golden.key_of(k): values.numpy() for k, values in logits.items()}}
+    tensors |= {LARGEST: largest, **{golden.key_of(k): values.numpy() for k, values in logits.items()}}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})
 
 

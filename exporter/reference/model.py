@@ -241,6 +241,9 @@ class Reference:
             blocks = grid.reshape(len(seen), down, v.shuffle, across, v.shuffle, -1).transpose(2, 3)
             blocks = blocks.transpose(1, 2) if v.shuffle_by_columns else blocks
             chosen = blocks.reshape(len(seen), down * across, -1)
+        if v.pool > 1:
+            pooled = F.avg_pool2d(chosen.transpose(1, 2).reshape(len(seen), -1, high, wide), v.pool)
+            chosen = pooled.flatten(2).transpose(1, 2)
         return [self._projected(chosen)]
 
     def _hidden_states(
@@ -419,6 +422,9 @@ class Reference:
             groups = torch.full((len(sample.ids),), -1)
             if self.config.text.two_way == "prompt":
                 groups[: len(sample.ids) - sample.last + 1] = 0
+            if self.config.text.two_way == "images":  # image tokens that follow each other
+                first = is_vision & ~F.pad(is_vision, (1, 0))[:-1]
+                groups[is_vision] = first.cumsum(0)[is_vision]
             given = self._layer_inputs(hidden, padded)
             streams.append(_Streams(hidden, withdrawn, is_vision, positions, sample.features.maps, groups, given))
         return streams

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.spec.manifest import FINAL_NORM, Manifest
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Policy, Reduction
+from vtx.runtime.policies.clip import Clip
 from vtx.runtime.policies.methods.withdraw import Full, Withdraw
 from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 
 if TYPE_CHECKING:
     from vtx.runtime.policies.methods.gate import Odds
@@ -102,7 +104,9 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
             raise RequestError(f"{part.name} {NO_VIDEOS}")
         tower = manifest.model.tower
         two = tower.beside is not None
-        if reason := _never_there(part.needs(), tower.shuffle, class_token=tower.class_token, two_towers=two):
+        if reason := _never_there(
+            part.needs(), max(tower.shuffle, tower.pool), class_token=tower.class_token, two_towers=two
+        ):
             raise RequestError(f"{part.name} {reason}")
         lacking = _lacking(part.needs(), manifest, dialect)
         if lacking:
@@ -155,11 +159,18 @@ def _never_there(needs: Needs, side: int, *, class_token: bool, two_towers: bool
     return ""
 
 
-def check_images(reductions: Sequence[Reduction], kinds: Sequence[str], *, between: bool) -> None:
+def check_images(reductions: Sequence[Reduction], kinds: Sequence[str], *, between: bool, frames: int) -> None:
     """Raise RequestError for reductions that videos, if there are any, cannot have.
 
-    The graph of frames lacks outputs that they need, or, with `between`, there is text between the frames.
+    The graph of frames lacks outputs that they need, or, with `between`, there is text between the frames; or the
+    longest has more `frames` than may be in memory, and no method chooses from them in windows.
     """
+    first = reductions[0] if reductions else None
+    if frames > MAX_SAMPLED_FRAMES and not (isinstance(first, Clip) and first.at_once):
+        raise RequestError(
+            f"the video has {frames} sampled frames, and beyond {MAX_SAMPLED_FRAMES} their tokens must be chosen in "
+            f"windows; use evs, or vidcom2 with window=32, or at most {MAX_SAMPLED_FRAMES} frames"
+        )
     for part in reductions if "video" in kinds else ():
         needs = part.needs()
         if needs.of_patches or needs.projector:

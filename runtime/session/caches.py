@@ -31,7 +31,8 @@ class PrefixCaches:
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self._backend, self._token_inputs, self._model = backend, manifest.token_inputs, manifest.model
-        self.two_way = manifest.model.two_way is not None  # all tokens of a prompt see each other
+        self.two_way = manifest.model.two_way == "prompt"  # all of its tokens see each other
+        self._groups = manifest.model.two_way is not None  # tokens of a group do
         self._stateful = bool(manifest.model.conv_layers)
         self.stages, self.capacity, self._width = manifest.stages, manifest.max_context, manifest.model.hidden
         self.keeping = [stage.keeps for stage in self.stages]  # the others read the K and V of earlier stages
@@ -94,6 +95,7 @@ class PrefixCaches:
         if prefix.size >= self.capacity or not alike or not all(stage.keeps for stage in stages):
             raise ValueError("it has more tokens or stages than the bundle, or others")
         wanted = {each.name: (prefix.size, each.width) for each in self._token_inputs}
+        wanted |= {names.GROUP: (prefix.size, 1)} if self._groups else {}
         if {name: each.shape for name, each in prefix.inputs.items()} != wanted:
             raise ValueError("it has other inputs than the bundle")
         if kv.keys() != {layer for stage in stages for layer in stage.cached}:
@@ -124,6 +126,9 @@ class PrefixCaches:
             if each.of_images:
                 signals = [image.patches.signals[names.token_input(each.name)] for image in images]
                 inputs[each.name][is_vision] = np.concatenate(signals)
+        if self._groups and not self.two_way:  # image tokens that follow each other are one
+            first = is_vision & ~np.concatenate([[False], is_vision[:-1]])
+            inputs[names.GROUP][is_vision, 0] = np.cumsum(first)[is_vision]
         positions, following = assign_positions(is_vision, images)
         patches = tuple(image.patches for image in images)
         present = np.ones(length, bool)
@@ -135,12 +140,12 @@ class PrefixCaches:
         `of_prompt`: they belong to a prompt, not to an answer.
         """
         tokens = self._backend.embed(ids)
-        if not self._token_inputs and not self.two_way:
+        if not self._token_inputs and not self._groups:
             return tokens
         missing = [each for each in self._token_inputs if not each.of_text]
         more = {each.name: np.zeros((len(tokens), each.width), np.float32) for each in missing}
-        if self.two_way:
-            more[names.GROUP] = np.full((len(tokens), 1), 0 if of_prompt else -1, np.float32)
+        if self._groups:
+            more[names.GROUP] = np.full((len(tokens), 1), 0 if of_prompt and self.two_way else -1, np.float32)
         return TokenStates(tokens.hidden, {**tokens.inputs, **more})
 
     def copy_prefix(self, other: PrefixCaches) -> None:

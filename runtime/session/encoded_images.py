@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, Policy, PromptText
+from vtx.runtime.policies.clip import Clip
 from vtx.runtime.session.prefix import Check, Prompt, no_check
 from vtx.runtime.session.session import Selection
 from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.layout import Views
-from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage
+from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage, concatenated
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
 PROJECTED = "projected by"  # of an image's derived arrays, the merged tokens that its next question takes again
@@ -31,16 +33,22 @@ PROJECTED = "projected by"  # of an image's derived arrays, the merged tokens th
 class PreparedImage:
     """One preprocessed image: its `views`, each [3, height, width] float32, a hash of them, and its form in a prompt.
 
-    `size` is its width and height before that; `arrange` makes the image's tokens from those of its views. A video is
-    one too, of the `kind` "video": each frame is a view, a long one's in a file, and `size` that of the first.
+    `size` is its width and height before that; `arrange` makes the image's tokens from those of its views, of a video
+    also of some, from number `first` on. A video is
+    one too, of the `kind` "video": each frame is a view, or each pair of them [2, 3, height, width], a long one's in a
+    file, and `size` that of the first; `refitted` gives its form in a prompt with another number of frames, or other
+    max_pixels. `counted`: tokens are counted between texts, so that some may leave before the decoder.
     """
 
     views: Views | FrameFile
     key: str
     in_prompt: PromptImage
     size: tuple[int, int]
-    arrange: Callable[[Sequence[ImageTokens]], ImageTokens]
+    arrange: Callable[..., ImageTokens]
     kind: Literal["image", "video"] = "image"
+    frames: int = 0  # of a video
+    refitted: Callable[[int, int | None], PromptImage] | None = None
+    counted: bool = False
 
     @property
     def tokens(self) -> int:
@@ -70,14 +78,47 @@ class PreparedImage:
         kept = tiles if len(self.views) > 1 else None
         for view in self.views:
             check()
-            key = () if kept is None else (self.kind, hashlib.sha256(view.tobytes()).digest(), *_values(extras))
+            key = (
+                ()
+                if kept is None
+                else (self.kind, view.shape, hashlib.sha256(view.tobytes()).digest(), *_values(extras))
+            )
             tokens = None if kept is None else kept.get(key)
             if tokens is None:
-                tokens = backend.video(view[None]) if self.kind == "video" else backend.vision(view[None], extras)
+                tokens = backend.video(_pixels(view)) if self.kind == "video" else backend.vision(_pixels(view), extras)
                 if kept is not None:
                     kept.put(key, tokens)
             views.append(tokens)
         return replace(self.arrange(views), key=self.key[:64])  # of the pixels alone
+
+    def encode_chosen(self, backend: Backend, clip: Clip, check: Check = no_check) -> ImageTokens:
+        """The tokens of a video that `clip` chooses; of the others those of one window are in memory at a time."""
+        choose, frames = clip.begin(len(self.views)), range(len(self.views))
+        kept, numbers, count = list[ImageTokens](), np.empty(0, np.int64), 0
+        for first in frames[:: clip.at_once]:
+            views = list[ImageTokens]()
+            for place in frames[first : first + clip.at_once]:
+                check()
+                views.append(backend.video(_pixels(self.views[place])))
+            tokens = self.arrange(views, first=first)
+            shown, patches = tokens.patches.of_frames(), tokens.patches
+            assert shown is not None
+            assert patches.frames is not None
+            indices = np.where(patches.indices >= 0, patches.indices + first * len(views[0]), patches.indices)
+            own = replace(patches, indices=indices, frames=np.where(patches.frames >= 0, patches.frames + first, -1))
+            stays = choose(tokens.hidden[shown])
+            entering = shown.ravel()[stays[stays >= count] - count]
+            if frames[-1] < first + clip.at_once:  # a newline behind the frames
+                entering = np.concatenate([entering, np.flatnonzero(patches.frames < 0)])
+            before = [part.take(np.flatnonzero(np.isin(numbers, stays))) for part in kept]
+            kept = [concatenated([*before, replace(tokens, patches=own).take(entering)])]
+            numbers, count = stays, count + shown.size
+        return replace(kept[0], key=self.key[:64])
+
+
+def _pixels(view: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The input of the vision graph for a view [3, height, width], or for a pair of frames [2, 3, height, width]."""
+    return view if view.ndim == 4 else view[None]
 
 
 def _values(extras: Extras) -> tuple[tuple[str, bytes], ...]:
@@ -198,16 +239,17 @@ class EncodedImages:
         image_token_id: int,
         policy: Policy,
         question: PromptText | None,
-        expand: Callable[[Sequence[int]], Ids],
+        expand: Callable[[Sequence[PromptImage]], Ids],
         check: Check = no_check,
     ) -> Prompt:
         """The prompt of `ids` [n], which hold all tokens of every image, or of the ones that entries leave.
 
-        How many tokens an image has after entries, only its pixels say: `expand` gives the ids for these numbers.
+        How many tokens an image has after entries, only its pixels say: `expand` gives the ids for these forms.
         `question` is the text by which entries select, if they use one. `check` is called before every image and view
         and may raise, to stop there.
         """
-        settings, skipped = " ".join(["", *map(repr, policy.entries)]), 0
+        settings = " ".join(["", *map(repr, policy.entries)])
+        skipped = sum(max(0, image.in_prompt.span - image.tokens) for image in self.images)
         if question is not None and policy.uses_question:
             settings += f" {question.key}"
         encoders = tuple(
@@ -219,7 +261,8 @@ class EncodedImages:
             for _, encode in encoders:
                 check()
                 images.append(encode())
-            ids = expand([len(image) for image in images])
+            forms = zip(images, self.images, strict=True)
+            ids = expand([replace(own.in_prompt, spans=image.runs or (len(image),)) for image, own in forms])
             skipped = max(0, sum(image.positions - len(image) for image in images))
         return Prompt(ids, ids == image_token_id, encoders, skipped)
 
@@ -227,13 +270,24 @@ class EncodedImages:
         self, image: PreparedImage, entries: Sequence[Entry], question: PromptText | None, check: Check
     ) -> ImageTokens:
         """The tokens of an image that enter the decoder."""
-        start, extras = perf_counter(), vision_extras(entries)
-        key = image.key, *_values(extras)
+        start = perf_counter()
+        tokens = self.encoded(image, entries, check)
+        entering = enter(tokens, entries[_clip(image, entries) is not None :], question, self.backend.project)
+        self.seconds += perf_counter() - start
+        return entering
+
+    def encoded(self, image: PreparedImage, entries: Sequence[Entry], check: Check = no_check) -> ImageTokens:
+        """The tokens of an image before `entries` choose from them; of a long video those that the first one chose."""
+        clip, extras = _clip(image, entries), vision_extras(entries)
+        key = (image.key, *_values(extras)) if clip is None else (image.key, repr(clip))
         tokens = self._encoded.get(key)
         if tokens is None:
             tokens = None if self.shared is None else self.shared.get(key)
             if tokens is None:
-                tokens = image.encode(self.backend, extras, check, self.tiles)
+                if clip is None:
+                    tokens = image.encode(self.backend, extras, check, self.tiles)
+                else:
+                    tokens = image.encode_chosen(self.backend, clip, check)
                 signals, tower = tokens.patches.signals.values(), tokens.tower
                 given = [*signals, *([] if tower is None else [tower.states, tower.keys, tower.attention])]
                 if not all(np.isfinite(signal).all() for signal in given):
@@ -243,9 +297,15 @@ class EncodedImages:
                 if self.shared is not None:
                     self.shared.put(key, tokens)
             self._encoded = dict([*self._encoded.items(), (key, tokens)][-MAX_SETS * len(self.images) :])
-        entering = enter(tokens, entries, question, self.backend.project)
-        self.seconds += perf_counter() - start
-        return entering
+        return tokens
+
+
+def _clip(image: PreparedImage, entries: Sequence[Entry]) -> Clip | None:
+    """The entry that chooses from the frames of a video that is too long for memory, window by window."""
+    if image.frames <= MAX_SAMPLED_FRAMES:
+        return None
+    assert isinstance(entries[0], Clip), "other policies are refused for long videos"
+    return entries[0]
 
 
 def selecting_text(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.policies.base import Removal
 from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches
 
@@ -141,7 +142,9 @@ class Prefix:
 
     def after(self, other: Prefix) -> Prefix:
         """Begin where caches hold another prefix: what both have in common is not run again."""
-        count = 0 if other.saved_kv else self.agreement(other)
+        count, groups = 0 if other.saved_kv else self.agreement(other), self.inputs.get(names.GROUP)
+        if groups is not None and count < self.size and groups[count, 0] >= 0:  # none is cut in two
+            count = min(count, int(np.argmax(groups[:, 0] == groups[count, 0])))
         if not count or not other.depth:
             return self
         return replace(self, common=count, begun=other.text_states(count))
@@ -194,16 +197,17 @@ def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Id
     if all(image.offsets is None for image in images):  # there may be text among an image's tokens
         return np.arange(len(is_vision), dtype=np.int64), len(is_vision)
     offsets = [np.arange(len(i)) if i.offsets is None else i.offsets for i in images]
-    ends = [*(image.positions for image in images)]
     parts = offsets[0].shape[1:] if offsets else ()
     positions = np.zeros((len(is_vision), *parts), np.int64)
     at, token = 0, 0
-    for offset, end in zip(offsets, ends, strict=True):
-        text = int(np.argmax(is_vision[token:])) if len(offset) else 0
-        positions[token : token + text] = np.arange(at, at + text).reshape(-1, *(1 for _ in parts))
-        token, at = token + text, at + text
-        positions[token : token + len(offset)] = at + offset
-        token, at = token + len(offset), at + end
+    for image, offset in zip(images, offsets, strict=True):
+        first, end = 0, len(image) if image.span is None else image.span
+        for run in [count for count in image.runs if count] or [len(offset)]:
+            text = int(np.argmax(is_vision[token:])) if run else 0
+            positions[token : token + text] = np.arange(at, at + text).reshape(-1, *(1 for _ in parts))
+            token, at = token + text, at + text
+            positions[token : token + run] = at + offset[first : first + run]
+            token, at, first = token + run, at + end, first + run
     return positions, at
 
 

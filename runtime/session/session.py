@@ -120,9 +120,19 @@ class Session:
 
     @property
     def kv_slots(self) -> int:
-        """Slots of all layers that hold memory."""
+        """Slots of all layers that hold memory; of those that several conversations share its part."""
+        return sum(cache.resident * layers for cache, layers in self._caches_held)
+
+    @property
+    def kv_slots_held(self) -> int:
+        """As `kv_slots`, with those that it shares counted as if they were its own."""
+        return sum(max(cache.resident, cache.length) * layers for cache, layers in self._caches_held)
+
+    @property
+    def _caches_held(self) -> list[tuple[StageCache, int]]:
+        """The caches, each with the number of its layers that keep K and V."""
         caches = [*self.caches.full.items(), *self.caches.pruned.items()]
-        return sum(cache.resident * len(self._stages[number].cached) for number, cache in caches)
+        return [(cache, len(self._stages[number].cached)) for number, cache in caches]
 
     def agreement(self, ids: Ids) -> tuple[int, int]:
         """The number of leading tokens of a prompt about these images that the conversation has, and of all it has.

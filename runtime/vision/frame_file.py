@@ -16,11 +16,13 @@ from vtx.runtime.errors import ImageError
 class FrameFile:
     """Arrays of one shape, float32: `add` writes them, and once `order` is set, they are read in it, one by one.
 
+    With `together` this number is read at a time, as one array, the last of all again if some are missing.
     Its file is on disk, in the system's folder for temporary files, and goes with it. Safe for many readers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, together: int | None = None) -> None:
         self.order: Sequence[int] = ()  # of the frames' numbers, which may occur twice
+        self._together = together
         self._shape: tuple[int, ...] = ()
         self._count = 0
         self._lock = threading.Lock()
@@ -42,14 +44,16 @@ class FrameFile:
         return number
 
     def __len__(self) -> int:
-        return len(self.order)
+        return -(-len(self.order) // (self._together or 1))
 
     def __getitem__(self, place: int) -> NDArray[np.float32]:
-        frame = np.empty(self._shape, np.float32)
+        first, count = place * (self._together or 1), self._together or 1
+        view, last = np.empty((count, *self._shape), np.float32), len(self.order) - 1
         with self._lock:
-            self._file.seek(self.order[place] * frame.nbytes)
-            self._file.readinto(frame.data.cast("B"))
-        return frame
+            for number, frame in enumerate(view):
+                self._file.seek(self.order[min(first + number, last)] * frame.nbytes)
+                self._file.readinto(frame.data.cast("B"))
+        return view[0] if self._together is None else view
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
         return (self[place] for place in range(len(self)))

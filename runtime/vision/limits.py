@@ -22,5 +22,6 @@ MAX_VIDEO_FRAMES = 72_000  # 20 minutes of 60 a second
 MAX_FRAME_PIXELS = 16 << 20  # 4K has 8.8 million
 MAX_VIDEO_DECODE_SECONDS = 120.0  # of the process that decodes, from its start on
 MAX_VIDEO_MEMORY = 1536 << 20  # of its address space; H.264 and HEVC of 16 million pixels take up to 1 GB
-MAX_SAMPLED_FRAMES = 64  # that a question may be asked about, a video
+MAX_SAMPLED_FRAMES = 64  # of a video, whose tokens are in memory together
+MAX_CHOSEN_FRAMES = 256  # of a longer one, from which a method chooses window by window
 MAX_HELD_FRAMES = 16  # of a video, prepared, in memory; those of a longer one wait in a file

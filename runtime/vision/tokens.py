@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -139,9 +139,10 @@ class ImageTokens:
 
     `idle` counts further tokens that the vision graph computed: of merged windows, if its sizes are fixed.
     `offsets` [tokens] are their positions after the image's first one and `span` the positions that the image takes;
-    None: they follow each other without gaps. Offsets of three parts, time, row and column, are [tokens, 3]. `derived`
-    is a cache of what policies compute from these tokens. `key` is the hash of the image's pixels. `tower` are the
-    tower's tokens that they were made of, if the bundle was exported for that.
+    None: they follow each other without gaps. Offsets of three parts, time, row and column, are [tokens, 3]. `runs`:
+    the numbers of tokens between texts of the prompt, if each of them takes `span` positions anew, and one without
+    tokens takes none. `derived` is a cache of what policies compute from these tokens. `key` is the hash of the image's
+    pixels. `tower` are the tower's tokens that they were made of, if the bundle was exported for that.
     """
 
     hidden: HiddenStates
@@ -152,6 +153,7 @@ class ImageTokens:
     derived: dict[str, NDArray[Any]] = field(default_factory=dict)
     key: str = ""
     tower: TowerTokens | None = None
+    runs: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.hidden)
@@ -195,7 +197,7 @@ class ImageTokens:
     @property
     def positions(self) -> int:
         """The number of positions that the image takes."""
-        return len(self) if self.span is None else self.span
+        return len(self) if self.span is None else self.span * (sum(map(bool, self.runs)) if self.runs else 1)
 
     def take(self, which: Ids, *, keep_positions: bool = False) -> ImageTokens:
         """Some of the tokens; once positions have been kept, they are."""
@@ -203,18 +205,23 @@ class ImageTokens:
         if not keep_positions and self.offsets is None:
             return ImageTokens(hidden, patches, key=self.key, tower=self.tower)
         offsets = np.arange(len(self), dtype=np.int64) if self.offsets is None else self.offsets
-        return ImageTokens(hidden, patches, 0, offsets[which], self.positions, key=self.key, tower=self.tower)
+        span = len(self) if self.span is None else self.span
+        own = np.repeat(np.arange(len(self.runs)), self.runs)[which] if self.runs else None
+        runs = () if own is None else tuple(np.bincount(own, minlength=len(self.runs)).tolist())
+        return ImageTokens(hidden, patches, 0, offsets[which], span, key=self.key, tower=self.tower, runs=runs)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
     """An image in a prompt: the number of image tokens in each of its `spans`, and the layout's text among them.
 
-    `texts` come before, between and after the spans: one more than these.
+    `texts` come before, between and after the spans: one more than these. `span`: the positions of all tokens, if they
+    are more than these.
     """
 
     spans: tuple[int, ...]
     texts: tuple[str, ...] = ("", "")
+    span: int = 0
 
     @property
     def tokens(self) -> int:
@@ -228,26 +235,42 @@ class PromptImage:
 
 def joined(views: Sequence[ImageTokens], columns: int = 1) -> ImageTokens:
     """The tokens of views, and of newlines, one after the other; `columns` of tiles stand in a row."""
-    indices, numbers, signals = list[Ids](), list[Ids](), dict[str, list[NDArray[np.float32]]]()
-    widths = {name: signal.shape[1:] for view in views for name, signal in view.patches.signals.items()}
+    placed, before = list[ImageTokens](), 0
     for number, view in enumerate(views):
         own = view.patches.indices
-        indices.append(np.where(own >= 0, own + sum(map(len, indices)), own))
-        numbers.append(np.where(own == NEWLINE, -1, number))
-        for name in widths:
-            zeros = np.zeros((len(own), *widths[name]), np.float32)
-            signals.setdefault(name, []).append(view.patches.signals.get(name, zeros))
-    merged = np.concatenate([view.patches.merged for view in views])
-    outputs = {name: np.concatenate(parts) for name, parts in signals.items()}
-    patches = Patches(np.concatenate(indices), merged, outputs, np.concatenate(numbers))
-    hidden, idle = np.concatenate([view.hidden for view in views]), sum(view.idle for view in views)
+        indices, numbers = np.where(own >= 0, own + before, own), np.where(own == NEWLINE, -1, number)
+        placed.append(replace(view, patches=replace(view.patches, indices=indices, views=numbers, frames=None)))
+        before += len(own)
+    tokens = concatenated(placed)
     towers = [view.tower for view in views if view.tower is not None]
     if not towers:
-        return ImageTokens(hidden, patches, idle)
+        return tokens
     states, keys, attention = (
         np.concatenate([getattr(tower, part) for tower in towers]) for part in ("states", "keys", "attention")
     )
-    return ImageTokens(hidden, patches, idle, tower=TowerTokens(states, keys, attention, columns))
+    return replace(tokens, tower=TowerTokens(states, keys, attention, columns))
+
+
+def concatenated(parts: Sequence[ImageTokens]) -> ImageTokens:
+    """Tokens one after the other, each with its patch as it is; a signal that some lack is 0 there."""
+    patches = [part.patches for part in parts]
+    widths = {name: signal.shape[1:] for own in patches for name, signal in own.signals.items()}
+    signals = {
+        name: np.concatenate([own.signals.get(name, np.zeros((len(own), *width), np.float32)) for own in patches])
+        for name, width in widths.items()
+    }
+
+    def column(name: str) -> Any:
+        each = [getattr(own, name) for own in patches]
+        return None if any(part is None for part in each) else np.concatenate(each)
+
+    columns = Patches(column("indices"), column("merged"), signals, column("views"), column("frames"))
+    hidden, idle = np.concatenate([part.hidden for part in parts]), sum(part.idle for part in parts)
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    if len(offsets) < len(parts):
+        return ImageTokens(hidden, columns, idle)
+    runs = tuple(run for part in parts for run in part.runs)
+    return ImageTokens(hidden, columns, idle, np.concatenate(offsets), parts[0].span, runs=runs)
 
 
 def share(part: float, count: int) -> int:

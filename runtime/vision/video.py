@@ -7,11 +7,13 @@ kept.
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,8 +24,8 @@ from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.vision.files.source import open_file, read_data_url
 from vtx.runtime.vision.limits import (
+    MAX_CHOSEN_FRAMES,
     MAX_FRAME_PIXELS,
-    MAX_SAMPLED_FRAMES,
     MAX_VIDEO_BYTES,
     MAX_VIDEO_DECODE_SECONDS,
     MAX_VIDEO_FRAMES,
@@ -33,6 +35,7 @@ from vtx.runtime.vision.limits import (
 
 T = TypeVar("T")
 HEAD_BYTES = 32
+MAX_RATE = 1000  # frames a second
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg")
 CHILD, LIBRARIES = "vtx.runtime.vision.video_child:frames_of", ("av",)
 EVERY = "vtx.runtime.vision.video_child:all_frames"
@@ -46,22 +49,50 @@ VideoFile: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
 class Video:
     """A video file by its path, its bytes or a data URL, or frames [frames, height, width, 3] RGB uint8.
 
-    `frames` are sampled evenly from the first to the last; None: as many as the bundle says.
+    `frames` are sampled evenly from the first to the last; None: as many as the bundle says. `fps`: frames a second of
+    an array, 24 if left out; a file says its own.
     """
 
     source: VideoFile | NDArray[np.uint8]
     frames: int | None = None
+    fps: float | None = None
 
     def __post_init__(self) -> None:
+        if self.fps is not None:
+            if not isinstance(self.source, np.ndarray):
+                raise RequestError("fps is given for a video file, which says its own; leave it out")
+            if isinstance(self.fps, bool) or not isinstance(self.fps, numbers.Real) or not 0 < self.fps <= MAX_RATE:
+                raise RequestError(f"fps is {self.fps!r:.40}; give a number of frames a second up to {MAX_RATE}")
         if self.frames is not None:
             check_whole("frames", self.frames, 1)
-            if self.frames > MAX_SAMPLED_FRAMES:
-                raise RequestError(f"frames is {self.frames}, the limit is {MAX_SAMPLED_FRAMES} of a video; use fewer")
+            if self.frames > MAX_CHOSEN_FRAMES:
+                raise RequestError(f"frames is {self.frames}, the limit is {MAX_CHOSEN_FRAMES} of a video; use fewer")
 
 
-def video(source: VideoFile | NDArray[np.uint8], *, frames: int | None = None) -> Video:
-    """Mark a path, bytes or an array as a video: `model.open(vtx.video("clip.mp4", frames=16))`."""
-    return Video(source, frames)
+@dataclass(frozen=True, slots=True)
+class SampledFrames:
+    """The frames sampled of a video: their `numbers` among its `count` frames, of which there are `rate` a second."""
+
+    numbers: tuple[int, ...]
+    count: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Frames are sampled at `a_second`: at least `fewest` if the video has them, and at most `most`."""
+
+    a_second: float
+    fewest: int
+    most: int
+
+
+def video(source: VideoFile | NDArray[np.uint8], *, frames: int | None = None, fps: float | None = None) -> Video:
+    """Mark a path, bytes or an array as a video: `model.open(vtx.video("clip.mp4", frames=16))`.
+
+    `fps`: frames a second of an array, for models that are told the time; 24 if left out.
+    """
+    return Video(source, frames, fps)
 
 
 def as_video(source: object) -> Video | None:
@@ -98,19 +129,27 @@ def container(head: bytes) -> str | None:
 
 def load_frames(
     given: Video,
-    wanted: int,
+    wanted: int | Rate,
     prepare: Callable[[Image.Image], T],
     stopped: Callable[[], bool] | None = None,
     *,
     padded: bool = False,
+    nearest: bool = False,
+    begun: Callable[[SampledFrames], object] = lambda _: None,
 ) -> list[T]:
-    """`prepare` of each of the `wanted` sampled frames; `padded` as in `sampled`. Reading ends once `stopped` is true.
+    """`prepare` of each of the `wanted` sampled frames; `padded` and `nearest` as in `sampled`.
+
+    Reading ends once `stopped` is true. `begun` gets what is sampled before the first frame, and again if the file
+    turns out to have fewer frames than it said.
 
     Raises ImageError if it is not a video, damaged, or beyond a limit (`limits.py`); DeviceError if PyAV, which reads
     files, is missing; RequestError if it was stopped.
     """
-    from vtx.runtime.vision.video_child import pixels_refused, sampled
+    from vtx.runtime.vision.video_child import USUAL_RATE, number_sampled, pixels_refused, sampled
 
+    by_rate = asdict(wanted) if isinstance(wanted, Rate) else None
+    most = wanted.most if isinstance(wanted, Rate) else wanted
+    form = {"padded": padded, "nearest": nearest}
     if isinstance(given.source, np.ndarray):
         frames = given.source
         if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:
@@ -120,25 +159,46 @@ def load_frames(
             )
         if (height := frames.shape[1]) * (width := frames.shape[2]) > MAX_FRAME_PIXELS:
             raise ImageError(pixels_refused("the given video", width, height, MAX_FRAME_PIXELS))
-        numbers = sampled(len(frames), wanted, padded=padded)
+        rate = float(given.fps or USUAL_RATE)
+        number = wanted if isinstance(wanted, int) else number_sampled(len(frames), rate, **asdict(wanted))
+        places = sampled(len(frames), number, **form)
+        begun(SampledFrames(tuple(places), len(frames), rate))
         black = np.zeros_like(frames[0])
-        chosen = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*numbers})}
-        return [chosen[n] for n in numbers]
-    prepared = dict[int, T]()
+        chosen = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*places})}
+        return [chosen[n] for n in places]
+    prepared, clips = dict[int, T](), list[SampledFrames]()
 
-    def receive(number: int, image: Image.Image, _: float) -> bool:
+    def receive(number: int, image: Image.Image, _: float, about: dict[str, Any]) -> bool:
+        clip = _clip(about)
+        if clip is None or not 1 <= len(clip.numbers) <= most:
+            return False
+        if clip not in clips:
+            clips.append(clip)
+            begun(clip)
         if padded and -1 not in prepared:
             prepared[-1] = prepare(Image.new("RGB", image.size))
         prepared[number] = prepare(image)
-        return len(prepared) <= 2 * wanted + 1
+        return len(prepared) <= 2 * most + 1
 
-    name, result = _decoded(CHILD, given.source, receive, stopped, wanted=wanted, padded=padded)
+    name, result = _decoded(
+        CHILD, given.source, receive, stopped, wanted=None if by_rate else wanted, by_rate=by_rate, form=form
+    )
     order = result.get("frames") if isinstance(result, dict) else None
-    if not isinstance(order, list) or len(order) != wanted or not all(type(number) is int for number in order):
+    if not clips or order != [*clips[-1].numbers] or not prepared.keys() >= {*clips[-1].numbers}:
         raise _broken(name)
-    if not prepared.keys() >= {*order}:
+    if not by_rate and len(order) != wanted:
         raise _broken(name)
     return [prepared[number] for number in order]
+
+
+def _clip(about: dict[str, Any]) -> SampledFrames | None:
+    """The sampled frames that the child names with a frame; None if they are not valid."""
+    places, count, rate = (about.get(name) for name in ("sampled", "count", "rate"))
+    if not isinstance(places, list) or not all(type(place) is int for place in places):
+        return None
+    if not isinstance(count, int) or not isinstance(rate, float) or not 0 < rate < math.inf:
+        return None
+    return SampledFrames(tuple(places), count, rate)
 
 
 def play(
@@ -150,7 +210,7 @@ def play(
     at `slowest` times its speed. Raises as `load_frames`.
     """
 
-    def receive(_: int, image: Image.Image, seconds: float) -> bool:
+    def receive(_: int, image: Image.Image, seconds: float, __: object) -> bool:
         show(image, seconds)
         return True
 
@@ -158,10 +218,10 @@ def play(
 
 
 def _decoded(
-    target: str, source: VideoFile, receive: Callable[[int, Image.Image, float], bool],
+    target: str, source: VideoFile, receive: Callable[[int, Image.Image, float, dict[str, Any]], bool],
     stopped: Callable[[], bool] | None, *, wait: float = 0.0, **wanted: Any,
 ) -> tuple[str, Any]:  # fmt: skip
-    """The video's name and the result of `target`, whose frames `receive` gets: number, upright image and seconds.
+    """The video's name and the result of `target`, whose frames `receive` gets: number, upright image, seconds, header.
 
     `receive` returns False for one too many. `wait`: seconds that it may take in total.
     """
@@ -181,7 +241,7 @@ def _decoded(
                 raise _broken(name)
             image = np.rot90(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), turns)
             at = float(seconds) if isinstance(seconds, float | int) and 0 <= seconds <= MAX_VIDEO_SECONDS else 0.0
-            if not receive(number, Image.fromarray(np.ascontiguousarray(image)), at):
+            if not receive(number, Image.fromarray(np.ascontiguousarray(image)), at, frame):
                 raise _broken(name)
 
         request = {

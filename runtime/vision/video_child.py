@@ -7,23 +7,27 @@ decoded. Frames are decoded one after the other, and only wanted ones leave, eac
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from vtx.runtime.errors import DeviceError, ImageError
 
 DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # names of their own
 MAX_THREADS = 4  # each has frames of its own in memory
+USUAL_RATE = 24.0  # frames a second of videos that do not say theirs
 Frames = Generator[tuple[dict[str, Any], list[Any]], None, dict[str, list[int]]]
 
 
-def sampled(count: int, wanted: int, *, padded: bool = False) -> list[int]:
+def sampled(count: int, wanted: int, *, padded: bool = False, nearest: bool = False) -> list[int]:
     """The numbers of the sampled frames: evenly from the first to the last, rounded down; of few frames some twice.
 
-    `padded`: up to the one before the last; of too few frames all, behind black ones, whose number is -1.
+    `nearest`: rounded to the nearest instead, at a half to the even one. `padded`: up to the one before the last; of
+    too few frames all, behind black ones, whose number is -1.
     """
     if padded and count < wanted:
         return [-1] * (wanted - count) + [*range(count)]
@@ -31,24 +35,33 @@ def sampled(count: int, wanted: int, *, padded: bool = False) -> list[int]:
         return [0]
     last = count - 1 - padded
     step = last / (wanted - 1)
-    return [*(int(number * step) for number in range(wanted - 1)), last]
+    places = (number * step for number in range(wanted - 1))
+    return [*(round(place) if nearest else int(place) for place in places), last]
+
+
+def number_sampled(count: int, rate: float, *, a_second: float, fewest: int, most: int) -> int:
+    """The number of frames sampled `a_second` from `count` frames, `rate` a second: at least `fewest`, if there are."""
+    return min(max(int(count / rate * a_second), fewest), most, count)
 
 
 def frames_of(request: dict[str, Any]) -> Frames:
     """Each sampled frame of the video on stdin: its number, size and quarter turns to the left, and lines of RGB.
 
+    With each come the numbers of all that are `sampled`, the `count` of the video's frames and their `rate` a second.
     Returns the numbers of the sampled `frames`, in their order. Frames yielded under other numbers were counted wrongly
     and are to be forgotten.
 
     Raises ImageError if it is not a video, damaged, or beyond a limit of the request; DeviceError if PyAV is missing.
     """
     file = _File(request)
-    count = file.count()
-    wanted = sampled(count, request["wanted"], padded=request["padded"])
-    decoded = yield from file.decode(wanted)
+    count, number, form = file.count(), request["wanted"], request["form"]
+    if number is None:
+        number = number_sampled(count, file.rate, **request["by_rate"])
+    wanted = sampled(count, number, **form)
+    decoded = yield from file.decode(wanted, {"sampled": wanted, "count": count, "rate": file.rate})
     if decoded < count and wanted[-1] >= decoded:  # more packets than pictures, as some codecs have
-        wanted = sampled(decoded, request["wanted"], padded=request["padded"])
-        yield from file.decode(wanted)
+        wanted = sampled(decoded, number, **form)
+        yield from file.decode(wanted, {"sampled": wanted, "count": decoded, "rate": file.rate})
     return {"frames": wanted}
 
 
@@ -71,6 +84,7 @@ class _File:
         self._name, self._kind = str(request["name"]), str(request["container"])
         self._codecs = tuple(request["codecs"])
         self._seconds, self._frames, self._pixels = request["seconds"], request["frames"], request["pixels"]
+        self.rate = USUAL_RATE  # frames a second
 
     def count(self) -> int:
         """The number of frames by their packets; checks everything that is known before decoding."""
@@ -100,12 +114,16 @@ class _File:
                     self._too_many()
             if count < stream.frames:
                 self._damaged(count)
+            rate = float(stream.average_rate or (count / seconds if seconds else 0))
+            self.rate = rate if math.isfinite(rate) and rate > 0 else USUAL_RATE
         if not count:
             raise ImageError(f"{self._name} has no frames; save it again")
         return count
 
-    def decode(self, wanted: Sequence[int]) -> Generator[tuple[dict[str, Any], list[Any]], None, int]:
-        """Yield the frames with these numbers; returns the number of frames decoded up to the last of them."""
+    def decode(
+        self, wanted: Sequence[int], about: Mapping[str, Any] = MappingProxyType({})
+    ) -> Generator[tuple[dict[str, Any], list[Any]], None, int]:
+        """Yield the frames with these numbers, `about` with each; returns how many were decoded up to the last."""
         number = 0
         with self._container() as (container, stream):
             stream.thread_type = "AUTO"
@@ -127,7 +145,7 @@ class _File:
                     lines = [pixels[y * plane.line_size :][:line] for y in range(size[1])]  # without their padding
                     lines = [pixels[: line * size[1]]] if plane.line_size == line else lines
                     header = {"number": number, "width": size[0], "height": size[1], "turns": turns}
-                    yield header | {"seconds": frame.time}, lines
+                    yield {**header, "seconds": frame.time, **about}, lines
                 number += 1
                 if number > wanted[-1]:
                     break

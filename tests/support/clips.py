@@ -39,7 +39,7 @@ def video_of(clip: NDArray[np.float32], newline: bool) -> ImageTokens:
     """The tokens as the layout of frames arranges them."""
     frames, each, width = clip.shape
     views = [ImageTokens.one_per_patch(frame) for frame in clip]
-    return Frames(frames, each, newline=newline).arrange(views, np.ones((int(newline), width), np.float32))
+    return Frames(frames, each, newline=newline).arrange(views, None, 0, 0, np.ones((int(newline), width), np.float32))
 
 
 def evs(clip: Tensor, keep: float) -> list[int]:

@@ -68,6 +68,8 @@ class Statement:
     def _images(self, inputs: Inputs, method: Method) -> list[Image]:
         """The images of a prompt before anything of the question is known."""
         pixels, sizes = inputs.get("pixel_values"), inputs.get("image_sizes")
+        if "pixel_values_videos" in inputs:
+            return self._played(inputs)
         if pixels is None:
             return []
         if self._config.model_type in (
@@ -108,6 +110,24 @@ class Statement:
             each = self._config.image_seq_length
             for image in images:
                 image.of_tile = [i // each for i in range(len(image.rows))] if len(image.rows) > each else []
+        return images
+
+    def _played(self, inputs: Inputs) -> list[Image]:
+        """One video of Qwen-VL's, as transformers makes its rows: of Qwen3-VL each pair of frames is a run."""
+        found = self._reference.model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+        rows, maps = torch.cat([*found.pooler_output]), getattr(found, "deepstack_features", None) or ()
+        (pairs, down, across), three = inputs["video_grid_thw"][0].tolist(), self._config.model_type == "qwen3_vl"
+        down, across = down // 2, across // 2
+        if not three:
+            each = float(inputs["second_per_grid_ts"][0]) if "second_per_grid_ts" in inputs else 1.0
+            each *= getattr(self._config.vision_config, "tokens_per_second", 1)
+            one = self._placed(rows[: down * across], down, across)
+            offsets = [np.array([int(pair * each), 0, 0]) + offset for pair in range(pairs) for offset in one.offsets]
+            return [replace(self._whole(rows), offsets=offsets, span=int(np.max(offsets)) + 1)]
+        images = [self._placed(part, down, across) for part in rows.split(down * across)]
+        flat = [each if isinstance(each, Tensor) else torch.cat([*each]) for each in maps]
+        for number, image in enumerate(images):
+            image.maps = [each.split(down * across)[number] for each in flat]
         return images
 
     @staticmethod

@@ -50,6 +50,7 @@ ARCHITECTURES = {
     "pi0": "PI0ForConditionalGeneration",  # made by tests/support/families/pi0.py
     "openvla": "OpenVLAForActionPrediction",  # made by tests/support/families/openvla.py
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
 }
 PROCESSORS = {
@@ -69,6 +70,7 @@ PROCESSORS = {
     "fast_vlm": "LlavaProcessor",
     "paligemma": "PaliGemmaProcessor",
     "lfm2_vl": "Lfm2VlProcessor",
+    "gemma3": "Gemma3Processor",
     "gemma4": "Gemma4Processor",
 }
 MARKED = ("smolvlm", "idefics3")
@@ -95,9 +97,11 @@ class Tiny:
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "lisa", "internvl_chat",
-        "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma4",
+        "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
     ] = "llava"  # fmt: skip
-    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "gemma4_text"] = "llama"
+    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "gemma3_text", "gemma4_text"] = (
+        "llama"
+    )
     layers: int = 8
     hidden: int = 64
     heads: int = 4
@@ -139,17 +143,21 @@ class Tiny:
     maps: tuple[int, ...] = (0, 1, 2)  # qwen3_vl's layers of the tower that give maps
     attending: tuple[int, ...] = (1, 4, 6)  # lfm2's layers with attention, from 0; the others are convolutions
     taps: int = 3
-    full_every: int = 3  # gemma4's layers that do not slide
+    full_every: int = 3  # gemma's layers that do not slide
+    pool: int = 2  # gemma3's squares of patches, whose mean is a token
+    crops: int | None = None  # of pan and scan, at most
+    query_scale: float = 16  # its attention's products are divided by the root
     shared: int = 3  # its last layers, which share keys and values
     per_layer: int = 8  # numbers of each layer's input
+    budget: int = 70  # tokens of an image, of gemma4
     softcap: float | None = None
     clipped: bool = False
 
     @property
     def image_token(self) -> str:
         """What stands for an image in a prompt."""
-        if self.family == "gemma4":
-            return "<|image|>"
+        if self.family.startswith("gemma"):
+            return "<|image|>" if self.family == "gemma4" else "<image_soft_token>"
         return "<IMG_CONTEXT>" if self.family in ("internvl", "internvl_chat") else IMAGE_TOKEN
 
     @property
@@ -165,12 +173,17 @@ class Tiny:
     def template(self) -> str:
         videos = "{% for part in m['content'] if part['type'] == 'video' %}<video>\n{% endfor %}"
         first = "{% for part in m['content'] if part['type'] == 'text' %}"
-        template = TEMPLATE.replace(first, videos + first) if self.family in VIDEOS else TEMPLATE
-        return template.replace(IMAGE_TOKEN, self.image_token)
+        if self.family.startswith("qwen"):
+            videos = videos.replace("<video>", "<|vision_start|><video><|vision_end|>")
+        taken = self.family in VIDEOS or self.family.startswith("qwen")
+        template = TEMPLATE.replace(first, videos + first) if taken else TEMPLATE
+        return template.replace(IMAGE_TOKEN, "<start_of_image>" if self.family == "gemma3" else self.image_token)
 
     @property
     def around(self) -> list[str]:
         """Further special tokens, which stand before the image token in the vocabulary."""
+        if self.family == "gemma3":
+            return ["<start_of_image>", "<end_of_image>"]
         if self.family == "gemma4":
             return ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"]
         if self.family == "internvl_chat":
@@ -195,6 +208,8 @@ class Tiny:
         """Rows of one pass of the tower; of llava an image takes as many in the prompt."""
         if self.family == "fast_vlm":
             return (self.image // 64) ** 2
+        if self.family == "gemma3":
+            return (self.image // self.patch // self.pool) ** 2
         if self.family in ("internvl", "internvl_chat", *MARKED):
             return (self.image // self.patch // 2) ** 2
         extra = (self.vision == "clip") - (self.select == "default")
@@ -215,10 +230,10 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         return _make_qwen(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family == "lfm2_vl":
         return _make_lfm2(folder, tiny, seed, write_tokenizer(folder, tiny))
-    if tiny.family == "gemma4":
-        from tests.support.families.gemma import make_gemma4
+    if tiny.family.startswith("gemma"):
+        from tests.support.families.gemma import make_gemma
 
-        return make_gemma4(folder, tiny, seed)
+        return make_gemma(folder, tiny, seed)
     if tiny.family == "internvl_chat":
         from tests.support.families.internvl_chat import make_internvl_chat
 
@@ -230,7 +245,7 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
     eos = tiny.eos if isinstance(tiny.eos, int) else list(tiny.eos)
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": eos, "pad_token_id": 3})
     _write_processor(folder, tiny)
-    _write_weights(folder, tiny, _weights(config, tiny, seed))
+    write_weights(folder, tiny, _weights(config, tiny, seed))
     return folder
 
 
@@ -245,11 +260,12 @@ def _make_qwen(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     write_json(folder / "config.json", written | {"architectures": [ARCHITECTURES[tiny.family]]})
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
     write_json(folder / "preprocessor_config.json", qwen.image_settings(tiny))
+    write_json(folder / "video_preprocessor_config.json", qwen.video_settings(tiny))
     (folder / "chat_template.jinja").write_text(qwen.template(tiny), encoding="utf-8")
     weights = _weights(config, tiny, seed)
     if tiny.names == "hub" and tiny.family != "qwen3_vl":
         weights = {qwen.hub_name(name): tensor for name, tensor in weights.items()}
-    _write_weights(folder, tiny, weights)
+    write_weights(folder, tiny, weights)
     return folder
 
 
@@ -263,7 +279,7 @@ def _make_lfm2(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
     write_json(folder / "preprocessor_config.json", lfm2_vl.image_settings(tiny))
     (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
-    _write_weights(folder, tiny, _weights(AutoConfig.for_model(**settings), tiny, seed))
+    write_weights(folder, tiny, _weights(AutoConfig.for_model(**settings), tiny, seed))
     return folder
 
 
@@ -566,7 +582,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _rename(name: str, tiny: Tiny) -> str:
-    if tiny.names == "new" or tiny.family in (*MARKED, "lfm2_vl") or tiny.family.startswith("qwen"):
+    if tiny.names == "new" or tiny.family in (*MARKED, "lfm2_vl", "gemma4") or tiny.family.startswith("qwen"):
         return name
     name = name.removeprefix("model.")
     if name.startswith("language_model."):
@@ -579,7 +595,7 @@ def _rename(name: str, tiny: Tiny) -> str:
     return name
 
 
-def _write_weights(folder: Path, tiny: Tiny, weights: dict[str, torch.Tensor]) -> None:
+def write_weights(folder: Path, tiny: Tiny, weights: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
     tensors = {_rename(name, tiny): tensor for name, tensor in weights.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny import AROUND, PROCESSORS, SPECIALS, Tiny, write_json
+from tests.support.tiny import AROUND, PROCESSORS, SPECIALS, VIDEO_TOKEN, Tiny, write_json
 
 WORDS = [
     "the",
@@ -73,7 +73,9 @@ def write_tokenizer(folder: Path, tiny: Tiny) -> int:
         "model_max_length": tiny.context,
         "clean_up_tokenization_spaces": False,
     }
-    if tiny.family == "gemma4":
+    if tiny.family.startswith("qwen"):
+        settings["video_token"] = VIDEO_TOKEN
+    if tiny.family.startswith("gemma"):
         pairs = zip(("boi", "eoi", "audio", "boa", "eoa"), tiny.around, strict=False)
         settings["extra_special_tokens"] = {f"{name}_token": token for name, token in pairs}
         settings["extra_special_tokens"] |= {"image_token": tiny.image_token}

@@ -86,8 +86,8 @@ def prefill_flops(size: DecoderSize, tokens: Sequence[int]) -> int:
 def decode_flops(size: DecoderSize, slots: Sequence[int]) -> int:
     """FLOPs of one more token when `slots` KV slots are filled per layer; the token attends to itself as well."""
     _check_layers(size, slots)
-    attention = sum(attention_macs(size, 1, filled + 1, layer) for layer, filled in enumerate(slots, 1))
-    return 2 * (size.macs_of(size.every) + attention + size.head_macs)
+    attention = sum(attention_macs(size, 1, slots[size.source(layer) - 1] + 1, layer) for layer in size.every)
+    return 2 * (size.macs_of(size.every) + size.input_macs + attention + size.head_macs)
 
 
 def append_flops(size: DecoderSize, layers: Iterable[int], tokens: int, filled: int) -> int:
@@ -107,14 +107,20 @@ def ahead_flops(size: DecoderSize, kept: Sequence[int], ahead: Iterable[int], *,
 
 
 def attention_macs(size: DecoderSize, tokens: int, slots: int, layer: int = 0) -> int:
-    """The two products of a layer's attention, if it has any: `tokens` queries on `slots` keys, no causal saving."""
-    return 0 if layer in size.conv_layers else 2 * tokens * slots * size.heads * size.head_dim
+    """The two products of a layer's attention, if it has any: `tokens` queries on `slots` keys, no causal saving.
+
+    In a layer that slides, on as many as its window at most.
+    """
+    if layer in size.conv_layers:
+        return 0
+    seen = min(slots, size.sliding.window) if size.sliding is not None and size.slides(layer) else slots
+    return 2 * tokens * seen * size.heads * size.heads_of(layer)
 
 
 def decoder_macs(size: DecoderSize, tokens: Sequence[int]) -> int:
     _check_layers(size, tokens)
-    return sum(
-        count * size.macs_of([layer]) + attention_macs(size, count, count, layer)
+    return tokens[0] * size.input_macs + sum(
+        count * size.macs_of([layer]) + attention_macs(size, count, tokens[size.source(layer) - 1], layer)
         for layer, count in enumerate(tokens, 1)
     )
 
@@ -129,8 +135,14 @@ def _check_layers(size: DecoderSize, tokens: Sequence[int]) -> None:
 def kv_bytes(size: DecoderSize, slots: Sequence[int], element_bytes: int) -> tuple[int, ...]:
     """Bytes of the KV cache per layer when `slots` are filled: after a prefill, its tokens per layer.
 
-    None in layers with a convolution, whose states are some kilobytes each, however many tokens there are.
+    None in layers with a convolution, whose states are some kilobytes each, however many tokens there are, and in those
+    that share the K and V of another.
     """
     _check_layers(size, slots)
-    each = size.slot_elements * element_bytes
-    return tuple(0 if layer in size.conv_layers else count * each for layer, count in enumerate(slots, 1))
+    return tuple(count * size.slot_elements(layer) * element_bytes for layer, count in enumerate(slots, 1))
+
+
+def with_exit(size: DecoderSize, tokens: Sequence[int]) -> tuple[int, ...]:
+    """`tokens` of each layer at prefill, one in those that share K and V: no other token of a prompt is read there."""
+    shared = size.shared or size.layers + 1
+    return (*tokens[: shared - 1], *(min(1, count) for count in tokens[shared - 1 :]))

@@ -82,9 +82,9 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
         "upper limit"
         for name in unknown
     )
-    size, full = model.decoder, [vision] * len(counts)
+    size, full = model.decoder, flops.with_exit(model.decoder, [vision] * len(counts))
     ahead = tuple(sorted(layer for part in parts for layer in part.needs().ahead))
-    macs = flops.decoder_macs(size, counts) + flops.ahead_flops(size, counts, ahead, text=0) // 2
+    macs = flops.decoder_macs(size, flops.with_exit(size, counts)) + flops.ahead_flops(size, counts, ahead, text=0) // 2
     ratio = macs / max(1, flops.decoder_macs(size, full))
     fewer = parts[0].paper_layers if len(parts) == 1 and parts[0].needs().cuts else None
     paper = None
@@ -106,7 +106,6 @@ class Phase:
 
 
 IDEAL = EngineCost()
-DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
 
 
 def latency(
@@ -177,6 +176,7 @@ class Workload:
 class PrecisionCost:
     """Memory of one precision at one K; on a device also `phases`, and `spare_bytes`, negative if it does not fit.
 
+    `hertz`: actions a second of a model that acts, all pictures being new.
     `kv_bytes_per_layer` are those of the prompt, `kv_held_bytes` all that the engine sets aside for prompt and answer.
     """
 
@@ -187,6 +187,7 @@ class PrecisionCost:
     peak_bytes: int
     spare_bytes: int | None = None
     phases: Mapping[str, Phase] | None = None
+    hertz: float | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -195,12 +196,6 @@ class PrecisionCost:
     @property
     def fits(self) -> bool | None:
         return None if self.spare_bytes is None else self.spare_bytes >= 0
-
-    @property
-    def hertz(self) -> float | None:
-        """Answers a second of a model that acts, all pictures being new."""
-        acts = self.phases is not None and "expert" in self.phases
-        return 1000 / sum(phase.ms for phase in self.phases.values()) if self.phases is not None and acts else None
 
     def to_dict(self) -> dict[str, Any]:
         named = (
@@ -279,13 +274,12 @@ def spread_ks(layers: int) -> tuple[int | None, ...]:
 def make_plan(
     model: ModelSize, workload: Workload, ks: Sequence[int | None] = (), precisions: Sequence[str] = tuple(PRECISIONS),
     profile: Profile | None = None, vision_precision: str | None = None, head_precision: str | None = None, *,
-    engine: EngineCost | None = None, max_context: int = DEFAULT_CONTEXT, reductions: Sequence[Reduction] = (),
+    engine: EngineCost | None = None, reductions: Sequence[Reduction] = (),
 ) -> CostPlan:  # fmt: skip
     """The cost of `model`. `ks` empty: no withdrawal and a spread of K.
 
     `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `engine` [default:
-    onnxruntime on a CPU, elsewhere weights as stored and K/V as long as used] sets aside `max_context` slots, if it
-    does so at all. Raises RequestError.
+    onnxruntime on a CPU, elsewhere weights as stored and K/V as long as used]. Raises RequestError.
     """
     if engine is None:
         engine = ENGINES["cpu"].costs["ort"] if profile is not None and profile.kind == "cpu" else IDEAL
@@ -294,21 +288,29 @@ def make_plan(
     reduced = reduce_counts(reductions, model, workload.vision, views)
     parts = {p: weights.precisions_of(model, p, vision_precision, head_precision) for p in precisions}
     size, depths = model.decoder, list[DepthCost]()
-    full = flops.full_schedule(size.layers, text=workload.text, vision=workload.vision)
+    full = flops.with_exit(size, flops.full_schedule(size.layers, text=workload.text, vision=workload.vision))
     whole = flops.total_flops(size, full, model.vision, views)
-    for k in ks or spread_ks(size.layers):
+    deepest = size.layers if size.shared is None else size.shared - 1
+    for k in ks or spread_ks(deepest):
+        if k is not None and k > deepest and size.shared is not None:
+            raise RequestError(
+                f"K = {k} changes nothing: layers from {size.shared} on have no keys and values of their own; name K "
+                f"from 2 to {deepest}, or none"
+            )
         withdrawn = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
         slots = tuple(map(min, withdrawn, flops.make_schedule(reduced.vision_tokens, text=workload.text)))
         vision = [count - workload.text for count in slots]
+        slots = flops.with_exit(size, slots)
         again = flops.ahead_flops(size, vision, reduced.ahead, text=workload.text)
         total = flops.total_flops(size, slots, model.vision, views) + again
         depths.append(
             DepthCost(
                 k=k, full_layers=size.layers if k is None else k - 1, calflops=round(flops.calflops(size, slots)),
                 calflops_ratio=flops.calflops(size, slots) / flops.calflops(size, full), total_flops=total,
-                total_ratio=total / whole, kv_slots=slots,
+                total_ratio=total / whole,
+                kv_slots=tuple(count * (size.source(n) == n) for n, count in enumerate(slots, 1)),
                 precisions={
-                    p: _cost(model, workload, views, slots, c, profile, engine, max_context, again)
+                    p: _cost(model, workload, views, slots, c, profile, engine, again)
                     for p, c in parts.items()
                 },
             )
@@ -323,14 +325,13 @@ def make_plan(
 
 def _cost(
     model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None,
-    engine: EngineCost, max_context: int, again: int,
+    engine: EngineCost, again: int,
 ) -> PrecisionCost:  # fmt: skip
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
     step = BLOCK if engine.blocks else 1
     used = [-(-(count + work.new_tokens) // step) * step for count in slots]
-    reserved = [max(max_context, work.slots)] * len(used) if engine.whole else used
-    kv = engine.buffers * sum(flops.kv_bytes(model.decoder, reserved, element))
+    kv = sum(flops.kv_bytes(model.decoder, used, element))
     read = engine.passes * sum(cache)
     stored = weights.stored_bytes(weights.all_weights(model), precisions)
     held = stored if engine.floats is None else weights.resident(model, precisions, engine.floats)
@@ -340,7 +341,11 @@ def _cost(
     if profile is None:
         return PrecisionCost(cache, kv, held, activations, peak)
     phases = latency(model, views, slots, precisions, profile, engine, read, again)
-    return PrecisionCost(cache, kv, held, activations, peak, profile.usable_bytes - peak, phases)
+    ms = sum(phase.ms for phase in phases.values())
+    if model.action_tokens:  # the prompt gives the first of them
+        ms += (model.action_tokens - 2) * phases["decode_per_token"].ms
+    hertz = 1000 / ms if model.action is not None or model.action_tokens else None
+    return PrecisionCost(cache, kv, held, activations, peak, profile.usable_bytes - peak, phases, hertz)
 
 
 def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int) -> int:

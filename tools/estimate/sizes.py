@@ -10,15 +10,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vtx.runtime.bundle.spec.action_spec import ActionSpec
-from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.errors import UnsupportedModelError
+from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
+from vtx.runtime.bundle.spec.model_spec import ByLayer, ModelSpec, SlidingLayers
 from vtx.runtime.strict import Strict, optional
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
@@ -34,15 +33,19 @@ STEM, ATTENDING, KERNEL, WIDER, SQUEEZED = (
     16,
 )  # of a convolutional tower (exporter/graphs/convolutional.py)
 CAMERAS = 3  # of a robot, where a model does not name them: pi0 was trained with up to three
-MOMENTS = 2  # of a video that a patch's kernel covers; for still images the graph adds both up
+MOMENTS = 2  # of a video that a patch's kernel covers; an image fills both
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderSize:
-    """Sizes of a decoder of the llama family; `kv_heads` below `heads` is grouped-query attention.
+class DecoderShape(ByLayer):
+    """A decoder of the llama family; `kv_heads` below `heads` is grouped-query attention.
 
-    `qk_norm`: queries and keys have a norm. `conv_layers`, counted from 1, have a convolution over `conv_taps` tokens
-    in place of attention, and keep no K and V.
+    `qk_norm`: an RMS norm over each head of queries and keys, unrotated. `conv_layers`, counted from 1, have in place
+    of attention a gated convolution of each channel over the last `conv_taps` tokens, and keep no K and V.
+    `post_norms`: a norm follows attention and the MLP too, before their sum with the hidden states. `layer_scale`: a
+    number by which a layer's hidden states are multiplied. `sliding` and `shared` as in `ByLayer`; `shared_ffn`: width
+    of the MLPs from layer `shared` on. `per_layer`: numbers of a token's input to each layer, from a table of their
+    own.
     """
 
     layers: int
@@ -59,55 +62,87 @@ class DecoderSize:
     qk_norm: bool = optional(False)
     conv_layers: tuple[int, ...] = optional(())
     conv_taps: int = optional(1)
-
-    @property
-    def layer_macs(self) -> int:
-        """Multiply-accumulates of an attention layer's matrices for one token; also the number of their weights."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.ffn
-
-    def macs_of(self, layers: Iterable[int]) -> int:
-        """`layer_macs` of these layers together, each with attention or a convolution."""
-        convolution = 4 * self.hidden**2 + self.conv_taps * self.hidden + 3 * self.hidden * self.ffn
-        return sum(convolution if layer in self.conv_layers else self.layer_macs for layer in layers)
-
-    @property
-    def every(self) -> range:
-        """The numbers of all layers."""
-        return range(1, self.layers + 1)
+    post_norms: bool = optional(False)
+    layer_scale: bool = optional(False)
+    sliding: SlidingLayers | None = optional(None)
+    shared: int | None = optional(None)
+    shared_ffn: int | None = optional(None)
+    per_layer: int | None = optional(None)
 
     @property
     def attending(self) -> int:
         """The number of layers with attention."""
         return self.layers - len(self.conv_layers)
 
+    def ffn_of(self, layer: int) -> int:
+        """The width of a layer's MLP."""
+        return self.ffn if self.shared_ffn is None or self.source(layer) == layer else self.shared_ffn
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSize(DecoderShape):
+    """The work and the weights of a decoder."""
+
     @property
-    def macs_after_attention(self) -> int:
-        """Multiply-accumulates of one layer after its attention, for one token."""
-        return self.hidden * self.head_dim * self.heads + 3 * self.hidden * self.ffn
+    def layer_macs(self) -> int:
+        """Multiply-accumulates of an attention layer's matrices for one token, if all layers are alike."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.ffn
+
+    def macs_of(self, layers: Iterable[int]) -> int:
+        """Multiply-accumulates of these layers' matrices for one token; also the number of their weights."""
+        total = 0
+        for layer in layers:
+            if layer in self.conv_layers:
+                total += 4 * self.hidden**2 + self.conv_taps * self.hidden
+            else:
+                kv_heads = self.kv_heads if self.keeps(layer) else 0
+                total += self.hidden * self.heads_of(layer) * (2 * self.heads + 2 * kv_heads)
+            total += 3 * self.hidden * self.ffn_of(layer) + 2 * self.hidden * (self.per_layer or 0)
+        return total
+
+    def keeps(self, layer: int) -> bool:
+        """True if a layer has K and V of its own."""
+        return layer not in self.conv_layers and self.source(layer) == layer
+
+    @property
+    def input_macs(self) -> int:
+        """Multiply-accumulates of the matrix that makes one token's inputs to all layers; also its weights."""
+        return self.layers * (self.per_layer or 0) * self.hidden
+
+    @property
+    def every(self) -> range:
+        """The numbers of all layers."""
+        return range(1, self.layers + 1)
+
+    def macs_after_attention(self, layer: int) -> int:
+        """Multiply-accumulates of a layer after its attention, for one token."""
+        return self.hidden * self.heads_of(layer) * self.heads + 3 * self.hidden * self.ffn_of(layer)
 
     @property
     def head_macs(self) -> int:
         return self.vocab * self.hidden
 
-    @property
-    def slot_elements(self) -> int:
-        """Elements of K and V in one KV slot of one layer."""
-        return 2 * self.kv_heads * self.head_dim
+    def slot_elements(self, layer: int) -> int:
+        """Elements of K and V in one KV slot of a layer."""
+        return 2 * self.kv_heads * self.heads_of(layer) if self.keeps(layer) else 0
 
     @property
     def small_parameters(self) -> int:
         """Norms and biases of all layers, and the final norm."""
-        qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
-        attention = self.qkv_bias * qkv + self.o_bias * self.hidden + self.qk_norm * 2 * self.head_dim
-        layer = 2 * self.hidden + self.mlp_bias * (2 * self.ffn + self.hidden)
-        return self.layers * layer + self.attending * attention + self.hidden
+        norms = 4 if self.post_norms else 2
+        layer = norms * self.hidden + self.mlp_bias * (2 * self.ffn + self.hidden) + self.layer_scale
+        attention = self.qkv_bias * self.head_dim * (self.heads + 2 * self.kv_heads) + self.o_bias * self.hidden
+        of_heads = sum(self.heads_of(n) * (1 + self.keeps(n)) for n in self.every if n not in self.conv_layers)
+        of_inputs = 0 if self.per_layer is None else self.layers * self.hidden + self.per_layer
+        total = self.layers * layer + self.attending * attention + self.qk_norm * of_heads
+        return total + of_inputs + self.hidden
 
     @property
     def parameters(self) -> int:
         """All weights: layers, embedding, final norm, and the head unless it is the embedding."""
-        tables = self.head_macs * (1 if self.tied else 2)
-        return self.macs_of(self.every) + self.small_parameters + tables
+        tables = self.head_macs * (1 if self.tied else 2) + self.vocab * self.layers * (self.per_layer or 0)
+        return self.macs_of(self.every) + self.input_macs + self.small_parameters + tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +208,12 @@ class VisionSize:
         layer = 4 * h * h + 2 * h * self.ffn + 4 * h + self.ffn + h + 4 * h
         embeddings = h * 3 * self.patch * self.patch + self.tower_tokens * h + (3 * h if self.class_token else h)
         projector = self.projector_token_macs + self.projector_bias * self.projector_layers * self.out
-        return self.towers * (self.used * layer + embeddings) + projector
+        return self.towers * (self.used * layer + embeddings) + projector + self.further_norms
+
+    @property
+    def further_norms(self) -> int:
+        """Weights of norms behind the tower's blocks and before the projector."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +293,55 @@ class NaflexSize(VisionSize):
         embeddings = h * 3 * self.patch**2 + h + self.positions * h
         projector = self.projector_token_macs + self.projector_bias * (self.between + self.out)
         return self.used * layer + embeddings + 2 * h + projector + self.projector_norm * 2 * wide
+
+
+@dataclass(frozen=True, slots=True)
+class PooledSize(VisionSize):
+    """A SigLIP tower with a norm behind it, whose states are averaged in squares to tokens, which have a norm, too.
+
+    `pool` is the side of a square, in patches.
+    """
+
+    pool: int = 1
+
+    @property
+    def further_norms(self) -> int:
+        return 3 * self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class AxialSize(VisionSize):
+    """A tower of images at their own resolution, with tables of `axis_positions` for rows and for columns.
+
+    A token is the mean of `square` patches. Blocks have four norms, no biases, and an MLP of three matrices; `clipped`:
+    each matrix has four bounds; `standardised`: means have a bias and a scale. `patches`, `view_tokens` and
+    `image_tokens` describe the largest image.
+    """
+
+    axis_positions: int = 1
+    square: int = 1
+    heads: int = 1
+    clipped: bool = False
+    standardised: bool = False
+
+    def seeing(self, tokens: int) -> AxialSize:
+        tokens = max(1, min(tokens, self.image_tokens))
+        return replace(self, patches=self.square * tokens, view_tokens=tokens, image_tokens=tokens)
+
+    @property
+    def tower_tokens(self) -> int:
+        return self.patches
+
+    def layer_macs_on(self, tokens: int) -> int:
+        h = self.hidden
+        return tokens * (4 * h * h + 3 * h * self.ffn) + 2 * tokens * tokens * h
+
+    @property
+    def parameters(self) -> int:
+        h = self.hidden
+        layer = 4 * h * h + 3 * h * self.ffn + 4 * h + 2 * h // self.heads + self.clipped * 7 * 4
+        embeddings = h * 3 * self.patch**2 + 2 * self.axis_positions * h + self.standardised * 2 * h
+        return self.layers * layer + embeddings + self.projector_token_macs
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +479,8 @@ class ActionSize:
 class ModelSize:
     """The sizes of one model; `vision` is None without a tower, `layout` for a model planned with a video.
 
-    `action`: the expert of a model that answers with actions.
+    `action`: the expert of a model that answers with actions; `action_tokens`: the tokens of an action where each is a
+    number of it, 0 for a model that answers in words. Of several data sets it is the longest action.
     """
 
     name: str
@@ -399,6 +489,13 @@ class ModelSize:
     vision: VisionSize | None
     layout: Layout | None = None
     action: ActionSize | None = None
+    action_tokens: int = 0
+
+    def acting(self, spec: ActionSpec | None, bins: ActionBins | None) -> ModelSize:
+        """The model with what its actions take."""
+        expert = None if spec is None else ActionSize.of(spec)
+        tokens = 0 if bins is None else max(len(each.low) for each in bins.ranges.values())
+        return replace(self, action=expert, action_tokens=tokens)
 
     @property
     def parameters(self) -> int:
@@ -426,17 +523,23 @@ class ModelSize:
         return replace(self, vision=self.vision and self.vision.seeing(vision_tokens))
 
     def to_dict(self) -> dict[str, Any]:
-        left_out = {"layout", *(() if self.action else ("action",))}
+        left_out = {"layout", *(name for name in ("action", "action_tokens") if not getattr(self, name))}
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
 
-def _known(name: str, decoder: Any, vision: Any, layout: Any, action: Any = None, **_: Any) -> ModelSize:
+def _known(
+    name: str, decoder: Any, vision: Any, layout: Any, action: Any = None, action_tokens: int = 0, **_: Any
+) -> ModelSize:
     read = Strict().read
     kept = layout and read(layouts()[layout["name"]], layout["parameters"], name)
-    kinds = {"window": NativeSize, "widths": ConvolutionalSize, "between": NaflexSize, "beside": PairedSize}
+    kinds: dict[str, type[VisionSize]] = {
+        "window": NativeSize, "widths": ConvolutionalSize, "between": NaflexSize, "beside": PairedSize,
+        "pool": PooledSize, "axis_positions": AxialSize,
+    }  # fmt: skip
     kind = next((kind for field, kind in kinds.items() if field in vision), VisionSize)
     expert = action and read(ActionSize, action, name)
-    return ModelSize(name, "known", read(DecoderSize, decoder, name), read(kind, vision, name), kept, expert)
+    tower: VisionSize = read(kind, vision, name)
+    return ModelSize(name, "known", read(DecoderSize, decoder, name), tower, kept, expert, action_tokens)
 
 
 _MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
@@ -446,24 +549,28 @@ KNOWN: Mapping[str, ModelSize] = {name: _known(name, **data) for name, data in _
 def bundle_size(bundle: Bundle) -> ModelSize:
     manifest = bundle.manifest
     size = spec_size(manifest.model, read_layout(manifest.layout, manifest.model.tower), "bundle")
-    size = replace(size, action=None if manifest.action is None else ActionSize.of(manifest.action))
+    size = size.acting(manifest.action, manifest.bins)
     if size.vision is None or not manifest.dialects["ort"].vision_last_attention:
         return size
     return replace(size, vision=replace(size.vision, used=size.vision.layers))
 
 
 def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
-    """Sizes of a model; an image counts with its maximum of tokens and views. Raises UnsupportedModelError."""
-    if m.sliding is not None:
-        raise UnsupportedModelError(
-            f"{m.name}: the work of layers of several sizes, with sliding windows or shared keys and values, is not "
-            "counted; vtx-run, vtx-serve and the Python API answer with such a model"
-        )
-    decoder = DecoderSize(
-        m.layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab, m.tied, m.qkv_bias, m.o_bias,
-        m.mlp_bias, "qk_norm" in m.flags, m.conv_layers, m.conv_taps,
-    )  # fmt: skip
+    """Sizes of a model; an image counts with its maximum of tokens and views."""
+    names = [field.name for field in fields(DecoderSize)]
+    values: dict[str, Any] = {name: getattr(m, name, True) for name in names if hasattr(m, name) or name in m.flags}
+    sliding = m.sliding and SlidingLayers(m.sliding.layers, m.sliding.window, m.sliding.head_dim)
+    decoder = DecoderSize(**values | {"ffn": m.intermediate, "sliding": sliding})
     tower = m.tower
+    if tower.axis_positions is not None:
+        axial = AxialSize(
+            layers=tower.layers, used=tower.layers, hidden=tower.hidden, ffn=tower.intermediate,
+            patches=tower.shuffle**2 * layout.max_tokens, patch=tower.patch, class_token=False, features=1,
+            view_tokens=layout.max_tokens, image_tokens=layout.max_tokens, out=m.hidden, projector_bias=False,
+            projector_layers=1, axis_positions=tower.axis_positions, square=tower.shuffle**2, heads=tower.heads,
+            clipped="clipped" in tower.flags, standardised="standardised" in tower.flags,
+        )  # fmt: skip
+        return ModelSize(m.name, source, decoder, axial, layout)
     if "native" in tower.flags:
         native = NativeSize(
             layers=tower.layers, used=tower.layers, hidden=tower.hidden, ffn=tower.intermediate,
@@ -482,6 +589,8 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
             NaflexSize, between=m.projector.intermediate, positions=(tower.position_grid or 1) ** 2,
             projector_norm=m.projector.norm_eps is not None,
         )  # fmt: skip
+    if tower.pool > 1:
+        kind = partial(PooledSize, pool=tower.pool)
     if (second := tower.beside) is not None:
         beside = VisionSize(
             second.layers, second.used_layers, second.hidden, second.intermediate, second.grid**2, second.patch,

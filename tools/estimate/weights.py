@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,6 +13,7 @@ from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_head
 from vtx.tools.estimate.sizes import (
     ActionSize,
+    AxialSize,
     ConvolutionalSize,
     DecoderSize,
     ModelSize,
@@ -22,6 +24,7 @@ from vtx.tools.estimate.sizes import (
 )
 
 SCALE_BYTES = 2
+PER_LAYER = "text.embed_tokens_per_layer.weight"
 SOURCE = "F16"  # of the checkpoint; bfloat16 has the same size
 
 
@@ -46,6 +49,9 @@ def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, hea
 def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
     size = model.decoder
     yield WeightGroup(EMBEDDING, (size.vocab, size.hidden))
+    if size.per_layer is not None:
+        yield WeightGroup(PER_LAYER, (size.vocab, size.layers * size.per_layer))
+        yield WeightGroup("text.embed_projection.weight", (size.layers * size.per_layer, size.hidden))
     yield from layer_weights(size)
     yield WeightGroup("text.norm.weight", (size.small_parameters,))
     if not size.tied:
@@ -64,16 +70,24 @@ def expert_weights(action: ActionSize, decoder: DecoderSize) -> Iterator[WeightG
 
 
 def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
-    q, kv, n = size.heads * size.head_dim, size.kv_heads * size.head_dim, size.attending
-    yield WeightGroup("text.layers.0.self_attn.q_proj.weight", (q, size.hidden), n)
-    yield WeightGroup("text.layers.0.self_attn.k_proj.weight", (kv, size.hidden), 2 * n)
-    yield WeightGroup("text.layers.0.self_attn.o_proj.weight", (size.hidden, q), n)
-    if convolved := len(size.conv_layers):
-        yield WeightGroup("text.layers.0.conv.in_proj.weight", (3 * size.hidden, size.hidden), convolved)
-        yield WeightGroup("text.layers.0.conv.conv.weight", (size.hidden, 1, size.conv_taps), convolved)
-        yield WeightGroup("text.layers.0.conv.out_proj.weight", (size.hidden, size.hidden), convolved)
-    yield WeightGroup("text.layers.0.mlp.up_proj.weight", (size.ffn, size.hidden), 2 * size.layers)
-    yield WeightGroup("text.layers.0.mlp.down_proj.weight", (size.hidden, size.ffn), size.layers)
+    hidden, found = size.hidden, Counter[tuple[str, tuple[int, ...]]]()
+    for layer in size.every:
+        width, ffn = size.heads_of(layer), size.ffn_of(layer)
+        if layer in size.conv_layers:
+            found["conv.in_proj", (3 * hidden, hidden)] += 1
+            found["conv.conv", (hidden, 1, size.conv_taps)] += 1
+            found["conv.out_proj", (hidden, hidden)] += 1
+        else:
+            found["self_attn.q_proj", (size.heads * width, hidden)] += 1
+            found["self_attn.k_proj", (size.kv_heads * width, hidden)] += 2 * size.keeps(layer)
+            found["self_attn.o_proj", (hidden, size.heads * width)] += 1
+        found["mlp.up_proj", (ffn, hidden)] += 2
+        found["mlp.down_proj", (hidden, ffn)] += 1
+        if size.per_layer is not None:
+            found["per_layer_input_gate", (size.per_layer, hidden)] += 1
+            found["per_layer_projection", (hidden, size.per_layer)] += 1
+    for (name, shape), count in found.items():
+        yield WeightGroup(f"text.layers.0.{name}.weight", shape, count)
 
 
 def head_weights(size: DecoderSize) -> Iterator[WeightGroup]:
@@ -84,7 +98,7 @@ def head_weights(size: DecoderSize) -> Iterator[WeightGroup]:
 def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     """The exported part of the towers, and the projector."""
     hidden, layers, wide = size.hidden, size.towers * size.used, size.features * size.hidden
-    gated, between = (size.gated, wide) if isinstance(size, NativeSize) else (False, size.out)
+    gated, between = (size.gated, wide) if isinstance(size, NativeSize) else (isinstance(size, AxialSize), size.out)
     between = size.between if isinstance(size, NaflexSize) else between
     if isinstance(size, ConvolutionalSize):
         tower = [WeightGroup("vision.stages.0.qkv.weight", shape, count) for shape, count in size.matrices()]
@@ -125,13 +139,14 @@ def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide
 
 
 def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int] = EXPANDED) -> int:
-    """Bytes that a CPU engine holds; the embedding table stays in its file unless it is the head.
+    """Bytes that a CPU engine holds; the embedding table stays in its file unless it is the head, and so does the one
+    of inputs to layers.
 
     `floats` are the bytes of a float in its memory, by type: `EXPANDED` for onnxruntime, `KEPT` for OpenVINO.
     """
     total = 0
     for group in all_weights(model):
-        if group.name == EMBEDDING and not model.decoder.tied:
+        if group.name == PER_LAYER or (group.name == EMBEDDING and not model.decoder.tied):
             continue
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
         total += group.count * resident_bytes(dtype, group.shape, _scales(group, scheme) if scheme else 0, floats)

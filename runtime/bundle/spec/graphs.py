@@ -18,7 +18,10 @@ LAYER = "{layer}"
 TOKENS, IMAGES, HEIGHT, WIDTH = "tokens", "images", "height", "width"
 STATES = "states"  # tokens within the tower
 # Of past and present.
-CACHE_SLOTS = {"ort": ("capacity", "capacity"), "plain": ("past", "past + tokens"), "trt": ("slots", TOKENS)}
+CACHE_SLOTS = {
+    **dict.fromkeys(names.IN_PLACE, ("capacity", "capacity")), "plain": ("past", "past + tokens"),
+    **dict.fromkeys(names.TENSORRT, ("slots", TOKENS)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
     images, count = (1, TOKENS) if merges or own else (IMAGES, m.model.tower.tokens)
     outputs = {names.FEATURES: Tensor("float32", (images, count, m.model.hidden))}
     height, width = (HEIGHT, WIDTH) if own else m.image.size
-    inputs = {names.PIXELS: Tensor("float32", (images, 3, height, width))}
+    pictures = IMAGES if own and m.video is not None else images  # a pair of frames
+    inputs = {names.PIXELS: Tensor("float32", (pictures, 3, height, width))}
     if merges:
         inputs[names.TAU] = Tensor("float32", (1,))
         outputs |= {name: Tensor("int64", (TOKENS,)) for name in (names.PATCH_INDEX, names.MERGED)}
@@ -121,7 +125,7 @@ def stage(
     Names of what each layer has contain `{layer}`.
     """
     past, present = CACHE_SLOTS[dialect]
-    table = Tensor("float32", (m.max_context if dialect == "trt" else "max_context", m.model.head_dim // 2))
+    table = Tensor("float32", (m.max_context if dialect in names.TENSORRT else "max_context", m.model.head_dim // 2))
     inputs = {
         names.HIDDEN: hidden(m), names.POSITIONS: Tensor("int64", (1, TOKENS)), names.COS: table, names.SIN: table,
     }  # fmt: skip
@@ -196,7 +200,7 @@ def hidden(m: Manifest) -> Tensor:
 def cache(m: Manifest, dialect: str, slots: str) -> Tensor:
     """K or V of a layer; of a model with layers of several head sizes these are free."""
     heads = m.model.kv_heads
-    sizes = (slots, heads) if dialect in names.SLOTS_FIRST else (heads, slots)
+    sizes = (slots, heads) if dialect in names.TENSORRT else (heads, slots)
     return Tensor(names.kv_type(dialect, m.kv_dtype), (1, *sizes, _head_size(m)))
 
 

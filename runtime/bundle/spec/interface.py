@@ -14,7 +14,9 @@ from vtx.runtime.strict import json_value
 
 # The form of a stage's K and V: one buffer that a graph reads and writes, one that it reads and the runtime puts new
 # tokens' into, or an output that is the next input.
-CACHES = {"ort": "in place", "trt": "appended", "plain": "grows"}
+CACHES = {
+    **dict.fromkeys(names.IN_PLACE, "in place"), "plain": "grows", **dict.fromkeys(names.TENSORRT, "appended"),
+}  # fmt: skip
 
 
 def declare(m: Manifest) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, TextTowerSpec, require
-from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, STATEFUL, kv_type
+from vtx.runtime.bundle.spec.names import CACHE_KINDS, DIALECTS, SLOTTED, STATEFUL, TENSORRT, kv_type
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
@@ -314,7 +314,7 @@ class Manifest:
             )
             tower = (self.text_tower is None) == (graphs.text_tower is None)
             require(tower, f"{where}: a text tower and its graph go together")
-            wanted = self.video is not None and self.video.own_graph and name != "trt"
+            wanted = self.video is not None and self.video.own_graph and name not in TENSORRT
             video = wanted == (graphs.video is not None) and (self.video is None) == (self.text.video_token_id is None)
             require(video, f"{where}: videos, their token and their graph go together")
             scored = queries == (graphs.score is not None)

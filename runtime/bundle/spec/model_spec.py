@@ -15,7 +15,7 @@ MAX_TAPS = 16  # of a convolution in the decoder
 MAX_SEGMENT = 1 << 12  # ids of the text tower; CLIP has 77
 CHANNELS = 3  # of a picture
 PARTS = 3  # of a position: time, row and column
-TWO_WAY = ("prompt",)  # tokens that see each other both ways
+TWO_WAY = ("prompt", "images")  # tokens that see each other both ways: a prompt's, or those of each image
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,21 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SlidingSpec:
+class SlidingLayers:
     """Decoder layers, counted from 1, whose tokens see only the last `window` positions, their own included.
 
-    `head_dim` and `rope` are theirs; other layers have the model's.
+    `head_dim` is theirs; other layers have the model's.
     """
 
     layers: tuple[int, ...]
     window: int
     head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingSpec(SlidingLayers):
+    """With the rotary embedding of these layers."""
+
     rope: RopeSpec
 
     def __post_init__(self) -> None:
@@ -83,7 +89,7 @@ class ByLayer:
     __slots__ = ()
     layers: int
     head_dim: int
-    sliding: SlidingSpec | None
+    sliding: SlidingLayers | None
     shared: int | None
 
     def slides(self, layer: int) -> bool:
@@ -118,7 +124,8 @@ class TowerSpec:
     `layers` are those of the checkpoint; the bundle holds them up to the deepest feature layer, or all if its vision
     graph gives the attention of the last one. `select`: "default" leaves out the first token, "full" keeps all.
     `qkv_bias`: q, k and v have biases; `layer_scale`: a learned scale follows each half of a layer. `shuffle`: side, in
-    patches, of a square whose states become one token. `window`: side, in patches, of the windows within which layers
+    patches, of a square whose states become one token, `pool` of one whose states are averaged to one before the
+    projector. `window`: side, in patches, of the windows within which layers
     attend, but for `full_blocks`, counted from 0. `maps`: the layers, counted from 0, that give maps for the first
     layers of the decoder. `flags` as in `ModelSpec`; with "native" among them images keep their own resolution, and
     `image` is the side of the largest square one. `stage_blocks` and `stage_widths`: blocks and channels of the stages
@@ -144,6 +151,7 @@ class TowerSpec:
     qkv_bias: bool = optional(True)
     layer_scale: bool = optional(False)
     shuffle: int = optional(1)
+    pool: int = optional(1)
     flags: tuple[str, ...] = optional(())
     position_grid: int | None = optional(None)
     window: int | None = optional(None)
@@ -222,16 +230,16 @@ class TowerSpec:
         """Tokens of one pass of the tower, as they leave it."""
         if self.shuffle > 1:
             return (-(-self.grid // self.shuffle)) ** 2
-        return self.states - (1 + (self.registers or 0) if self.select == "default" else 0)
+        return (self.states - (1 + (self.registers or 0) if self.select == "default" else 0)) // self.pool**2
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectorSpec:
     """Two matrices with an activation between: [intermediate, tower features] and [hidden, intermediate].
 
-    `norm_eps` is the one of a norm on the tower's features, None if there is no norm. `layers`: other than two
-    matrices, an activation between each two of them. `widths` between each two, the first `intermediate`, if they
-    differ; empty: all are `intermediate`.
+    `norm_eps` is the one of a norm on the tower's features, None if there is no norm; `rms_norm`: it has no mean and no
+    bias. `layers`: other than two matrices, an activation between each two of them. `widths` between each two, the
+    first `intermediate`, if they differ; empty: all are `intermediate`.
     """
 
     intermediate: int
@@ -240,6 +248,7 @@ class ProjectorSpec:
     norm_eps: float | None = optional(None)
     layers: int = optional(2)
     widths: tuple[int, ...] = optional(())
+    rms_norm: bool = optional(False)
 
     def __post_init__(self) -> None:
         _check_sizes("model.projector", self)

@@ -56,7 +56,7 @@ with the tokens, whatever they mean:
 If the manifest's `two_way` says that tokens see each other both ways, stages read how far each token sees:
 
     stage    seen_slots [1, tokens] int64, the number of the cache's first slots that a token sees: those up to its own,
-             or up to the last token's of those that it sees both ways
+             or up to the last token's of those that it sees both ways, a whole prompt or an image
 
 Layers with a short convolution keep a state: the columns of the last tokens, zeros before the first. A stage with such
 layers has one input and one output for all of them, and gives the states after as many of the run's tokens as are asked
@@ -91,10 +91,12 @@ differ between layers that slide and the others.
 
 A stage's inputs for KV slots, and the shape of a cache, differ by dialect:
 
-    ort      last_slot [1] int32, the index of the last filled slot, and total_slots [1] int32, the number of filled
+    ort, ort-cuda
+             last_slot [1] int32, the index of the last filled slot, and total_slots [1] int32, the number of filled
              ones, both with the new tokens; caches [1, kv_heads, capacity, head_dim], past and present the same buffer
     plain    nothing; past [1, kv_heads, past, head_dim], present [1, kv_heads, past + tokens, head_dim]
-    trt      total_slots [1] int32, as above; past [1, slots, kv_heads, head_dim], of which the filled ones are seen;
+    trt, trt10
+             total_slots [1] int32, as above; past [1, slots, kv_heads, head_dim], of which the filled ones are seen;
              present [1, tokens, kv_heads, head_dim], K and V of the new tokens alone. A score's key has past's axes
 """
 
@@ -115,9 +117,14 @@ FIRST_SLOT = "first_slot"
 LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
 SEEN_SLOTS = "seen_slots"
-SLOTS = {"ort": (LAST_SLOT, TOTAL_SLOTS), "plain": (), "trt": (TOTAL_SLOTS,)}  # inputs of a stage, by dialect
+SLOTS = {  # inputs of a stage, by dialect
+    "ort": (LAST_SLOT, TOTAL_SLOTS), "ort-cuda": (LAST_SLOT, TOTAL_SLOTS), "plain": (), "trt": (TOTAL_SLOTS,),
+    "trt10": (TOTAL_SLOTS,),
+}  # fmt: skip
 DIALECTS = tuple(SLOTS)
-SLOTS_FIRST = ("trt",)  # dialects whose caches have the axis of slots before that of heads
+UNTYPED = ("ort", "plain")  # dialects of float32, whatever type weights have
+IN_PLACE = ("ort", "ort-cuda")  # dialects whose graphs write K and V where they read them
+TENSORRT = ("trt", "trt10")  # dialects whose caches have the axis of slots before that of heads
 LOGITS = "logits"
 ROBOT_STATE, ACTIONS, TIME, CHANGE = "robot_state", "actions", "time", "change"  # of an expert
 ODDS = "odds"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from vtx.runtime.policies.base import Entry, PromptText, Reduction, reduction
-from vtx.runtime.policies.methods.cdpruner import Floats
+from vtx.runtime.policies.base import reduction
+from vtx.runtime.policies.clip import Choose, Clip
 from vtx.runtime.policies.methods.dart import TINY
 from vtx.runtime.policies.options import share_or_number
-from vtx.runtime.vision.tokens import Ids, ImageTokens, highest
+from vtx.runtime.vision.tokens import HiddenStates, Ids, highest
+
+WINDOW = 16  # frames; what stays is the same whatever this is
 
 
 @reduction("evs")
 @dataclass(frozen=True, slots=True)
-class Evs(Reduction, Entry):
+class Evs(Clip):
     """Of the tokens of a video's frames `keep` enter: the first frame, and those that changed most (EVS).
 
     A token's change is 1 - cosine with the token at its place in the frame before, of the projector's output; of equal
@@ -29,24 +30,29 @@ class Evs(Reduction, Entry):
 
     keep: float = share_or_number(0.25)
 
-    of_videos: ClassVar[bool] = True
-
-    def entry(self) -> Entry | None:
-        return self
+    @property
+    def at_once(self) -> int:
+        return WINDOW
 
     def number_kept(self, count: int, layer: int) -> int:
         return min(count, math.floor(round(self.keep * count, 9)) if self.keep <= 1 else int(self.keep))
 
-    def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        if (frames := image.patches.of_frames()) is None:
-            return None
-        count, each = frames.size, frames.shape[1]
-        rows: Floats = image.hidden[frames]
-        wide = rows.astype(np.float64)
-        lengths = np.linalg.norm(wide, axis=-1)
-        alike = (wide[1:] * wide[:-1]).sum(-1) / np.maximum(lengths[1:] * lengths[:-1], TINY)
-        change = np.full(frames.shape, np.inf, np.float32)
-        change[1:] = 1 - alike.astype(np.float32)
-        stays = np.ones(len(image), bool)
-        stays[frames.ravel()] = highest(change.ravel(), max(each, self.number_kept(count, 1)))
-        return np.flatnonzero(stays)
+    def begin(self, frames: int) -> Choose:
+        kept, changes, before = np.empty(0, np.int64), np.empty(0, np.float32), np.empty((0, 0, 0))
+        count = 0
+
+        def choose(window: HiddenStates) -> Ids:
+            nonlocal kept, changes, before, count
+            wide, (_, each, _) = window.astype(np.float64), window.shape
+            earlier = np.concatenate([before if count else np.zeros_like(wide[:1]), wide[:-1]])
+            lengths = np.linalg.norm(wide, axis=-1) * np.linalg.norm(earlier, axis=-1)
+            change = 1 - ((wide * earlier).sum(-1) / np.maximum(lengths, TINY)).astype(np.float32)
+            if not count:
+                change[0] = np.inf
+            numbers = np.concatenate([kept, count + np.arange(change.size)])
+            changes = np.concatenate([changes, change.ravel()])
+            stays = highest(changes, max(each, self.number_kept(frames * each, 1)))
+            kept, changes, before, count = numbers[stays], changes[stays], wide[-1:].copy(), count + change.size
+            return kept
+
+        return choose

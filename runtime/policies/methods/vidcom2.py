@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.policies.base import Entry, PromptText, Reduction, reduction
+from vtx.runtime.policies.base import reduction
+from vtx.runtime.policies.clip import Choose, Clip
 from vtx.runtime.policies.options import option
-from vtx.runtime.vision.tokens import Ids, ImageTokens, highest
+from vtx.runtime.vision.tokens import HiddenStates, Ids, highest
 
 Doubles = NDArray[np.float64]
 WIDTHS = (0.125, 0.25, 0.5, 1, 2)  # of the Gaussians that are added up
@@ -19,7 +19,7 @@ TEMPERATURE = 0.01
 
 @reduction("vidcom2")
 @dataclass(frozen=True, slots=True)
-class VidCom2(Reduction, Entry):
+class VidCom2(Clip):
     """Of the tokens of a video's frames about the share `keep` enters, at least one of each frame (VidCom2).
 
     The half of the projector's output whose numbers vary least over all tokens is scaled to length 1. How usual a token
@@ -28,24 +28,35 @@ class VidCom2(Reduction, Entry):
     minus the mean of its tokens' first sums; its number is rounded to the nearest, at a half to the even one. In each
     frame the least usual tokens by both sums enter, of equal ones the earlier. All of it is what the released code
     does. A newline behind the frames enters beyond the budget, images enter whole, and tokens stand at positions
-    without gaps. Sums run in float64, and how usual a token is is rounded to float32.
+    without gaps. Sums run in float64, and how usual a token is is rounded to float32. With `window` each this many
+    frames, the last ones fewer, are a video of their own in all of this.
     """
 
     keep: float = option(0.25, "give the share to keep, above 0 and up to 1", least=0, most=1, above=True)
 
-    of_videos: ClassVar[bool] = True
+    window: int = option(0, "give the frames of a window, or 0 for the whole video", least=0)
 
-    def entry(self) -> Entry | None:
-        return self
+    @property
+    def at_once(self) -> int:
+        return self.window
 
     def number_kept(self, count: int, layer: int) -> int:
         """The number if all frames are alike; rounding adds or takes a few otherwise."""
         return max(1, round(round(self.keep * count, 9)))
 
-    def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        if (frames := image.patches.of_frames()) is None:
-            return None
-        rows = image.hidden[frames].astype(np.float64)
+    def begin(self, frames: int) -> Choose:
+        kept, count = np.empty(0, np.int64), 0
+
+        def choose(window: HiddenStates) -> Ids:
+            nonlocal kept, count
+            kept, count = np.concatenate([kept, count + self._of_window(window)]), count + window[..., 0].size
+            return kept
+
+        return choose
+
+    def _of_window(self, window: HiddenStates) -> Ids:
+        frames, each, _ = window.shape
+        rows = window.astype(np.float64)
         varies = rows.var((0, 1)).astype(np.float32)
         rows = rows[..., np.sort(np.argsort(varies, kind="stable")[: len(varies) // 2])]
         rows /= np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
@@ -53,11 +64,9 @@ class VidCom2(Reduction, Entry):
         usual = (of_video + _likeness(rows, rows.mean(1, keepdims=True))).astype(np.float32)
         score = -of_video.mean(1).astype(np.float32).astype(np.float64)
         part = np.exp((score - score.max()) / TEMPERATURE)
-        shares = np.minimum(1, self.keep * (1 + part / part.sum() - 1 / len(frames)))
-        stays = np.ones(len(image), bool)
-        for own, values, share in zip(frames, usual, shares.tolist(), strict=True):
-            stays[own] = highest(-values, max(1, round(round(share * len(own), 9))))
-        return np.flatnonzero(stays)
+        shares = np.minimum(1, self.keep * (1 + part / part.sum() - 1 / frames))
+        numbers = [max(1, round(round(share * each, 9))) for share in shares.tolist()]
+        return np.flatnonzero([highest(-values, number) for values, number in zip(usual, numbers, strict=True)])
 
 
 def _likeness(rows: Doubles, centre: Doubles) -> Doubles:

@@ -16,9 +16,10 @@ from vtx.runtime.vision.layout import Layout, registered
 
 if TYPE_CHECKING:
     from vtx.runtime.vision.layouts.frames import Frames
+    from vtx.runtime.vision.layouts.pairs import Pairs
 
-T = TypeVar("T", bound="Layout | Frames")
-FRAMES = "frames"  # the layout of videos
+T = TypeVar("T", bound="Layout | Frames | Pairs")
+FRAMES, PAIRS = "frames", "pairs"  # the layouts of videos
 
 
 def layouts() -> Mapping[str, type[Layout]]:
@@ -44,11 +45,13 @@ def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
     return layout
 
 
-def read_frames(spec: LayoutSpec) -> Frames:
+def read_frames(spec: LayoutSpec) -> Frames | Pairs:
     """The layout of videos that a bundle declares. Raises BundleError as `read_layout` does."""
     from vtx.runtime.vision.layouts.frames import Frames
+    from vtx.runtime.vision.layouts.pairs import Pairs
 
-    return _read(spec, {FRAMES: Frames}, "layout of videos")
+    known: dict[str, type[Frames | Pairs]] = {FRAMES: Frames, PAIRS: Pairs}
+    return _read(spec, known, "layout of videos")
 
 
 def _read(spec: LayoutSpec, known: Mapping[str, type[T]], noun: str) -> T:
@@ -66,11 +69,12 @@ def _read(spec: LayoutSpec, known: Mapping[str, type[T]], noun: str) -> T:
     return layout
 
 
-def spec_of(layout: Layout | Frames) -> LayoutSpec:
+def spec_of(layout: Layout | Frames | Pairs) -> LayoutSpec:
     """A layout as a bundle declares it."""
     from vtx.runtime.vision.layouts.frames import Frames
+    from vtx.runtime.vision.layouts.pairs import Pairs
 
-    if isinstance(layout, Frames):
-        return LayoutSpec(FRAMES, layout.max_tokens, json_value(layout))
+    if isinstance(layout, Frames | Pairs):
+        return LayoutSpec(PAIRS if isinstance(layout, Pairs) else FRAMES, layout.max_tokens, json_value(layout))
     name = next(name for name, kind in layouts().items() if type(layout) is kind)
     return LayoutSpec(name, layout.max_tokens, json_value(layout), layout.min_tokens)

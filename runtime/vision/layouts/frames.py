@@ -8,12 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision.bilinear import nearest, resized
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
+from vtx.runtime.vision.video_child import sampled
+
+if TYPE_CHECKING:
+    from vtx.runtime.vision.video import SampledFrames
 
 MAX_FRAME_TOKENS = 1 << 16
 MAX_BETWEEN = 64  # characters
@@ -57,13 +68,43 @@ class Frames:
         """Tokens of a video of `frames` frames."""
         return frames * (math.ceil(math.isqrt(self.tokens) / 2) ** 2 if self.halved else self.tokens) + self.newline
 
-    def prompt_image(self, frames: int) -> PromptImage:
-        """A video of `frames` frames in a prompt: its tokens, and the text between frames."""
+    @property
+    def rate(self) -> int:
+        """The number of frames that are sampled."""
+        return self.frames
+
+    @property
+    def nearest(self) -> bool:
+        """True if the places of sampled frames are rounded to the nearest frame."""
+        return False
+
+    @property
+    def together(self) -> int | None:
+        """Frames of a view, if it is not one alone."""
+        return None
+
+    def within(self, max_pixels: int) -> Frames:
+        """The layout itself: frames are resized to the tower's size."""
+        return self
+
+    def sampled(self, count: int, frames: int) -> tuple[int, ...]:
+        """The numbers of `frames` frames, sampled from `count`."""
+        return tuple(sampled(count, frames, padded=self.padded))
+
+    def prompt_image(self, clip: SampledFrames, width: int = 0, height: int = 0) -> PromptImage:
+        """A video in a prompt: its tokens, and the text between frames."""
+        frames = len(clip.numbers)
         if not self.between:
             return PromptImage((self.count(frames),))
         return PromptImage((self.count(1),) * frames, ("", *[self.between] * (frames - 1), ""))
 
-    def arrange(self, views: Sequence[ImageTokens], newline: HiddenStates) -> ImageTokens:
+    def view(self, frame: Image.Image, settings: ImageSettings, frames: int) -> NDArray[np.float32]:
+        """One of `frames` frames as the tower's input, [3, height, width] float32."""
+        return preprocess(frame, settings)
+
+    def arrange(
+        self, views: Sequence[ImageTokens], clip: object, width: int, height: int, newline: HiddenStates, first: int = 0
+    ) -> ImageTokens:
         """The tokens of a video from those of its frames; `newline` [1, hidden], [0, hidden] if none."""
         frames = [*views]
         if self.halved:

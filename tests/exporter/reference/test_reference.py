@@ -52,6 +52,17 @@ def test_without_withdrawal_the_statement_answers_as_transformers_does(family: R
     torch.testing.assert_close(found.prompt, logits[0], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("k", [None, 3])
+def test_a_guess_changes_no_answer_of_the_statement(family: Reference, k: int | None) -> None:
+    inputs = ask(family)
+    wanted = family.greedy(inputs, k, STEPS)
+    for guess in (wanted.ids, [*wanted.ids[:2], wanted.ids[2] + 1, *wanted.ids[3:]], [7] * 50):
+        family.answers.clear()
+        found = family.greedy(inputs, k, STEPS, guess=guess)
+        assert found.ids == wanted.ids
+        torch.testing.assert_close(found.logits, wanted.logits, atol=1e-5, rtol=0)
+
+
 def test_answers_are_varied_and_follow_the_image(family: Reference) -> None:
     ids = family.greedy(ask(family), None, STEPS).ids
     other = family.inputs(prompt_messages(QUESTION), [random_image(7)])

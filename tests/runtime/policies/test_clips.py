@@ -13,6 +13,7 @@ from tests.support.clips import BUDGETS, CASES, drawn, evs, vidcom2, video_of
 from tests.support.selection import selected
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies import parse
+from vtx.runtime.policies.clip import Clip
 from vtx.runtime.vision.tokens import ImageTokens
 
 STATEMENTS = {"evs": evs, "vidcom2": vidcom2}
@@ -27,6 +28,32 @@ def test_a_clip_keeps_the_tokens_of_the_released_code(number: int, name: str) ->
         wanted = statement(torch.tensor(clip), keep)
         last = [clip.shape[0] * clip.shape[1]] * newline  # the newline stays, beyond the budget
         assert selected(f"{name}:keep={keep}", video_of(clip, newline)) == [*wanted, *last]
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_evs_in_windows_of_any_sizes_keeps_what_it_keeps_of_the_whole_clip(number: int) -> None:
+    clip, _ = drawn(number)
+    cuts = sorted(np.random.default_rng(number).integers(0, len(clip) + 1, 3).tolist())
+    windows = [window for window in np.split(clip, cuts) if len(window)]
+    for keep in BUDGETS:
+        [method] = parse(f"evs:keep={keep}")
+        assert isinstance(method, Clip)
+        choose = method.begin(len(clip))
+        kept = [choose(window).tolist() for window in windows]
+        assert kept[-1] == evs(torch.tensor(clip), keep)
+        assert max(map(len, kept)) <= max(clip.shape[1], keep * clip[..., 0].size), "never more than the budget"
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_vidcom2_in_windows_keeps_of_each_what_the_released_code_keeps_of_a_clip(number: int) -> None:
+    clip, newline = drawn(number)
+    window, each = 1 + number % 5, clip.shape[1]
+    for keep in BUDGETS:
+        wanted = list[int]()
+        for first in range(0, len(clip), window):
+            wanted += [first * each + token for token in vidcom2(torch.tensor(clip[first : first + window]), keep)]
+        wanted += [len(clip) * each] * newline
+        assert selected(f"vidcom2:keep={keep},window={window}", video_of(clip, newline)) == wanted
 
 
 def test_evs_keeps_the_first_frame_and_what_changed_most_in_any_other() -> None:

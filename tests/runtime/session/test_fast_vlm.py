@@ -55,7 +55,7 @@ def test_logits_are_near_those_of_transformers_at_every_precision(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dialect", ["plain", "trt"])
+@pytest.mark.parametrize("dialect", ["ort-cuda", "plain", "trt", "trt10"])
 def test_graphs_of_other_dialects_compute_the_same(models: Models, dialect: str) -> None:
     model, images = models(FAST_VLM, KS), [random_image(0), random_image(1)]
     other, messages = Model(model.bundle, DialectBackend(model.bundle, dialect), 0), prompt_messages(QUESTION, 2)

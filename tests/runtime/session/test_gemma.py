@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.exported import Models, greedy, prompt
-from tests.support.families.gemma import GEMMA4
+from tests.support.bundles import ORT, export
+from tests.support.exported import DEVICES, THREADS, greedy, prompt
+from tests.support.families.gemma import GEMMA4, settings
 from tests.support.parity import QUESTIONS, STEPS, assert_chat_as_reference, assert_later_equal_fresh
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.checkpoint.families.gemma.gemma4 import FAMILY
+from vtx.exporter.checkpoint.families.registry import read_config
+from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
 
 KS = (2, 4, 5, 6)
 TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def model(models: Models) -> Model:
-    return models(GEMMA4, KS)
+def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tiny_checkpoint(GEMMA4), tmp_path_factory.mktemp("gemma4") / "bundle", KS).folder
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
+    with load(folder, device=request.param, threads=THREADS) as loaded:
+        yield loaded
 
 
 @pytest.mark.parametrize("images", [1, 2])
@@ -52,3 +66,69 @@ def test_later_questions_and_chats_are_answered_as_alone(
 ) -> None:
     assert_later_equal_fresh(model, [random_image(3)], k)
     assert_chat_as_reference(model, reference(GEMMA4), [random_image(4), random_image(5, (60, 90))], k)
+
+
+def test_a_smaller_budget_of_tokens_is_chosen_at_run_time(
+    tiny_checkpoint: Callable[..., Path], reference: Callable[[Tiny], Reference], tmp_path: Path
+) -> None:
+    tiny = replace(GEMMA4, budget=140)
+    folder, judge = export(tiny_checkpoint(tiny), tmp_path / "bundle", (4,), dialects=ORT).folder, reference(tiny)
+    messages, pictures = prompt_messages(QUESTIONS[0]), [random_image(2, (100, 60))]
+    seen = []
+    for budget in (140, 70):
+        judge.processor.image_processor.max_soft_tokens = budget
+        inputs = judge.inputs(messages, pictures)
+        with load(folder, device="cpu", threads=THREADS, max_pixels=budget * 48**2) as model:
+            for k in (None, 4):
+                found = greedy(model, prompt(model, messages, pictures), k, 1)
+                wanted = judge.greedy(inputs, k, 1)
+                np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        seen.append(found.done.vision_tokens)
+    assert seen == [135, 60]
+
+
+BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("text_config", {"enable_moe_block": True}, UnsupportedModelError, "enable_moe_block"),
+    ("text_config", {"attention_k_eq_v": True}, UnsupportedModelError, "attention_k_eq_v"),
+    ("text_config", {"use_bidirectional_attention": "vision"}, UnsupportedModelError, "use_bidirectional_attention"),
+    ("text_config", {"layer_types": ["full_attention"]}, CheckpointError, "layer_types"),
+    ("text_config", {"layer_types": ["linear_attention"] * 9}, CheckpointError, "linear_attention"),
+    ("text_config", {"layer_types": ["sliding_attention"] * 9}, Exception, "full_attention|all layers slide"),
+    ("text_config", {"num_kv_shared_layers": 9}, CheckpointError, "num_kv_shared_layers"),
+    ("text_config", {"num_kv_shared_layers": 8}, CheckpointError, "none of the 1 before"),
+    ("text_config", {"sliding_window": None}, CheckpointError, "sliding_window"),
+    ("text_config", {"vocab_size_per_layer_input": 300}, UnsupportedModelError, "vocab_size_per_layer_input"),
+    ("text_config", {"pad_token_id": 320}, CheckpointError, "pad_token_id"),
+    ("text_config", {"model_type": "gemma3_text"}, UnsupportedModelError, "gemma3_text"),
+    ("vision_config", {"num_key_value_heads": 1}, UnsupportedModelError, "num_key_value_heads"),
+    ("vision_config", {"model_type": "siglip_vision_model"}, UnsupportedModelError, "siglip_vision_model"),
+    ("", {"image_token_id": 320}, CheckpointError, "320 is not a token id"),
+]
+
+
+@pytest.mark.parametrize(("part", "changes", "error", "message"), BAD, ids=lambda value: str(value)[:40])
+def test_what_is_not_built_or_does_not_fit_is_refused_by_name(
+    part: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    config = settings(GEMMA4, 319)
+    (config[part] if part else config).update(changes)
+    with pytest.raises(error, match=message):
+        read_config(config)
+
+
+@pytest.mark.parametrize("budget", [71, 10_000, "all"])
+def test_an_image_processor_with_another_budget_is_refused(budget: Any) -> None:
+    assert FAMILY.adjust is not None
+    with pytest.raises(CheckpointError, match="max_soft_tokens"):
+        FAMILY.adjust(read_config(settings(GEMMA4, 319)), {"max_soft_tokens": budget})
+
+
+def test_more_patches_than_positions_are_refused() -> None:
+    assert FAMILY.adjust is not None
+    with pytest.raises(CheckpointError, match="the tower has 256 positions; lower max_soft_tokens"):
+        FAMILY.adjust(read_config(settings(GEMMA4, 319)), {"max_soft_tokens": 280})
+
+
+def test_a_withdrawal_behind_the_exit_is_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="K = 7 changes nothing: layers from 7 on have no keys and values"):
+        export(tiny_checkpoint(GEMMA4), tmp_path / "bundle", (7,))

@@ -77,7 +77,7 @@ def test_an_image_in_the_caches_of_another_question_is_another_image(models: Mod
     assert np.abs(np.stack(session.caches.full[0].read(np.arange(slots))) - of_first).max() > 1e-2
 
 
-@pytest.mark.parametrize("dialect", ["plain", "trt"])
+@pytest.mark.parametrize("dialect", ["ort-cuda", "plain", "trt", "trt10"])
 def test_graphs_of_other_dialects_compute_the_same(models: Models, dialect: str) -> None:
     model, images = models(PALIGEMMA, KS), [random_image(0), random_image(1)]
     other, messages = Model(model.bundle, DialectBackend(model.bundle, dialect), 0), prompt_messages(QUESTION, 2)

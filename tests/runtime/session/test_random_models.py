@@ -17,7 +17,7 @@ import pytest
 from tests.support.bundles import ORT, export
 from tests.support.exported import greedy, prompt
 from tests.support.families.fast_vlm import FAST_VLM
-from tests.support.families.gemma import GEMMA4
+from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import GRANITE
 from tests.support.parity import CLOSE, STEPS, assert_chat_as_reference, assert_later_equal_fresh
@@ -72,6 +72,16 @@ def lfm2_vl(draw: random.Random) -> Tiny:
     )  # fmt: skip
 
 
+def gemma3(draw: random.Random) -> Tiny:
+    patch, pool, side = draw.choice([8, 14]), draw.randint(1, 4), draw.randint(2, 4)
+    return replace(
+        _text(draw, GEMMA3), rope=draw.choice(["default", "linear"]), full_every=draw.randint(1, 5), patch=patch,
+        pool=pool, image=patch * pool * side, sliding_window=draw.choice([16, 24, 80, 400]),
+        query_scale=draw.choice([8, 16, 24]), vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
+        vision_head=draw.random() < 0.5, theta=draw.choice([1e3, 1e4]),
+    )  # fmt: skip
+
+
 def gemma4(draw: random.Random) -> Tiny:
     every, layers = draw.randint(2, 4), draw.randint(7, 10)
     return replace(
@@ -85,7 +95,7 @@ def gemma4(draw: random.Random) -> Tiny:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(COUNT))
-@pytest.mark.parametrize("family", [granite, fast_vlm, lfm2_vl, gemma4])
+@pytest.mark.parametrize("family", [granite, fast_vlm, lfm2_vl, gemma3, gemma4])
 def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statement(
     tmp_path: Path, family: Callable[[random.Random], Tiny], seed: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.support.exported import KS, QUESTIONS, Models, answer, greedy, policy, prompt
+from tests.support.exported import KS, QUESTIONS, Models, answer, every_order, greedy, policy, prompt
 from tests.support.fuse import check_interrupts
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.model import Model
@@ -160,16 +159,14 @@ def test_a_question_runs_with_its_image_in_one_run_a_stage_unless_it_is_long(
 # --- one prompt after another ---------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_three_questions_at_every_order_of_k_equal_fresh_ones(
     model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
 ) -> None:
-    for depths in itertools.product(DEPTHS, repeat=3):
-        session = Session(model.backend, model.manifest)
-        for number, k in enumerate(depths):
-            done = session.prefill(prompts[number], policy(k))
-            assert done.reused_image == (number > 0)
-            assert np.array_equal(done.logits, fresh[number, k][0]), depths
+    session = Session(model.backend, model.manifest)
+    for asked, k in enumerate(every_order(DEPTHS, 3)):
+        done = session.prefill(prompts[asked % 3], policy(k))
+        assert done.reused_image == (asked > 0)
+        assert np.array_equal(done.logits, fresh[asked % 3, k][0]), asked
 
 
 @settings(max_examples=60, deadline=None)

@@ -30,10 +30,11 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import ContextError, RequestError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
 
-pytestmark = pytest.mark.dialects("ort", "plain", "trt")
+pytestmark = pytest.mark.dialects(*DIALECTS)
 
 WIDE, HIGH = (150, 60), (40, 90)
 VARIANTS = {
@@ -134,7 +135,7 @@ def test_reductions_equal_the_statement(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dialect", ["plain", "trt"])
+@pytest.mark.parametrize("dialect", ["ort-cuda", "plain", "trt", "trt10"])
 def test_graphs_of_other_dialects_compute_the_same(models: Models, dialect: str) -> None:
     """SmolVLM's tower ends in a norm, and its projector stands behind a pixel shuffle."""
     model, images = models(SMOLVLM, (3, 5)), [random_image(0, WIDE), random_image(1, HIGH)]

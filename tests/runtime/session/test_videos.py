@@ -15,7 +15,6 @@ import torch
 from tests.support.clips import evs, vidcom2
 from tests.support.exported import Models, prompt
 from tests.support.families.internvl import INTERNVL
-from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.families.vila import VILA
@@ -29,9 +28,14 @@ from vtx.runtime.api import loaded
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, ImageError, RequestError, UnsupportedModelError
+from vtx.runtime.policies import make
+from vtx.runtime.policies.methods.evs import WINDOW
+from vtx.runtime.session import encoded_images
 from vtx.runtime.session.encoded_images import ImageCache
 from vtx.runtime.vision import frame_file
 from vtx.runtime.vision.frame_file import FrameFile
+from vtx.runtime.vision.layouts import frames as frames_of_videos
+from vtx.runtime.vision.limits import MAX_CHOSEN_FRAMES
 from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import PromptImage
 from vtx.runtime.vision.video import Video, load_frames, video
@@ -165,7 +169,7 @@ def test_a_long_video_is_read_and_encoded_frame_by_frame_and_answered_as_one_in_
     for held_frames, most in ((64, frames), (4, 2)):
         monkeypatch.setattr(loaded, "MAX_HELD_FRAMES", held_frames)
         prepared, encoded = Held(), Held()
-        monkeypatch.setattr(loaded, "preprocess", prepared.of(preprocess))
+        monkeypatch.setattr(frames_of_videos, "preprocess", prepared.of(preprocess))
         monkeypatch.setattr(FrameFile, "__getitem__", encoded.of(GET_FRAME))
         with model.open(given) as conversation:
             (image,) = conversation.images
@@ -175,6 +179,47 @@ def test_a_long_video_is_read_and_encoded_frame_by_frame_and_answered_as_one_in_
         assert (prepared.most == frames) == (held_frames == 64), "all in memory, or none that waits"
         assert encoded.most == (0 if held_frames == 64 else 2), "the frame before is free once the next is encoded"
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("spec", ["evs:keep=0.3", "vidcom2:keep=0.3,window=5", "evs:keep=0.5+random:keep=0.5"])
+@pytest.mark.parametrize(
+    "tiny", [NEXT_VIDEO, pytest.param(ONEVISION, marks=slow), pytest.param(VIDEO_LLAVA, marks=slow)]
+)
+def test_a_video_in_windows_is_answered_as_whole_with_the_tokens_of_one_window_in_memory(
+    models: Models, tiny: Tiny, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, frames, found = models(tiny, (3, 5)), 19, list[Any]()
+    for most in (64, 16):
+        for module in (encoded_images, make):
+            monkeypatch.setattr(module, "MAX_SAMPLED_FRAMES", most)
+        encoded = Held()
+        run = type(model.backend).video
+
+        def video_tokens(backend: Any, pixels: np.ndarray, encoded: Held = encoded, run: Any = run) -> Any:
+            tokens = run(backend, pixels)
+            return replace(tokens, hidden=encoded.of(np.copy)(tokens.hidden))
+
+        with monkeypatch.context() as spied, model.open(video(random_video(2, 40), frames=frames)) as conversation:
+            spied.setattr(type(model.backend), "video", video_tokens)
+            for k in (None, 3):
+                answer = conversation.ask("red?", k, reduce=spec, max_new_tokens=4, ignore_eos=True)
+                assert answer.stats.reduced is not None
+                found.append((answer.token_ids, answer.stats.vision_tokens, answer.stats.reduced.kept))
+        window = 5 if "window" in spec else WINDOW
+        assert encoded.most == (frames if most == 64 else window)
+    assert found[:2] == found[2:]
+
+
+def test_a_video_of_more_frames_than_may_be_in_memory_is_answered_in_windows_alone(models: Models) -> None:
+    model = models(NEXT_VIDEO, (3, 5))
+    with model.open(video(random_video(2, 40), frames=MAX_CHOSEN_FRAMES)) as conversation:
+        answer = conversation.ask("red?", reduce="evs:keep=0.1", max_new_tokens=4)
+        assert answer.stats.vision_tokens == int(0.1 * 4 * MAX_CHOSEN_FRAMES)
+        for spec in ("none", "vidcom2:keep=0.1", "random:keep=0.1"):
+            with pytest.raises(
+                RequestError, match=r"256 sampled frames, and beyond 64 .* in windows; use evs, or vidc"
+            ):
+                conversation.ask("red?", reduce=spec)
 
 
 def test_frames_that_do_not_fit_on_the_disk_are_told_with_their_bytes(
@@ -218,7 +263,7 @@ def test_frames_that_do_not_fit_say_which_number_would(models: Models) -> None:
         model.open(video(WIDE, frames=64)).ask("red?")
 
 
-@pytest.mark.parametrize("frames", [0, 65, 2.5, True])
+@pytest.mark.parametrize("frames", [0, 257, 2.5, True])
 def test_a_number_of_frames_that_is_none_is_refused(frames: int) -> None:
     with pytest.raises(RequestError, match="frames is"):
         video(WIDE, frames=frames)
@@ -310,7 +355,7 @@ def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_cli
     assert marked.open(random_image(0)).ask("red?", reduce="divprune:keep=4", max_new_tokens=1).stats.vision_tokens == 4
 
 
-@pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3, INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
 def test_models_whose_videos_vtx_does_not_take_are_refused_methods_of_clips_by_name(
     tiny: Tiny, tiny_checkpoint: Callable[..., Path]
 ) -> None:

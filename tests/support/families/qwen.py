@@ -15,7 +15,8 @@ TEMPLATE = (
     "<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{% if part['type'] == 'image' or 'image_url' in part %}"
     "{% set seen.value = seen.value + 1 %}{% if add_vision_id %}Picture {{ seen.value }}: {% endif %}"
-    "<|vision_start|>IMAGE<|vision_end|>{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|vision_start|>IMAGE<|vision_end|>{% elif part['type'] == 'video' or 'video' in part %}"
+    "<|vision_start|><video><|vision_end|>{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WINDOW = 56  # pixels: 2 x 2 tokens, so that small images have several, and some that stick out
@@ -55,6 +56,16 @@ def image_settings(tiny: Tiny = QWEN2) -> dict[str, Any]:
         "min_pixels": 4 * 784, "max_pixels": MOST * 784, "patch_size": 14,
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
     }  # fmt: skip
+
+
+def video_settings(tiny: Tiny) -> dict[str, Any]:
+    """The video processor's file: limits of each frame, of all frames together for Qwen3-VL."""
+    fields = image_settings(tiny) | {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2}
+    del fields["image_processor_type"]
+    if tiny.family == "qwen3_vl":
+        sizes = {"shortest_edge": 8 * 1024, "longest_edge": 96 * 1024}
+        return fields | {"video_processor_type": "Qwen3VLVideoProcessor", "size": sizes}
+    return fields | {"min_pixels": 4 * 784, "max_pixels": 12 * 784}
 
 
 def settings(tiny: Tiny, text: dict[str, Any], image_token: int) -> dict[str, Any]:

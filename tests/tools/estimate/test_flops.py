@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.bundles import export
 from tests.support.exported import THREADS
+from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.qwen import QWEN3
 from tests.support.tiny import Tiny
 
@@ -269,6 +270,8 @@ TINIES = {
     "qwen2_vl": Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", tied=True),
     "qwen2_5_vl": Tiny(family="qwen2_5_vl", text="qwen2", tokenizer="bytes"),
     "qwen3_vl": QWEN3,
+    "gemma3": GEMMA3,
+    "gemma4": replace(GEMMA4, clipped=True),
 }
 
 

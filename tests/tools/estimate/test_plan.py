@@ -27,10 +27,11 @@ from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.host.profiles import Figure, load_profile
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.report.inspect import kv_bytes
-from vtx.tools.estimate.flops import encode_flops
+from vtx.tools.estimate.flops import attention_macs, encode_flops, full_schedule, total_flops, with_exit
 from vtx.tools.estimate.plan import Workload, make_plan, spread_ks
 from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
 from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
+from vtx.tools.tensorrt.support import engines_on
 
 Make = Callable[..., Path]
 SEVEN = KNOWN["llava-1.5-7b"]
@@ -172,6 +173,9 @@ def test_wrong_usage_is_exit_2(words: list[str]) -> None:
         ("qwen3-vl-4b", 4.438, 16_384),
         ("qwen3-vl-8b", 8.767, 16_384),
         ("smolvlm2-500m", 0.507, 1088),
+        ("gemma-3-4b", 4.3, 256),
+        ("gemma-3-12b", 12.187, 256),
+        ("gemma-4-e2b", 4.797, 280),
         ("internvl2-8b", 8.08, 3328),
         ("lisa-13b", 13.31, 256),
     ],
@@ -402,3 +406,32 @@ def test_planning_a_known_model_loads_no_exporting_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_layers_that_share_keys_and_values_hold_none_and_run_for_one_token() -> None:
+    model = KNOWN["gemma-4-e2b"]
+    none, first = make_plan(model, Workload(22, 266, 32), [None, 14], ["fp16"]).depths
+    assert none.kv_slots == (288,) * 15 + (0,) * 20
+    assert first.kv_slots == (288,) * 13 + (22,) * 2 + (0,) * 20
+    element = 2 * 2  # K and V, in fp16
+    assert none.precisions["fp16"].kv_bytes == 288 * element * (12 * 256 + 3 * 512)
+    every = full_schedule(35, text=22, vision=266)
+    assert with_exit(model.decoder, every) == (288,) * 15 + (1,) * 20
+    assert 0.31 < total_flops(model.decoder, with_exit(model.decoder, every)) / total_flops(model.decoder, every) < 0.32
+    with pytest.raises(RequestError, match="K = 16 changes nothing: layers from 16 on"):
+        make_plan(model, Workload(22, 266, 32), [16], ["fp16"])
+
+
+def test_a_layer_that_slides_attends_to_its_window() -> None:
+    size = KNOWN["gemma-3-4b"].decoder
+    assert [attention_macs(size, 1, 5000, layer) for layer in (5, 6)] == [2 * 1024 * 8 * 256, 2 * 5000 * 8 * 256]
+    assert attention_macs(size, 1, 1000, 5) == attention_macs(size, 1, 1000, 6)
+
+
+def test_no_engine_of_a_gpu_answers_models_that_slide() -> None:
+    model = KNOWN["gemma-3-4b"]
+    parts = {"fp16": precisions_of(model, "fp16")}
+    with pytest.raises(RequestError, match="sliding windows are not built for onnxruntime's CUDA provider"):
+        engines_on(load_profile("agx-orin-64"), model, parts)
+    (cpu, *others) = engines_on(load_profile("cpu"), model, parts)
+    assert all(engine.answered for engine in (cpu, *others))

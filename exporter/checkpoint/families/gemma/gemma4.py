@@ -62,16 +62,21 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     )  # fmt: skip
 
 
-def _text(parsed: Any) -> TextConfig:
-    config = parsed.text_config
-    layers, kinds = size(config, "num_hidden_layers", MAX_LAYERS), list(config.layer_types)
+def sliding_layers(config: Any, layers: int) -> tuple[int, ...]:
+    """The layers with a window of a parsed configuration, counted from 1. Raises CheckpointError."""
+    kinds = list(config.layer_types)
     if len(kinds) != layers or not {*kinds} <= ATTENTION_KINDS:
         raise CheckpointError(
             f"config.json: layer_types names {len(kinds)} layers of {', '.join(sorted({*map(str, kinds)}))!s:.80}; it "
             f"needs {layers} of {' and '.join(sorted(ATTENTION_KINDS))}; correct config.json"
         )
-    sliding = tuple(n for n, kind in enumerate(kinds, 1) if kind == "sliding_attention")
-    widths = dict[bool, int]()
+    return tuple(n for n, kind in enumerate(kinds, 1) if kind == "sliding_attention")
+
+
+def _text(parsed: Any) -> TextConfig:
+    config = parsed.text_config
+    layers, kinds = size(config, "num_hidden_layers", MAX_LAYERS), list(config.layer_types)
+    sliding, widths = sliding_layers(config, layers), dict[bool, int]()
     for layer in range(layers):
         own = config.per_layer_config[layer]
         width, heads = own.head_dim, own.num_key_value_heads
@@ -175,7 +180,7 @@ def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     return replace(config, layout=layout, vision=replace(vision, image=layout.square))
 
 
-def _template(template: str) -> str:
+def _template(template: str, _: ModelConfig) -> str:
     """The template with the tokens that transformers' processor puts around an image."""
     return template.replace(IMAGE, BEGIN + IMAGE + END)
 

@@ -66,7 +66,7 @@ def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"the image processor's min_patches and max_patches: {e}") from e
 
 
-def _template(source: str) -> str:
+def _template(source: str, _: ModelConfig) -> str:
     """The template with the tokens that begin and end an image, which transformers' processor adds by itself."""
     return re.sub(f"(?<!<img>){re.escape(PLACEHOLDER)}", f"<img>{PLACEHOLDER}</img>", source)
 

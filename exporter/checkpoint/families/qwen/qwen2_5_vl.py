@@ -6,11 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 from vtx.exporter.checkpoint.config import VisionConfig
-from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, TENSORS, adjust, native_tower, read_qwen
+from vtx.exporter.checkpoint.families.qwen.qwen2_vl import (
+    PROCESSOR,
+    TENSORS,
+    VIDEO_PROCESSOR,
+    adjust,
+    adjust_video,
+    native_tower,
+    read_qwen,
+)
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.fields import size
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.errors import CheckpointError
+from vtx.runtime.vision.layouts.pairs import Pairs
 
 
 def _tower(config: Any, text: TextConfig) -> VisionConfig:
@@ -27,8 +36,12 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
     return replace(tower, rms_norm=True, gated=True, window=window // tower.patch, full_blocks=full_blocks)
 
 
+def _in_time(frames: Pairs, config: Any) -> Pairs:
+    return replace(frames, ticks=float(size(config, "tokens_per_second", 1000)))
+
+
 FAMILY = Family(
     model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen2_5_VLConfig", _tower), processors=(PROCESSOR,), tensors=TENSORS,
-    adjust=adjust,
+    read=lambda config: read_qwen(config, "Qwen2_5_VLConfig", _tower, _in_time), processors=(PROCESSOR,),
+    tensors=TENSORS, adjust=adjust, video_processor=VIDEO_PROCESSOR, adjust_video=adjust_video,
 )  # fmt: skip

@@ -7,23 +7,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, check_known, check_layers, image_token_of, parse
+from vtx.exporter.checkpoint.config import (
+    ModelConfig,
+    VideoConfig,
+    VisionConfig,
+    check_known,
+    check_layers,
+    image_token_of,
+    parse,
+)
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import check_patches, size
 from vtx.exporter.checkpoint.text_config import TextConfig, text_config_of
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native import Native
+from vtx.runtime.vision.layouts.pairs import Pairs
+from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 
 NORM_EPS = 1e-6  # of the tower's norms: no setting
 FEWEST, MOST = 56 * 56, 28 * 28 * 1280  # pixels by default
+FRAME_TOKENS = 128, 768  # of a frame of a video by default
+A_SECOND, FEWEST_FRAMES = 2.0, 4  # frames of a video by default
+CAPS = {True: 768, False: 128_000}  # tokens that cap_pixels_per_frame goes by, if limits are of all frames together
 # Settings of the tower whose other values are not supported.
 SUPPORTED: Mapping[str, Any] = {"temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
-PROCESSOR = ImageProcessor(
-    "Qwen2VLImageProcessor",
-    {**CLIP_DEFAULTS, "do_center_crop": False, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
-    own_size=True,
-)
+_DEFAULTS = {**CLIP_DEFAULTS, "do_center_crop": False, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+PROCESSOR = ImageProcessor("Qwen2VLImageProcessor", _DEFAULTS, own_size=True)
+VIDEO_PROCESSOR = ImageProcessor("Qwen2VLVideoProcessor", _DEFAULTS, own_size=True)
 TENSORS = (  # Qwen3-VL has other names for the parts of blocks and mergers
     (r"^(?:model\.)?visual\.(blocks\.\d+\.mlp)\.linear_fc", r"vision.\1.fc"),
     (r"^(?:model\.)?visual\.(merger|deepstack_merger_list\.\d+)\.norm\.", r"vision.\1.ln_q."),
@@ -34,8 +45,14 @@ TENSORS = (  # Qwen3-VL has other names for the parts of blocks and mergers
 )
 
 
-def read_qwen(config: Mapping[str, Any], kind: str, tower: Callable[[Any, TextConfig], VisionConfig]) -> ModelConfig:
-    """Read `config.json` with transformers' class `kind`; `tower` reads its vision_config."""
+def read_qwen(
+    config: Mapping[str, Any], kind: str, tower: Callable[[Any, TextConfig], VisionConfig],
+    in_time: Callable[[Pairs, Any], Pairs] = lambda frames, _: frames,
+) -> ModelConfig:  # fmt: skip
+    """Read `config.json` with transformers' class `kind`; `tower` reads its vision_config.
+
+    `in_time` sets the place in time of the frames of videos, also by vision_config.
+    """
     text_part, vision_part = (config.get(key) or {} for key in ("text_config", "vision_config"))
     for name, part in (("text_config", text_part), ("vision_config", vision_part)):
         if not isinstance(part, Mapping):
@@ -46,10 +63,14 @@ def read_qwen(config: Mapping[str, Any], kind: str, tower: Callable[[Any, TextCo
     check_known("text model", parsed.text_config.model_type, (f"{parsed.model_type}_text",))
     text = text_config_of(parsed)
     vision = tower(parsed.vision_config, text)
+    each = (vision.patch * vision.shuffle) ** 2
+    least, most = (count * each for count in FRAME_TOKENS)
+    frames = Pairs(vision.patch, vision.shuffle, least, most, MAX_SAMPLED_FRAMES, A_SECOND, FEWEST_FRAMES)
     return ModelConfig(
         text=text, vision=vision, feature_layers=(vision.layers,), select="full", projector_activation="gelu",
         projector_bias=True, image_token_id=image_token_of(parsed, text),
         layout=Native(vision.patch, vision.shuffle, FEWEST, MOST), projector_norm_eps=NORM_EPS,
+        video=VideoConfig(image_token_of(parsed, text, "video"), in_time(frames, parsed.vision_config), "full"),
     )  # fmt: skip
 
 
@@ -97,6 +118,33 @@ def adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     return replace(config, layout=layout, vision=replace(vision, image=_side(most, layout.unit)))
 
 
+def adjust_video(frames: Pairs, processor: Mapping[str, Any]) -> Pairs:
+    """Set the video processor's limits of pixels and its sampling; its patches must be the tower's."""
+    check_patches(processor, {"patch_size": frames.patch, "merge_size": frames.merge, "temporal_patch_size": 2})
+    if processor.get("num_frames") is not None:
+        raise UnsupportedModelError(
+            f"the video processor's num_frames {processor['num_frames']!r:.20} is not supported; leave it out, and ask "
+            "with --frames"
+        )
+    least, most = (
+        _pixels(processor, *names)
+        for names in (("min", "shortest", frames.min_pixels), ("max", "longest", frames.max_pixels))
+    )
+    counts = {name: processor.get(name) for name in ("min_frames", "max_frames", "max_video_tokens")}
+    cap = counts["max_video_tokens"] or CAPS[frames.of_clip] if processor.get("cap_pixels_per_frame") else None
+    rate = processor.get("fps") or frames.a_second
+    if not all(count is None or type(count) is int for count in counts.values()) or type(rate) not in (int, float):
+        raise CheckpointError(f"the video processor's fps is {rate!r:.20}, with {counts!r:.60}; correct them")
+    fewest, more = counts["min_frames"] or frames.fewest, counts["max_frames"] or MAX_SAMPLED_FRAMES
+    try:
+        return replace(
+            frames, min_pixels=least, max_pixels=most, frames=min(more, frames.frames), fewest=fewest,
+            a_second=float(rate), capped=cap,
+        )  # fmt: skip
+    except BundleError as e:
+        raise CheckpointError(f"the video processor's settings: {e}") from e
+
+
 def _pixels(processor: Mapping[str, Any], limit: str, edge: str, default: int) -> int:
     """`min_pixels` or `max_pixels`, an edge of `size` in newer files."""
     sizes = processor.get("size") or {}
@@ -114,5 +162,5 @@ def _pixels(processor: Mapping[str, Any], limit: str, edge: str, default: int) -
 FAMILY = Family(
     model_type="qwen2_vl", architecture="Qwen2VLForConditionalGeneration",
     read=lambda config: read_qwen(config, "Qwen2VLConfig", _tower), processors=(PROCESSOR,), tensors=TENSORS,
-    adjust=adjust,
+    adjust=adjust, video_processor=VIDEO_PROCESSOR, adjust_video=adjust_video,
 )  # fmt: skip

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import VisionConfig
-from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, TENSORS, adjust, native_tower, read_qwen
-from vtx.exporter.checkpoint.family import Family
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.families.qwen.qwen2_vl import (
+    PROCESSOR,
+    TENSORS,
+    adjust,
+    adjust_video,
+    native_tower,
+    read_qwen,
+)
+from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import size
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.errors import CheckpointError
+from vtx.runtime.vision.layouts.pairs import Pairs
+
+_DEFAULTS = {**SIGLIP_DEFAULTS, "resample": 3, "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def _tower(config: Any, text: TextConfig) -> VisionConfig:
@@ -29,8 +40,18 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
     return replace(tower, patch_bias=True, position_grid=math.isqrt(positions), maps=tuple(maps))
 
 
+def _in_time(frames: Pairs, _: Any) -> Pairs:
+    return replace(frames, times=True, of_clip=True)  # of all frames the limits that are usual for one
+
+
+def _template(template: str, _: ModelConfig) -> str:
+    """The chat template without the marks around a video: each pair of its frames has its own, behind its time."""
+    return re.sub(r"<\|vision_start\|>(<[^<>]*video[^<>]*>)<\|vision_end\|>", r"\1", template)
+
+
 FAMILY = Family(
     model_type="qwen3_vl", architecture="Qwen3VLForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen3VLConfig", _tower), processors=(PROCESSOR,), tensors=TENSORS,
-    adjust=adjust,
+    read=lambda config: read_qwen(config, "Qwen3VLConfig", _tower, _in_time), processors=(PROCESSOR,),
+    tensors=TENSORS, adjust=adjust, template=_template, adjust_video=adjust_video,
+    video_processor=ImageProcessor("Qwen3VLVideoProcessor", _DEFAULTS, own_size=True),
 )  # fmt: skip

@@ -100,6 +100,9 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
 
 // The reason why no export of this model meets `needs`, and what to use; empty: one can.
 std::string never_there(const Needs& needs, const TowerSpec& tower) {
+  if (tower.paired && (needs.of_patches() || needs.projector))
+    return "looks at the patches of one tower, and this model has two side by side; use fastv, cdpruner, divprune, dart, or "
+           "mustdrop:...,tau=off,key=0";
   const std::string patches = cat(tower.shuffle, " x ", tower.shuffle, " patches each");
   if (needs.of_patches() && !needs.text_tower && tower.shuffle > 1)
     return cat("looks at patches one by one, and this model's tokens are of ", patches,

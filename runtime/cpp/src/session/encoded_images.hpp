@@ -40,6 +40,8 @@ class EncodedImages {
   // encoded. From then on the tiles of an image are kept, so that those of the next one that are equal in pixels are not run
   // again.
   void replaced(std::vector<PreparedImage>& before);
+  // Has what others of the same images have encoded.
+  void share(const EncodedImages& other) { encoded_ = other.encoded_; }
 
  private:
   struct Encoded {

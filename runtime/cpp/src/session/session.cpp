@@ -256,6 +256,20 @@ void Session::begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> cach
   continue_prefix();
 }
 
+void Session::copy_prefix(Session& other) {
+  continues_ = other.continues_;
+  if (other.prefix_.size() == 0 || !other.prefix_.saved_kv.empty()) return;  // some of it is not in its caches
+  Prefix prefix = other.prefix_;
+  auto size = static_cast<int64_t>(prefix.size());
+  for (size_t number = 0; number < prefix.depth(); ++number) {
+    full_[number] = backend_.stage(number, capacity());
+    full_[number]->write(count_up(0, prefix.size()), other.full_.at(number)->read(count_up(0, prefix.size())), size);
+  }
+  prefix.begun.resize(std::min(prefix.begun.size(), prefix.depth()));
+  prefix.filed = 0;
+  prefix_ = std::move(prefix);
+}
+
 Prefix Session::empty_prefix() const {
   Prefix prefix;
   prefix.boundaries = {std::make_shared<Rows>(0, static_cast<size_t>(m_.model.hidden))};

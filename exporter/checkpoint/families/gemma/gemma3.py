@@ -1,0 +1,141 @@
+"""Gemma 3: a SigLIP tower whose states are averaged to 256 tokens, which see each other both ways in the decoder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isqrt
+from typing import Any
+
+from vtx.exporter.checkpoint.config import (
+    VISION_FAMILIES,
+    ModelConfig,
+    check_known,
+    check_layers,
+    check_values,
+    image_token_of,
+    parse,
+    part_of,
+    tower_of,
+)
+from vtx.exporter.checkpoint.families.gemma.gemma4 import sliding_layers
+from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
+from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
+from vtx.exporter.checkpoint.text_config import GEMMA_NORMS, MAX_POSITIONS, TextConfig
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
+from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layouts.crops import Crops
+from vtx.runtime.vision.layouts.single import Single
+
+PROCESSOR = ImageProcessor("Gemma3ImageProcessor", {**SIGLIP_DEFAULTS, "resample": 2})
+IMAGE, BEGIN, END = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
+CROPS = {
+    "pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2,
+}  # fmt: skip
+MATRIX = "projector.linear_1.weight"
+
+
+def _read(config: Mapping[str, Any]) -> ModelConfig:
+    text_part, vision_part = part_of(config, "text_config"), part_of(config, "vision_config")
+    check_known("text model", str(text_part.get("model_type", "gemma3_text")), ("gemma3_text",))
+    check_known("vision tower", str(vision_part.get("model_type", "siglip_vision_model")), ("siglip_vision_model",))
+    for part in (text_part, vision_part):
+        check_layers(part)
+    check_values(
+        text_part, "a Gemma 3", {
+            "attention_bias": (None, False), "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,), "use_bidirectional_attention": (None, False),
+        },
+    )  # fmt: skip
+    parsed = parse("Gemma3Config", config)
+    text, tower = _text(parsed), tower_of(parsed.vision_config, VISION_FAMILIES["siglip_vision_model"])
+    tokens = size(parsed, "mm_tokens_per_image")
+    side = isqrt(tokens)
+    if side**2 != tokens or tower.grid % side:
+        raise CheckpointError(
+            f"config.json: mm_tokens_per_image is {tokens!r:.40}, and a tower of {tower.grid} x {tower.grid} patches "
+            "averages squares of them to a square of tokens; correct config.json"
+        )
+    if text.sliding is not None and text.sliding.window < tokens:
+        raise UnsupportedModelError(
+            f"sliding_window is {text.sliding.window}, and an image has {tokens} tokens, which see each other; vtx "
+            "exports models whose window holds an image"
+        )
+    vision = replace(tower, post_norm=True, pool=tower.grid // side)
+    return ModelConfig(
+        text=text, vision=vision, feature_layers=(vision.layers,), select="full", projector_activation="linear",
+        projector_bias=False, projector_layers=1, projector_norm_eps=vision.eps, projector_rms=True,
+        image_token_id=image_token_of(parsed, text), layout=Single(tokens),
+    )  # fmt: skip
+
+
+def _text(parsed: Any) -> TextConfig:
+    config = parsed.text_config
+    layers = size(config, "num_hidden_layers", MAX_LAYERS)
+    heads, kv_heads, width = size(config, "num_attention_heads"), size(config, "num_key_value_heads"), config.head_dim
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
+    if isinstance(width, bool) or not isinstance(width, int) or not 8 <= width <= MAX_WIDTH or width % 8:
+        raise UnsupportedModelError(
+            f"head_dim {width!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
+        )
+    sliding, ropes = sliding_layers(config, layers), dict(config.rope_parameters or {})
+    full, local = (
+        read_rope(config, width, three_part=False, parameters=ropes.get(kind) or {})
+        for kind in ("full_attention", "sliding_attention")
+    )
+    window = size(config, "sliding_window", MAX_POSITIONS) if sliding else 0
+    return TextConfig(
+        family="gemma3", layers=layers, hidden=size(config, "hidden_size"), ffn=size(config, "intermediate_size"),
+        heads=heads, kv_heads=kv_heads, head_dim=width, vocab=size(config, "vocab_size"),
+        eps=number(vars(config), "rms_norm_eps"), activation=str(config.hidden_activation), qkv_bias=False,
+        o_bias=False, mlp_bias=False, tied=bool(parsed.tie_word_embeddings), rope=full, qk_norm=True, post_norms=True,
+        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS), scaled_embedding=True, two_way="images",
+        shifts=((GEMMA_NORMS, 1.0), (r"^projector\.norm\.weight$", 1.0)),
+        attention_scale=number(vars(config), "query_pre_attn_scalar") ** -0.5,
+        sliding=SlidingSpec(sliding, window, width, local) if sliding else None,
+    )  # fmt: skip
+
+
+def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
+    """Crops of images, if the image processor's file asks for them; published ones do not."""
+    if not processor.get("do_pan_and_scan"):
+        return config
+    given: list[Any] = [processor.get(name) or default for name, default in CROPS.items()]
+    side, most, ratio = given
+    if (type(side), type(most)) != (int, int) or type(ratio) not in (int, float):
+        raise CheckpointError(
+            f"the image processor's {', '.join(CROPS)} are {side!r:.40}, {most!r:.40} and {ratio!r:.40}; they must be "
+            "two whole numbers and a number"
+        )
+    try:
+        crops = Crops(config.vision.image, config.view_tokens, side, most if most > 1 else 0, float(ratio))
+    except BundleError as e:
+        raise CheckpointError(f"the image processor's pan_and_scan settings: {e}") from e
+    return replace(config, layout=crops)
+
+
+def _template(template: str, config: ModelConfig) -> str:
+    """The template with the text and tokens that transformers' processor puts around an image.
+
+    With crops they are the layout's.
+    """
+    if config.layout.has_text:
+        return template.replace(BEGIN, IMAGE)
+    around = f"\\n\\n{BEGIN}{IMAGE}{END}\\n\\n"
+
+    def surrounded(found: re.Match[str]) -> str:
+        return f"{{{{ '{around}' }}}}" if found[0] == BEGIN else found[0].replace(BEGIN, around)
+
+    return re.sub(rf"{{{{.*?}}}}|{{%.*?%}}|{BEGIN}", surrounded, template, flags=re.DOTALL)
+
+
+FAMILY = Family(
+    model_type="gemma3", architecture="Gemma3ForConditionalGeneration", read=_read, processors=(PROCESSOR,),
+    tensors=(
+        (r"^(?:model\.)?multi_modal_projector\.mm_soft_emb_norm\.", "projector.norm."),
+        (r"^(?:model\.)?multi_modal_projector\.mm_input_projection_weight$", MATRIX),
+    ),
+    adjust=_adjust, template=_template, transposed=(MATRIX,),
+)  # fmt: skip

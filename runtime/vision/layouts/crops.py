@@ -1,0 +1,94 @@
+"""An image as a whole, and after it crops along its longer side: Gemma 3's pan and scan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.bundle.spec.model_spec import TowerSpec
+from vtx.runtime.errors import BundleError
+from vtx.runtime.vision.image import to_rgb
+from vtx.runtime.vision.layout import Layout, check_tiles, image_layout
+from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.tokens import PromptImage
+
+MAX_CROPS = 64
+_BEGIN, _END = "\n\n<start_of_image>", "<end_of_image>\n\n"
+_WHOLE, _CROPS = "Here is the original image ", " and here are some crops to help you see better "
+
+
+@image_layout("crops")
+@dataclass(frozen=True, slots=True)
+class Crops(Layout):
+    """Images of `tile` pixels a side and `tokens` each: the whole one, squeezed to a square, and up to `most` crops.
+
+    An image is cropped if its longer side is at least `ratio` times the other one and no crop's side is below `side`.
+    """
+
+    has_text = True
+    tile: int
+    tokens: int
+    side: int
+    most: int
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if min(self.tile, self.tokens) < 1 or not 0 <= self.most <= min(self.side, MAX_CROPS) or not self.ratio >= 1:
+            raise BundleError(
+                f"layout 'crops' has up to {self.most} crops of at least {self.side} pixels a side and {self.tokens} "
+                f"tokens, from a ratio of {self.ratio:g} on; it needs at least 1 token, at most {MAX_CROPS} crops and "
+                "as many pixels, and a ratio of at least 1; export again"
+            )
+
+    @property
+    def max_views(self) -> int:
+        return 1 + self.most
+
+    @property
+    def max_tokens(self) -> int:
+        return self.tokens * self.max_views
+
+    def check(self, tower: TowerSpec) -> None:
+        check_tiles(tower, self.tile, self.tokens)
+
+    def limited(self, max_views: int) -> Crops:
+        """With at most `max_views` views, the whole image included: one crop would be the image again."""
+        most = min(self.most, max_views - 1)
+        return replace(self, most=most if most > 1 else 0)
+
+    def count(self, width: int, height: int) -> int:
+        return self.tokens * self.passes(width, height)
+
+    def passes(self, width: int, height: int) -> int:
+        return 1 + len(self._boxes(width, height))
+
+    def prompt_image(self, width: int, height: int) -> PromptImage:
+        """The prompt's text around the tokens of an image of this size, as transformers' processor prints it."""
+        crops = len(self._boxes(width, height))
+        if not crops:
+            return PromptImage((self.tokens,), (_BEGIN, _END))
+        between = [_END + _CROPS + _BEGIN, *[f"{_END} {_BEGIN}"] * (crops - 1)]
+        return PromptImage((self.tokens,) * (1 + crops), (_WHOLE + _BEGIN, *between, _END))
+
+    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
+        image = to_rgb(image)
+        crops = [image.crop(box) for box in self._boxes(*image.size)]
+        return np.stack([preprocess(view, settings) for view in (image, *crops)])
+
+    def _boxes(self, width: int, height: int) -> list[tuple[int, int, int, int]]:
+        """The crops of an image of this size, in pixels: left, top, right and bottom."""
+        longer, shorter = max(width, height), min(width, height)
+        if not self.most or longer / shorter < self.ratio:
+            return []
+        count = min(self.most, max(2, min(longer // self.side, math.floor(longer / shorter + 0.5))))
+        length = math.ceil(longer / count)
+        if min(length, shorter) < self.side:
+            return []
+        spans = [(at * length, min(longer, (at + 1) * length)) for at in range(count)]
+        wide = width >= height
+        return [(first, 0, last, height) if wide else (0, first, width, last) for first, last in spans]
