@@ -43,7 +43,15 @@ Source source_of_folder(const std::string& folder) {
 Source source_of(const std::string& camera) {
   if (std::filesystem::is_directory(camera)) return source_of_folder(camera);
 #if __has_include(<linux/videodev2.h>)
-  return [device = std::make_shared<V4l2Camera>(camera, 640, 480)] { return device->next(); };
+  return [camera, device = std::make_shared<V4l2Camera>(camera, 640, 480)]() mutable {
+    while (true) try {
+        return device->next();
+      } catch (const FormatChanged& change) {
+        std::cerr << change.what() << "; it is opened again\n";
+        device.reset();  // a camera may be open once
+        device = std::make_shared<V4l2Camera>(camera, 640, 480);
+      }
+  };
 #else
   throw std::runtime_error(camera + " is not a folder; this build knows no Video4Linux");
 #endif

@@ -17,6 +17,11 @@
 
 #include "frame.hpp"
 
+// The driver changed size or format of the pixels while the camera streams, as one behind a plug does; open it again.
+struct FormatChanged : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 class V4l2Camera {
  public:
   // Opens a device such as /dev/video0 and starts it, near `width` x `height`. Throws std::runtime_error.
@@ -38,7 +43,7 @@ class V4l2Camera {
   V4l2Camera(const V4l2Camera&) = delete;
   V4l2Camera& operator=(const V4l2Camera&) = delete;
 
-  // The next frame that came whole. Throws std::runtime_error where none comes for two seconds.
+  // The next frame that came whole. Throws FormatChanged, and std::runtime_error where none comes for two seconds.
   Frame next() {
     while (true) {
       pollfd waiting{file_, POLLIN, 0};
@@ -49,6 +54,7 @@ class V4l2Camera {
         if (errno == EAGAIN) continue;
         fail("gives no frames (" + reason() + "); was it pulled out?");
       }
+      check_format();
       std::optional<Frame> frame = copy(filled);
       if (!call(VIDIOC_QBUF, &filled)) fail("takes no buffer back (" + reason() + ")");
       if (frame) return *std::move(frame);
@@ -98,12 +104,28 @@ class V4l2Camera {
       pixels.width = static_cast<unsigned>(width), pixels.height = static_cast<unsigned>(height);
       pixels.pixelformat = format.theirs, pixels.field = V4L2_FIELD_NONE;
       if (!call(VIDIOC_S_FMT, &asked) || pixels.pixelformat != format.theirs) continue;
-      format_ = format.ours;
+      format_ = format.ours, theirs_ = format.theirs;
       width_ = static_cast<int>(pixels.width), height_ = static_cast<int>(pixels.height);
       stride_ = pixels.bytesperline;
       return;
     }
     fail("gives frames neither in YUYV nor in NV12 nor in MJPEG; v4l2-ctl --list-formats shows what it has");
+  }
+
+  // Throws FormatChanged if the driver's format is no longer the one that frames are read by.
+  void check_format() const {
+    v4l2_format now{};
+    now.type = V4L2_BUF_TYPE_VIDEO_CAPTURE;
+    if (!call(VIDIOC_G_FMT, &now)) return;
+    const v4l2_pix_format& pixels = now.fmt.pix;
+    int width = static_cast<int>(pixels.width), height = static_cast<int>(pixels.height);
+    if (width == width_ && height == height_ && pixels.bytesperline == stride_ && pixels.pixelformat == theirs_) return;
+    auto text = [](int w, int h, size_t row, unsigned code) {
+      std::string name(reinterpret_cast<const char*>(&code), 4);
+      return std::to_string(w) + "x" + std::to_string(h) + " " + name + " of " + std::to_string(row) + " bytes a row";
+    };
+    throw FormatChanged(device_ + " changed its format from " + text(width_, height_, stride_, theirs_) + " to " +
+                        text(width, height, pixels.bytesperline, pixels.pixelformat));
   }
 
   void map_buffers() {
@@ -143,5 +165,6 @@ class V4l2Camera {
   int file_ = -1, width_ = 0, height_ = 0;
   size_t stride_ = 0;
   vtx_pixel_format format_ = VTX_FILE;
+  unsigned theirs_ = 0;
   std::vector<Mapped> mapped_;
 };

@@ -1,7 +1,8 @@
 """A file with the beginning of a prompt, text and images before the last one: what stages' caches hold of it.
 
-It is safetensors, bound to the bundle, the engine and its arithmetic, and has a SHA-256 of its tensors. A session takes
-its K and V for the tokens that enter the decoder as the file's did, and for no others.
+It is safetensors, bound to the bundle, the engine and its arithmetic, and has a SHA-256 of its tensors. Where the
+bundle must be signed, so must it, by the same key: NAME.sig is the Ed25519 signature of its bytes. A session takes its
+K and V for the tokens that enter the decoder as the file's did, and for no others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import MANIFEST, Bundle, sha256
+from vtx.runtime.bundle.files import read_named
 from vtx.runtime.bundle.safetensors import read_bits, read_header, write_safetensors
+from vtx.runtime.bundle.seal import SIGNATURE, SIGNATURE_BYTES
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.session.caches import PrefixCaches
 from vtx.runtime.session.prefix import Prefix
@@ -34,7 +37,8 @@ def beginning(prefix: Prefix) -> int:
 def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCaches) -> None:
     """Write what the caches hold of the tokens before the last image.
 
-    Raises RequestError: there is none, or K and V are not in the computer's memory; ExportError: it cannot be written.
+    Raises RequestError: there is none, K and V are not in the computer's memory, or the file must be signed;
+    ExportError: it cannot be written.
     """
     prefix = caches.prefix
     count = 0 if prefix.saved_kv else beginning(prefix)
@@ -42,6 +46,11 @@ def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
         raise RequestError(
             "the caches do not hold what stands before the prompt's last image; leave the prefix file out with this "
             "reduction"
+        )
+    if bundle.key is not None:
+        raise RequestError(
+            f"{path.name} is not written, as it must be signed, and the key that signs is not here; write it where no "
+            f"signature is required, and sign it: {_sign(path)}"
         )
     tensors: dict[str, NDArray[Any]] = {
         "ids": np.frombuffer(prefix.key[0], np.int64)[:count], "is_vision": prefix.is_vision[:count],
@@ -58,18 +67,39 @@ def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
     write_safetensors(path, tensors, {**_binding(bundle, backend), "sha256": _checksum(tensors)})
 
 
-def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCaches) -> None:
-    """Begin empty caches with the tokens of a file. Raises BundleError for one of another bundle, or a damaged one."""
-    model, limit = bundle.manifest.model, caches.capacity
-    kv_bytes = limit * model.layers * backend.kv_slot_bytes
+def check_prefix(path: Path, bundle: Bundle, backend: Backend) -> None:
+    """Raise BundleError for a file that is too large, or not signed by the key that must have signed the bundle."""
+    model, slots, key = bundle.manifest.model, bundle.manifest.max_context, bundle.key
     rows = len(bundle.manifest.stages) + 3 + sum(each.width for each in bundle.manifest.token_inputs) // model.hidden
-    most = (1 << 20) + 2 * kv_bytes + 4 * limit * model.hidden * rows
+    most = (1 << 20) + 2 * slots * model.layers * backend.kv_slot_bytes + 4 * slots * model.hidden * rows
     try:
         size = path.stat().st_size
     except OSError as e:
         raise BundleError(f"{path.name} cannot be read ({e.strerror})") from e
     if size > most:
         raise BundleError(f"{path.name} has {size:,} bytes, of this bundle at most {most:,}; remove it")
+    if key is None:
+        return
+    signature = path.with_name(path.name + SIGNATURE)
+    if not signature.exists():
+        raise BundleError(
+            f"{path.name} is not signed, and a signature by {key.name} is required; sign it: {_sign(path)}"
+        )
+    content = read_named(path, most, error=BundleError)
+    if not key.signed(content, read_named(signature, SIGNATURE_BYTES, error=BundleError)):
+        raise BundleError(
+            f"the signature of {path.name} does not fit it and {key.name}: it was altered, or signed with another key; "
+            "remove it"
+        )
+
+
+def _sign(path: Path) -> str:
+    return f"openssl pkeyutl -sign -rawin -inkey KEY -in {path.name} -out {path.name}{SIGNATURE}"
+
+
+def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCaches) -> None:
+    """Begin empty caches with the tokens of a file. Raises BundleError for another bundle's, or a damaged one."""
+    check_prefix(path, bundle, backend)
     header = read_header(path, error=BundleError)
     for name, value in _binding(bundle, backend).items():
         if header.metadata.get(name) != value:

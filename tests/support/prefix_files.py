@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 
@@ -36,6 +39,7 @@ def resealed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obj
     return changed(both)
 
 
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the program openssl is not installed")
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda file: file.write_bytes(b""), "shelf"),
     (lambda file: file.write_bytes(file.read_bytes()[:-7]), "shelf"),
@@ -57,3 +61,9 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (resealed(lambda tensors: tensors.update({"text 0": tensors["text 0"] * np.float64(1)})), "does not hold a prompt"),
     (resealed(lambda tensors: tensors.update({"input bias": tensors["hidden"]})), "does not hold a prompt"),
 ]
+
+
+def sign(file: Path, key: Path) -> None:
+    """Write the signature of a file next to it, as the message about a missing one says."""
+    command = ["openssl", "pkeyutl", "-sign", "-rawin", "-inkey", key, "-in", file, "-out", f"{file}.sig"]
+    subprocess.run([*map(str, command)], check=True)

@@ -112,7 +112,8 @@ class SourceConfig:
 
     `rate`: the most frames a second that are looked at. `speed`: how many times as fast as its own rate a video runs.
     `reference`: what stands before each frame; `prefix_file` keeps what the caches hold of it. `reuse` of the last
-    answer: for frames that are equal once preprocessed, or also for those that differ by at most `near`.
+    answer: for frames that are equal once preprocessed, or also for those that differ by at most `near`, or whose image
+    tokens have `moved` by at most that.
     `silent_after`: seconds without a frame after which a camera, stream or pipeline is reported.
     """
 
@@ -129,8 +130,9 @@ class SourceConfig:
     system: str | None = optional(None)
     reference: tuple[ReferencePart, ...] = optional(())
     prefix_file: str | None = optional(None)
-    reuse: Literal["none", "equal", "near"] = optional("equal")
+    reuse: Literal["none", "equal", "near", "embedding"] = optional("equal")
     near: float | None = optional(None)
+    moved: float | None = optional(None)
     silent_after: float = optional(10.0)
 
     def __post_init__(self) -> None:
@@ -145,9 +147,13 @@ class SourceConfig:
         _between("rate", self.rate, 0.001, 1000)
         _between("speed", self.speed, 0.1, 1000)
         _between("near", self.near, 0, 1)
+        _between("moved", self.moved, 0, 2)
         _between("silent_after", self.silent_after, 0.1, 1e6)
-        if (self.reuse == "near") != (self.near is not None):
-            raise RequestError(f'{where}: reuse = "near" and the threshold near, e.g. 0.05, go together; give both')
+        for reuse, threshold, example in (("near", "near", 0.05), ("embedding", "moved", 0.1)):
+            if (self.reuse == reuse) != (getattr(self, threshold) is not None):
+                raise RequestError(
+                    f'{where}: reuse = "{reuse}" and the threshold {threshold}, e.g. {example}, go together; give both'
+                )
         if self.prefix_file is not None and self.system is None and not self.reference:
             raise RequestError(f"{where} has a prefix_file, and no system or reference to keep in it; leave it out")
         names = [question.name for question in self.question]

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.resources import files
 from typing import Any
 
 import uvicorn
@@ -22,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vtx.runtime.errors import VtxError
-from vtx.runtime.server.app import SECURITY, Guard
+from vtx.runtime.server.app import PACKAGE, SECURITY, Guard, page_routes
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, until_left
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.protocol import BoundedProtocol
@@ -36,12 +35,7 @@ READERS = 64  # requests at the same time; further ones get 503
 LOOK_SECONDS = 0.1  # between two looks for new events
 QUIET_SECONDS = 15.0  # after which a stream without events gets a comment
 END_SECONDS = 5.0  # for the last replies to be sent
-ASSETS = {
-    "/": ("vtx.tools.watch", "page/index.html", "text/html; charset=utf-8"),
-    "/live.js": ("vtx.tools.watch", "page/live.js", "text/javascript; charset=utf-8"),
-    "/live.css": ("vtx.tools.watch", "page/live.css", "text/css; charset=utf-8"),
-    "/page.css": ("vtx.runtime.server", "page/page.css", "text/css; charset=utf-8"),
-}
+ASSETS = {**dict.fromkeys(("/", "/live.js", "/live.css"), "vtx.tools.watch"), "/page.css": PACKAGE}
 
 
 class Page:
@@ -145,13 +139,6 @@ def make_live_app(
 
     `local_hosts`: accept only requests that name this machine in their Host header.
     """
-    contents = {
-        path: (files(package).joinpath(name).read_bytes(), kind) for path, (package, name, kind) in ASSETS.items()
-    }
-
-    async def asset(request: Request) -> Response:
-        content, kind = contents[request.url.path]
-        return Response(content, headers={**SECURITY, "content-type": kind})
 
     async def picture(request: Request) -> Response:
         try:
@@ -168,7 +155,7 @@ def make_live_app(
         return Response(content, headers=headers)
 
     routes = [
-        *(Route(path, endpoint=asset) for path in ASSETS),
+        *page_routes(ASSETS),
         Route("/events", endpoint=_Events(page)),
         Route("/pictures/{name}", endpoint=picture),
     ]

@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.limits import MAX_FRAME_PIXELS
 from vtx.runtime.vision.video import play
 from vtx.tools.watch.config import SourceConfig, WatchConfig
+from vtx.tools.watch.v4l2 import told_format
 
 POLL_SECONDS = 0.1  # between two looks into a folder
 FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0  # seconds before a lost source is opened again; doubled each time
@@ -200,14 +202,17 @@ class FrameSource:
             opened = av.open(config.camera, format="v4l2", options=size, timeout=(OPEN_SECONDS, READ_SECONDS))
         else:
             opened = av.open(str(config.stream), options=STREAM, timeout=(OPEN_SECONDS, READ_SECONDS))
-        with opened as container:
+        with opened as container, nullcontext(str) if config.camera is None else told_format(config.camera) as told:
             if not container.streams.video:
                 raise ImageError("it has no video, only sound or data; give another address")
+            begun = told()
             stream = container.streams.video[0]
             stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
             for packet in container.demux(stream):
                 if self.closed:
                     return
+                if begun and (now := told()) not in ("", begun):  # FFmpeg reads on as if it had not
+                    raise ImageError(f"the camera changed its format from {begun} to {now}")
                 try:
                     frames = packet.decode()
                     bad = 0

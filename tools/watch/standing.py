@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vtx.runtime.vision.tokens import HiddenStates
 from vtx.tools.watch.config import StandingQuestion
 
 GRID = 64  # cells of a picture a side
@@ -40,11 +41,23 @@ class Cells:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Last:
-    """The last answer that was computed, about a frame with this `key` of its preprocessed pixels."""
+    """The last answer that was computed, about a frame with this `key` of its preprocessed pixels.
+
+    `embedding` [tokens, hidden] are that frame's image tokens, if later ones are compared with them.
+    """
 
     key: tuple[str, ...]
     cells: Cells | None
     answer: Mapping[str, Any]
+    embedding: HiddenStates | None = None
+
+    def moved(self, embedding: HiddenStates) -> float:
+        """The largest 1 - cosine of a frame's image token with the one at its place here; infinite if none is."""
+        if self.embedding is None or self.embedding.shape != embedding.shape:
+            return math.inf
+        lengths = np.linalg.norm(self.embedding, axis=-1) * np.linalg.norm(embedding, axis=-1)
+        cosines = (self.embedding * embedding).sum(-1) / np.maximum(lengths, np.finfo(np.float32).tiny)
+        return float((1 - cosines).max())
 
 
 class QuestionState:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,14 @@ from typing import Any
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.loaded import LoadedBundle, opening_messages
-from vtx.runtime.errors import ContextError, RequestError, VtxError
+from vtx.runtime.errors import BundleError, ContextError, RequestError, VtxError
 from vtx.runtime.prompt.messages import Part
-from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
+from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine, StandsError
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job
 from vtx.runtime.session.encoded_images import PreparedImage
+from vtx.runtime.session.prefix_file import check_prefix
 from vtx.runtime.vision.image import load_image
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens
 from vtx.tools.watch.config import KINDS, SourceConfig, WatchConfig
 from vtx.tools.watch.outputs import Output, open_outputs
 from vtx.tools.watch.sources import Frame, FrameSource, Newest
@@ -43,13 +46,18 @@ def capacity(loaded: LoadedBundle, parallel: int, tiles: int = 0) -> Capacity:
 
 @dataclass(eq=False)
 class Look:
-    """A frame that is asked about, the questions that wait, and the job of the one that runs."""
+    """A frame that is asked about, the questions that wait, and the job of the one that runs.
+
+    `embedding` are its image tokens, which have `moved` since the running question's last answer.
+    """
 
     frame: Frame
     images: tuple[PreparedImage, ...]
     cells: Cells | None
     waiting: deque[QuestionState]
     running: Job | None = None
+    embedding: HiddenStates | None = None
+    moved: float = math.inf
 
 
 class Watched:
@@ -206,11 +214,18 @@ class Watcher:
                 near = {} if last.key == _key(look) else {"change": round(change or 0.0, 4)}
                 return self._report(watched, look, standing, last.answer, {"reused": True, **near})
         question = standing.question
+
+        def stands(tokens: ImageTokens) -> bool:
+            look.embedding = tokens.hidden
+            look.moved = math.inf if last is None else last.moved(tokens.hidden)
+            return look.moved <= (config.moved or 0.0)
+
         try:
             messages = opening_messages(config.system, look.images[-1:], question.ask, parts(config))
             file = None if config.prefix_file is None else Path(config.prefix_file)
             request = AnswerRequest.of(self._loaded, look.images, messages, standing.settings, watched.asked, file)
-            watched.asked = look.images
+            if config.moved is not None:
+                request = replace(request, stands=stands)
             look.running = self._engine.job(request, partial(self._emit, watched, look, standing))
             self._engine.scheduler.submit(look.running)
         except ClosedError:
@@ -232,14 +247,20 @@ class Watcher:
 
     def _answered(self, watched: Watched, look: Look, standing: QuestionState, ended: Answer | Exception) -> None:
         look.running = None
+        if not isinstance(ended, StandsError):
+            watched.asked = look.images
         current = watched.standing.get(standing.question.name) is standing and not watched.source.closed
         if current and isinstance(ended, Answer):
             self.answers += 1
             standing.error = ""
             answer = answer_fields(ended, standing)
             whole = ended.stopped not in ("timeout", "cancelled")
-            standing.last = Last(_key(look), look.cells, answer) if whole else None
+            standing.last = Last(_key(look), look.cells, answer, look.embedding) if whole else None
             self._report(watched, look, standing, answer, {"reused": False})
+        elif current and isinstance(ended, StandsError) and standing.last is not None:
+            self.reused += 1
+            how = {"reused": True, "moved": round(look.moved, 4)}
+            self._report(watched, look, standing, standing.last.answer, how)
         elif current and isinstance(ended, Exception):
             self._failed(watched, look, standing, ended)
             if isinstance(ended, ClosedError):
@@ -383,9 +404,10 @@ def check_questions(loaded: LoadedBundle, config: WatchConfig) -> None:
     for source in config.source:
         references(loaded, source)
         if source.prefix_file is not None and loaded.bundle.key is not None:
-            raise RequestError(
-                f"source {source.name}: a prefix file is not signed, and this bundle must be; leave it out"
-            )
+            try:
+                check_prefix(Path(source.prefix_file), loaded.bundle, loaded.backend)
+            except BundleError as e:
+                raise RequestError(f"source {source.name}: {e}") from e
         for question in source.question:
             settings = QuestionState(question).settings
             try:

@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import sys
 
+from vtx_watch_ros import running_node
+
 
 def main() -> None:
     """Publish until vtx-watch ends."""
-    import rclpy
-    from rclpy.node import Node
     from std_msgs.msg import String
 
-    rclpy.init()
-    node = Node("vtx_answers")
-    publisher = node.create_publisher(String, str(node.declare_parameter("topic", "/vtx/events").value), 10)
-    try:
+    with running_node("vtx_answers") as node:
+        publisher = node.create_publisher(String, str(node.declare_parameter("topic", "/vtx/events").value), 10)
         for line in sys.stdin:
             publisher.publish(String(data=line.rstrip("\n")))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        node.destroy_node()
-        rclpy.try_shutdown()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from typing import Any
 
 from PIL import Image
 
+from vtx_watch_ros import running_node
+
 # Encodings of sensor_msgs/Image: the mode of the picture, that of the bytes, and the bytes of a pixel.
 MODES = {
     "rgb8": ("RGB", "RGB", 3), "8UC3": ("RGB", "BGR", 3), "bgr8": ("RGB", "BGR", 3), "rgba8": ("RGBA", "RGBA", 4),
@@ -65,33 +67,25 @@ class FrameFolder:
 def main() -> None:
     """Run the node until it is interrupted."""
     import rclpy
-    from rclpy.node import Node
     from rclpy.qos import QoSProfile, ReliabilityPolicy
     from sensor_msgs.msg import CompressedImage
     from sensor_msgs.msg import Image as ImageMessage
 
-    rclpy.init()
-    node = Node("vtx_frames")
-    topic = str(node.declare_parameter("topic", "/camera/image_raw").value)
-    folder = Path(str(node.declare_parameter("folder", "/dev/shm/vtx/camera").value))
-    frames = FrameFolder(folder, float(node.declare_parameter("rate", 10.0).value))
+    with running_node("vtx_frames") as node:
+        topic = str(node.declare_parameter("topic", "/camera/image_raw").value)
+        folder = Path(str(node.declare_parameter("folder", "/dev/shm/vtx/camera").value))
+        frames = FrameFolder(folder, float(node.declare_parameter("rate", 10.0).value))
 
-    def received(message: Any) -> None:
-        try:
-            frames.show(message)
-        except ValueError as e:
-            node.get_logger().warning(str(e), throttle_duration_sec=60.0)
+        def received(message: Any) -> None:
+            try:
+                frames.show(message)
+            except ValueError as e:
+                node.get_logger().warning(str(e), throttle_duration_sec=60.0)
 
-    kind = CompressedImage if topic.endswith("/compressed") else ImageMessage
-    newest = QoSProfile(depth=1, reliability=ReliabilityPolicy.BEST_EFFORT)
-    node.create_subscription(kind, topic, received, newest)
-    try:
+        kind = CompressedImage if topic.endswith("/compressed") else ImageMessage
+        newest = QoSProfile(depth=1, reliability=ReliabilityPolicy.BEST_EFFORT)
+        node.create_subscription(kind, topic, received, newest)
         rclpy.spin(node)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        node.destroy_node()
-        rclpy.try_shutdown()
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ from tests.support.exported import Models
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.keys import export_signed
-from tests.support.prefix_files import DAMAGES
+from tests.support.prefix_files import DAMAGES, needs_openssl, sign
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.safetensors import read_bits, read_header
+from vtx.runtime.errors import BundleError
+from vtx.runtime.session.prefix_file import check_prefix
 
 pytestmark = [
     needs_cpp,
@@ -159,10 +161,41 @@ def test_a_prefix_file_is_refused_where_it_cannot_serve(models: Models, tmp_path
             assert "cannot be continued from some token on" in problem
 
 
-def test_a_prefix_file_is_refused_where_a_signature_is_required(
+@needs_openssl
+def test_where_bundles_must_be_signed_a_file_needs_a_signature_by_the_same_key_and_none_is_written(
     tiny_checkpoint: Callable[..., Path], keys: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    bundle = export_signed(ExportOptions(str(tiny_checkpoint()), (3,), "fp32"), tmp_path / "signed", keys[0])
-    with closing(Loaded(bundle, "cpu", key=keys[1])) as loaded, closing(Frames(loaded, [])) as conversation:
-        assert "a prefix file is not signed" in conversation.load_prefix(tmp_path / "file")
-        assert "a prefix file is not signed" in conversation.save_prefix(tmp_path / "file")
+    options = ExportOptions(str(tiny_checkpoint(Tiny(context=512))), (3,), "fp32")
+    folder, file = export_signed(options, tmp_path / "signed", keys[0]), tmp_path / "shelf.safetensors"
+    with load(folder, device="cpu", threads=1) as free:
+        in_python(free, file, 2, None)
+    with closing(Loaded(folder, "cpu", key=keys[1])) as loaded, load(folder, require_signature=keys[1]) as model:
+
+        def refused() -> bool:
+            """Both runtimes must refuse the file in the same words, or neither."""
+            said = ""
+            try:
+                check_prefix(file, model.bundle, model.backend)
+            except BundleError as e:
+                said = f"{BUNDLE} {e}"
+            with closing(frames(loaded, 3)) as conversation:
+                assert conversation.load_prefix(file) == said
+                answer = ask(conversation)
+            assert (answer["reused_tokens"] > answer["vision_tokens"] // 2) == (not said)
+            return bool(said)
+
+        assert refused()
+        sign(file, keys[0])
+        assert not refused()
+        Path(f"{file}.sig").write_bytes(Path(f"{file}.sig").read_bytes()[::-1])
+        assert refused()
+        with closing(frames(loaded, 3)) as conversation:
+            ask(conversation)
+            said = conversation.save_prefix(tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+    assert said.startswith(
+        f"{REQUEST} other is not written, as it must be signed, and the key that signs is not here; "
+    )
+    assert said.endswith(
+        "where no signature is required, and sign it: openssl pkeyutl -sign -rawin -inkey KEY -in other -out other.sig"
+    )

@@ -10,15 +10,18 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.support.exported import Models
-from tests.support.families.gemma import GEMMA4
+from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.smolvlm import SMOLVLM
-from tests.support.prefix_files import DAMAGES, resealed
+from tests.support.keys import write_keys
+from tests.support.prefix_files import DAMAGES, needs_openssl, resealed, sign
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.safetensors import read_header
+from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import ExportError, RequestError
 
 QUESTION, SYSTEM = "How many?", "Be brief, please."
@@ -37,7 +40,7 @@ def ask(model: Model, file: Path | None, seed: int, k: int | None = None, **more
 
 @pytest.mark.parametrize(
     ("tiny", "k"),
-    [(Tiny(context=512), None), (Tiny(context=512), 3), (SMOLVLM, None), (SMOLVLM, 3), (GEMMA4, 3)],
+    [(Tiny(context=512), None), (Tiny(context=512), 3), (SMOLVLM, None), (SMOLVLM, 3), (GEMMA4, 3), (GEMMA3, 3)],
     ids=lambda value: getattr(value, "family", value),
 )
 def test_what_stands_before_the_last_image_comes_from_the_file(
@@ -93,9 +96,39 @@ def test_a_full_disk_is_told_and_stops_nothing(model: Model, tmp_path: Path, cap
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_prefix_file_is_refused_where_it_cannot_serve(models: Models, model: Model, tmp_path: Path) -> None:
+def test_a_prefix_file_is_refused_where_it_cannot_serve(models: Models, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot be continued from some token on"):
         models(PALIGEMMA, (3,)).open(EMPTY, prefix_file=tmp_path / "file")
-    signed = replace(model.bundle, key=object())  # type: ignore[arg-type]
-    with patch.object(model.loaded, "bundle", signed), pytest.raises(RequestError, match="a prefix file is not signed"):
-        model.open(EMPTY, prefix_file=tmp_path / "file")
+
+
+@needs_openssl
+def test_where_bundles_must_be_signed_a_file_needs_a_signature_by_the_same_key_and_none_is_written(
+    model: Model, tmp_path: Path, keys: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    file, signed = tmp_path / "shelf.safetensors", replace(model.bundle, key=PublicKey.load(keys[1]))
+    wanted = ask(model, None, 3)
+
+    def reused() -> bool:
+        caplog.clear()
+        with patch.object(model.loaded, "bundle", signed), caplog.at_level(logging.WARNING, "vtx"):
+            answer = ask(model, file, 3)
+        assert answer.token_ids == wanted.token_ids
+        return answer.stats.reused_tokens > answer.stats.vision_tokens // 2
+
+    assert (reused(), file.exists()) == (False, False)
+    assert "shelf.safetensors is not written, as it must be signed" in caplog.text
+    ask(model, file, 2)
+    assert not reused()
+    told = f"by {keys[1].name} is required; sign it: openssl pkeyutl -sign -rawin -inkey KEY -in {file.name} -out"
+    assert told in caplog.text
+    sign(file, keys[0])
+    assert reused()
+    assert not caplog.text
+    for forge in (
+        lambda: resealed(lambda tensors: tensors["kv 1"].__setitem__(..., 3))(file),
+        lambda: sign(file, write_keys(tmp_path, "theirs", Ed25519PrivateKey.generate())[0]),
+        lambda: Path(f"{file}.sig").write_bytes(b"too short"),
+    ):
+        forge()
+        assert not reused()
+        assert f"the signature of {file.name} does not fit it and {keys[1].name}: it was altered" in caplog.text

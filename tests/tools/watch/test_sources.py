@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -61,8 +61,11 @@ class Reading:
 
 
 @contextmanager
-def reading(**config: Any) -> Iterator[Reading]:
+def reading(*, put: Callable[[Any], None] | None = None, **config: Any) -> Iterator[Reading]:
+    """A source that is read; `put` gets its frames if it is given."""
     made = Reading(SourceConfig("s", QUESTION, **config))
+    if put is not None:
+        made.newest.put = put  # type: ignore[method-assign]
     made.source.start()
     try:
         yield made
@@ -353,10 +356,9 @@ def sent_once(head: bytes, content: bytes) -> Iterator[int]:
 def all_of(address: str) -> tuple[list[tuple[str, Image.Image]], int]:
     """Every frame of a stream up to its end, with its format of pixels, and how many could not be decoded."""
     frames = list[tuple[str, Image.Image]]()
-    with reading(stream=address) as source:
-        source.source.newest.put = lambda read: frames.append(  # type: ignore[method-assign]
-            (read.args[0].format.name, load_image(read()))  # type: ignore[attr-defined]
-        )
+    with reading(
+        put=lambda read: frames.append((read.args[0].format.name, load_image(read()))), stream=address
+    ) as source:
         assert source.state() == ("open", {})
         assert source.state()[0] == "lost"
     return frames, source.source.corrupt

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,9 +18,12 @@ import pytest
 from PIL import Image
 from tests.support.clock import Clock
 from tests.support.exported import Models
+from tests.support.families.internvl import INTERNVL
 from tests.support.tiny import Tiny, random_image
 
+from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.scheduler.engine import Engine
 from vtx.tools.watch.config import ReferencePart, SourceConfig, StandingQuestion, WatchConfig, When
@@ -197,6 +201,53 @@ def test_near_frames_are_reused_by_choice_and_slow_drift_is_not(engine: Engine) 
     assert [event["reused"] for event in events] == [False, True, True] * 4
     assert events[2]["change"] == pytest.approx(10 / 255, abs=1e-3)
     assert events[1]["answer"] == events[0]["answer"]
+
+
+def test_answers_stand_while_no_image_token_of_the_answered_frame_has_moved_by_more_and_the_decoder_is_spared(
+    engine: Engine, model: Model
+) -> None:
+    frames = [Image.blend(picture(1), picture(2), part) for part in np.linspace(0, 1, 12)]
+    seen = [model.loaded.prepare(frame).encode(model.backend).hidden for frame in frames]
+
+    def moved(now: np.ndarray, before: np.ndarray) -> float:
+        return max(1 - float(a @ b) / float(np.sqrt(a @ a) * np.sqrt(b @ b)) for a, b in zip(now, before, strict=True))
+
+    threshold = 1.5 * float(np.median([moved(a, b) for b, a in pairwise(seen)]))
+    run = Run(engine, source(FIRST, StandingQuestion("second", "red?"), reuse="embedding", moved=threshold))
+    runs, encoding = count(type(model.backend).vision)
+    asked, answering = count(Conversation.stream_messages)
+    last, answers, fresh = None, dict[str, str](), 0
+    with (
+        patch.object(type(model.backend), "vision", encoding),
+        patch.object(Conversation, "stream_messages", answering),
+    ):
+        for number, frame in enumerate(frames):
+            events = run.show(frame)
+            stands = last is not None and moved(seen[number], seen[last]) <= threshold
+            assert [event["reused"] for event in events] == [stands, stands]
+            assert len(runs) == number + 1, "the tower runs once a frame"
+            for event in events if stands else ():
+                assert event["moved"] == pytest.approx(moved(seen[number], seen[last or 0]), abs=1e-3)
+                assert event["answer"] == answers[event["question"]]
+            if not stands:
+                last, fresh = number, fresh + 1
+                answers = {event["question"]: event["answer"] for event in events}
+        assert len(asked) == 2 * fresh
+    assert 2 <= fresh <= len(frames) - 2
+    assert run.watcher.reused == 2 * (len(frames) - fresh)
+    with model.open(frames[last or 0]) as image:
+        assert answers["first"] == image.ask(FIRST.ask, options=FIRST.settings.options).text
+
+
+def test_a_frame_of_another_number_of_image_tokens_is_asked_about_and_equal_ones_run_nothing(
+    models: Models,
+) -> None:
+    tiled = models(INTERNVL)
+    with Engine("watch", tiled, capacity(tiled.loaded, 4)) as engine:
+        run = Run(engine, source(reuse="embedding", moved=2))
+        shown = [run.show(random_image(1, size)) for size in ((60, 60), (60, 60), (160, 60), (60, 60))]
+    assert [event["reused"] for (event,) in shown] == [False, True, False, False]
+    assert "moved" not in shown[1][0]
 
 
 def test_only_changes_are_told_where_that_is_asked_for(engine: Engine, model: Model) -> None:
@@ -428,6 +479,17 @@ def test_references_stand_before_each_frame_and_their_caches_are_kept_in_a_file(
             assert event["answer"] == wanted
             written.add((tmp_path / "shelf.safetensors").stat().st_mtime_ns)
     assert len(written) == 1
+
+
+def test_a_prefix_file_that_must_be_signed_and_is_not_is_told_by_a_check(
+    engine: Engine, model: Model, tmp_path: Path, keys: tuple[Path, Path]
+) -> None:
+    (tmp_path / "shelf").write_bytes(b"x")
+    signed = replace(model.bundle, key=PublicKey.load(keys[1]))
+    with patch.object(model.loaded, "bundle", signed):
+        for name, said in (("shelf", "shelf is not signed, and a signature by"), ("absent", "absent cannot be read")):
+            with pytest.raises(RequestError, match=f"source s: {said}"):
+                Run(engine, source(system="Be brief.", prefix_file=str(tmp_path / name)))
 
 
 def test_a_reference_that_is_gone_at_a_reload_changes_nothing(engine: Engine, model: Model, tmp_path: Path) -> None:

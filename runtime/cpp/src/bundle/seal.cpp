@@ -11,7 +11,7 @@
 namespace vtxcore {
 namespace {
 
-constexpr int64_t kMaxChecksum = 1 << 10, kSignatureBytes = 64, kMaxKey = 1 << 16;
+constexpr int64_t kMaxChecksum = 1 << 10, kMaxKey = 1 << 16;
 
 std::string last_part(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 

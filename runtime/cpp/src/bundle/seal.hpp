@@ -9,6 +9,7 @@
 namespace vtxcore {
 
 inline constexpr char kChecksum[] = ".sha256", kSignature[] = ".sig";
+inline constexpr int64_t kSignatureBytes = 64;
 
 // The Ed25519 key that signatures are checked with, which many threads may use; `name` is its file's, for messages.
 class PublicKey {

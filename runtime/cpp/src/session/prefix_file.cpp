@@ -10,6 +10,7 @@
 
 #include "bundle/names.hpp"
 #include "bundle/safetensors.hpp"
+#include "bundle/seal.hpp"
 #include "bundle/sha256.hpp"
 
 namespace vtxcore {
@@ -68,6 +69,20 @@ void replace_file(const std::string& path, const std::string& content) {
 
 std::string name_of(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 
+// The command that signs a file.
+std::string sign(const std::string& name) {
+  return cat("openssl pkeyutl -sign -rawin -inkey KEY -in ", name, " -out ", name, kSignature);
+}
+
+void check_signature(const std::string& path, const std::string& content, const PublicKey& key) {
+  std::string name = name_of(path), signature = path + kSignature;
+  if (::access(signature.c_str(), F_OK) != 0)
+    fail(Kind::bundle, name, " is not signed, and a signature by ", key.name(), " is required; sign it: ", sign(name));
+  if (!key.has_signed(content, read_named(signature, kSignatureBytes, Kind::bundle)))
+    fail(Kind::bundle, "the signature of ", name, " does not fit it and ", key.name(),
+         ": it was altered, or signed with another key; remove it");
+}
+
 }  // namespace
 
 void save_prefix(const std::string& path, const Bundle& bundle, const Backend& backend, Session& session) {
@@ -81,6 +96,9 @@ void save_prefix(const std::string& path, const Bundle& bundle, const Backend& b
          "the caches do not hold what stands before the prompt's last image; leave the prefix file out with this ",
          "reduction");
   if (prefix.filed >= count) return;
+  if (bundle.key())
+    fail(Kind::request, name_of(path), " is not written, as it must be signed, and the key that signs is not here; write ",
+         "it where no signature is required, and sign it: ", sign(name_of(path)));
   auto size = static_cast<int64_t>(count);
   auto end = static_cast<std::ptrdiff_t>(count);
   Tensors tensors{{"ids", {"I64", {size}, prefix.key.substr(0, count * sizeof(int64_t))}},
@@ -118,6 +136,7 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
   int64_t most = (1 << 20) + std::min(kEnough, product({2, m.max_context, m.model.layers, backend.kv_slot_bytes})) +
                  std::min(kEnough, product({4, m.max_context, m.model.hidden, rows}));
   std::string content = read_named(path, most, Kind::bundle), name = name_of(path);
+  if (bundle.key()) check_signature(path, content, *bundle.key());
   Metadata metadata;
   Tensors tensors = unpack(content, name, &metadata);
   for (const auto& [part, value] : binding(bundle, backend))
