@@ -28,6 +28,27 @@ def check_instruction(instruction: object) -> None:
         raise RequestError(f"the instruction is {instruction!r:.40}; say in words what to do")
 
 
+class Deadline:
+    """A time from now on by which actions must be there, None: whenever. Raises RequestError."""
+
+    def __init__(self, milliseconds: float | None, cure: str) -> None:
+        self._begun, self._ms, self._cure = monotonic(), milliseconds, cure
+        if milliseconds is not None:
+            check_number("deadline_ms", milliseconds, "milliseconds above 0, at most 1e9", least=1e-6, most=1e9)
+
+    def left(self) -> float | None:
+        """Seconds up to it. Raises DeadlineError: there are none."""
+        if self._ms is None:
+            return None
+        passed = 1000 * (monotonic() - self._begun)
+        if passed >= self._ms:
+            raise DeadlineError(
+                f"no actions within {self._ms:g} ms, {passed:.0f} ms have passed, so none are given; raise "
+                f"deadline_ms, or take {self._cure}"
+            )
+        return (self._ms - passed) / 1000
+
+
 class Actor:
     """Actions for one robot at a time: pictures and prompts of the last answer are kept. Safe for many threads."""
 
@@ -54,9 +75,8 @@ class Actor:
         check: Check = no_check,
     ) -> NDArray[np.float32]:  # fmt: skip
         """See `Model.act`; `check` is called where the deadline is looked at, and may raise, to stop there."""
-        begun, loaded, spec = monotonic(), self._loaded, self._spec
-        if deadline_ms is not None:
-            check_number("deadline_ms", deadline_ms, "milliseconds above 0, at most 1e9", least=1e-6, most=1e9)
+        deadline = Deadline(deadline_ms, "fewer steps or a smaller K")
+        loaded, spec = self._loaded, self._spec
         loaded.check_open()
         if unnorm_key is not None:
             raise RequestError("unnorm_key: this model has the statistics of one robot; leave it out")
@@ -79,12 +99,7 @@ class Actor:
 
         def in_time() -> None:
             check()
-            passed = 1000 * (monotonic() - begun)
-            if deadline_ms is not None and passed >= deadline_ms:
-                raise DeadlineError(
-                    f"no actions within {deadline_ms:g} ms, {passed:.0f} ms have passed, so none are given; raise "
-                    "deadline_ms, or take fewer steps or a smaller K"
-                )
+            deadline.left()
 
         with self._lock:
             views = [image.pixels for image in prepared]

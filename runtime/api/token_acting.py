@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from time import monotonic
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vtx.runtime.api.acting import Cameras, check_instruction
+from vtx.runtime.api.acting import Cameras, Deadline, check_instruction
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionRange
-from vtx.runtime.checks import check_number
-from vtx.runtime.errors import BundleError, ContextError, DeadlineError, RequestError
+from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.session.acting import ActionSeconds
 
 SHOWN = 40  # names of data sets in a message
@@ -42,9 +40,7 @@ class TokenActor:
         deadline_ms: float | None = None, unnorm_key: str | None = None, reduce: str | None = DEFAULT,
     ) -> NDArray[np.float32]:  # fmt: skip
         """See `Model.act`."""
-        begun, loaded = monotonic(), self._loaded
-        if deadline_ms is not None:
-            check_number("deadline_ms", deadline_ms, "milliseconds above 0, at most 1e9", least=1e-6, most=1e9)
+        deadline, loaded = Deadline(deadline_ms, "a smaller K"), self._loaded
         loaded.check_open()
         inputs = {"state": state, "noise": noise, "seed": seed, "steps": steps}
         if unread := [name for name, value in inputs.items() if value is not None]:
@@ -60,30 +56,19 @@ class TokenActor:
         limits = self._range(unnorm_key)
         count = len(limits.low)
         prepared = loaded.prepare_all(pictures)
-
-        def left() -> float | None:
-            """Seconds up to the deadline. Raises DeadlineError: there are none."""
-            passed = 1000 * (monotonic() - begun)
-            if deadline_ms is not None and passed >= deadline_ms:
-                raise DeadlineError(
-                    f"no action within {deadline_ms:g} ms, {passed:.0f} ms have passed, so none is given; raise "
-                    "deadline_ms, or take a smaller K"
-                )
-            return None if deadline_ms is None else (deadline_ms - passed) / 1000
-
         with self._lock:
             if self._conversation is None:
                 self._conversation = Conversation(loaded, prepared)
             elif self._conversation.images[0].key != prepared[0].key:
                 self._conversation.replace_prepared(prepared)
-            options = Options(max_new_tokens=count, timeout=left())
+            options = Options(max_new_tokens=count, timeout=deadline.left())
             answer = self._conversation.stream(instruction.lower(), k, options, reduce=reduce).read()
             times = answer.stats.timings_ms
             decoding = times["first_token"] - times["vision"] - times["prefill"]
             decoding += (len(answer.token_ids) - 1) * times["decode_per_token"]
             self.seconds = ActionSeconds(times["vision"] / 1000, times["prefill"] / 1000, max(0.0, decoding / 1000))
             self.encoded, self.token_ids = int(times["vision"] > 0), answer.token_ids
-        left()
+        deadline.left()
         if len(answer.token_ids) < count:
             given = f"the answer has {len(answer.token_ids)} of the {count} tokens of an action"
             loaded.check_open()

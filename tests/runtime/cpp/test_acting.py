@@ -22,7 +22,7 @@ from tests.support.bundles import ORT, export, export_with
 from tests.support.cabi import BUNDLE, CONTEXT, DEADLINE, OK, REQUEST, Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, output, run
 from tests.support.exported import THREADS, Models
-from tests.support.families.pi0 import TinyPi0, make_pi0
+from tests.support.families.pi0 import KS, WORDS, TinyPi0, make_pi0
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -32,16 +32,15 @@ from vtx.runtime.errors import VtxError
 pytestmark = needs_cpp
 
 SAME = 1e-5
-TINY, KS, WORDS = TinyPi0(), (3, 5, 8), "red square left"
+TINY = TinyPi0()
 ENGINES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 PICTURES = [random_image(number, size) for number, size in enumerate(((80, 60), (40, 90), (56, 56), (301, 7)))]
 STATE = [0.1, -0.2, 3.0, 0.5]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("pi0")
-    return export(make_pi0(made / "checkpoint", TINY), made / "bundle", KS, dialects=(*ORT, "plain")).folder
+def folder(pi0_bundle: Path) -> Path:
+    return pi0_bundle
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,28 +17,33 @@ import pytest
 
 from tests.support.bundles import ORT, export
 from tests.support.commands import invoke
-from tests.support.cpp import needs_cpp, run
 from tests.support.exported import THREADS, greedy, prompt
 from tests.support.families.openvla import (
     BRIDGE,
     DINO,
     EMPTY,
+    FASTV,
+    KS,
+    NUMBERS,
     OTHER,
     SIGLIP,
+    WORDS,
     Judge,
     TinyOpenVLA,
     config_of,
+    drawn,
     make_openvla,
     processor_of,
+    with_towers,
 )
 from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
-from vtx.exporter.checkpoint.families import openvla
+from vtx.exporter.checkpoint.families.openvla import FAMILY, TOWERS
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import config_of as config_of_manifest
-from vtx.exporter.checkpoint.spec import config_size
+from vtx.exporter.checkpoint.spec import config_size, find_size
 from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.api.load import load
@@ -60,19 +64,7 @@ from vtx.tools.estimate.weights import all_weights
 
 TOLERANCE = 1e-4
 TINY = TinyOpenVLA()
-KS = (3, 5, 8)
-WORDS = "Pick the red Out"
-FASTV = "fastv:k=2,ratio=0.5"
 PICTURE = random_image(0, (80, 60))
-NUMBERS = 7
-
-
-def with_towers(tiny: TinyOpenVLA) -> Any:
-    """The sizes of this model's towers in place of timm's."""
-    patch = pytest.MonkeyPatch()
-    for name, tower in tiny.towers.items():
-        patch.setitem(openvla.TOWERS, name, tower)
-    return patch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,14 +75,13 @@ def towers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, towers: None) -> Path:
-    return make_openvla(tmp_path_factory.mktemp("openvla") / "checkpoint", TINY)
+def checkpoint(openvla: tuple[Path, Path]) -> Path:
+    return openvla[0]
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Path, towers: None) -> Path:
-    out = checkpoint.parent / "bundle"
-    return export(checkpoint, out, KS, reductions=(FASTV,), dialects=(*ORT, "plain")).folder
+def folder(openvla: tuple[Path, Path]) -> Path:
+    return openvla[1]
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +230,10 @@ def test_what_does_not_fit_is_refused_by_name(model: Model, changed: dict[str, A
 
 
 def test_a_late_action_is_not_given(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DeadlineError, match="no action within 1e-06 ms"):
+    with pytest.raises(DeadlineError, match="no actions within 1e-06 ms"):
         model.act(PICTURE, WORDS, deadline_ms=1e-6)
     looks = iter([0.0, 0.0, 9.0])  # the answer is there, and the time is over
-    monkeypatch.setattr("vtx.runtime.api.token_acting.monotonic", lambda: next(looks))
+    monkeypatch.setattr("vtx.runtime.api.acting.monotonic", lambda: next(looks))
     with pytest.raises(DeadlineError, match="9000 ms have passed"):
         model.act(PICTURE, WORDS, deadline_ms=8000)
     monkeypatch.undo()
@@ -325,21 +316,28 @@ def test_a_setting_of_any_kind_is_read_or_refused() -> None:
                 holder[way[-1]] = wrong
                 config, processor = (changed, processor_of(TINY)) if file == "config" else (config_of(TINY), changed)
                 try:
-                    openvla.FAMILY.original.processor(config, processor)
-                    openvla.FAMILY.adjust(openvla.FAMILY.read(config), processor)
+                    FAMILY.original.processor(config, processor)
+                    FAMILY.adjust(FAMILY.read(config), processor)
                 except (CheckpointError, UnsupportedModelError):
                     refused += 1
     assert refused > 100
 
 
-def test_the_sizes_of_a_plan_are_those_of_the_weights(checkpoint: Path) -> None:
+def test_a_plan_counts_the_tokens_of_the_longest_action(folder: Path, checkpoint: Path) -> None:
+    assert find_size(str(folder)).action_tokens == find_size(str(checkpoint)).action_tokens == NUMBERS
+    two = {**config_of(TINY), "norm_stats": {"fractal": OTHER, "bridge_orig": BRIDGE}}
+    assert config_size(two, "x").action_tokens == NUMBERS
+    assert config_size({**two, "norm_stats": {"fractal": OTHER}}, "x").action_tokens == 3
+
+
+def test_the_sizes_of_a_plan_are_those_of_the_weights() -> None:
     published = {
-        **config_of(TINY), "timm_model_ids": [*openvla.TOWERS][:2], "image_sizes": [224, 224],
+        **config_of(TINY), "timm_model_ids": [*TOWERS][:2], "image_sizes": [224, 224],
         "text_config": {"model_type": "llama", "vocab_size": 32064},
     }  # fmt: skip
     known = KNOWN["openvla-7b"]
     found = config_size(published, "x")
-    assert (found.decoder, found.vision) == (known.decoder, known.vision)
+    assert (found.decoder, found.vision, found.action_tokens) == (known.decoder, known.vision, known.action_tokens)
     assert known.parameters / 1e9 == pytest.approx(7.50, abs=0.01)  # as exported, without the last blocks and pooling
     for config, size in (
         (read_config(published), known), (read_config(config_of(TINY)), config_size(config_of(TINY), "x")),
@@ -432,14 +430,6 @@ def test_the_command_prints_an_action_as_json(folder: Path, tmp_path: Path, mode
     assert set(found["seconds"]) == {"tower", "prompt", "expert"}
 
 
-@needs_cpp
-def test_libvtx_refuses_the_model_by_name(folder: Path, tmp_path: Path) -> None:
-    PICTURE.save(tmp_path / "a.png")
-    done = run("run", "--bundle", folder, tmp_path / "a.png", "red?")
-    assert done.returncode == 1
-    assert "beside: two towers side by side, as in OpenVLA, are not built in libvtx" in done.stderr.decode()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "most"), [("fp16", 0.01), ("int8", 0.1)])
 def test_logits_are_near_at_other_precisions(
@@ -458,24 +448,13 @@ def test_logits_are_near_at_other_precisions(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(int(os.environ.get("VTX_CONFIGURATIONS", "2"))))
 def test_random_configurations_answer_as_the_statement(tmp_path: Path, number: int) -> None:
-    chance = random.Random(number)
-    heads, patch, grid = chance.choice([2, 4]), chance.choice([8, 14]), chance.randint(2, 5)
-    count = chance.randint(1, 9)
-    low = [chance.uniform(-2, 0) for _ in range(count)]
-    statistics = {"action": {"q01": low, "q99": [x + chance.uniform(0, 3) for x in low]}}
-    tiny = TinyOpenVLA(
-        layers=chance.randint(3, 8), hidden=chance.choice([32, 64]), heads=heads, kv_heads=chance.choice([1, heads]),
-        ffn=chance.choice([48, 96]), image=patch * grid + chance.randint(0, patch - 1), patch=patch,
-        registers=chance.randint(1, 5), dino=(chance.randint(2, 4), 16 * chance.randint(1, 3), 40, 2),
-        siglip=(chance.randint(2, 4), 8 * chance.randint(2, 5), 56, 4), bins=chance.choice([64, 256]),
-        norm_stats={"bridge_orig": statistics},
-    )  # fmt: skip
+    tiny, ks = drawn(number)
+    statistics = tiny.norm_stats["bridge_orig"]["action"]
     patch_towers = with_towers(tiny)
     try:
-        ks = tuple(sorted(chance.sample(range(2, tiny.layers + 1), min(3, tiny.layers - 1))))
         checkpoint = make_openvla(tmp_path / "checkpoint", tiny, number)
         bundle = export(checkpoint, tmp_path / "bundle", ks, dialects=ORT)
         with load(bundle.folder, device="cpu", threads=THREADS) as model:
-            compare(model, Judge(checkpoint, tiny, number), number, ks, statistics["action"], count)
+            compare(model, Judge(checkpoint, tiny, number), number, ks, statistics, len(statistics["q01"]))
     finally:
         patch_towers.undo()

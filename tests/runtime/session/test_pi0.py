@@ -22,7 +22,7 @@ from PIL import Image
 from tests.support.bundles import ORT, export, export_with, reseal
 from tests.support.commands import invoke
 from tests.support.exported import THREADS, Models
-from tests.support.families.pi0 import STATISTICS, Judge, TinyPi0, make_pi0
+from tests.support.families.pi0 import KS, STATISTICS, WORDS, Judge, TinyPi0, make_pi0
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -34,15 +34,12 @@ from vtx.runtime.report.golden import check_golden
 
 TOLERANCE = 1e-4
 TINY = TinyPi0()
-KS = (3, 5, 8)
-WORDS = "red square left"
 PICTURES = [random_image(0, (80, 60)), random_image(1, (40, 90))]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("pi0")
-    return export(make_pi0(made / "checkpoint", TINY), made / "bundle", KS, dialects=(*ORT, "plain")).folder
+def folder(pi0_bundle: Path) -> Path:
+    return pi0_bundle
 
 
 @pytest.fixture(scope="module")

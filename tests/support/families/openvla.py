@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from tests.support.bundles import ORT, export
 from tests.support.tiny import random_tensor
 from vtx.exporter.checkpoint.config import VisionConfig
+from vtx.exporter.checkpoint.families import openvla
 
+KS, WORDS, FASTV, NUMBERS = (3, 5, 8), "Pick the red Out", "fastv:k=2,ratio=0.5", 7
 EMPTY, PAD, PIECES = 29871, 32000, 32000
 DINO, SIGLIP = "tiny_reg4_dinov2", "tiny_siglip"
 MEANS, STDS = [[0.485, 0.456, 0.406], [0.5, 0.5, 0.5]], [[0.229, 0.224, 0.225], [0.5, 0.5, 0.5]]
@@ -61,6 +66,39 @@ class TinyOpenVLA:
     @property
     def tokens(self) -> int:
         return (self.image // self.patch) ** 2
+
+
+def export_openvla(folder: Path) -> tuple[Path, Path]:
+    """A checkpoint of a `TinyOpenVLA()`, and its bundle with the K of `KS` and `FASTV`, for libvtx too."""
+    tiny, made = TinyOpenVLA(), folder / "bundle"
+    checkpoint, patch = make_openvla(folder / "checkpoint", tiny), with_towers(tiny)
+    export(checkpoint, made, KS, reductions=(FASTV,), dialects=(*ORT, "plain"))
+    patch.undo()
+    return checkpoint, made
+
+
+def drawn(number: int) -> tuple[TinyOpenVLA, tuple[int, ...]]:
+    """A configuration by its number, with up to three K."""
+    chance = random.Random(number)
+    heads, patch, grid = chance.choice([2, 4]), chance.choice([8, 14]), chance.randint(2, 5)
+    low = [chance.uniform(-2, 0) for _ in range(chance.randint(1, 9))]
+    statistics = {"action": {"q01": low, "q99": [x + chance.uniform(0, 3) for x in low]}}
+    tiny = TinyOpenVLA(
+        layers=chance.randint(3, 8), hidden=chance.choice([32, 64]), heads=heads, kv_heads=chance.choice([1, heads]),
+        ffn=chance.choice([48, 96]), image=patch * grid + chance.randint(0, patch - 1), patch=patch,
+        registers=chance.randint(1, 5), dino=(chance.randint(2, 4), 16 * chance.randint(1, 3), 40, 2),
+        siglip=(chance.randint(2, 4), 8 * chance.randint(2, 5), 56, 4), bins=chance.choice([64, 256]),
+        norm_stats={"bridge_orig": statistics},
+    )  # fmt: skip
+    return tiny, tuple(sorted(chance.sample(range(2, tiny.layers + 1), min(3, tiny.layers - 1))))
+
+
+def with_towers(tiny: TinyOpenVLA) -> pytest.MonkeyPatch:
+    """The sizes of this model's towers in place of timm's."""
+    patch = pytest.MonkeyPatch()
+    for name, tower in tiny.towers.items():
+        patch.setitem(openvla.TOWERS, name, tower)
+    return patch
 
 
 def config_of(tiny: TinyOpenVLA) -> dict[str, Any]:

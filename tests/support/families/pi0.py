@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from tests.support.bundles import ORT, export
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.tiny import Tiny, random_tensor
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -20,6 +21,9 @@ STATISTICS = {
     "state_mean": [0.5, -1.0, 2.0, 0.0], "state_std": [1.0, 0.5, 2.0, 0.25], "actions_mean": [1.0, 0.0, -2.0],
     "actions_std": [0.5, 3.0, 1.0],
 }  # fmt: skip
+
+
+KS, WORDS = (3, 5, 8), "red square left"
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class TinyPi0:
     steps: int = 10
     hub_names: bool = True
     statistics: bool = True
+
+
+def export_pi0(folder: Path) -> Path:
+    """The bundle of a `TinyPi0()` with the K of `KS`, for libvtx too, made in this folder."""
+    return export(make_pi0(folder / "checkpoint", TinyPi0()), folder / "bundle", KS, dialects=(*ORT, "plain")).folder
 
 
 def config_of(tiny: TinyPi0) -> Any:

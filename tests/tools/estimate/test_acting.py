@@ -60,14 +60,37 @@ def test_the_expert_reads_its_weights_and_the_prompt_in_each_step() -> None:
 
 
 @pytest.mark.parametrize("device", ["agx-orin-64", "agx-thor"])
-def test_hertz_by_k_are_in_the_json_and_rise_as_k_falls(device: str) -> None:
-    words = ["--model", "pi0", "--profile", device, "--k", "none,14,10", "--precision", "int8", "--json"]
+@pytest.mark.parametrize(("model", "decoded"), [("pi0", 0), ("openvla-7b", 6)])
+def test_hertz_by_k_are_in_the_json_and_rise_as_k_falls(model: str, decoded: int, device: str) -> None:
+    words = ["--model", model, "--profile", device, "--k", "none,14,10", "--precision", "int8", "--json"]
     done = CliRunner().invoke(cli.plan, words)
     assert done.exit_code == 0, done.stderr
-    costs = [depth["precisions"]["int8"] for depth in json.loads(done.stdout)["depths"]]
+    found = json.loads(done.stdout)
+    costs = [depth["precisions"]["int8"] for depth in found["depths"]]
     hertz = [cost["hertz"] for cost in costs]
-    assert hertz == [pytest.approx(1000 / sum(cost["latency_ms"].values())) for cost in costs]
+    times = [cost["latency_ms"] for cost in costs]
+    last = [time.get("expert", 0) + decoded * time.get("decode_per_token", 0) for time in times]
+    wanted = [1000 / (time["vision"] + time["prefill"] + more) for time, more in zip(times, last, strict=True)]
+    assert hertz == pytest.approx(wanted)
     assert hertz == sorted(set(hertz))
+    if decoded:  # the prompt gives the first of an action's tokens
+        assert found["max_new_tokens"] == found["model"]["action_tokens"] == decoded + 1
+
+
+def test_fewer_image_tokens_are_more_actions_a_second() -> None:
+    words = ["--model", "openvla-7b", "--profile", "agx-orin-64", "--k", "none", "--precision", "int8", "--json"]
+    found = [
+        json.loads(CliRunner().invoke(cli.plan, [*words, "--reduce", spec]).stdout)["depths"][0]["precisions"]["int8"]
+        for spec in ("none", "fastv:k=2,ratio=0.5")
+    ]
+    assert found[0]["hertz"] < found[1]["hertz"]
+
+
+def test_a_model_that_answers_in_words_has_no_hertz() -> None:
+    words = ["--model", "llava-1.5-7b", "--profile", "agx-orin-64", "--precision", "int8", "--k", "none", "--json"]
+    found = json.loads(CliRunner().invoke(cli.plan, words).stdout)
+    assert "hertz" not in found["depths"][0]["precisions"]["int8"]
+    assert "action_tokens" not in found["model"]
 
 
 def test_the_table_says_that_no_engine_was_looked_up() -> None:
@@ -78,3 +101,11 @@ def test_the_table_says_that_no_engine_was_looked_up() -> None:
     refused = CliRunner().invoke(cli.plan, ["--model", "pi0", "--profile", "agx-orin-64", "--device", "tensorrt"])
     assert refused.exit_code == 2
     assert "this one acts" in refused.stderr
+
+
+def test_the_table_of_a_model_whose_tokens_are_actions_has_hertz_and_an_engine() -> None:
+    words = ["--model", "openvla-7b", "--profile", "agx-orin-64", "--precision", "int8"]
+    done = CliRunner().invoke(cli.plan, words)
+    assert "an answer: a new picture and 7 tokens, one for each number of an action" in done.stdout
+    assert "counted below for TensorRT" in done.stdout
+    assert "Hz" in done.stdout

@@ -1,9 +1,9 @@
 #include "api/acting.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <mutex>
 
 #include "base/checks.hpp"
 #include "base/random.hpp"
@@ -13,11 +13,6 @@ namespace {
 
 constexpr float kSmallest = 1e-8f;  // is added to each deviation, as the checkpoint's processor does
 
-const ActionSpec& spec_of(const Manifest& m) {
-  if (!m.action) fail(Kind::request, m.model.name, " answers in words, not with actions; use ask");
-  return *m.action;
-}
-
 void check_numbers(const char* what, const Floats& given, const Ids& shape) {
   size_t count = 1;
   for (int64_t size : shape) count *= static_cast<size_t>(size);
@@ -26,19 +21,31 @@ void check_numbers(const char* what, const Floats& given, const Ids& shape) {
   if (wrong > 0) fail(Kind::request, what, " holds ", wrong, " values that are not numbers");
 }
 
-}  // namespace
-
-Actor::Actor(std::shared_ptr<const Model> model)
-    : model_(std::move(model)), spec_(spec_of(model_->manifest())), acting_(model_->backend(), model_->manifest()) {}
-
-void Actor::no_statistics(const char* what) const {
+[[noreturn]] void no_statistics(const char* what) {
   fail(Kind::request, "this bundle has no means and deviations of ", what,
        ", as the checkpoint's processor_config.json has ",
        "none; add them there and export again, or give a normalised state and take normalised actions (normalized)");
 }
 
+class ExpertActor final : public Actor {
+ public:
+  explicit ExpertActor(std::shared_ptr<const Model> model)
+      : model_(std::move(model)), spec_(*model_->manifest().action), acting_(model_->backend(), model_->manifest()) {}
+  Actions act(const std::vector<Picture>& pictures, const std::string& instruction, const Floats& state,
+              const ActOptions& options) override;
+
+ private:
+  std::vector<size_t> order(size_t count, const std::optional<std::vector<std::string>>& named) const;
+  Floats normalised(const Floats& state, bool already) const;
+
+  std::shared_ptr<const Model> model_;
+  const ActionSpec& spec_;
+  std::mutex lock_;
+  Acting acting_;
+};
+
 // Which picture each of the bundle's cameras has.
-std::vector<size_t> Actor::order(size_t count, const std::optional<std::vector<std::string>>& named) const {
+std::vector<size_t> ExpertActor::order(size_t count, const std::optional<std::vector<std::string>>& named) const {
   const std::vector<std::string>& names = spec_.cameras;
   std::vector<size_t> out;
   if (!named) {
@@ -68,7 +75,7 @@ std::vector<size_t> Actor::order(size_t count, const std::optional<std::vector<s
 }
 
 // The state [size] as the expert takes it.
-Floats Actor::normalised(const Floats& state, bool already) const {
+Floats ExpertActor::normalised(const Floats& state, bool already) const {
   const std::optional<Statistics>& known = spec_.of_states;
   check_numbers("state", state, {already || !known ? spec_.state : static_cast<int64_t>(known->mean.size())});
   Floats out = state;
@@ -80,9 +87,13 @@ Floats Actor::normalised(const Floats& state, bool already) const {
   return out;
 }
 
-Actions Actor::act(const std::vector<Picture>& pictures, const std::string& instruction, const Floats& state,
-                   const ActOptions& options) {
-  auto start = std::chrono::steady_clock::now();
+Actions ExpertActor::act(const std::vector<Picture>& pictures, const std::string& instruction, const Floats& state,
+                         const ActOptions& options) {
+  Deadline deadline(options.deadline_ms, "fewer steps or a smaller K");
+  if (options.unnorm_key) fail(Kind::request, "unnorm_key: this model has the statistics of one robot; leave it out");
+  if (options.reduce != "default" && options.reduce != "none")
+    fail(Kind::request, "reduce='", options.reduce.substr(0, 38), "': models with an expert take no reductions, but K; ",
+         "leave it out");
   std::vector<size_t> order = this->order(pictures.size(), options.cameras);
   Floats given = normalised(state, options.normalized), noise;
   if (options.noise) {
@@ -93,12 +104,9 @@ Actions Actor::act(const std::vector<Picture>& pictures, const std::string& inst
   } else {
     noise = Random(options.seed).normals(static_cast<size_t>(spec_.horizon * spec_.width));
   }
-  if (instruction.find_first_not_of(" \t\r\n\f\v") == std::string::npos)
-    fail(Kind::request, "the instruction is '", instruction.substr(0, 38), "'; say in words what to do");
+  check_instruction(instruction);
   int64_t steps = options.steps.value_or(spec_.steps);
   check_whole("steps", steps, 1, names::kMaxSteps);
-  double deadline = options.deadline_ms;
-  if (deadline != 0) check_number("deadline_ms", deadline, "milliseconds above 0, at most 1e9", 1e-6, 1e9);
   Options chosen;
   chosen.k = options.k, chosen.reduce = "none";
   std::optional<int64_t> k = model_->policy(chosen).exit();
@@ -108,15 +116,7 @@ Actions Actor::act(const std::vector<Picture>& pictures, const std::string& inst
   std::vector<Part> parts(images.size(), {true, ""});
   parts.push_back({false, instruction});
   Ids ids = model_->text().prompt({{"user", parts}}, placed(images));
-  auto check = [&] {
-    std::chrono::duration<double, std::milli> passed = std::chrono::steady_clock::now() - start;
-    if (deadline == 0 || passed.count() < deadline) return;
-    char within[30], taken[30];
-    std::snprintf(within, sizeof within, "%g", deadline);
-    std::snprintf(taken, sizeof taken, "%.0f", passed.count());
-    fail(Kind::late, "no actions within ", within, " ms, ", taken, " ms have passed, so none are given; raise deadline_ms, ",
-         "or take fewer steps or a smaller K");
-  };
+  auto check = [&] { deadline.left(); };
   Actions out;
   std::lock_guard<std::mutex> held(lock_);
   out.values.width = static_cast<size_t>(spec_.width);
@@ -130,17 +130,46 @@ Actions Actor::act(const std::vector<Picture>& pictures, const std::string& inst
     check_actions(scaled.data);
     out.values = std::move(scaled);
   }
-  Json::Array moments;
-  for (size_t row = 0; row < out.values.count(); ++row) {
-    const float* values = out.values.row(row);
-    moments.emplace_back(Json::Array(values, values + out.values.width));
-  }
-  const ActionSeconds& seconds = acting_.seconds;
-  out.json = Json::Object{
-      {"actions", moments},
-      {"seconds", Json::Object{{"tower", seconds.tower}, {"prompt", seconds.prompt}, {"expert", seconds.expert}}},
-      {"encoded", acting_.encoded}};
+  out.json = facts_of(out.values, acting_.seconds, acting_.encoded);
   return out;
+}
+
+}  // namespace
+
+Deadline::Deadline(double milliseconds, const char* cure) : ms_(milliseconds), cure_(cure) {
+  if (ms_ != 0) check_number("deadline_ms", ms_, "milliseconds above 0, at most 1e9", 1e-6, 1e9);
+}
+
+double Deadline::left() const {
+  if (ms_ == 0) return 0;
+  std::chrono::duration<double, std::milli> passed = std::chrono::steady_clock::now() - begun_;
+  if (passed.count() < ms_) return (ms_ - passed.count()) / 1000;
+  char within[30], taken[30];
+  std::snprintf(within, sizeof within, "%g", ms_);
+  std::snprintf(taken, sizeof taken, "%.0f", passed.count());
+  fail(Kind::late, "no actions within ", within, " ms, ", taken, " ms have passed, so none are given; raise deadline_ms, ",
+       "or take ", cure_);
+}
+
+void check_instruction(const std::string& instruction) {
+  if (instruction.find_first_not_of(" \t\r\n\f\v") == std::string::npos)
+    fail(Kind::request, "the instruction is '", instruction.substr(0, 38), "'; say in words what to do");
+}
+
+Json::Object facts_of(const Rows& actions, const ActionSeconds& seconds, size_t encoded) {
+  Json::Array moments;
+  for (size_t row = 0; row < actions.count(); ++row)
+    moments.emplace_back(Json::Array(actions.row(row), actions.row(row) + actions.width));
+  return {{"actions", moments},
+          {"seconds", Json::Object{{"tower", seconds.tower}, {"prompt", seconds.prompt}, {"expert", seconds.expert}}},
+          {"encoded", encoded}};
+}
+
+std::unique_ptr<Actor> make_actor(std::shared_ptr<const Model> model) {
+  const Manifest& m = model->manifest();
+  if (m.bins) return make_token_actor(std::move(model));
+  if (!m.action) fail(Kind::request, m.model.name, " answers in words, not with actions; use ask");
+  return std::make_unique<ExpertActor>(std::move(model));
 }
 
 }  // namespace vtxcore

@@ -1,8 +1,8 @@
 // Actions of a loaded bundle: what the caller gives, checked, and actions in the robot's units.
 #pragma once
 
+#include <chrono>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,6 +20,8 @@ struct ActOptions {
   std::optional<uint64_t> seed;  // of the noise
   double deadline_ms = 0;        // 0: none
   std::optional<std::vector<std::string>> cameras;  // names of the pictures; none: in the bundle's order
+  std::optional<std::string> unnorm_key;            // the data set whose units the actions have
+  std::string reduce = "default";
 };
 
 // Rows [horizon, width], and what vtx-run --act prints of them.
@@ -31,19 +33,33 @@ struct Actions {
 // Actions for one robot at a time: pictures and prompts of the last answer are kept. Safe for many threads.
 class Actor {
  public:
-  explicit Actor(std::shared_ptr<const Model> model);
-  Actions act(const std::vector<Picture>& pictures, const std::string& instruction, const Floats& state,
-              const ActOptions& options);
+  virtual ~Actor() = default;
+  virtual Actions act(const std::vector<Picture>& pictures, const std::string& instruction, const Floats& state,
+                      const ActOptions& options) = 0;
+};
+
+// An actor of a model with an expert, or of one whose tokens are actions. Throws Error(request): it answers in words.
+std::unique_ptr<Actor> make_actor(std::shared_ptr<const Model> model);
+std::unique_ptr<Actor> make_token_actor(std::shared_ptr<const Model> model);
+
+// A time from now on by which actions must be there.
+class Deadline {
+ public:
+  // 0: whenever. `cure`: what makes actions faster. Throws Error(request).
+  Deadline(double milliseconds, const char* cure);
+  // Seconds up to it, 0 where there is none. Throws Error(late): it has passed.
+  double left() const;
 
  private:
-  std::vector<size_t> order(size_t count, const std::optional<std::vector<std::string>>& named) const;
-  Floats normalised(const Floats& state, bool already) const;
-  [[noreturn]] void no_statistics(const char* what) const;
-
-  std::shared_ptr<const Model> model_;
-  const ActionSpec& spec_;
-  std::mutex lock_;
-  Acting acting_;
+  std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
+  double ms_;
+  const char* cure_;
 };
+
+// Throws Error(request) unless it says something.
+void check_instruction(const std::string& instruction);
+
+// What vtx-run --act prints of actions.
+Json::Object facts_of(const Rows& actions, const ActionSeconds& seconds, size_t encoded);
 
 }  // namespace vtxcore

@@ -1,4 +1,4 @@
-// The manifest's section on the expert of a model that answers with actions.
+// The manifest's sections on a model that answers with actions: its expert, or its tokens that are bins.
 #include <algorithm>
 #include <cmath>
 #include <set>
@@ -47,6 +47,38 @@ ActionSpec read_action(const Json& value) {
   a.of_actions = read_statistics(fields, "actions", a.width);
   fields.done();
   return a;
+}
+
+ActionBins read_bins(const Json& value, int64_t tokens) {
+  Fields fields(value, "vtx.json: bins");
+  ActionBins bins{fields.whole("vocab", 1, names::kMaxSize), fields.whole("edges", 2, names::kMaxBins), {}};
+  const Json::Object* ranges = fields.get("ranges").object();
+  if (ranges == nullptr) fields.wrong<int>("ranges", "an object");
+  if (ranges->empty() || bins.edges > bins.vocab || bins.vocab > tokens)
+    fail(Kind::bundle, "vtx.json: bins: ", bins.edges, " edges, ", bins.vocab, " of ", tokens, " tokens and ",
+         ranges->size(), " data sets; there must be no more edges than tokens, and at least one data set; export again");
+  for (const auto& [name, written] : *ranges) {
+    Fields stated(written, "vtx.json: bins.ranges");
+    ActionRange range{name, {}, {}, {}};
+    for (auto [key, into] : {std::pair("low", &range.low), std::pair("high", &range.high)})
+      for (const Json& item : stated.list(key)) into->push_back(stated.number_of(item, key));
+    for (const Json& item : stated.list("mask")) {
+      if (item.boolean() == nullptr) stated.wrong<int>("mask", "a list of true and false");
+      range.mask.push_back(*item.boolean());
+    }
+    stated.done();
+    auto sound = [](double number) { return std::abs(number) <= names::kWidest; };
+    size_t count = range.low.size();
+    if (count < 1 || count > static_cast<size_t>(names::kMaxNumbers) || range.high.size() != count ||
+        range.mask.size() != count || !std::all_of(range.low.begin(), range.low.end(), sound) ||
+        !std::all_of(range.high.begin(), range.high.end(), sound))
+      fail(Kind::bundle, "vtx.json: bins: a range of ", count, " low and ", range.high.size(), " high numbers and ",
+           range.mask.size(), " of its mask; they must be as many of each, 1 to ", names::kMaxNumbers,
+           ", and from -1e+30 to 1e+30; export again");
+    bins.ranges.push_back(std::move(range));
+  }
+  fields.done();
+  return bins;
 }
 
 }  // namespace vtxcore
