@@ -30,8 +30,8 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
 )
 @click.argument("bundles", type=PATH, nargs=-1, required=True, metavar="BUNDLE [BUNDLE ...]")
 @options(
-    option("--questions", str, "Your questions, as for vtx-calibrate; answers are not needed.", required=True,
-           metavar="FILE"),
+    option("--questions", str, "Your questions, as for vtx-calibrate; answers are not needed. scenes: drawn ones, for "
+           "the demo.", required=True, metavar="FILE"),
     "images",
     option("--samples", int, "Questions to use at most, drawn from the file [default: all]."),
     option("--keep", "98%", "Share of answers that stay those of the full model.", callback=_share, metavar="SHARE"),
@@ -73,7 +73,7 @@ def fit(
     from vtx.runtime.units import counted, duration
     from vtx.tools.bench.machine import describe
     from vtx.tools.common.files import write_json
-    from vtx.tools.data.items import read_data
+    from vtx.tools.data.items import SCENES, read_data
     from vtx.tools.data.journal import ResultJournal
     from vtx.tools.fit.asking import KeptAnswers, Questions, split
     from vtx.tools.fit.fit import check_enough
@@ -88,6 +88,8 @@ def fit(
     budget = Budget(least, first_token, per_token, accuracy_drop is not None)
     key = None if sign is None else SigningKey.load(sign)
     opened = [Bundle.open(folder) for folder in bundles]
+    if samples is None and questions == SCENES:
+        raise RequestError("--questions scenes draws as many scenes as it is told; give a number, e.g. --samples 1200")
     asked = Questions.of(read_data(questions, images, 1 << 30 if samples is None else samples, seed))
     if check:
         for bundle in opened:

@@ -28,6 +28,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
            "withdrawal."),
     option("--reduce", "none", "Reduction that the student sees the other images through, e.g. divprune.",
            metavar="SPEC"),
+    option("--gates", bool, "Train gates halfway, which choose K from then on, and again at the end."),
     option("--judge-precision judged", PRECISION, "Judge by the engines of temporary bundles of this precision "
            "[default: in float32 on the CPU, slower]."),
     option("--kl-weight", 1.0, "Weight of the KL to the teacher."),
@@ -55,8 +56,8 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 )  # fmt: skip
 def tune(
     data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float, reduce: str,
-    judged: str | None, kl_weight: float, ce_weight: float, hidden_weight: float, rank: int, alpha: int,
-    layers: str | None, full: bool, qlora: bool, lr: float, epochs: float, steps: int | None, batch: int,
+    gates: bool, judged: str | None, kl_weight: float, ce_weight: float, hidden_weight: float, rank: int,
+    alpha: int, layers: str | None, full: bool, qlora: bool, lr: float, epochs: float, steps: int | None, batch: int,
     questions: int, max_tokens: int, max_new_tokens: int, dtype: str, checkpointing: bool,
     save_every: int, seed: int, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -75,7 +76,7 @@ def tune(
         LossWeights(kl_weight, ce_weight, hidden_weight),
         Learning(rank, alpha, Learning.parse_layers(layers) if layers else None, full, qlora),
         Schedule(lr, epochs, batch, save_every, seed, steps), Packing(questions, max_tokens, max_new_tokens),
-        dtype, checkpointing, judged, reduce,  # type: ignore[arg-type]  # click has checked it
+        dtype, checkpointing, judged, reduce, gates,  # type: ignore[arg-type]  # click has checked it
     )  # fmt: skip
     target = out or Path(f"vtx-tuned-{Path(model).expanduser().absolute().name}")
     main = is_main_process()
@@ -118,6 +119,14 @@ def _show(report: dict[str, Any]) -> None:
     ]
     heads = ["K", "right before", "KL", "right after", "KL", "points gained"]
     table(f"{judged['items']} items held out", heads, rows)
+    if judged["gates"]:
+        gated = [
+            [f"{g['threshold']:g}", f"{g['full_layers']:.1f}", f"{g['right']['share']:.1%}", points(g["gained"]),
+             g["fixed"], points(g["ahead"])]
+            for g in judged["gates"]
+        ]  # fmt: skip
+        heads = ["threshold", "full layers", "right", "points gained", "best fixed K", "points ahead of it"]
+        table("gates: beside the untuned model at full depth, and the tuned one at a fixed K", heads, gated)
     for name, k in judged["earliest_k"].items():
         point = f"{judged['max_drop_points']:g} point"
         click.echo(f"{name}: earliest K within {point} of the untuned model's full depth: {k or 'none'}")

@@ -86,7 +86,7 @@ def calibrate(
     source: OpenedModel, data: Data, options: CalibrationOptions, out: Path, report: Progress = lambda *_: None
 ) -> Measurement:
     """Measure every item that `out`/samples.jsonl does not hold yet, and save it there; equal items count once."""
-    if options.attention and source.config.text.two_way:
+    if options.attention and source.config.text.two_way == "prompt":
         raise UnsupportedModelError(
             f"{source.name} has prompts that see themselves both ways, and shares of attention are measured in causal "
             "ones; leave out --attention"
@@ -120,7 +120,7 @@ def calibrate(
             )
             for digest, prepared in items.items()
         )
-        return Measurement(ks, results, tuple(skipped))
+        return Measurement(ks, results, tuple(skipped), tuple(items))
 
 
 class BatchMeasurer:

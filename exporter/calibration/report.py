@@ -202,11 +202,12 @@ class ItemResult:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """`results` has an entry for each item; `skipped` a line for each item that could not be asked."""
+    """`results` has an entry for each item, `items` their digests; `skipped` a line for each that was not asked."""
 
     ks: tuple[int, ...]
     results: tuple[ItemResult, ...]
     skipped: tuple[str, ...]
+    items: tuple[str, ...] = ()
 
 
 def read_result(line: dict[str, Any], ks: int) -> ItemResult:

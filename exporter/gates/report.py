@@ -15,7 +15,8 @@ from vtx.exporter.gates.measure import UNKNOWN
 from vtx.exporter.gates.workdir import WorkDirectory
 from vtx.runtime.strict import json_value, optional
 from vtx.tools.common.plots import COLORS, draw, headline, integer_axis, percent_axis
-from vtx.tools.data.intervals import mean_intervals, share_interval
+from vtx.tools.data.intervals import Groups, grouped_share, mean_intervals
+from vtx.tools.data.items import image_key
 from vtx.tools.estimate.flops import total_flops, withdrawal_schedule
 from vtx.tools.estimate.sizes import ModelSize
 
@@ -28,7 +29,7 @@ class HeldOut:
     """Held-out items: the odds of each gate [items, K], and per K (last: none) the effect of withdrawal.
 
     `same` [items, K and none]: the answer is the full model's; `right` likewise, 2 if the data have no answer;
-    `tokens` [items, 2]: text and vision tokens of the prompt.
+    `tokens` [items, 2]: text and vision tokens of the prompt. `images` numbers what each item is about.
     """
 
     ks: tuple[int, ...]
@@ -36,13 +37,16 @@ class HeldOut:
     same: Bools
     right: NDArray[np.uint8]
     tokens: NDArray[np.int64]
+    images: Groups
 
     @classmethod
     def measure(cls, work: WorkDirectory, gates: Mapping[int, GateWeights]) -> HeldOut:
         ks = tuple(sorted(gates))
-        odds = np.stack([gate_odds(work.read(f"inputs.{k - 2}", held_out=True), gates[k]) for k in ks], 1)
         same, right, tokens = (work.read(name, held_out=True) for name in ("same", "right", "rows"))
-        return cls(ks, odds, same.astype(bool), right, tokens)
+        numbers: dict[object, int] = {}
+        about = [tuple(map(image_key, item.images)) for item in work.items(held_out=True)]
+        images = [numbers.setdefault(key, len(numbers)) for key in about]
+        return cls(ks, all_odds(work, gates, held_out=True), same.astype(bool), right, tokens, images)
 
     @property
     def layers(self) -> int:
@@ -50,13 +54,22 @@ class HeldOut:
 
     def exits(self, threshold: float) -> NDArray[np.int64]:
         """The column of K that each item leaves at [items]: the first gate above `threshold`, else the last, none."""
-        fires = np.concatenate([self.odds > threshold, np.ones((len(self.odds), 1), bool)], 1)
-        columns: NDArray[np.int64] = fires.argmax(1)
-        return columns
+        return exits(self.odds, threshold)
 
     def full_layers(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
         """Layers that see the image tokens: K - 1, or all."""
         return np.array([*(k - 1 for k in self.ks), self.layers])[columns]
+
+
+def all_odds(work: WorkDirectory, gates: Mapping[int, GateWeights], *, held_out: bool) -> NDArray[np.float32]:
+    """The odds of each gate [items, K], in the order of K."""
+    return np.stack([gate_odds(work.read(f"inputs.{k - 2}", held_out=held_out), gates[k]) for k in sorted(gates)], 1)
+
+
+def exits(odds: NDArray[np.float32], threshold: float) -> NDArray[np.int64]:
+    """As `HeldOut.exits`, from odds [items, K]."""
+    columns: NDArray[np.int64] = np.concatenate([odds > threshold, np.ones((len(odds), 1), bool)], 1).argmax(1)
+    return columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +145,10 @@ def judge(held: HeldOut, size: ModelSize) -> Judgement:
     gates = []
     for threshold in THRESHOLDS:
         columns = held.exits(threshold)
-        picked = _pick(held.same, columns)
-        rival, rival_same = _best_fixed(held, float(held.full_layers(columns).mean()))
-        agreement = share_interval(int(picked.sum()), len(picked))
-        [difference] = mean_intervals((picked - rival_same)[:, None])
+        picked = held.same[np.arange(len(columns)), columns]
+        rival, rival_same = best_fixed(held, float(held.full_layers(columns).mean()))
+        agreement = grouped_share(picked.tolist(), held.images)
+        [difference] = mean_intervals((picked - rival_same)[:, None], held.images)
         outcome = GatesOutcome(
             **_outcome(held, size, columns), threshold=threshold, agreement_interval=(agreement.low, agreement.high),
             exits={str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
@@ -148,26 +161,22 @@ def judge(held: HeldOut, size: ModelSize) -> Judgement:
     return Judgement(len(held.same), held.layers, tuple(gates), fixed, _verdict(gates[0]))
 
 
-def _pick(table: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
-    picked: NDArray[Any] = table[np.arange(len(columns)), columns]
-    return picked
-
-
 def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict[str, Any]:
     """The fields of an `Outcome` if each item leaves at its column of K; FLOPs in DyVTE's convention."""
+    at = np.arange(len(columns)), columns
     known, ks, flops = held.right[:, 0] != UNKNOWN, (*held.ks, None), list[int]()
     for column, (text, vision) in zip(columns, held.tokens.tolist(), strict=True):
         schedule = withdrawal_schedule(held.layers, ks[column], text=text, vision=vision)
         flops.append(total_flops(size.decoder, schedule, size.seeing(vision).vision, size.views(vision)))
     return {
         "full_layers": float(held.full_layers(columns).mean()),
-        "agreement": float(_pick(held.same, columns).mean()),
-        "accuracy": float(_pick(held.right, columns)[known].mean()) if known.any() else None,
+        "agreement": float(held.same[at].mean()),
+        "accuracy": float(held.right[at][known].mean()) if known.any() else None,
         "total_flops": float(np.mean(flops)),
     }
 
 
-def _best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
+def best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
     """The best fixed K at no more than `cost` full layers, or its two neighbours in turn, and its agreement by item."""
     full = held.full_layers(np.arange(len(held.ks) + 1))
     low = int(np.flatnonzero(full <= cost)[-1])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
-from vtx.exporter.calibration.source import open_source
+from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.spec import model_size
-from vtx.exporter.gates.fit import FitOptions, fit_gates, write_gates
+from vtx.exporter.gates.fit import FitOptions, GateWeights, fit_gates, write_gates
 from vtx.exporter.gates.measure import Measurer, Origin, measure, measure_on_cluster
 from vtx.exporter.gates.report import GatesReport, HeldOut, draw_judgement, judge
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
@@ -18,7 +19,7 @@ from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.units import Progress, counter
 from vtx.tools.common.files import write_json
 from vtx.tools.common.loading import Loading
-from vtx.tools.data.items import SCENES, read_data, split_items
+from vtx.tools.data.items import SCENES, Item, read_data, split_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +62,20 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     source = open_source(
         options.model, options.bundle, tower=options.tower, allow_pickle=options.allow_pickle, engine=options.engine
     )
-    measurer = Measurer(source, options.measure)
     data = read_data(options.data, options.images, options.items + options.held_out, options.fit.seed)
-    shuffle, batch = options.data != SCENES, options.measure.batch
+    shuffle = options.data != SCENES
     learn, held_out = split_items(data.items, options.items, options.held_out, options.fit.seed, shuffle=shuffle)
-    shards = make_shards(learn, batch, held_out=False)
-    shards += make_shards(held_out, batch, held_out=True, first=len(learn))
     make_folder(out.parent)
-    work = WorkDirectory(work_folder, source, options.measure, shards)
-    missing, text = sum(len(shard.items) for shard in work.missing()), source.config.text
-    needed = missing * text.layers * (8 * text.hidden + 16)  # a layer and item: two float32 hidden states, and labels
-    check_disk(work_folder, needed, purpose="measuring", fix="name another --work, or use fewer --items")
-    count = counter(report, "items", missing)
-    if options.ray_address is None:
-        measure(measurer, work, count)
-    else:
+
+    def on_cluster(measurer: Measurer, work: WorkDirectory, count: Callable[[int], None]) -> None:
+        assert options.ray_address is not None
         model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
         origin = Origin(model, source.fingerprint, options.tower, options.allow_pickle)
         measure_on_cluster(options.ray_address, origin, options.measure, work, count)
-    ks = tuple(range(2, text.layers + 1))
-    measured = len(work.read("item", held_out=False))
-    gates = fit_gates(work, ks, options.fit, counter(report, "gates", len(ks)))
+
+    measured_by = measure if options.ray_address is None else on_cluster
+    work, gates = gates_of(source, learn, held_out, options.measure, options.fit, work_folder, report, measured_by)
+    measured = len(work.items(held_out=False))
     judgement = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
     training = {
         "items": measured, "epochs": options.fit.epochs_for(measured), "answers": options.measure.answers,
@@ -96,6 +90,26 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     except DeviceError as e:  # without matplotlib there is no plot
         return replace(made, plot=str(e))
     return made
+
+
+def gates_of(
+    source: OpenedModel, learn: Sequence[Item], held_out: Sequence[Item], measuring: MeasureOptions,
+    fitting: FitOptions, folder: Path, report: Progress, measured_by: Callable[..., None] = measure,
+) -> tuple[WorkDirectory, dict[int, GateWeights]]:  # fmt: skip
+    """The gates of a model from items to learn from, and `folder` with the measurements of these and of those held out.
+
+    Raises as `train_gates` does.
+    """
+    measurer = Measurer(source, measuring)
+    shards = make_shards(learn, measuring.batch, held_out=False)
+    shards += make_shards(held_out, measuring.batch, held_out=True, first=len(learn))
+    work = WorkDirectory(folder, source, measuring, shards)
+    missing, text = sum(len(shard.items) for shard in work.missing()), source.config.text
+    needed = missing * text.layers * (8 * text.hidden + 16)  # a layer and item: two float32 hidden states, and labels
+    check_disk(folder, needed, purpose="measuring", fix="name another folder, or use fewer --items")
+    measured_by(measurer, work, counter(report, "items", missing))
+    ks = measurer.ks
+    return work, fit_gates(work, ks, fitting, counter(report, "gates", len(ks)))
 
 
 def default_out(model: str) -> Path:

@@ -126,6 +126,11 @@ class WorkDirectory:
             raise RequestError(f"no item of {self.folder} could be measured, and at least 1 is needed; fix the data")
         return np.concatenate(parts)
 
+    def items(self, *, held_out: bool) -> list[Item]:
+        """The measured items, in the order of `read`."""
+        numbered = {n: item for shard in self.shards for n, item in zip(shard.numbers, shard.items, strict=True)}
+        return [numbered[n] for n in self.read("item", held_out=held_out).tolist()]
+
     @property
     def all_skipped(self) -> list[str]:
         return [line for shard in self.shards for line in self.skipped.get(shard.name, [])]

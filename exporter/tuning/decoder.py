@@ -7,13 +7,14 @@ the same module without adapters and without withdrawal; no second copy of the m
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from vtx.exporter.checkpoint.text_config import TextConfig
@@ -38,8 +39,13 @@ def module_name(canonical: str) -> str:
     return "lm_head.weight" if canonical == "head.weight" else canonical.replace("text.", "model.", 1)
 
 
-def load_text_model(source: Source, dtype: torch.dtype, device: torch.device, learning: Learning) -> Any:
-    """The text model of a checkpoint as transformers has it, without towers; layers trained in full are float32."""
+def load_text_model(
+    source: Source, dtype: torch.dtype, device: torch.device, learning: Learning, mesh: Any = None
+) -> Any:
+    """The text model of a checkpoint as transformers has it, without towers; layers trained in full are float32.
+
+    With a `mesh` of processes each holds its share of every layer's weights, and all of them for as long as it runs.
+    """
     import transformers
 
     c = source.config.text
@@ -59,41 +65,45 @@ def load_text_model(source: Source, dtype: torch.dtype, device: torch.device, le
         model = model_class(config)
     model.model.rotary_emb = nn.Identity()  # positions are rotated by the tables of our own configuration
     weights = CheckpointWeights(source.checkpoint)
-    exact = {n for layer in learning.chosen(c.layers) for n, _ in layer_tensors(c, layer)} if learning.full else set()
-    waiting = torch.device("cpu") if learning.qlora else device  # where the layers are, until they are in 4 bits
-    state = {
-        module_name(name): weights.read(name).to(
-            device=waiting if ".layers." in name else device, dtype=torch.float32 if name in exact else dtype
-        )
-        for name, _ in decoder_tensors(c)
-    }
+
+    def read(shapes: Iterable[tuple[str, Any]], place: torch.device, kind: torch.dtype) -> dict[str, Tensor]:
+        return {module_name(name): weights.read(name).to(device=place, dtype=kind) for name, _ in shapes}
+
+    state = read([pair for pair in decoder_tensors(c) if ".layers." not in pair[0]], device, dtype)
     if c.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state, assign=True, strict=False)
+    exact = learning.chosen(c.layers) if learning.full else ()
+    for number, layer in enumerate(model.model.layers, 1):  # a layer is on the CPU until it is in 4 bits, or shared
+        place = torch.device("cpu") if learning.qlora or mesh is not None else device
+        state = read(layer_tensors(c, number), place, torch.float32 if number in exact else dtype)
+        layer.load_state_dict({name.split(".", 3)[3]: weight for name, weight in state.items()}, assign=True)
+        layer.requires_grad_(False)
+        if learning.qlora:
+            hold_in_4_bits(layer, dtype, device)
+        if mesh is not None:
+            fully_shard(layer, mesh=mesh)
     model.requires_grad_(False).eval()
-    if learning.qlora:
-        hold_in_4_bits(model, dtype, device)
+    model.is_loaded_in_4bit = learning.qlora  # by which peft puts its adapters on such matrices
     return model
 
 
-def hold_in_4_bits(model: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Put the layers on `device`, their matrices as 4-bit numbers (NF4) that are widened to `dtype` to multiply."""
+def hold_in_4_bits(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Put a layer on `device`, its matrices as 4-bit numbers (NF4) that are widened to `dtype` to multiply."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    for layer in model.model.layers:
-        for block in (layer.self_attn, layer.mlp):
-            for name in MATRICES:
-                if (wide := getattr(block, name, None)) is None:
-                    continue
-                narrow = Linear4bit(
-                    wide.in_features, wide.out_features, wide.bias is not None, compute_dtype=dtype, quant_type="nf4",
-                    device="meta",
-                )  # fmt: skip
-                narrow.weight = Params4bit(wide.weight.data, requires_grad=False, quant_type="nf4")
-                narrow.bias = wide.bias
-                setattr(block, name, narrow.to(device))
-        layer.to(device)
-    model.is_loaded_in_4bit = True  # by which peft puts its adapters on them
+    for block in (layer.self_attn, layer.mlp):
+        for name in MATRICES:
+            if (wide := getattr(block, name, None)) is None:
+                continue
+            narrow = Linear4bit(
+                wide.in_features, wide.out_features, wide.bias is not None, compute_dtype=dtype, quant_type="nf4",
+                device="meta",
+            )  # fmt: skip
+            narrow.weight = Params4bit(wide.weight.data, requires_grad=False, quant_type="nf4")
+            narrow.bias = wide.bias
+            setattr(block, name, narrow.to(device))
+    layer.to(device)
 
 
 class WithdrawingDecoder(nn.Module):

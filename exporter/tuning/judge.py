@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,33 @@ from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
 from vtx.exporter.calibration.choosing import Choice, Choosing, choose_by_accuracy
-from vtx.exporter.calibration.report import CalibrationReport, images_of, make_report, write_report
+from vtx.exporter.calibration.report import CalibrationReport, Measurement, images_of, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
+from vtx.exporter.gates.report import THRESHOLDS, HeldOut, best_fixed
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.units import Progress
 from vtx.tools.common.loading import Loading
-from vtx.tools.data.intervals import MeanInterval, mean_intervals
+from vtx.tools.data.intervals import MeanInterval, ShareInterval, grouped_share, mean_intervals
 from vtx.tools.data.items import Data, Item
 
 MAX_DROP = 1.0  # percentage points
+Gating = Callable[[OpenedModel, Sequence[Item], Path], tuple[HeldOut, list[Item]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedAnswers:
+    """The tuned model under its gates at one `threshold`: the mean number of layers that see the image, right answers.
+
+    `gained`: how many more of the answers are right than of the untuned model without withdrawal; `ahead`: than of the
+    tuned model at `fixed`, the best fixed K, or two in turn, at no more layers. Both are paired by question.
+    """
+
+    threshold: float
+    full_layers: float
+    right: ShareInterval
+    gained: MeanInterval
+    fixed: str
+    ahead: MeanInterval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +49,8 @@ class TuningComparison:
 
     `earliest_k`: the first K within `max_drop_points` of the untuned model's accuracy at full depth, chosen by `rules`.
     `curve`: for each K (None: no withdrawal) `right`, the share of right answers, the mean `kl` in nats, and `gained`,
-    how many more of the answers are right after than before, with its interval paired by question.
+    how many more of the answers are right after than before, with its interval paired by question. `gates`: the tuned
+    model's, at each threshold, if gates were trained.
     """
 
     items: int
@@ -41,15 +60,17 @@ class TuningComparison:
     rules: Mapping[str, Choice]
     full_depth_lost_points: float | None
     curve: tuple[Mapping[str, Any], ...]
+    gates: tuple[GatedAnswers, ...] = ()
 
 
 def judge(
     before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Progress,
-    precision: str | None = None,
+    precision: str | None = None, gating: Gating | None = None,
 ) -> TuningComparison:  # fmt: skip
     """Curves of both over K, the earliest K within a point of full depth, and the accuracy lost at full depth.
 
-    With a `precision` both are exported to it, cut at every K, and measured by their engines.
+    With a `precision` both are exported to it, cut at every K, and measured by their engines. `gating` trains the tuned
+    model's gates, which are judged on the same items.
 
     An answer that the data do not give is the untuned model's own at full depth; so the accuracy of both models is the
     share of right answers if the data have them, else of answers equal to that model's.
@@ -57,23 +78,27 @@ def judge(
     options = CalibrationOptions(k_from=2, max_new_tokens=max_new_tokens)
     answered, models = Data("items held out", tuple(items)), {"before": before, "after": open_source(str(merged))}
     if precision is not None:
-        models = {name: _deployed(model, precision, out / f".{name}", report) for name, model in models.items()}
+        models = {name: deployed(model, precision, out / f".{name}", report) for name, model in models.items()}
     if any(item.answer is None for item in items):
         own = calibrate(models["before"], answered, options, out / "own", _phase(report, "teacher"))
-        texts = dict(zip(dict.fromkeys(item.digest() for item in items), own.results, strict=True))
-        filled = [item if item.answer else replace(item, answer=texts[item.digest()].answer) for item in items]
+        texts = {digest: result.answer for digest, result in zip(own.items, own.results, strict=True)}
+        filled = [item if item.answer else replace(item, answer=texts.get(item.digest())) for item in items]
         answered = Data("items held out", tuple(filled))
-    reports = {}
+    reports, measured = dict[str, CalibrationReport](), dict[str, Measurement]()
     for name, source in models.items():
-        measured = calibrate(source, answered, options, out / name, _phase(report, name))
-        reports[name] = make_report(source, answered.source, measured, Choosing(max_drop=MAX_DROP))
+        measured[name] = calibrate(source, answered, options, out / name, _phase(report, name))
+        reports[name] = make_report(source, answered.source, measured[name], Choosing(max_drop=MAX_DROP))
         write_report(reports[name], out / name)
+    made = compared(reports["before"], reports["after"])
+    if gating is not None:
+        held, asked = gating(models["after"], answered.items, out / "after" / "gates")
+        made = replace(made, gates=gated(held, asked, measured["before"], measured["after"]))
     for name in models if precision is not None else ():  # until here an interrupted judgement finds its bundles
         shutil.rmtree(out / f".{name}")
-    return compared(reports["before"], reports["after"])
+    return made
 
 
-def _deployed(model: OpenedModel, precision: str, folder: Path, report: Progress) -> OpenedModel:
+def deployed(model: OpenedModel, precision: str, folder: Path, report: Progress) -> OpenedModel:
     """A temporary bundle of a checkpoint, cut at every K, on its engine."""
     assert isinstance(model.origin, Plan), "only checkpoints are tuned"
     if not (folder / MANIFEST).exists():
@@ -118,3 +143,32 @@ def gained(before: CalibrationReport, after: CalibrationReport) -> list[MeanInte
         return [None] * len(before.curve)
     changes = np.array([np.subtract(a, b, dtype=float) for b, a, _ in both])
     return [*mean_intervals(changes, [image for *_, image in both])]
+
+
+def gated(
+    held: HeldOut, items: Sequence[Item], before: Measurement, after: Measurement
+) -> tuple[GatedAnswers, ...]:  # fmt: skip
+    """The gates of the tuned model at each threshold, on those of `items` whose right answers are known."""
+    full = {digest: r.right[0] for digest, r in zip(before.items, before.results, strict=True) if r.right is not None}
+    tuned = {digest: r.right for digest, r in zip(after.items, after.results, strict=True) if r.right is not None}
+    both = [(n, d) for n, d in enumerate(item.digest() for item in items) if d in full and d in tuned]
+    if not both:
+        return ()
+    at, images = [n for n, _ in both], [held.images[n] for n, _ in both]
+    right = np.array([[*tuned[digest][1:], tuned[digest][0]] for _, digest in both])
+    kept = replace(
+        held, odds=held.odds[at], same=right, right=held.right[at], tokens=held.tokens[at], images=images
+    )  # fmt: skip
+    untuned, found = np.array([full[digest] for _, digest in both], float), list[GatedAnswers]()
+    for threshold in THRESHOLDS:
+        columns = kept.exits(threshold)
+        layers, hits = float(kept.full_layers(columns).mean()), right[np.arange(len(at)), columns].astype(float)
+        fixed, rival = best_fixed(kept, layers)
+        gain, ahead = mean_intervals(np.column_stack([hits - untuned, hits - rival]), images)
+        found.append(
+            GatedAnswers(
+                threshold=threshold, full_layers=layers, right=grouped_share(hits.astype(bool).tolist(), images),
+                gained=gain, fixed=fixed, ahead=ahead,
+            )
+        )  # fmt: skip
+    return tuple(found)

@@ -154,7 +154,8 @@ class TuneOptions:
 
     With 1 it is the control: what the data teach the same weights without any withdrawal. `judged` is the precision of
     the bundles whose engines judge it, None for the reference in float32. `reduce`: the spec of a reduction through
-    which the student sees the images that are not seen in full, or "none".
+    which the student sees the images that are not seen in full, or "none". With `gates` the second half of the training
+    withdraws where gates choose, if that is earlier than the drawn K.
     """
 
     depths: Depths
@@ -172,12 +173,15 @@ class TuneOptions:
     checkpointing: bool = True
     judged: str | None = None
     reduce: str = "none"
+    gates: bool = False
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.held_out < 0:
             raise RequestError(f"--items is {self.items} and --held-out {self.held_out}; at least 1 and 0")
         if not 0 <= self.full_share <= 1:
             raise RequestError(f"--full-share is {self.full_share}; it must be from 0 to 1")
+        if self.gates and not self.held_out:
+            raise RequestError("--gates are judged on items held out, and --held-out is 0; hold some out")
 
     def entry(self, config: ModelConfig) -> Entry | None:
         """The step before the decoder of `reduce`. Raises RequestError for a reduction that is not trained with."""

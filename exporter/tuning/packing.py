@@ -32,12 +32,13 @@ class TuningQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Packed questions: tensors over n tokens, and over the m tokens that predict an answer's.
+    """Packed questions, by their `numbers`: tensors over n tokens, and over the m tokens that predict an answer's.
 
     `ids`, `blocks`, `positions` [n] int64: block 0 is the prefix, block i the i-th question. `image` [n] bool.
     `at` [m]: the tokens that predict; `targets` [m]: what comes next; `given` [m] bool: the data gave this answer.
     """
 
+    numbers: tuple[int, ...]
     images: tuple[ImageSource, ...]
     ids: Tensor
     blocks: Tensor
@@ -93,25 +94,28 @@ def pack(
             question = questions[number]
             more = len(question.suffix) + packing.max_new_tokens
             if taken and (len(taken) == packing.questions or tokens + more > limit):
-                rows.append(_row([(questions[n], own.get(n)) for n in taken], image_token))
+                rows.append(_row(taken, questions, own, image_token))
                 taken, tokens = [], len(question.prefix)
             taken.append(number)
             tokens += more
-        rows.append(_row([(questions[n], own.get(n)) for n in taken], image_token))
+        rows.append(_row(taken, questions, own, image_token))
     return rows
 
 
-def _row(asked: Sequence[tuple[TuningQuestion, Ids | None]], image_token: int) -> Row:
-    prefix = asked[0][0].prefix
+def _row(
+    numbers: Sequence[int], questions: Sequence[TuningQuestion], own: Mapping[int, Ids], image_token: int
+) -> Row:  # fmt: skip
+    asked = [questions[number] for number in numbers]
+    prefix = asked[0].prefix
     ids, blocks, positions = [prefix], [np.zeros_like(prefix)], [np.arange(len(prefix))]
     at, targets, given, length = list[Ids](), list[Ids](), list[NDArray[np.bool_]](), len(prefix)
-    for number, (question, own) in enumerate(asked, 1):
-        answer = question.answer if question.answer is not None else own
+    for block, question in enumerate(asked, 1):
+        answer = question.answer if question.answer is not None else own.get(numbers[block - 1])
         if answer is None:
             raise ValueError("a question has no answer, neither the data's nor the teacher's")
         tokens = np.concatenate([question.suffix, answer[:-1]])
         ids.append(tokens)
-        blocks.append(np.full(len(tokens), number))
+        blocks.append(np.full(len(tokens), block))
         positions.append(len(prefix) + np.arange(len(tokens)))
         at.append(length + len(question.suffix) - 1 + np.arange(len(answer)))
         targets.append(answer)
@@ -119,7 +123,7 @@ def _row(asked: Sequence[tuple[TuningQuestion, Ids | None]], image_token: int) -
         length += len(tokens)
     parts: dict[str, Any] = {"ids": ids, "blocks": blocks, "positions": positions, "at": at, "targets": targets}
     tensors = {name: torch.from_numpy(np.concatenate(part)) for name, part in (parts | {"given": given}).items()}
-    return Row(asked[0][0].item.images, image=tensors["ids"] == image_token, **tensors)
+    return Row(tuple(numbers), asked[0].item.images, image=tensors["ids"] == image_token, **tensors)
 
 
 def visible(blocks: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Image tokens come from the tower and the projector, which tuning does not change
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import time
@@ -61,10 +60,15 @@ def losses(
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The row and the K of the n-th example of a training; each epoch is shuffled anew."""
+    """The row and the K of the n-th example of a training; each epoch is shuffled anew.
+
+    `chosen`: for each row the K that gates choose for its questions, None for none. A row leaves before one of these if
+    it is earlier than the drawn K.
+    """
 
     rows: int
     options: TuneOptions
+    chosen: Sequence[Sequence[int | None]] = ()
 
     @property
     def steps(self) -> int:
@@ -75,7 +79,11 @@ class Order:
 
     def k(self, example: int) -> int | None:
         rng = random.Random(f"K {self.options.schedule.seed} {example}")
-        return None if rng.random() < self.options.full_share else self.options.depths.draw(rng)
+        if rng.random() < self.options.full_share:
+            return None
+        drawn = self.options.depths.draw(rng)
+        own = rng.choice(self.chosen[self.row(example)]) if self.chosen else None
+        return drawn if own is None else min(drawn, own)
 
     def lr(self, step: int) -> float:
         return self.options.schedule.lr * learning_rate_factor(step, self.steps)
@@ -103,14 +111,18 @@ class Trainer:
         self._parameters, lr = decoder.learning_parameters(), options.schedule.lr
         self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.order = Order(len(rows), options)
-        self._parallel = accelerator.prepare(decoder) if processes > 1 else decoder
 
-    def run(self, state: StateFile, out: Path, report: Callable[[int, int], None]) -> int:
-        """Train from the saved state to the end, saving on the way; return the number of steps run here."""
+    def follow(self, chosen: Sequence[int | None]) -> None:
+        """Withdraw where gates choose for each question, from the next step on."""
+        self.order = replace(self.order, chosen=[[chosen[n] for n in row.numbers] for row in self._rows])
+
+    def run(self, state: StateFile, out: Path, report: Callable[[int, int], None], end: int | None = None) -> None:
+        """Train from the saved state to the step `end` (None: the last), saving on the way and there."""
         first, total = state.load(self._parameters, self._optimizer), self.order.steps
+        end = total if end is None else end
         log = Log(out, first) if self._accelerator.is_main_process else None
         report(first, total)
-        for step in range(first, total):
+        for step in range(first, end):
             began = time.perf_counter()
             means, norm = self._step(step)
             if not (math.isfinite(means[0]) and math.isfinite(norm)):
@@ -127,11 +139,10 @@ class Trainer:
                     "step": step + 1, "loss": means[0], **dict(zip(TERMS, means[1:], strict=False)), "k": means[-1],
                     "lr": self.order.lr(step), "grad_norm": norm, "seconds": time.perf_counter() - began,
                 })  # fmt: skip
-                if (step + 1) % self._options.schedule.save_every == 0 or step + 1 == total:
+                if (step + 1) % self._options.schedule.save_every == 0 or step + 1 == end:
                     state.save(step + 1, self._parameters, self._optimizer)
             report(step + 1, total)
         self._accelerator.wait_for_everyone()
-        return total - first
 
     def _step(self, step: int) -> tuple[list[float], float]:
         """Gradients of one batch; the means of loss, terms and K over it and over the processes, and the norm."""
@@ -140,21 +151,21 @@ class Trainer:
         device, sums = self._decoder.device, torch.zeros(2 + len(TERMS), device=self._decoder.device)
         for part in range(self._share):
             example = (step * self._share + part) * self._accelerator.num_processes + self._accelerator.process_index
-            last = part == self._share - 1
-            with contextlib.nullcontext() if last else self._accelerator.no_sync(self._parallel):
-                row, k = self._rows[self.order.row(example)], self.order.k(example)
-                encoded = self._encoder(row.images)
-                tensors, features = tensors_of(row, encoded, device), encoded.hidden
-                seen = tensors, features
-                if k is not None and encoded.kept is not None:
-                    seen = selected(tensors, features, encoded.kept.to(device))
-                with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
-                    teacher = self._decoder.teach(tensors, features)
-                    student = self._parallel(*seen, k)
-                    loss = losses(self._decoder, student, teacher, tensors, self._options.weights)
-                self._accelerator.backward(loss["total"] / self._share)
-                depth = loss["total"].new_tensor(float(self._decoder.text.layers + 1 if k is None else k))
-                sums += torch.stack([*(loss[term].detach() for term in ("total", *TERMS)), depth])
+            row, k = self._rows[self.order.row(example)], self.order.k(example)
+            encoded = self._encoder(row.images)
+            tensors, features = tensors_of(row, encoded, device), encoded.hidden
+            seen = tensors, features
+            if k is not None and encoded.kept is not None:
+                seen = selected(tensors, features, encoded.kept.to(device))
+            with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+                teacher = self._decoder.teach(tensors, features)
+                student = self._decoder(*seen, k)
+                loss = losses(self._decoder, student, teacher, tensors, self._options.weights)
+            self._accelerator.backward(loss["total"] / self._share)
+            depth = loss["total"].new_tensor(float(self._decoder.text.layers + 1 if k is None else k))
+            sums += torch.stack([*(loss[term].detach() for term in ("total", *TERMS)), depth])
+        for parameter in self._parameters.values():  # each process holds all that learns
+            parameter.grad = self._accelerator.reduce(parameter.grad, "mean")
         means = self._accelerator.reduce(sums / self._share, "mean").tolist()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), MAX_NORM)
         return means, float(norm)

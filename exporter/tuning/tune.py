@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import init_device_mesh
 
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.spec import model_size
-from vtx.exporter.tuning import write
+from vtx.exporter.tuning import gates, write
 from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
 from vtx.exporter.tuning.judge import judge
 from vtx.exporter.tuning.options import TuneOptions, check_tunable
@@ -42,13 +44,17 @@ MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "repor
 BASE = 1 << 30  # bytes: Python, PyTorch, transformers and peft, before any weight
 ADAM_BYTES = 16  # of a trained weight: itself, its gradient and two moments in float32
 IN_4_BITS = 0.5 + 4 / 64  # bytes of a weight, a scale of float32 for 64 of them
+SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # by which accelerate's launcher divides a model
 KEPT = 8  # hidden-sized and a few FFN-sized tensors that one layer keeps for its backward pass
 LOGITS = 4  # float32 tensors of the vocabulary's width in the loss, each with a gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The opened model, its questions, and accelerate's view of processes and device."""
+    """The opened model, its questions, and accelerate's view of processes and device.
+
+    `mesh`: the processes that share every layer's weights (FSDP), None if each holds all of them.
+    """
 
     source: OpenedModel
     questions: list[TuningQuestion]
@@ -57,6 +63,7 @@ class Workspace:
     data: str
     accelerator: Any
     dtype: torch.dtype
+    mesh: Any
 
 
 def run(
@@ -64,11 +71,11 @@ def run(
 ) -> dict[str, Any]:
     """Tune a checkpoint into the directory `out` and return the report, which is also written there.
 
-    `out` gets `merged` (a checkpoint), `adapter` (unless whole layers are trained), `log.csv`, `report.json`, and the
-    state that an interrupted run resumes from. `report` gets (phase, done, total), `say` a line at a time; both on the
-    main process only. Raises RequestError, CheckpointError, ExportError, DeviceError.
+    `out` gets `merged` (a checkpoint), `adapter` (unless whole layers are trained), `gates.safetensors` (with `gates`),
+    `log.csv`, `report.json`, and the state that an interrupted run resumes from. `report` gets (phase, done, total) and
+    `say` a line, both on the main process only. Raises RequestError, CheckpointError, ExportError, DeviceError.
     """
-    text = load_text_model(work.source, work.dtype, work.accelerator.device, options.learning)
+    text = load_text_model(work.source, work.dtype, work.accelerator.device, options.learning, work.mesh)
     seed, again = options.schedule.seed, options.checkpointing
     decoder = WithdrawingDecoder(work.source.config.text, text, options.learning, seed=seed, checkpointing=again)
     encoder = ImageEncoder(work.source, work.accelerator.device, options.entry(work.source.config))
@@ -77,7 +84,8 @@ def run(
     trainer = Trainer(decoder, encoder, rows, options, work.accelerator, work.dtype)
     if work.accelerator.is_main_process:
         model = model_size(work.source.config, work.source.name)
-        memory = predict_memory(model, rows, options, 2 if work.dtype == torch.bfloat16 else 4)
+        holders = 1 if work.mesh is None else work.accelerator.num_processes
+        memory = predict_memory(model, rows, options, 2 if work.dtype == torch.bfloat16 else 4, holders)
         say(
             f"{work.source.name}: {len(work.questions)} questions in {len(rows)} rows of "
             f"{sum(map(len, rows)) // len(rows)} tokens, {trainer.order.steps} steps on "
@@ -85,20 +93,31 @@ def run(
             f"weights to train; predicted, roughly: at least {size(memory)} of memory a process"
         )
     state = StateFile(out, _identity(work, rows, options))
+    half = (trainer.order.steps + 1) // 2
     if state.step() < trainer.order.steps and work.accelerator.is_main_process:
+        old = [out / MERGED, out / ADAPTER, out / JUDGED / "after", *[out / gates.HALFWAY] * (state.step() < half)]
         try:  # measurements of the untuned model stay
-            for folder in (out / MERGED, out / ADAPTER, out / JUDGED / "after"):
+            for folder in old:
                 if folder.exists():
                     shutil.rmtree(folder)
         except OSError as e:
             raise ExportError(f"cannot clear {out} ({e.strerror}); name another --out") from e
     work.accelerator.wait_for_everyone()
-    trainer.run(state, out, lambda done, total: report("training", done, total))
+
+    def trained(done: int, total: int) -> None:
+        report("training", done, total)
+
+    if options.gates and options.full_share < 1:  # the control follows none
+        trainer.run(state, out, trained, half)
+        if work.accelerator.is_main_process and not (out / gates.HALFWAY / gates.CHOSEN).exists():
+            if state.step() > half:
+                raise RequestError(f"{out} lacks what its gates chose halfway; remove it to begin again")
+            items = [question.item for question in work.questions]
+            gates.choose(work.source, Changed.of(decoder, work.source), items, options, out, report)
+        work.accelerator.wait_for_everyone()
+        trainer.follow(gates.chosen(out, len(work.questions)))
+    trainer.run(state, out, trained)
     main, steps = work.accelerator.is_main_process, trainer.order.steps
-    # The wrapped model goes before the process group: as the group's last owner it would end it while it holds the
-    # interpreter's lock, which a thread of the group may be waiting for.
-    del trainer
-    work.accelerator.free_memory()
     work.accelerator.end_training()
     return _finish(options, work, decoder, rows, steps, out, report) if main else {}
 
@@ -114,12 +133,18 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
     wait = InitProcessGroupKwargs(timeout=timedelta(days=7))
     if options.learning.qlora and find_spec("bitsandbytes") is None:
         raise DeviceError("--qlora needs bitsandbytes; pip install bitsandbytes, or leave --qlora out")
-    for sharding in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):  # as accelerate's launcher says
-        if os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() not in ("", "0", "false"):
-            raise DeviceError(
-                f"accelerate was configured to shard the model ({sharding}), and each process of vtx-tune holds the "
-                "whole model; launch it without sharding, and use --qlora where memory is short"
-            )
+    launched = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "false").lower() for name in SHARDING}
+    [shared, *others] = [kind not in ("", "0", "false") for kind in launched.values()]
+    if any(others):
+        raise DeviceError(
+            f"accelerate was configured for {' and '.join(SHARDING[1:])}, by which vtx-tune does not share a model "
+            "among processes; launch it with --use_fsdp"
+        )
+    if shared and (options.learning.full or options.learning.qlora):
+        raise DeviceError(
+            "accelerate was configured for FSDP, and processes of vtx-tune share only weights that do not learn and "
+            "are not in 4 bits; leave out --full and --qlora, or launch it without --use_fsdp"
+        )
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[wait])
     source = open_source(options.model)
     check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
@@ -138,6 +163,11 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
             "answers and a --ce-weight above 0"
         )
     check_skipped(data.source, len(questions), skipped, "items", "")
+    if shared and (bare := sum(question.answer is None for question in questions)):
+        raise RequestError(
+            f"{bare} of {len(questions)} questions have no answer, which one process alone would have to write, and "
+            "under FSDP it holds no whole model; give data with answers, or launch it without --use_fsdp"
+        )
     make_folder(out)
     all_skipped = (*data.skipped, *skipped)
     if accelerator.is_main_process:
@@ -148,7 +178,8 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
             say(f"skipped {line}")
     bf16 = options.dtype == "bf16" or (options.dtype == "auto" and accelerator.device.type == "cuda")
     dtype = torch.bfloat16 if bf16 else torch.float32
-    return Workspace(source, questions, held_out, all_skipped, data.source, accelerator, dtype)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,)) if shared else None
+    return Workspace(source, questions, held_out, all_skipped, data.source, accelerator, dtype, mesh)
 
 
 def _teacher_answers(
@@ -197,13 +228,18 @@ def _identity(work: Workspace, rows: Sequence[Row], options: TuneOptions) -> str
         contents.update(question.item.digest().encode())
     parts = [
         work.source.fingerprint, contents.hexdigest(), asdict(options.depths), asdict(options.weights),
-        asdict(options.learning), schedule, options.full_share, str(work.dtype), options.reduce,
+        asdict(options.learning), schedule, options.full_share, str(work.dtype), options.reduce, options.gates,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def predict_memory(model: ModelSize, rows: Sequence[Row], options: TuneOptions, element: int) -> int:
-    """Estimated bytes of memory of one process of a training; `element` is the bytes of a base weight."""
+def predict_memory(
+    model: ModelSize, rows: Sequence[Row], options: TuneOptions, element: int, holders: int = 1
+) -> int:  # fmt: skip
+    """Estimated bytes of memory of one process of a training; `element` is the bytes of a base weight.
+
+    `holders` processes share the layers' weights, but for those of the layer that runs.
+    """
     d, learns = model.decoder, len(options.learning.chosen(model.decoder.layers))
     longest, answer = max(map(len, rows)), max(len(row.at) for row in rows)
     kept = longest * (KEPT * d.hidden + 3 * d.ffn)
@@ -211,6 +247,7 @@ def predict_memory(model: ModelSize, rows: Sequence[Row], options: TuneOptions, 
     base = element * d.parameters
     if options.learning.qlora:
         base -= int((element - IN_4_BITS) * d.macs_of(d.every))
+    base -= int(element * (d.macs_of(d.every) - d.layer_macs) * (1 - 1 / holders))
     memory = BASE + base + 4 * (model.vision.parameters if model.vision else 0)
     memory += ADAM_BYTES * learning_weights(model, options) + element * hidden + 4 * LOGITS * answer * d.vocab
     return memory + options.learning.full * element * learns * d.layer_macs  # the teacher's copy of these layers
@@ -239,9 +276,11 @@ def _finish(
     judged = None
     if work.held_out:
         card = out / MERGED / write.CARD
+        items = [question.item for question in work.questions]
+        gating = functools.partial(gates.train, options, items, work.data, out, report) if options.gates else None
         judged = judge(
             work.source, out / MERGED, work.held_out, options.packing.max_new_tokens, out / JUDGED, report,
-            options.judged,
+            options.judged, gating,
         )  # fmt: skip
         try:
             with replacing(card) as partial:

@@ -211,4 +211,15 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
         points = "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}..{100 * gain.high:+.1f})"
         kls = " | ".join(f"{p['kl'].mean:.2g}" for p in both)
         lines.append(f"| {point['k'] or 'none'} | {shares} | {points} | {kls} |")
+    for gates in judged.gates[:1]:
+        gain, ahead = (
+            f"{100 * each.mean:+.1f} ({100 * each.low:+.1f}..{100 * each.high:+.1f})"
+            for each in (gates.gained, gates.ahead)
+        )
+        lines += [
+            "",
+            f"Under its gates {gates.full_layers:.1f} layers see the image on average, and {gates.right.share:.1%} "
+            f"({gates.right.low:.1%}..{gates.right.high:.1%}) are right: {gain} points beside the base model without "
+            f"withdrawal, {ahead} beside this one at {gates.fixed}, paired by question.",
+        ]
     return "\n".join(lines) + "\n"

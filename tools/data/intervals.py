@@ -81,12 +81,6 @@ def clustered_share(hits: NDArray[np.float64], counts: NDArray[np.float64]) -> S
     return ShareInterval(share, *wilson(share, effective_count(hits, counts)), int(counts.sum()))
 
 
-def share_interval(hits: int, count: int) -> ShareInterval:
-    """A share of `count` and its Wilson interval."""
-    low, high = wilson(hits / count, count)
-    return ShareInterval(hits / count, low, high, count)
-
-
 def wilson(share: float, count: float) -> tuple[float, float]:
     """The Wilson interval of a share of `count`, which need not be whole; it contains the share despite rounding."""
     z2 = NORMAL**2 / count

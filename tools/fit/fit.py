@@ -69,7 +69,7 @@ def check_enough(questions: Questions, held_out: Sequence[int], budget: Budget) 
         same = "stay right where they were" if budget.of_right else "stay the same"
         alike = "; questions about one image count as one" if have < asked else ""
         raise RequestError(
-            f"{questions.data.source} has {counted(asked, 'question')} about {counted(have, 'image')}, half of which "
+            f"{questions.data.source}: {counted(asked, 'question')} about {counted(have, 'image')}, half of which "
             f"are held out, and to show that {100 * budget.keep:g}% of the answers {same} takes at least "
             f"{counted(least, 'image')} held out, {2 * least} in all, if no answer changes{alike}; give more, or a "
             f"{'larger --accuracy-drop' if budget.of_right else 'lower --keep'}"

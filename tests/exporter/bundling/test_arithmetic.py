@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.support.bundles import IGNORE, export
+from tests.support.bundles import IGNORE, copy, export
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import arithmetic
 from vtx.exporter.bundling.arithmetic import candidates, measure_arithmetic
@@ -113,11 +113,23 @@ def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_i
     assert default_compute(manifest, "openvino") != "int8"
 
 
+def test_questions_about_one_image_are_not_taken_as_independent(demo: Bundle, tmp_path: Path) -> None:
+    """36 of 36 answers stay the same about nine scenes: four of a scene's may have changed together."""
+    folder = copy(demo.folder, tmp_path / "b")
+    kinds = [kind for kind in ("bf16", "int8") if kind in demo.manifest.arithmetic][:1]
+    measure_arithmetic(folder, kinds, Data("the drawn scenes", scene_items(ENOUGH // 4, 4)), IGNORE)
+    manifest = Bundle.open(folder).manifest
+    found = manifest.record["arithmetic"]
+    assert (found["questions"], found["images"]) == (ENOUGH, 9)
+    for kind in kinds:
+        assert found[kind]["kept"] == ENOUGH
+        assert found[kind]["low"] == pytest.approx(0.701, abs=1e-3)
+    assert manifest.arithmetic == ()
+
+
 def test_few_questions_prove_nothing_and_a_failing_engine_is_recorded(
     demo: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.support.bundles import copy
-
     folder = copy(demo.folder, tmp_path / "b")
 
     def failing(*given: Any, compute: str, **more: Any) -> Any:

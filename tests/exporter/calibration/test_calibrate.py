@@ -16,6 +16,7 @@ import torch
 from tests.support.bundles import export
 from tests.support.calibrating import ALL, GQA, KS, Checkpoints, measure, questions
 from tests.support.exported import DEVICES
+from tests.support.families.gemma import GEMMA3
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN3
 from tests.support.reference import Reference
@@ -122,11 +123,13 @@ def test_without_answers_only_the_next_token_is_compared(tiny_checkpoint: Checkp
     np.testing.assert_allclose([r.kl for r in without], [r.kl for r in with_answers], rtol=1e-4)
 
 
+@pytest.mark.parametrize("tiny", [GQA, GEMMA3], ids=lambda tiny: tiny.family)
 def test_attention_is_as_transformers_gives_it(
-    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path, tiny: Tiny
 ) -> None:
-    data, model = questions(images=2, count=1), reference(GQA)
-    row = measure(tiny_checkpoint(GQA), data, tmp_path, replace(ALL, max_new_tokens=0, attention=True)).results[0]
+    """Of Gemma 3 within windows, and in its own scale."""
+    data, model = questions(images=2, count=1), reference(tiny)
+    row = measure(tiny_checkpoint(tiny), data, tmp_path, replace(ALL, max_new_tokens=0, attention=True)).results[0]
     inputs, _ = stated(model, data.items[0])
     with torch.inference_mode():
         layers = model.model(**inputs, output_attentions=True).attentions

@@ -19,7 +19,11 @@ from vtx.exporter.calibration.choosing import (
 from vtx.exporter.calibration.report import ItemResult, Measurement, make_curve
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.choice import RecordedChoice, changed_answers
-from vtx.tools.data.intervals import MeanInterval, ShareInterval, mean_intervals, share_interval
+from vtx.tools.data.intervals import MeanInterval, ShareInterval, mean_intervals, wilson
+
+
+def share_interval(hits: int, count: int) -> ShareInterval:
+    return ShareInterval(hits / count, *wilson(hits / count, count), count)
 
 
 def curve(

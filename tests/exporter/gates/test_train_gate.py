@@ -334,12 +334,15 @@ def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
-def held(fires_at: Sequence[int | None], same_from: Sequence[int], known: bool = True) -> HeldOut:
+def held(
+    fires_at: Sequence[int | None], same_from: Sequence[int], known: bool = True, per_image: int = 1
+) -> HeldOut:  # fmt: skip
     """Items whose gates fire first at that K, and whose answer is the full model's from that K on."""
     odds = np.array([[0.9 if k == at else 0.1 for k in KS] for at in fires_at], np.float32)
     same = np.array([[k >= at for k in KS] + [True] for at in same_from])
     right = same.astype(np.uint8) if known else np.full(same.shape, 2, np.uint8)
-    return HeldOut(KS, odds, same, right, np.tile([20, 16], (len(same), 1)))
+    images = [n // per_image for n in range(len(same))]
+    return HeldOut(KS, odds, same, right, np.tile([20, 16], (len(same), 1)), images)
 
 
 @pytest.fixture(scope="module")
@@ -354,6 +357,17 @@ def test_gates_that_know_the_question_win(size: Any) -> None:
     assert found.gates[0].fixed_at_equal_cost.agreement == 0.5
     assert found.verdict.endswith("the gates are better here.")
     assert found.gates[0].exits == {"2": 50, **dict.fromkeys(map(str, KS[1:-1]), 0), "8": 50, "none": 0}
+
+
+def test_questions_about_one_image_are_not_taken_as_independent(size: Any) -> None:
+    """Ten questions an image, kept from K = 2 or only from 8: a win over ten images is not one over a hundred."""
+    leave = [2] * 60 + [8] * 40
+    alone, together = (judge(held(leave, leave, per_image=count), size).gates[0] for count in (1, 10))
+    assert (alone.agreement, alone.difference) == (together.agreement, together.difference) == (1.0, 0.4)
+    assert alone.agreement_interval == pytest.approx((0.963, 1.0), abs=1e-3)
+    assert together.agreement_interval == pytest.approx((0.722, 1.0), abs=1e-3), "Wilson's interval of 10 in 10"
+    narrow, wide = (high - low for low, high in (alone.difference_interval, together.difference_interval))
+    assert 2.5 * narrow < wide < 4 * narrow
 
 
 def test_gates_that_guess_lose_to_a_fixed_k(size: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections import Counter
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny import random_image
 from vtx.exporter.tuning.options import AROUND, Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
 from vtx.exporter.tuning.tune import open_workspace
 from vtx.runtime.errors import DeviceError, RequestError, VtxError
@@ -54,6 +56,7 @@ def test_a_k_that_cannot_be_is_refused(k: str) -> None:
         lambda: Packing(questions=0),
         lambda: TuneOptions(Depths(2, 3), full_share=1.1),
         lambda: TuneOptions(Depths(2, 3), items=0),
+        lambda: TuneOptions(Depths(2, 3), held_out=0, gates=True),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: object) -> None:
@@ -73,13 +76,34 @@ def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("sharding", ["FSDP", "DEEPSPEED"])
-def test_a_launcher_that_shards_the_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: str
+@pytest.mark.parametrize(
+    ("sharding", "learning", "message"),
+    [
+        ("DEEPSPEED", Learning(), r"DEEPSPEED.* launch it with --use_fsdp"),
+        ("FSDP", Learning(full=True), "FSDP.* leave out --full and --qlora"),
+        ("FSDP", Learning(qlora=True), "FSDP.* leave out --full and --qlora"),
+    ],
+)
+def test_a_launcher_that_shards_otherwise_than_vtx_tune_does_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: str, learning: Learning, message: str
 ) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
-    with pytest.raises(DeviceError, match=rf"\({sharding}\), and each process of vtx-tune holds the whole model"):
-        open_workspace(TuneOptions(Depths(2, 3)), tmp_path / "out", lambda _: None)
+    monkeypatch.setattr("vtx.exporter.tuning.tune.find_spec", lambda _: True)  # bitsandbytes is there
+    with pytest.raises(DeviceError, match=message):
+        open_workspace(TuneOptions(Depths(2, 3), learning=learning), tmp_path / "out", lambda _: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_that_share_the_model_refuse_questions_without_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_image(0).save(tmp_path / "a.png")
+    lines = [{"image": "a.png", "question": "what?", "answer": "a dog"}, {"image": "a.png", "question": "where?"}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    options = TuneOptions(Depths(2, 3), data=str(tmp_path / "data.jsonl"), items=2, held_out=0)
+    with pytest.raises(RequestError, match=r"1 of 2 questions have no answer.* give data with answers"):
+        open_workspace(options, tmp_path / "out", lambda _: None)
     assert not (tmp_path / "out").exists()
 
 

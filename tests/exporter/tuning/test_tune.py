@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -25,10 +26,15 @@ from tests.support.families import qwen
 from tests.support.faults import Disk, failing
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
+from vtx.exporter.calibration.report import ItemResult, Measurement
 from vtx.exporter.calibration.source import open_source
-from vtx.exporter.tuning import train
-from vtx.exporter.tuning.judge import judge
+from vtx.exporter.gates.fit import FitOptions
+from vtx.exporter.gates.report import THRESHOLDS, HeldOut
+from vtx.exporter.graphs.gates import read_gates
+from vtx.exporter.tuning import gates, train
+from vtx.exporter.tuning.judge import gated, judge
 from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
+from vtx.exporter.tuning.packing import pack
 from vtx.exporter.tuning.tune import open_workspace, run
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
@@ -40,17 +46,20 @@ pytestmark = pytest.mark.skipif(
 )
 TINY = Tiny(layers=4)
 QUESTIONS = ("red?", "how many circle shapes are there?")
-SCRIPT = """  # as the installed command is; a wrapped model would end the process group, and may wait for it forever
-import gc
-from accelerate import Accelerator
-from torch.nn.parallel import DistributedDataParallel
-end = Accelerator.end_training
-def ending(self):
-    assert not any(type(x) is DistributedDataParallel for x in gc.get_objects()), "a wrapped model is left"
-    end(self)
-Accelerator.end_training = ending
-from vtx.cli import tune
-tune()
+SCRIPT = """  # as the installed command is; it says what share of the layers' weights this process holds
+import sys
+from torch.distributed.tensor import DTensor
+from vtx.cli import tune as command
+from vtx.exporter.tuning import tune
+load = tune.load_text_model
+def loading(*words):
+    model = load(*words)
+    weights = [(w.to_local().numel() if isinstance(w, DTensor) else w.numel(), w.numel())
+               for w in model.model.layers.parameters()]
+    print("held", sum(own for own, _ in weights) / sum(whole for _, whole in weights), file=sys.stderr)
+    return model
+tune.load_text_model = loading
+command()
 """
 QUIET: Callable[..., None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
 
@@ -78,7 +87,7 @@ def small(data: Path, checkpoint: Path) -> TuneOptions:
     return TuneOptions(
         Depths.parse("2-3"), str(checkpoint), str(data), items=12, held_out=0,
         weights=LossWeights(hidden=0.1), learning=Learning(rank=4, alpha=8), packing=Packing(max_new_tokens=5),
-        schedule=Schedule(lr=5e-3, epochs=4, batch=4, save_every=2),
+        schedule=Schedule(lr=5e-3, epochs=4.0, batch=4, save_every=2),
     )  # fmt: skip
 
 
@@ -217,24 +226,58 @@ def test_bundle_transformers_and_adapters_agree_on_the_tuned_model(
         assert np.abs(original.logits(original.inputs(messages, [image]), k).numpy() - logits).max() > 0.1
 
 
+def launched(folder: Path, options: TuneOptions, *settings: str) -> str:
+    """What two processes say that accelerate's launcher starts on CPUs, with `settings` of its own."""
+    script = folder / "vtx-tune.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    words = [
+        options.data, "--model", options.model, "--k", "2-3", "--items", "12", "--held-out", "0", "--batch", "4",
+        "--epochs", "4", "--lr", "5e-3", "--rank", "4", "--alpha", "8", "--hidden-weight", "0.1", "--save-every", "2",
+        "--max-new-tokens", "5", "--out", str(folder / "out"),
+    ]  # fmt: skip
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_machines", "1"]
+    launch += ["--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, *settings, str(script), *words], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert "6 steps on 2 x cpu" in done.stderr
+    return done.stderr
+
+
 @pytest.mark.slow
 def test_two_processes_as_accelerate_s_launcher_starts_them_learn_what_one_learns(
     whole: Path, options: TuneOptions, tmp_path: Path
 ) -> None:
-    script = tmp_path / "vtx-tune.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    words = [
-        options.data, "--model", options.model, "--k", "2-3", "--items", "12", "--held-out", "0", "--batch", "4",
-        "--epochs", "4", "--lr", "5e-3", "--rank", "4", "--alpha", "8", "--hidden-weight", "0.1",
-        "--max-new-tokens", "5", "--out", str(tmp_path / "out"),
-    ]  # fmt: skip
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *words], capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    assert "6 steps on 2 x cpu" in done.stderr
+    assert launched(tmp_path, options, "--multi_gpu").count("held 1.0\n") == 2
     ours, theirs = weights(tmp_path / "out"), weights(whole)
     assert all(np.allclose(ours[name], tensor, atol=1e-4) for name, tensor in theirs.items())
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_the_model_go_on_with_what_one_began_and_learn_what_one_learns(
+    data: Path, options: TuneOptions, tmp_path: Path
+) -> None:
+    lines = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    full = data.with_name("full.jsonl")
+    full.write_text("".join(json.dumps({"answer": "two", **line}) + "\n" for line in lines), encoding="utf-8")
+    answered = replace(options, data=str(full))
+    tune(answered, tmp_path / "one", QUIET, QUIET)
+
+    def interrupted(phase: str, done: int, total: int) -> None:
+        if (phase, done) == ("training", 3):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(answered, tmp_path / "out", interrupted, QUIET)
+    assert read_header(tmp_path / "out" / "state.safetensors").metadata["step"] == "2"
+    assert launched(tmp_path, answered, "--use_fsdp", "--fsdp_version", "2").count("held 0.5\n") == 2
+    for part in ("adapter/adapter_model.safetensors", "merged/model.safetensors", "state.safetensors"):
+        ours, theirs = (read_header(tmp_path / run / part).tensors for run in ("out", "one"))
+        assert ours.keys() == theirs.keys()
+        for name, info in theirs.items():
+            np.testing.assert_allclose(read_tensor(ours[name]), read_tensor(info), atol=1e-4, err_msg=name)
 
 
 def test_whole_layers_learn_in_bf16_and_no_weight_is_rounded_to_it(options: TuneOptions, tmp_path: Path) -> None:
@@ -298,6 +341,14 @@ def test_engines_judge_as_the_reference_does_and_again_from_what_was_measured(
     assert judge(before, merged, items, 4, tmp_path / "engines", QUIET, "fp32") == made
 
 
+def test_an_item_held_out_that_cannot_be_asked_is_left_out(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    items = [Item((random_image(n),), QUESTIONS[0]) for n in range(5)] + [Item((random_image(5),), "x" * 300)]
+    found = judge(open_source(str(tiny_checkpoint(TINY))), tiny_checkpoint(TINY, 1), items, 2, tmp_path, QUIET)
+    assert found.items == 5
+
+
 def test_the_control_trains_without_withdrawal_on_answers_of_the_data(
     data: Path, options: TuneOptions, tmp_path: Path
 ) -> None:
@@ -312,6 +363,94 @@ def test_the_control_trains_without_withdrawal_on_answers_of_the_data(
         open_workspace(replace(control, data=str(bare)), tmp_path, QUIET)
     report = tune(replace(control, held_out=0), tmp_path, QUIET, QUIET)
     assert report["changed_layers"]
+
+
+# ---- gates in the loop -----------------------------------------------------------------------------------------------
+
+
+def test_the_k_that_gates_choose_for_one_of_a_row_s_questions_is_taken_where_it_is_earlier() -> None:
+    options = TuneOptions(Depths.parse("4-6"), full_share=0.25)
+    plain = train.Order(2, options)
+    order = replace(plain, chosen=[[3, 5], [None, 9]])
+    seen: dict[int, set[int]] = {0: set(), 1: set()}
+    for example in range(600):
+        drawn, k, row = plain.k(example), order.k(example), order.row(example)
+        assert (k is None) == (drawn is None), "the share that all layers see stays"
+        if k is None or drawn is None:
+            continue
+        assert k in {min(drawn, own or drawn) for own in order.chosen[row]}
+        seen[row].add(k)
+    assert seen == {0: {3, 4, 5}, 1: {4, 5, 6}}
+
+
+@pytest.mark.slow
+def test_gates_choose_in_the_second_half_and_are_judged_with_the_tuned_model(
+    options: TuneOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted while the gates are measured halfway: it ends as a run that nothing interrupted."""
+    monkeypatch.setattr(gates, "FITTED", FitOptions(alpha=math.inf, width=16, epochs=30, lr=1e-2))
+    looped = replace(options, items=8, held_out=4, gates=True, full_share=0.0)
+    steps = train.Order(4, looped).steps
+    phases = list[tuple[str, int]]()
+
+    def interrupted(phase: str, done: int, total: int) -> None:
+        if phase == "items" and done:
+            raise KeyboardInterrupt
+        phases.append((phase, done))
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(looped, tmp_path / "cut", interrupted, QUIET)
+    assert max(done for phase, done in phases if phase == "training") == steps // 2
+    reports = {name: tune(looped, tmp_path / name, QUIET, QUIET) for name in ("cut", "whole")}
+    assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "whole")
+    assert reports["cut"]["judged"] == reports["whole"]["judged"]
+    out = tmp_path / "whole"
+    assert [path.name for path in (out / "halfway").iterdir()] == ["chosen.json"]
+
+    any_answer = dict.fromkeys(range(8), np.zeros(1, np.int64))
+    rows = pack(open_workspace(looped, out, QUIET).questions, any_answer, 0, looped.packing, 256)
+    ks = gates.chosen(out, 8)
+    plain = train.Order(len(rows), looped)
+    order = replace(plain, chosen=[[ks[n] for n in row.numbers] for row in rows])
+    batch = looped.schedule.batch
+    for step, line in enumerate(lines_of(out)):
+        followed = order if step >= steps // 2 else plain
+        depths = [followed.k(step * batch + n) for n in range(batch)]
+        assert float(line["k"]) == pytest.approx(np.mean([depth or 0 for depth in depths]), rel=1e-5)
+
+    merged = open_source(str(out / "merged"))
+    made = read_gates(out / "gates.safetensors", merged.config.text, merged.fingerprint)
+    assert tuple(made.by_k) == (2, 3, 4)
+    judged = reports["whole"]["judged"]
+    assert [found["threshold"] for found in judged["gates"]] == list(THRESHOLDS)
+    full = judged["curve"][0]["before"]["right"]["share"]
+    for found in judged["gates"]:
+        assert 1 <= found["full_layers"] <= 4
+        assert found["gained"]["mean"] == pytest.approx(found["right"]["share"] - full)
+        assert found["gained"]["low"] <= found["gained"]["mean"] <= found["gained"]["high"]
+    assert "Under its gates" in (out / "merged" / "README.md").read_text(encoding="utf-8")
+
+
+def test_gates_are_judged_against_both_models_by_question_and_image() -> None:
+    """Four images with five questions each; the gate of K = 2 fires for the first two images, which K = 2 keeps."""
+    ks, images = (2, 3), [n // 5 for n in range(20)]
+    odds = np.array([[0.9 if image < 2 else 0.1, 0.2] for image in images], np.float32)
+    items = [Item((), f"question {n}", "yes") for n in range(20)]
+    digests = tuple(item.digest() for item in items)
+
+    def measured(right: Callable[[int], tuple[bool, ...]]) -> Measurement:
+        results = [ItemResult(None, (0.0,) * 2, (0.0,) * 2, (True,) * 2, None, right(i), image=i) for i in images]
+        return Measurement(ks, tuple(results), (), digests)
+
+    before = measured(lambda image: (image != 3, False, False))  # without withdrawal three of four images are right
+    after = measured(lambda image: (True, image < 2, image < 3))  # at none, K = 2, K = 3
+    held = HeldOut(ks, odds, np.zeros((20, 3), bool), np.zeros((20, 3), np.uint8), np.zeros((20, 2), np.int64), images)
+    found = gated(held, items, before, after)[0]
+    assert (found.threshold, found.full_layers, found.right.share) == (0.5, 2.0, 1.0)
+    assert found.right.low == pytest.approx(0.51, abs=0.01), "Wilson's interval of four images"
+    assert (found.gained.mean, found.fixed, found.ahead.mean) == (0.25, "K = 3", 0.25)
+    assert found.ahead.high == pytest.approx(0.75)
+    assert gated(held, [Item((), "another", "yes")] * 20, before, after) == ()
 
 
 # ---- what can go wrong -----------------------------------------------------------------------------------------------

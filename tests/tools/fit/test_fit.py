@@ -147,6 +147,13 @@ def test_questions_or_a_bundle_that_changed_are_told_apart(bundle: Bundle, quest
     changed = run(bundle, questions, "--check")
     assert changed.exit_code == 1
     assert "the questions or images changed since card.json" in changed.stderr
+    Image.new("RGB", (8, 8), (28, 248, 63)).save(questions.parent / "7.png")  # as it was
+    assert run(bundle, questions, "--check").exit_code == 0
+    lines = questions.read_text().splitlines()
+    for fewer_or_other, now in ((lines[:-1], IMAGES - 1), ([*lines[:-1], lines[-1].replace("red", "blue")], IMAGES)):
+        questions.write_text("\n".join(fewer_or_other))
+        told = run(bundle, questions, "--check")
+        assert f"was made of {IMAGES} questions, now {now}; run vtx-fit again" in told.stderr
 
 
 @pytest.mark.parametrize(
@@ -164,6 +171,12 @@ def test_too_few_images_are_refused_with_the_number_that_would_do(
     assert done.exit_code == 1
     assert words in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_drawn_scenes_are_as_many_as_asked_for(bundle: Bundle, tmp_path: Path) -> None:
+    assert "give a number, e.g. --samples 1200" in run(bundle, Path("scenes")).stderr
+    done = run(bundle, Path("scenes"), "--samples", "20", "--out", str(tmp_path / "out"))
+    assert "the drawn scenes: 20 questions about 20 images, half of which are held out" in done.stderr, done.output
 
 
 def test_a_question_that_does_not_fit_is_left_out_for_all_and_named(bundle: Bundle, questions: Path) -> None:
@@ -195,6 +208,9 @@ def test_a_drop_of_accuracy_counts_the_right_answers_that_are_lost(bundle: Bundl
             with model.open(questions.parent / line["image"]) as image:
                 full = image.ask(line["question"], None, reduce="none", max_new_tokens=int(TOKENS)).text
             line["answer"] = (full or "?") if number % 2 else "nobody says this"
+    questions.write_text("".join(json.dumps(line | {"answer": line["answer"] * (n != 4)}) + "\n"
+                                 for n, line in enumerate(lines)))  # fmt: skip
+    assert "1 of 30 questions have no answer" in run(bundle, questions, "--accuracy-drop", "45", keep="").stderr
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = run(bundle, questions, "--accuracy-drop", "45", "--json", keep="")
     assert done.exit_code == 0, done.output

@@ -11,7 +11,7 @@ import pytest
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.bounds import ImageLosses
 from vtx.tools.fit.asking import TimedAnswer
-from vtx.tools.fit.fit import TURNS, excess, turns_for, verdict
+from vtx.tools.fit.fit import FURTHER, TURNS, excess, measure_turns, turns_for, verdict
 from vtx.tools.fit.fit import evidence_of as evidence
 from vtx.tools.fit.search import FINALISTS, Budget, planned, search
 from vtx.tools.fit.settings import Setting
@@ -150,6 +150,29 @@ def test_too_few_times_are_never_in_time() -> None:
     assert excess(few, Budget(0.9, first_token_ms=50.0)) == np.inf
     assert excess(few, Budget(0.9, first_token_ms=50.0), estimated=True) == 0
     assert excess(few, Budget(0.9)) == 0
+
+
+class Busy(Made):
+    """Its machine is slower in some turns, by these factors."""
+
+    factors: Sequence[float]
+
+    def reply(self, made: Setting, number: int, turn: int = 0) -> TimedAnswer:
+        ms = self.factors[turn] * self.ms[made.k]  # type: ignore[index]
+        return TimedAnswer("", ms / 2, ms / 10, ms)
+
+
+def test_times_are_measured_again_until_two_turns_agree_and_no_turn_is_left_out() -> None:
+    busy = Busy({4: 10.0, 5: 11.0}, {})
+    settings, most = [of(4), of(5)], 2 + FURTHER
+    for factors, expected in (
+        ([1.0, 1.05], (2, True)), ([3.0, 1.0, 1.05], (3, True)), ([3.0, 1.5, 1.0, 1.0], (4, True)),
+        ([3.0, 2.0, 1.5, 1.0], (4, False)),
+    ):  # fmt: skip
+        busy.factors = factors
+        turns, quiet = measure_turns(settings, range(20), busy, 2)
+        assert (len(turns), quiet) == expected
+        assert len(turns) <= most
 
 
 def test_turns_are_as_many_as_a_bound_needs() -> None:

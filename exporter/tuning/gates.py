@@ -1,0 +1,74 @@
+"""Gates in the loop of a tuning: halfway they choose the K of what follows; at its end they are trained anew."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vtx.exporter.calibration.source import OpenedModel, open_source
+from vtx.exporter.gates.fit import FitOptions, write_gates
+from vtx.exporter.gates.report import THRESHOLDS, HeldOut, all_odds, exits
+from vtx.exporter.gates.train import gates_of
+from vtx.exporter.gates.workdir import MeasureOptions
+from vtx.exporter.reference.prompts import Source
+from vtx.exporter.tuning.judge import deployed
+from vtx.exporter.tuning.options import TuneOptions
+from vtx.exporter.tuning.write import Changed, write_merged
+from vtx.runtime.errors import RequestError
+from vtx.runtime.units import Progress
+from vtx.tools.common.files import write_json
+from vtx.tools.data.items import Item
+
+GATES, HALFWAY, CHOSEN = "gates.safetensors", "halfway", "chosen.json"
+FITTED = FitOptions(alpha=math.inf)  # labels by the answer alone: a cross-entropy near 0 is bounded by noise
+
+
+def choose(
+    source: Source, changed: Changed, items: Sequence[Item], options: TuneOptions, out: Path, report: Progress
+) -> None:  # fmt: skip
+    """Train gates on the model as it is now, and write the K that they choose for each of `items`, None for none."""
+    folder = out / HALFWAY
+    merged, bundle, measured = folder / "merged", folder / "bundle", folder / "measured"
+    if not merged.exists():
+        write_merged(source, changed, merged, "")
+    model = open_source(str(merged))
+    if options.judged is not None:
+        model = deployed(model, options.judged, bundle, report)
+    work, gates = gates_of(model, items, (), _measuring(options), FITTED, measured, report)
+    ks, columns = (*sorted(gates), None), exits(all_odds(work, gates, held_out=False), THRESHOLDS[0])
+    found = {item.digest(): ks[n] for item, n in zip(work.items(held_out=False), columns.tolist(), strict=True)}
+    write_json(folder / CHOSEN, {"k": [found.get(item.digest()) for item in items]})
+    for each in (merged, bundle, measured):
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def chosen(out: Path, count: int) -> list[int | None]:
+    """The K that `choose` has written for `count` items. Raises RequestError."""
+    path = out / HALFWAY / CHOSEN
+    try:
+        ks = json.loads(path.read_text(encoding="utf-8"))["k"]
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        raise RequestError(f"cannot read {path}, what the gates chose halfway; remove {out} to begin again") from e
+    if not isinstance(ks, list) or len(ks) != count or not all(k is None or type(k) is int for k in ks):
+        raise RequestError(f"{path} is damaged; remove {out} to begin again")
+    return ks
+
+
+def train(
+    options: TuneOptions, learn: Sequence[Item], data: str, out: Path, report: Progress,
+    model: OpenedModel, held_out: Sequence[Item], folder: Path,
+) -> tuple[HeldOut, list[Item]]:  # fmt: skip
+    """Train the gates of the tuned model, measured in `folder`, and write them; the items held out under them."""
+    work, gates = gates_of(model, learn, held_out, _measuring(options), FITTED, folder, report)
+    measured = len(work.items(held_out=False))
+    record: dict[str, Any] = {"items": measured, "epochs": FITTED.epochs_for(measured), "answers": "own", "data": data}
+    write_gates(out / GATES, gates, model.fingerprint, FITTED, record)
+    return HeldOut.measure(work, gates), work.items(held_out=True)
+
+
+def _measuring(options: TuneOptions) -> MeasureOptions:
+    return MeasureOptions(max_new_tokens=options.packing.max_new_tokens)
