@@ -2,10 +2,11 @@
 
     python benchmarks/actions.py                                   # 4 of 18 layers, 6 of 27 of the tower, int8
     python benchmarks/actions.py --layers 18 --tower-layers 27     # the true shape: 9 GB of disk
+    python benchmarks/actions.py --layers 18 --tower-layers 27 --precision bf16 --device openvino:bf16
 
 PaliGemma 3B's and the expert's widths, random weights, three cameras of 224 x 224 pixels that all change at each
 step, ten Euler steps; the vocabulary is of bytes, whose table a step does not read. Each round takes none and the
-three K in turn.
+three K in turn. `--bundle DIR` keeps the bundle there, or measures the one that is there already.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from vtx.exporter.graphs.expert import expert_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import layout
 from vtx.runtime.host.machine import cores
 from vtx.tools.bench.series import Series, shown, spread
@@ -94,27 +96,31 @@ def measure(model: Model, ks: list[int | None], rounds: int, cameras: int) -> di
 
 
 def main(arguments: argparse.Namespace) -> None:
-    layers = arguments.layers
-    ks: list[int | None] = [
-        None,
-        *sorted({min(layers, max(2, round(layers * share) + 1)) for share in (0.25, 0.5, 0.75)}),
-    ]
     rows, figures = [["device", "K", "step, s", "tower", "prompt", "expert", "processor, s"]], list[dict[str, Any]]()
     with scratch(arguments.scratch) as folder:
-        made = checkpoint(folder / "checkpoint", layers, arguments.tower_layers)
-        wanted = tuple(k for k in ks if k is not None)
-        options = ExportOptions(str(made), wanted, arguments.precision, 1024, dialects=("ort", "plain"))
-        run_export(plan_export(options), folder / "bundle", force=False, report=lambda *_: None)
-        (made / "model.safetensors").unlink()
-        for device in arguments.device.split(","):
-            with load(folder / "bundle", device=device, threads=arguments.threads) as model:
-                found = measure(model, ks, arguments.rounds, arguments.cameras)
+        bundle = arguments.bundle or folder / "bundle"
+        if not bundle.exists():
+            layers = arguments.layers
+            made = checkpoint(folder / "checkpoint", layers, arguments.tower_layers)
+            wanted = tuple(sorted({min(layers, max(2, round(layers * share) + 1)) for share in (0.25, 0.5, 0.75)}))
+            options = ExportOptions(str(made), wanted, arguments.precision, 1024, dialects=("ort", "plain"))
+            run_export(plan_export(options), bundle, force=False, report=lambda *_: None)
+            (made / "model.safetensors").unlink()
+        made_of = Bundle.open(bundle).manifest
+        for place in arguments.device.split(",") if arguments.rounds else ():
+            device, _, compute = place.partition(":")
+            with load(bundle, device=device, compute=compute or None, threads=arguments.threads) as model:
+                found = measure(model, [None, *made_of.variants], arguments.rounds, arguments.cameras)
             for k, parts in found.items():
                 whole = parts["step"].median
                 shares = [f"{parts[name].median / whole:.0%}" for name in ("tower", "prompt", "expert")]
-                rows.append([device, str(k or "none"), shown(parts["step"]), *shares, shown(parts["processor"])])
-                figures.append({"device": device, "k": k, **parts})
-    about = {"layers": layers, "tower_layers": arguments.tower_layers, "precision": arguments.precision}
+                rows.append([place, str(k or "none"), shown(parts["step"]), *shares, shown(parts["processor"])])
+                figures.append({"device": place, "k": k, **parts})
+    about = {
+        "layers": made_of.model.layers,
+        "tower_layers": made_of.model.tower.layers,
+        "precision": made_of.precision,
+    }
     print(f"{about}, {arguments.cameras} cameras, {arguments.threads} threads, {arguments.rounds} rounds\n")
     report({**about, "rows": figures}, rows, arguments.json)
 
@@ -125,8 +131,9 @@ if __name__ == "__main__":
     args.add_argument("--tower-layers", type=int, default=6, help="of 27")
     args.add_argument("--precision", default="int8")
     args.add_argument("--cameras", type=int, default=3)
-    args.add_argument("--device", default="cpu,openvino", metavar="NAME,...")
+    args.add_argument("--device", default="cpu,openvino", metavar="DEVICE[:COMPUTE],...")
     args.add_argument("--threads", type=int, default=cores())
-    args.add_argument("--rounds", type=int, default=5)
+    args.add_argument("--rounds", type=int, default=5, help="0: only make the bundle")
+    args.add_argument("--bundle", type=Path, help="folder of the bundle, made here if it does not exist")
     args.add_argument("--scratch", type=Path, help="folder for the weights [default: here]")
     main(args.parse_args())

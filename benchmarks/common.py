@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import psutil
 
 from vtx.runtime.host.machine import cores
 from vtx.runtime.strict import json_value
@@ -20,6 +21,7 @@ from vtx.tools.bench.machine import describe
 from vtx.tools.common.files import write_json
 
 BLOCK = 1 << 22
+BUSY_BEFORE = psutil.cpu_percent(0.5)  # percent of the cores that other work keeps busy
 NAMES = {
     "vision.": "model.vision_tower.",
     "projector.": "model.multi_modal_projector.",
@@ -65,7 +67,7 @@ def report(figures: dict[str, Any], rows: Sequence[Sequence[str]], target: Path 
     about = describe()
     print(f"{about.in_words()}\n\n{markdown(rows)}")
     if target:
-        write_json(target, json_value({"machine": about, **figures}))
+        write_json(target, {"machine": {**json_value(about), "busy_before": BUSY_BEFORE}, **json_value(figures)})
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

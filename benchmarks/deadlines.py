@@ -22,6 +22,7 @@ from benchmarks.common import parser, report
 from benchmarks.pictures import arriving, picture
 from benchmarks.serving import ANSWER_SECONDS, SERVE, running
 
+from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.host.machine import cores
 
 
@@ -41,6 +42,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     common = [sys.executable, "-c", SERVE, "--bundle", f"model={given.bundle}", "--port", "0", "--device", given.device]
     common += ["--threads", str(given.threads), "--parallel", "8", "--queue", "64"]
+    about = {"model": given.bundle.name, "precision": Bundle.open(given.bundle).manifest.precision}
     rows, rates = list[dict[str, Any]](), [float(rate) for rate in given.rates.split(",")]
     for name, words in {
         "chosen by load": ["--adapt", str(given.report), "--max-accuracy-drop", given.drop], "none": []
@@ -50,7 +52,7 @@ def main() -> None:
             for n in range(3):
                 asked(port, picture(n), given.tokens, 60_000, fixed)
             rows += [
-                {"method": name, "rate": rate, **under(port, rate, number, given, fixed)}
+                {**about, "method": name, "rate": rate, **under(port, rate, number, given, fixed)}
                 for number, rate in enumerate(rates, 1)
             ]
     table = [["", "requests/s", "in time", "refused", "expected", "methods"]]

@@ -196,6 +196,10 @@ def clocks(kept: Kept, setting: Setting) -> tuple[float, float | None]:
     return p99([r.first_token_ms for r in replies]), p99(decoded) if decoded else None
 
 
+def mean(values: list[float], form: str) -> str:
+    return form.format(np.mean(values)) if values else "-"
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("bundles", type=Path, nargs="+")
@@ -208,7 +212,8 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=1)
     args = options.parse_args()
     kept = collect(args.bundles, scene_items(args.images), args.timed, args.out, args.threads)
-    medians = sorted(clocks(kept, s)[0] for s in kept.settings)
+    keeping = [s for s in kept.settings if share(kept, s, range(args.images)) <= 0.05]
+    medians = sorted(clocks(kept, s)[0] for s in keeping)
     smallest = min(s.on.memory for s in kept.settings)
     light = [s for s in kept.settings if s.on.memory == smallest]
     limit = 1.2 * medians[len(medians) // 2]
@@ -229,14 +234,14 @@ def main() -> None:
         best = [row["exhaustive"] or "nothing" for row in rows]
         table.append([
             name, f"{often} ({names.count(often)})",
-            f"{100 * np.mean([r['unseen'] for r in rows if r['chosen']]):.2f}%",
+            mean([100 * r["unseen"] for r in rows if r["chosen"]], "{:.2f}%"),
             f"{run['kept_bound']} of {run['found']}",
             "-" if run["in_time"] is None else f"{run['in_time']} of {run['found']}",
             "-" if run["in_time"] is None else f"{run['under_p99_upper']} of {run['found']}",
-            f"{np.mean([r['ms'] for r in rows if r['ms']]):.1f}",
+            mean([r["ms"] for r in rows if r["ms"]], "{:.1f}"),
             f"{np.mean([r['asked'] for r in rows]):.0f}", max(set(best), key=best.count),
             f"{run['exhaustive_kept_bound']} of {sum(r['exhaustive'] is not None for r in rows)}",
-            f"{np.mean([r['exhaustive_ms'] for r in rows if r['exhaustive_ms']]):.1f}",
+            mean([r["exhaustive_ms"] for r in rows if r["exhaustive_ms"]], "{:.1f}"),
             str(run["exhaustive_asked"]),
         ])  # fmt: skip
         firsts = [r.first_token_ms for s in kept.settings if short_name(s) == often for r in kept.replies[s]]

@@ -1,11 +1,13 @@
 """A bundle beside transformers on the same GPU, in turn in one run: first token per K, decode, second question, K/V.
 
 Both sides get the same picture and question. transformers runs the checkpoint in float16, or with `--device cpu`, which
-is for trying the script out, in float32. Where there is no GPU, one line says so.
+is for trying the script out, in float32. With `--genai` also onnxruntime-genai, which has no LLaVA: its decoder alone,
+on a text of as many tokens. Where there is no GPU, one line says so. `--lines FILE` appends a JSON line for each side.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +20,18 @@ from PIL import Image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.host.gpu import find_gpu
+from vtx.runtime.host.machine import version
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.strict import json_value
 from vtx.tools.bench.series import shown, spread
 
 QUESTION = "Describe everything in this picture."
 SECOND = "What is in its upper left corner?"
+PACKAGES = (
+    "tensorrt", "tensorrt-rtx", "cuda-python", "onnxruntime-gpu", "onnxruntime", "onnxruntime-genai-cuda",
+    "onnxruntime-genai", "torch", "transformers",
+)  # fmt: skip
 Times = dict[str, float]
 
 
@@ -94,6 +102,28 @@ class Theirs:
         return int(self.torch.cuda.max_memory_allocated()) if self.device == "cuda" else 0
 
 
+class Genai:
+    """The checkpoint's decoder in onnxruntime-genai, from a folder that its model builder made (`-e cuda -p fp16`)."""
+
+    def __init__(self, folder: Path) -> None:
+        import onnxruntime_genai
+
+        self.genai, self.model = onnxruntime_genai, onnxruntime_genai.Model(str(folder))
+
+    def run(self, ids: Any, image_token: int, question: int, tokens: int) -> Times:
+        """`ids` with text in the image's place; the second question is the last `question` of them again."""
+        text = np.array([3 + n % 200 if id == image_token else id for n, id in enumerate(ids.tolist())], np.int32)
+        params = self.genai.GeneratorParams(self.model)
+        params.set_search_options(max_length=len(ids) + tokens + 2, min_length=len(ids) + tokens + 2, do_sample=False)
+        made = self.genai.Generator(self.model, params)
+        found = {"prefill, K = none": timed(lambda: (made.append_tokens(text), made.generate_next_token()))}
+        decode = timed(lambda: [made.generate_next_token() for _ in range(tokens)])
+        found["one token, K = none"] = decode / tokens
+        made.rewind_to(len(ids) - question)
+        again = timed(lambda: (made.append_tokens(text[-question:]), made.generate_next_token()))
+        return {**found, "second question, K = none": again}
+
+
 def timed(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
@@ -105,6 +135,8 @@ def main() -> None:
     args.add_argument("checkpoint", type=Path)
     args.add_argument("bundle", type=Path, help="of that checkpoint, with engines for this GPU")
     args.add_argument("--device", default="tensorrt", choices=["tensorrt", "cuda", "cpu"])
+    args.add_argument("--genai", type=Path, help="a model of onnxruntime-genai with the checkpoint's decoder")
+    args.add_argument("--lines", type=Path, help="append a line of JSON for each side to this file")
     args.add_argument("--rounds", type=int, default=10)
     args.add_argument("--tokens", type=int, default=32)
     given = args.parse_args()
@@ -117,28 +149,43 @@ def main() -> None:
     theirs = Theirs(given.checkpoint, "cpu" if given.device == "cpu" else "cuda")
     rng = np.random.default_rng(0)
     picture = model.loaded.prepare(Image.fromarray(rng.integers(0, 256, (336, 336, 3), dtype=np.uint8)))
-    ids = prompt_of(model, picture).ids
-    sides: dict[str, list[Times]] = {"vtx": [], "transformers": []}
+    prompt = prompt_of(model, picture)
+    runs: dict[str, Callable[[], Times]] = {
+        "vtx": lambda: ours(model, picture, given.tokens),
+        "transformers": lambda: theirs.run(prompt.ids, picture.pixels[None], given.tokens),
+    }
+    if given.genai is not None:
+        genai, question = Genai(given.genai), len(prompt.ids) - prompt.prefix_length
+        image_token = model.manifest.text.image_token_id
+        runs["onnxruntime-genai"] = lambda: genai.run(prompt.ids, image_token, question, given.tokens)
+    sides: dict[str, list[Times]] = {name: [] for name in runs}
     for number in range(given.rounds + 1):
-        pair = (("vtx", lambda: ours(model, picture, given.tokens)),
-                ("transformers", lambda: theirs.run(ids, picture.pixels[None], given.tokens)))  # fmt: skip
-        for name, run in pair if number % 2 else pair[::-1]:
-            found = run()
+        for name in runs if number % 2 else reversed(runs):
+            found = runs[name]()
             if number:  # the first round warms up
                 sides[name].append(found)
     figures = {
         name: {what: spread([times[what] for times in rounds]) for what in rounds[0]} for name, rounds in sides.items()
     }
-    rows = [["ms", "vtx", "transformers"]]
-    for what, series in figures["vtx"].items():
-        other = figures["transformers"].get(what)
-        rows.append([what, shown(series), shown(other) if other else ""])
+    rows = [["ms", *figures]]
+    for what in dict.fromkeys(what for of_one in figures.values() for what in of_one):
+        rows.append([what, *(shown(of_one[what]) if what in of_one else "" for of_one in figures.values())])
+    memory = {"vtx": (held[1] - held[0]) / 1e9 if held else None, "transformers": theirs.memory / 1e9}
     if held:
-        rows.append(
-            ["memory, GB", f"{(held[1] - held[0]) / 1e9:.2f}, engines and buffers", f"{theirs.memory / 1e9:.2f}, peak"]
-        )
+        cells = [f"{memory['vtx']:.2f}, engines and buffers", f"{memory['transformers']:.2f}, peak"]
+        rows.append(["memory, GB", *cells, *[""] * (len(figures) - 2)])
     print(f"GPU: {gpu.name}, compute capability {gpu.sm}" if gpu else "no GPU")
     report({"device": given.device, "tokens": given.tokens, **figures}, rows, given.json)
+    if given.lines is not None:
+        about = {
+            "gpu": gpu.name if gpu else None, "driver_cuda": gpu.cuda if gpu else None, "device": given.device,
+            "bundle": given.bundle.name, "precision": model.manifest.precision, "rounds": given.rounds,
+            "prompt_tokens": len(prompt.ids), "versions": {name: version(name) for name in PACKAGES if version(name)},
+        }  # fmt: skip
+        with given.lines.open("a", encoding="utf-8") as out:
+            for name, series in figures.items():
+                line = {"side": name, **about, "memory_gb": memory.get(name), "ms": series}
+                out.write(json.dumps(json_value(line)) + "\n")
 
 
 if __name__ == "__main__":

@@ -60,19 +60,20 @@ def main() -> None:
     }
     if given.llama is not None:
         sides["llama.cpp's server"] = llama(given), {}
+    about = {"model": given.shape, "precision": given.precision, "tokens": given.tokens, "amx": not given.no_amx}
     rows = list[dict[str, Any]]()
     for name, (command, extra) in sides.items():
         with running(command, given.work / "load.log") as (port, _):
             for n in range(2):
                 asked(port, picture(n), given.tokens, extra)
             rows += [
-                {"side": name, "rate": rate, **under(port, rate, n, given, extra)} for n, rate in enumerate(rates, 1)
+                {**about, "side": name, "rate": rate, **under(port, rate, n, given, extra)}
+                for n, rate in enumerate(rates, 1)
             ]
     table = [["", "requests/s", "requests", "failed", "first token, s: p50", "p99", "whole answer, s: p50", "p99"]]
     for row in rows:
         times = [f"{row[what][share]:.2f}" for what in ("first_s", "whole_s") for share in ("p50", "p99")]
         table.append([row["side"], f"{row['rate']:g}", str(row["requests"]), str(row["failed"]), *times])
-    about = {"model": given.shape, "precision": given.precision, "tokens": given.tokens, "amx": not given.no_amx}
     report({**about, "rows": rows}, table, given.json)
 
 

@@ -6,6 +6,7 @@
     python benchmarks/make_checkpoint.py internvl3-8b build/internvl3-8b
     python benchmarks/make_checkpoint.py video-llava-7b build/video-llava-7b
     python benchmarks/make_checkpoint.py video-small build/video-small      # for clips.py: no model's shape
+    python benchmarks/make_checkpoint.py kv-of-7b build/kv-of-7b            # for conversations.py: a 7B's K and V
 
 Float16 safetensors shards, with a byte-level tokenizer of the full vocabulary size, image processor settings and a chat
 template. Tensors have the public hub's names for LLaVA-1.5, and for other families the names that vtx gives them, which
@@ -59,12 +60,14 @@ class Shape:
     kv_heads: int | None = None
     image_token: int = 32000
     tower: tuple[int, int, int, int] = (24, 1024, 4096, 16)  # layers, hidden, ffn, heads
+    head_dim: int | None = None  # None: hidden / heads
 
 
 SHAPES = {
     "1b": Shape(16, 2048, 5504, 16),
     "llava-1.5-7b": Shape(32, 4096, 11008, 32),
     "llava-1.5-7b-2": Shape(2, 4096, 11008, 32),  # cut to two layers
+    "kv-of-7b": Shape(32, 64, 128, 32, head_dim=128, tower=(2, 64, 128, 2)),
     "llava-1.5-13b": Shape(40, 5120, 13824, 40),
     "llava-next-7b": Shape(32, 4096, 11008, 32, family="llava_next"),
     "video-llava-7b": Shape(32, 4096, 11008, 32, family="video_llava"),
@@ -99,11 +102,13 @@ def vision_tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def text_tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    attended = s.heads * (s.head_dim or s.hidden // s.heads)
     yield "language_model.model.embed_tokens.weight", (s.vocab, s.hidden)
     for layer in range(s.layers):
         prefix = f"language_model.model.layers.{layer}."
-        for part in "qkvo":
-            yield f"{prefix}self_attn.{part}_proj.weight", (s.hidden, s.hidden)
+        for part in "qkv":
+            yield f"{prefix}self_attn.{part}_proj.weight", (attended, s.hidden)
+        yield f"{prefix}self_attn.o_proj.weight", (s.hidden, attended)
         yield f"{prefix}mlp.gate_proj.weight", (s.ffn, s.hidden)
         yield f"{prefix}mlp.up_proj.weight", (s.ffn, s.hidden)
         yield f"{prefix}mlp.down_proj.weight", (s.hidden, s.ffn)
@@ -191,7 +196,8 @@ def write_config(folder: Path, s: Shape) -> None:
               "projection_dim": 768}  # fmt: skip
     text = {"model_type": "llama", "num_hidden_layers": s.layers, "hidden_size": s.hidden, "intermediate_size": s.ffn,
             "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads or s.heads, "vocab_size": s.vocab,
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}  # fmt: skip
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            **({} if s.head_dim is None else {"head_dim": s.head_dim})}  # fmt: skip
     config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "torch_dtype": "float16",
               "image_token_index": s.image_token, "vision_feature_layer": -2, "projector_hidden_act": "gelu",
               "vision_feature_select_strategy": "default", "vision_config": vision, "text_config": text}  # fmt: skip

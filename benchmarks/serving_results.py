@@ -2,8 +2,9 @@
 
     python -m benchmarks.serving_results FOLDER
 
-FOLDER holds any of pictures.json, batches.json, deadlines.json, load.json, load-no-amx.json and towers-*.json, as the
-benchmarks of these names wrote them. Tables of files that are not there stay as they are.
+FOLDER holds any of pictures.json, batches.json, deadlines.json, load.json, load-no-amx.json, towers-*.json,
+conversations-*.json, one-picture-*.json and soak.json, as the commands below wrote them. Tables of files that are not
+there stay as they are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+QUIET_PERCENT = 10  # of the cores busy at most before a measurement on a quiet machine
 PAGE = Path("docs/measurements/serving.md")
 RESULTS = Path("docs/measurements/results/serving.jsonl")
 INTRODUCTION = """# Serving
@@ -57,7 +59,7 @@ def deadlines(found: Any) -> Table:
     columns = ["K and reductions", "requests a second", "kept, %", "refused, %", "expected accuracy", "chosen"]
     rows = []
     for row in found["rows"]:
-        chosen = ", ".join(f"{name} {count}" for name, count in row["methods"].items())
+        chosen = ", ".join(f"{name}: {count}" for name, count in row["methods"].items())
         expected = "" if row["expected"] is None else f"{row['expected']:.3f}"
         shares = f"{100 * row['kept']:.0f}", f"{100 * row['refused']:.0f}"
         rows.append([row["method"], f"{row['rate']:g}", *shares, expected, chosen])
@@ -80,6 +82,25 @@ def towers(found: Any) -> Table:
         for row in found["rows"]
     ]  # fmt: skip
     return ["pictures a pass", "engine", "processor time a picture, ms", "of one a pass"], rows
+
+
+def conversations(found: Any) -> Table:
+    columns = ["K", "used, MB", "held, MB", "process, MB", "reserved at the whole context, MB", "conversations a GB"]
+    rows = [
+        [row["k"], *(f"{row[part] / 1e6:.1f}" for part in ("used", "held", "process", "context")),
+         f"{1e9 / row['process']:.1f}"]
+        for row in found["rows"]
+    ]  # fmt: skip
+    return columns, rows
+
+
+def soak(found: Any) -> Table:
+    sizes = [size for _, size in found["rss_mib"]]
+    requests = ", ".join(f"{count:,} {what}" for what, count in sorted(found["requests"].items()))
+    statuses = ", ".join(f"{status}: {count}" for status, count in sorted(found["statuses"].items()))
+    memory = [f"{size:.0f}" for size in (sizes[0], sizes[len(sizes) // 4], sizes[-1], max(sizes))]
+    columns = ["minutes", "requests", "mutilated bodies by status", "RSS at the start, MiB", "after a quarter"]
+    return [*columns, "at the end", "most"], [[f"{found['rss_mib'][-1][0] / 60:.0f}", requests, statuses, *memory]]
 
 
 # of a file: the heading, what is measured, the command, and the rows of its table
@@ -116,6 +137,31 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
         "Beside llama.cpp's server", "The same, from the same weights, both without AMX.",
         "python -m benchmarks.load --llama BUILD/bin --no-amx", load,
     ),
+    "conversations-cpu": (
+        "Memory of a conversation, K and V as of a 7B, onnxruntime",
+        "A question about a picture of 576 tokens and an answer of 32, each with a picture of its own. The bundle has "
+        "the K and V of LLaVA-1.5 7B (32 layers of 32 heads of 128, float16) and hardly any other weights.",
+        "python -m benchmarks.conversations BUNDLE --device cpu", conversations,
+    ),
+    "conversations-openvino": (
+        "The same on OpenVINO", "As above.",
+        "python -m benchmarks.conversations BUNDLE --device openvino", conversations,
+    ),
+    "one-picture-openvino": (
+        "A further conversation about the same picture, OpenVINO",
+        "Bytes of each after the first, which all share the blocks of the picture.",
+        "python -m benchmarks.conversations BUNDLE --device openvino --one-picture", conversations,
+    ),
+    "one-picture-cpu": (
+        "A further conversation about the same picture, onnxruntime", "Each has a copy of the picture's K and V.",
+        "python -m benchmarks.conversations BUNDLE --device cpu --one-picture", conversations,
+    ),
+    "soak": (
+        "Memory over ten thousand requests",
+        "Eight clients, with and without pictures, at every K and reduction of the bundle, some of whom leave; each "
+        "answer is compared with that of its question alone.",
+        "python -m benchmarks.serving_soak BUNDLE --minutes 10", soak,
+    ),
 }  # fmt: skip
 
 
@@ -128,9 +174,10 @@ def main() -> None:
             found = json.loads(path.read_text(encoding="utf-8"))
             columns, rows = table(found)
             machine = found["machine"]
-            quiet = "" if machine["load_before"] < 1 else f", next to other work (load {machine['load_before']:g})"
-            models = {(row["model"], row["precision"]) for row in found["rows"] if "model" in row}
-            shape = "".join(f", shape {model}, {precision}" for model, precision in models)
+            busy = machine.get("busy_before", 100)
+            quiet = "" if busy < QUIET_PERCENT else f", next to other work ({busy:g}% of the cores busy before)"
+            models = dict.fromkeys((row["model"], row["precision"]) for row in found.get("rows", [found]))
+            shape = "".join(f", {model} in {precision}" for model, precision in models)
             head = {
                 "table": name, "columns": columns, "align": ["---", *["---:"] * (len(columns) - 1)],
                 "caption": f"run on CPU: {machine['cpu']}{shape}{quiet}",

@@ -172,10 +172,13 @@ def main() -> None:
         ["answers that are decoded together", str(described["vtx"]["batch"])],
     ]  # fmt: skip
     report(
-        {"statuses": statuses, "requests": counts, "rss_mib": curve, "batch": described["vtx"]["batch"]},
+        {
+            "model": given.bundle.name, "precision": described["vtx"]["precision"], "statuses": statuses,
+            "requests": counts, "rss_mib": curve, "batch": described["vtx"]["batch"],
+        },
         table,
         given.json,
-    )
+    )  # fmt: skip
     if counts["different"] or any(status >= 500 for status in statuses) or max(sizes) - quarter > given.growth:
         sys.exit("failed")
 

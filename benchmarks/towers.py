@@ -41,9 +41,11 @@ def main() -> None:
                     model.backend.vision(pixels[first : first + number])
                 found[number].append((time.process_time() - started) / max(NUMBERS))
         device, compute = models[1].backend.device, models[1].backend.compute
+        about = {"model": given.bundle.name, "precision": models[1].manifest.vision_precision}
     rows: list[dict[str, Any]] = [
         {
-            "pictures": number, "device": device, "compute": compute, "cpu_s_a_picture": round(median(values), 5),
+            **about, "pictures": number, "device": device, "compute": compute,
+            "cpu_s_a_picture": round(median(values), 5),
             "of_one_a_pass": round(median(v / o for v, o in zip(values, found[1], strict=True)), 3),
         }
         for number, values in found.items()

@@ -1,9 +1,9 @@
 """What `vtx-tune` gains on one model: `python benchmarks/tuning.py --model build/sibling/model --data build/scenes`.
 
-Two targets by three seeds, then, at the first target and seed, each term of the loss alone, and 100, 1,000 and 10,000
-items. All take the same number of steps, so fewer items are seen more often. Every run is judged on items held out, at
-every K, before and after. Runs resume, and one that is done is not done again; `--out`/tuning.json has all of them, the
-table one line each.
+Two targets by three seeds, then, at the first target and seed, each term of the loss alone, 100, 1,000 and 10,000
+items, and gates in the loop with their control. All take the same number of steps, so fewer items are seen more often.
+Every run is judged on items held out, at every K, before and after. Runs resume, and one that is done is not done
+again; `--out`/tuning.json has all of them, the table one line each.
 
 A few hundred items held out tell points apart, not halves of one. `--judge QUESTIONS.jsonl` measures the model and what
 each run made of it on the same questions, of scenes that no run has seen: `--out`/judged.json.
@@ -24,7 +24,7 @@ from vtx.exporter.calibration.report import CalibrationReport, make_report
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.tuning.judge import MAX_DROP, compared
 from vtx.exporter.tuning.options import Depths, LossWeights, Packing, Schedule, TuneOptions
-from vtx.exporter.tuning.tune import tune
+from vtx.exporter.tuning.tune import open_workspace, run
 from vtx.runtime.strict import json_value
 from vtx.tools.common.files import write_json
 from vtx.tools.data.items import read_data
@@ -46,6 +46,8 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, TuneOptions]]:
         yield f"k{args.targets[0]}-{name}-alone", replace(base, weights=TERMS[name])
     for items in (args.items[0], args.items[2]):
         yield f"k{args.targets[0]}-items{items}", replace(base, items=items)
+    for name, share in (("gates", base.full_share), ("gates-control", 1.0)):
+        yield f"k{args.targets[0]}-{name}", replace(base, gates=True, full_share=share)
 
 
 def line(name: str, report: dict[str, Any]) -> str:
@@ -104,7 +106,8 @@ def main() -> None:
         if done.exists():
             results[name] = json.loads(done.read_text(encoding="utf-8"))
         else:
-            results[name] = tune(options, args.out / name, lambda *_: None, print)
+            work = open_workspace(options, args.out / name, print)
+            results[name] = run(work, options, args.out / name, lambda *_: None, print)
         print(line(name, results[name]), flush=True)
         write_json(args.out / "tuning.json", results)
     if args.judge:

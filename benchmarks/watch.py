@@ -1,9 +1,10 @@
 """What does vtx-watch find in a film of drawn shapes, when, and what does reuse between frames save and cost?
 
 Two standing questions are asked about every frame, in ways that take turns frame by frame: a new conversation a frame,
-the watcher without reuse, with reuse of equal frames, of near ones, and only after a change. `--live` shows a film at
-its own rate instead, so that frames are dropped, and measures the time from a frame to its event; `--memory` feeds many
-frames and reads the size of the process. SIGINT ends early, with the figures so far.
+the watcher without reuse, with reuse of equal frames, of near ones by their pictures or by their image tokens, and only
+after a change. `--live` shows a film at its own rate instead, so that frames are dropped, and measures the time from a
+frame to its event; `--memory` feeds many frames and reads the size of the process. SIGINT ends early, with the figures
+so far.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from vtx.tools.watch.outputs import Output
 from vtx.tools.watch.watch import Watcher, capacity
 
 NEAR = 0.06  # about twice what a noise of 3 of 255 changes in these small pictures
+MOVED = 0.1  # a noise of 3 of 255 moves image tokens of the demo by 0.0001, a shape that comes or goes by 0.6 and more
 ANSWER = 4  # tokens
 WAYS: dict[str, dict[str, Any]] = {
     "without reuse": {"reuse": "none"},
     "equal": {"reuse": "equal"},
     "near": {"reuse": "near", "near": NEAR},
+    "embedding": {"reuse": "embedding", "moved": MOVED},
     "changed": {"reuse": "equal", "changed": NEAR},
 }
 MIB = 1 << 20
@@ -65,8 +68,8 @@ class Watching:
     """A watcher over one source whose frames are put by hand."""
 
     def __init__(
-        self, model: Model, *, reuse: str, near: float | None = None, changed: float | None = None,
-        reference: Image.Image | None = None,
+        self, model: Model, *, reuse: str, near: float | None = None, moved: float | None = None,
+        changed: float | None = None, reference: Image.Image | None = None,
     ) -> None:  # fmt: skip
         self.kept, self._closing = Kept(), ExitStack()
         folder = self._closing.enter_context(tempfile.TemporaryDirectory())
@@ -79,7 +82,7 @@ class Watching:
             for name, text in QUESTIONS.items()
         )
         source = SourceConfig(
-            "film", questions, folder=folder, reference=tuple(before), reuse=reuse, near=near,  # type: ignore[arg-type]
+            "film", questions, folder=folder, reference=tuple(before), reuse=reuse, near=near, moved=moved,  # type: ignore[arg-type]
         )  # fmt: skip
         engine = self._closing.enter_context(Engine("watch", model, capacity(model.loaded, 4)))
         self.watcher = Watcher(engine, WatchConfig((source,), status=1e6), outputs=lambda _: [self.kept])
