@@ -127,13 +127,14 @@ test-browser: $(READY) ## the pages of vtx-serve and vtx-watch in a real browser
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"
-	$(BIN)/pytest -m ray -rs tests/exporter/gates/test_train_gate.py tests/tools/batch/test_cluster.py
+	$(BIN)/pytest -m ray -rs tests/exporter/gates/test_train_gate.py tests/tools/batch tests/tools/evaluation
 
 test-suites: $(READY) ## the plug-ins in lmms-eval and VLMEvalKit; each suite in an environment of its own, several GB
 	for suite in lmms-eval vlmevalkit; do \
 		$(PYTHON) -m venv build/$$suite && \
 		build/$$suite/bin/python -m pip install --quiet $(TORCH) && \
-		build/$$suite/bin/python -m pip install --quiet --editable ".[cpu,export,dev]" ./plugins/$$suite || exit 1; \
+		build/$$suite/bin/python -m pip install --quiet --editable ".[cpu,export,dev]" && \
+		build/$$suite/bin/python -m pip install --quiet ./plugins/$$suite || exit 1; \
 	done
 	build/vlmevalkit/bin/python -m pip install --quiet ms-vlmeval
 	build/lmms-eval/bin/python -m pytest -o faulthandler_timeout=3600 -rs tests/plugins/test_lmms_eval.py

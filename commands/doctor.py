@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @click.argument("bundle", type=click.Path(), required=False)
 @options(
     "device", "compute", "require_signature",
-    option("--compare", str, "Compare each graph of two dialects on onnxruntime (ort, plain, trt) or devices "
-           "(openvino, cuda, tensorrt), and find the first difference beyond tolerance.", metavar="A,B"),
+    option("--compare", str, "Compare each graph of two dialects on onnxruntime (ort, ort-cuda, plain, trt, trt10) or "
+           "devices (openvino, cuda, tensorrt), and find the first difference beyond tolerance.", metavar="A,B"),
     option("--json as_json", bool, "Print one JSON object."),
     option("--write-traces", Path, "Run every kind of case and write its ids, masks, slots, positions and logits.",
            metavar="DIR"),

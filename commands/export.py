@@ -22,7 +22,6 @@ from vtx.commands.shared.options import (
     options,
     size_of,
 )
-from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.last import remember, remembered
@@ -82,8 +81,8 @@ def _chosen_ks(
     option("--arithmetic", "auto", "Measure if bf16 and int8 arithmetic keep the answers on the questions of "
            "--calibration [else scenes], and use what does by default: auto, if OpenVINO is installed and the faster "
            "engine; f32, never.", type=click.Choice(["auto", "measured", "f32"])),
-    option("--dialect dialects", str, "Operator sets of the graphs: ort always, trt for TensorRT, plain for OpenVINO "
-           "and others [default: all].", metavar="ort,...",
+    option("--dialect dialects", str, "Operator sets of the graphs: ort always, ort-cuda for onnxruntime on CUDA, trt "
+           "for TensorRT, trt10 for that of JetPack 6, plain for OpenVINO [default: all].", metavar="ort,...",
            callback=lambda _, __, value: DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))),
     option("--reduce reductions", str, "Method that leaves out vision tokens, e.g. mustdrop:192 or "
            "lsm+fastv:k=2,ratio=0.5; repeat for more variants over the same weights. The first is the default.",
@@ -208,9 +207,10 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
 
     from vtx.exporter.bundling.export import run_export
     from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
+    from vtx.runtime.bundle.spec.names import UNTYPED
+    from vtx.runtime.bundle.tensors import float16_overflow
     from vtx.runtime.precision import KV_TYPES, PRECISIONS
     from vtx.runtime.process import STARTED
-    from vtx.runtime.report.golden import float16_overflow
     from vtx.runtime.report.inspect import INT8_KV
     from vtx.runtime.units import duration, size
     from vtx.tools.common.memory import peak
@@ -261,7 +261,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
         ]  # fmt: skip
         default = ", ".join(bundle.manifest.arithmetic) or "none of them"
         note(f"arithmetic: {'; '.join(shares)}; used by default: {default}")
-    if ENGINES["tensorrt"].dialect in bundle.manifest.dialects and (overflow := float16_overflow(bundle)):
+    if not {*bundle.manifest.dialects} <= {*UNTYPED} and (overflow := float16_overflow(bundle)):
         note(f"warning: {overflow}")
     if plan.options.retain is not None:
         retained = bundle.manifest.record["retain"]

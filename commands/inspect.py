@@ -35,8 +35,9 @@ def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
     )
     say(images_seen(facts))
     if "video" in facts:
-        frames = facts["video"]["parameters"]["frames"]
-        say(f"videos: {frames} frames (--frames), {facts['video']['max_tokens']} tokens")
+        video = facts["video"]["parameters"]
+        sampled = f"{video['a_second']:g} frames a second, at most " if "a_second" in video else ""
+        say(f"videos: {sampled}{video['frames']} frames (--frames), {facts['video']['max_tokens']} tokens")
     whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
     if KV_DTYPES[facts["kv_dtype"]].scaled:
         say(INT8_KV)

@@ -54,22 +54,20 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
            "--profile [default: the first that answers]."),
     option("--jetpack", str, "Release of JetPack, for --profile of a Jetson [default: the newest in it].",
            metavar="VERSION"),
-    option("--max-context", int, "Slots of the bundle's KV cache; onnxruntime on CUDA sets all aside in every layer "
-           "[default: 4096]."),
     option("--json as_json", bool, "One JSON object on stdout, and nothing else."),
     "plot",
 )  # fmt: skip
 def plan(
     model: str, picture: tuple[int, int], sequence: int | None, text: int, ks: tuple[int | None, ...],
     reduction: str, precisions: tuple[str, ...], vision_precision: str | None, head_precision: str | None,
-    max_new_tokens: int, profile: str | None, engine: str | None, jetpack: str | None, max_context: int | None,
+    max_new_tokens: int, profile: str | None, engine: str | None, jetpack: str | None,
     as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Compute the cost of a model: arithmetic, weights, KV cache and memory per K and precision."""
     from vtx.exporter.checkpoint.spec import find_size
     from vtx.runtime.host.profiles import load_profile
     from vtx.runtime.policies.spec import parse
-    from vtx.tools.estimate.plan import DEFAULT_CONTEXT, Workload, make_plan
+    from vtx.tools.estimate.plan import Workload, make_plan
     from vtx.tools.estimate.weights import precisions_of
     from vtx.tools.tensorrt.support import choose_engine, engines_on
 
@@ -80,6 +78,8 @@ def plan(
     device = None if profile is None else load_profile(profile)
     size = find_size(model)
     image, views = size.picture(*picture)
+    if size.action_tokens and not given("max_new_tokens"):
+        max_new_tokens = size.action_tokens
     work = Workload(text, image, max_new_tokens, views)
     if sequence is not None:
         work = Workload(text, sequence - text, max_new_tokens)
@@ -90,8 +90,7 @@ def plan(
     counted = choose_engine(engines, engine, jetpack) if engines else None
     costs = make_plan(
         size, work, ks, tuple(parts), device, vision_precision, head_precision,
-        max_context=max_context or DEFAULT_CONTEXT, engine=None if counted is None else counted.cost,
-        reductions=parse(reduction),
+        engine=None if counted is None else counted.cost, reductions=parse(reduction),
     )  # fmt: skip
     seen = picture if sequence is None and size.vision is not None and size.layout is not None else None
     if plot is not None:
@@ -112,6 +111,7 @@ def _show_plan(
     counted: EngineSupport | None,
 ) -> None:  # fmt: skip
     from vtx.runtime.units import size
+    from vtx.tools.estimate.flops import full_schedule, total_flops, with_exit
     from vtx.tools.estimate.plan import ESTIMATE
 
     work, device = costs.workload, costs.profile
@@ -144,17 +144,28 @@ def _show_plan(
          f"{d.total_flops / 1e12:.3g} T ({d.total_ratio:.1%})"]
         for d in costs.depths
     ]  # fmt: skip
+    decoder = costs.model.decoder
+    if decoder.shared is not None:
+        every = full_schedule(decoder.layers, text=work.text, vision=work.vision)
+        share = total_flops(decoder, with_exit(decoder, every)) / total_flops(decoder, every)
+        say(
+            f"layers from {decoder.shared} on run for the prompt's last token alone, without loss: {share:.1%} of the "
+            "decoder's arithmetic, which the rows count"
+        )
     table("arithmetic of the prompt", ["K", "full layers", "calflops", "total"], rows)
     if costs.model.action is not None:
         action = costs.model.action
         say(f"an answer: {action.cameras} cameras, all pictures new, and {action.steps} steps of the expert")
         if device:
             say("counted as the device could do it, weights as stored; which engine answers is not looked up")
+    if tokens := costs.model.action_tokens:
+        say(f"an answer: a new picture and {tokens} tokens, one for each number of an action")
     if counted is not None:
         say(f"counted below for {counted.software}: {counted.cost.note}")
     heads = ["K", "precision", "KV cache", "peak"]
     acts = costs.model.action is not None
-    heads += ["fits", "vision", "prefill", *(("expert", "Hz") if acts else ("per token",))] if device else []
+    heads += ["fits", "vision", "prefill", "expert" if acts else "per token"] if device else []
+    heads += ["Hz"] if device and (acts or costs.model.action_tokens) else []
     able = {*costs.parts} if acts else set() if counted is None else set(counted.answered)
     rows = []
     for depth in costs.depths:
@@ -166,10 +177,10 @@ def _show_plan(
                 size(cost.peak_bytes),
             ]
             if cost.phases is not None and name not in able:
-                row += ["no engine", *("-" for _ in cost.phases)]
+                row += ["no engine"] + ["-"] * (len(heads) - len(row) - 1)
             elif cost.phases is not None:
                 row.append("yes" if cost.fits else "NO")
-                row += [f"{p.ms:.0f} ms" if p.ms >= 100 else f"{p.ms:.3g} ms" for p in cost.phases.values()]
+                row += [f"{p.ms:.0f} ms" if p.ms >= 10 else f"{p.ms:.3g} ms" for p in cost.phases.values()]
                 row += [] if cost.hertz is None else [f"{cost.hertz:.3g}"]
             rows.append(row)
     table(f"memory on {device.name}" if device else "memory", heads, rows)

@@ -65,7 +65,7 @@ def header() -> str:
         "MAX_TEMPLATE_BYTES": text.MAX_TEMPLATE_BYTES, "MAX_TEMPLATE": template.MAX_SOURCE,
         "MAX_PRINTED": template.MAX_OUTPUT, "MAX_TEXT": messages.MAX_TEXT,
         "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
-        "MAX_STEPS": action_spec.MAX_STEPS,
+        "MAX_STEPS": action_spec.MAX_STEPS, "MAX_BINS": action_spec.MAX_BINS, "MAX_NUMBERS": action_spec.MAX_NUMBERS,
         "MAX_LAYERS": model_spec.MAX_LAYERS, "MAX_SIZE": model_spec.MAX_SIZE, "MAX_SEGMENT": model_spec.MAX_SEGMENT,
         "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,
@@ -92,6 +92,7 @@ def header() -> str:
     lines.append(f"inline constexpr RowsOfARun kRowsOfARun[] = {{{', '.join(runs)}}};")
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
     lines.append(f"inline constexpr double kLeastPenalty = {sampling.LEAST_PENALTY};")
+    lines.append(f"inline constexpr double kWidest = {action_spec.WIDEST};")
     return HEAD + "\n".join(lines) + "\n\n}  // namespace vtxcore::names\n"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -194,6 +194,22 @@ def crop_noted_already() -> None:
 
 
 @pytest.fixture(scope="session")
+def pi0_bundle(lasting: Path) -> Path:
+    """A bundle of a tiny pi0; copy it before you change it."""
+    from tests.support.families.pi0 import export_pi0
+
+    return export_pi0(lasting / "pi0")
+
+
+@pytest.fixture(scope="session")
+def openvla(lasting: Path) -> tuple[Path, Path]:
+    """A checkpoint of a tiny OpenVLA, and its bundle; copy them before you change them."""
+    from tests.support.families.openvla import export_openvla
+
+    return export_openvla(lasting / "openvla")
+
+
+@pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_checkpoint(tiny=Tiny(), seed=0)`: the folder of that checkpoint; copy it before you change it."""
 
@@ -256,3 +272,17 @@ def prompts(model: Model) -> list[Prompt]:
     from tests.support.exported import mixed_prompts
 
     return mixed_prompts(model)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Ray cluster on this machine: a head that computes nothing, and two workers of one core."""
+    for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_health_check_period_ms", "500")):
+        monkeypatch.setenv(name, value)
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made.workers = [made.add_node(num_cpus=1) for _ in range(2)]
+    made.wait_for_nodes()
+    yield made
+    made.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -20,6 +21,7 @@ from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Guide
+    from vtx.tools.common.cluster import Cluster
 
 Declare = Callable[[Callable[..., None]], Callable[..., None]]
 PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
@@ -120,6 +122,11 @@ _GUIDING: dict[str, Declare] = {  # by the argument of `_guide` that each fills
     "regex": option("--regex", str, "The answer matches this regular expression."),
     "grammar": option("--grammar", FILE, "The answer is of this grammar, in llguidance's Lark.", metavar="FILE"),
 }
+_CLUSTER: dict[str, Declare] = {  # by the argument of `_cluster` that each fills
+    "ray_address": option("--ray-address", str, "Answer on a Ray cluster: host:port, or auto.", metavar="ADDR"),
+    "ray_gpus": option("--ray-gpus", float, "GPUs of each worker of the cluster, also 0.5 [default: 1 with a --device "
+                       "that is a GPU, else 0].", metavar="N"),
+}  # fmt: skip
 _SHARED: dict[str, Declare] = {
     "data": click.argument("data", default="scenes", metavar="[DATA]"),
     "bundle": option("--bundle", click.Path(), "Bundle directory [default: $VTX_BUNDLE, else the last one exported].",
@@ -158,11 +165,15 @@ def options(*entries: str | Declare) -> Declare:
     """Give a command these options: by name those of several commands, else its own.
 
     The values of those that a bundle is loaded with are its argument `loading`; "guide" stands for the options of
-    guided answers, which are its argument `guide`.
+    guided answers, which are its argument `guide`, and "cluster" for those of a Ray cluster, its argument `cluster`.
     """
-    entries = tuple(name for entry in entries for name in (_GUIDING if entry == "guide" else (entry,)))
-    loading = [entry for entry in entries if isinstance(entry, str) and entry in _LOADING]
-    guiding = [entry for entry in entries if isinstance(entry, str) and entry in _GUIDING]
+    groups = {"guide": _GUIDING, "cluster": _CLUSTER}
+    made_of = [(groups[entry] if isinstance(entry, str) and entry in groups else (entry,)) for entry in entries]
+    entries = tuple(name for names in made_of for name in names)
+    loading, guiding, clustered = (
+        [entry for entry in entries if isinstance(entry, str) and entry in group]
+        for group in (_LOADING, _GUIDING, _CLUSTER)
+    )
 
     def declare(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
@@ -172,11 +183,14 @@ def options(*entries: str | Declare) -> Declare:
             )
             if guiding:
                 given["guide"] = _guide(**{name: values.pop(name) for name in guiding})
+            if clustered:
+                given["cluster"] = _cluster(**{name: values.pop(name) for name in clustered})
             function(**values, **given)
 
         made: Callable[..., None] = collected
+        declared = {**_LOADING, **_GUIDING, **_CLUSTER, **_SHARED}
         for entry in reversed(entries):
-            made = {**_LOADING, **_GUIDING, **_SHARED}[entry](made) if isinstance(entry, str) else entry(made)
+            made = declared[entry](made) if isinstance(entry, str) else entry(made)
         return made
 
     return declare
@@ -204,6 +218,19 @@ def _guide(
         except ValueError as e:
             raise RequestError(f"--choices is not a JSON list ({e}); write A,B,... or correct it") from e
     return Guide(json_schema, listed, regex, None if grammar is None else read(grammar, MAX_GRAMMAR))
+
+
+def _cluster(ray_address: str | None, ray_gpus: float | None) -> Cluster | None:
+    """The cluster that these options name, or None. Raises RequestError."""
+    if ray_address is None:
+        if ray_gpus is not None:
+            raise RequestError("--ray-gpus is for the workers of a cluster; give its --ray-address, too")
+        return None
+    from vtx.tools.common.cluster import Cluster
+
+    if ray_gpus is not None and not 0 <= ray_gpus < math.inf:
+        raise RequestError(f"--ray-gpus is {ray_gpus}; it must be a number of at least 0")
+    return Cluster(ray_address, ray_gpus)
 
 
 def need_exporter() -> None:

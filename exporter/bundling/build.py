@@ -149,7 +149,7 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     if graphs.score:
         write(graphs.score, precisions.decoder, lambda b: build_score(b, text, kv))
     for k, file in zip(plan.gated_ks, graphs.gates, strict=True):
-        write(file, precisions.decoder, partial(build_gate, c=text, k=k))
+        write(file, precisions.decoder, partial(build_gate, c=text, k=k), ir.DataType.FLOAT)
 
 
 def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vtx.exporter.bundling import staging
-from vtx.exporter.bundling.arithmetic import PER_SCENE, SAMPLES, candidates, measure_arithmetic
+from vtx.exporter.bundling.arithmetic import SAMPLES, candidates, measure_arithmetic
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.bundling.retain import fit_thresholds
@@ -65,7 +65,7 @@ def run_export(
         if (wanted := plan.options.arithmetic) and plan.config.action is None:
             manifest = Bundle.open(folder, check=False).manifest
             if kinds := candidates(manifest, always=wanted.always):
-                drawn = Data("the drawn scenes", scene_items(SAMPLES // PER_SCENE, PER_SCENE))
+                drawn = Data("the drawn scenes", scene_items(SAMPLES))
                 measure_arithmetic(folder, kinds, wanted.data or drawn, report)
         if sign is not None:
             manifest = replace(Bundle.open(folder, check=False).manifest, release=plan.options.release)

@@ -17,7 +17,12 @@ from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.loader import Checkpoint, read_settings
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
-from vtx.exporter.checkpoint.processor import image_settings, read_image_processor, read_video_settings
+from vtx.exporter.checkpoint.processor import (
+    image_settings,
+    read_image_processor,
+    read_video_processor,
+    read_video_settings,
+)
 from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
@@ -33,7 +38,7 @@ from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_w
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
-from vtx.runtime.bundle.spec.names import SLOTTED, STATEFUL, UNCACHED
+from vtx.runtime.bundle.spec.names import SLOTTED, STATEFUL, TENSORRT, UNCACHED, UNTYPED
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
@@ -50,11 +55,13 @@ from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.vision.layouts import spec_of
-from vtx.tools.estimate.plan import DEFAULT_CONTEXT
+from vtx.runtime.vision.layouts.pairs import Pairs
 
+DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
+UNPRINTED = "no videos: the chat template does not print them"
 NO_STATES = (
-    "layers with a convolution keep a state, which vtx's TensorRT backend does not hold, so the bundle has no trt "
-    "graphs; use onnxruntime or OpenVINO"
+    "layers with a convolution keep a state, which vtx's backends of GPUs do not hold, so the bundle has no graphs for "
+    "CUDA and TensorRT; use onnxruntime or OpenVINO"
 )
 
 
@@ -134,7 +141,7 @@ class Plan:
     def dialects(self) -> dict[str, Graphs]:
         needs, made = self.reductions.needs, dict[str, Graphs]()
         for dialect in self.options.dialects:
-            if dialect == "trt" and self.config.text.sliding is not None:
+            if dialect not in UNTYPED and self.config.text.sliding is not None:
                 continue  # as a warning says
             suffix = f"{dialect}.onnx"
             stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
@@ -145,7 +152,7 @@ class Plan:
                 vision_merges=needs.merging, vision_attention=needs.attention,
                 vision_last_attention=needs.last_attention,
                 text_tower=f"text-tower.{suffix}" if self.text_tower else None,
-                video=f"video.{suffix}" if self.config.frames is not None and dialect != "trt" else None,
+                video=f"video.{suffix}" if self.config.frames is not None and dialect not in TENSORRT else None,
                 projector=f"projector.{suffix}" if needs.projector else None,
                 vision_received=max(needs.tower_layers, default=None),
             )  # fmt: skip
@@ -162,8 +169,8 @@ class Plan:
             f"map n is added after layer n and seen from layer n + 1 on, so all {maps} count from K = {maps + 2} on"
             for k in sorted(self.ks) if k < maps + 2
         )  # fmt: skip
-        windows = self.config.text.sliding is not None and "trt" in self.options.dialects
-        left_out = ["no graphs for TensorRT: sliding windows are not built for it"] * windows
+        windows = self.config.text.sliding is not None and not {*self.options.dialects} <= {*UNTYPED}
+        left_out = ["no graphs for CUDA and TensorRT: sliding windows are not built for them"] * windows
         return *left_out, *self.disagreements, *gates, *tower, *unread, *(f"skipped {line}" for line in skipped)
 
 
@@ -189,7 +196,10 @@ def plan_export(options: ExportOptions) -> Plan:
     stated = _acting(stated, options)
     for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):
         check_activation(activation)
-    config = replace(stated, text=with_own_head(stated.text, checkpoint))
+    config, unprinted = replace(stated, text=with_own_head(stated.text, checkpoint)), False
+    if config.video is not None and isinstance(config.video.layout, Pairs):
+        unprinted = "video" not in (options.template or read_template(checkpoint.folder))
+        config = replace(config, video=None) if unprinted else config
     gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
     text_tower = None
@@ -215,7 +225,8 @@ def plan_export(options: ExportOptions) -> Plan:
     elif chat_template is None and family.prompt is not None:
         chat_template = family.prompt
     elif family.template is not None:  # adds the text that the family's processor in transformers adds
-        chat_template = family.template(read_template(checkpoint.folder) if chat_template is None else chat_template)
+        read = read_template(checkpoint.folder) if chat_template is None else chat_template
+        chat_template = family.template(read, config)
     tokenizer, template, text = read_text(
         original.text_folder if original else checkpoint.folder,
         config.image_token_id, checkpoint.config.get("text_config") or {}, checkpoint.config, chat_template,
@@ -245,8 +256,9 @@ def plan_export(options: ExportOptions) -> Plan:
     small = small_files(config, context, len(ks), layers * len(options.dialects), written)
     unused = unused_weights(checkpoint, weights.stored, tied=config.text.tied)
     disagreements = ([UNTIED] if stated.text.tied != config.text.tied else []) + ([unused] if unused else [])
-    if config.text.conv_layers and "trt" in options.dialects:
-        options = replace(options, dialects=tuple(name for name in options.dialects if name != "trt"))
+    disagreements += [UNPRINTED] * unprinted
+    if config.text.conv_layers and not {*options.dialects} <= {*UNTYPED}:
+        options = replace(options, dialects=tuple(name for name in options.dialects if name in UNTYPED))
         disagreements.append(NO_STATES)
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context,
@@ -340,7 +352,11 @@ def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> Video
     else:
         settings, frames = read_video_settings(checkpoint.folder, family.video_processor, family.processors)
         settings = _of_side(settings, config, "video")
-        layout = layout if frames is None else replace(layout, frames=frames)
+        if isinstance(layout, Pairs):
+            assert family.adjust_video is not None, "families whose frames go in pairs read their sizes"
+            layout = family.adjust_video(layout, read_video_processor(checkpoint.folder))
+        else:
+            layout = layout if frames is None else replace(layout, frames=frames)
     return VideoSpec(spec_of(layout), settings, config.frames is not None)
 
 
@@ -371,7 +387,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
             own = part.needs()
             if part.renumbers and config.text.rope.sections:
                 raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
-            if config.text.two_way and own.scored:
+            if config.text.two_way == "prompt" and own.scored:
                 raise UnsupportedModelError(
                     f"{part.name} goes by the attention of the question, which here begins to see the image while the "
                     "image sees the question; use a method that chooses before the decoder, such as divprune or "
@@ -392,7 +408,8 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                     f"{part.name} drops tokens after layer {beyond[0] - 1}, and this model's layers from "
                     f"{config.text.shared} on keep nothing of a prompt; give it layers before {config.text.shared}"
                 )
-            check_patches(part, vision.shuffle, class_token=vision.class_token, two_towers=vision.beside is not None)
+            side, two_towers = max(vision.shuffle, vision.pool), vision.beside is not None
+            check_patches(part, side, class_token=vision.class_token, two_towers=two_towers)
             if vision.stage_blocks and (own.tower_layers or own.merging):
                 raise UnsupportedModelError(
                     f"{part.name} looks into the tower's blocks of patches, and this model's tower is one of "

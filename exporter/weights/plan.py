@@ -114,7 +114,7 @@ def plan_weights(
             and all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
             and size <= used * MOST_UNUSED
             and not any(
-                tensor in scaled or info.spread or checkpoint.factor(tensor) != 1 or checkpoint.shift(tensor)
+                tensor in scaled or info.moved or checkpoint.factor(tensor) != 1 or checkpoint.shift(tensor)
                 for tensor, info in tensors
             )
         ):

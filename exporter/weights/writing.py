@@ -161,7 +161,8 @@ def _rewrite(
             out.write(header)
         for entry in file.entries[finished:]:
             scaling = scalings.get(entry.name)
-            tensor = entry.source if entry.scheme or scaling else entry.source.flat  # rows stay whole if they matter
+            by_rows = entry.scheme or scaling or entry.source.transposed  # they stay whole
+            tensor = entry.source if by_rows else entry.source.flat
             convert = partial(_converted, entry, scaling, tensor)
             length, step = tensor.shape[0], max(1, CHUNK // max(1, prod(tensor.shape[1:])))
             spans = (slice(start, min(start + step, length)) for start in range(0, length, step))

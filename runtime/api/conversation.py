@@ -56,12 +56,10 @@ class Conversation:
     ) -> None:
         """`shares_images`: use the bundle's `image_cache` and `tile_cache`, if it has them.
 
-        Raises RequestError: the bundle must be signed, and a `prefix_file` is not, or it serves no prompt of the model.
+        Raises RequestError: a `prefix_file` serves no prompt of the model.
         """
-        if prefix_file is not None and loaded.bundle.key is not None:
-            raise RequestError("a prefix file is not signed, and this bundle must be; leave the prefix file out")
         model = loaded.manifest.model
-        if prefix_file is not None and (model.two_way is not None or model.conv_layers):
+        if prefix_file is not None and (model.two_way == "prompt" or model.conv_layers):
             raise RequestError(
                 "a prompt of this model cannot be continued from some token on, since tokens see those behind them, or "
                 "layers keep a state; leave the prefix file out"
@@ -212,9 +210,14 @@ class Conversation:
     def cache_bytes(self) -> int:
         """Bytes of memory that its caches take: K and V that were filled, in blocks of 32 slots, and encoded images.
 
-        GPUs reserve the whole context.
+        Shared blocks count in part. GPUs reserve the whole context.
         """
         return self._session.kv_slots * self.loaded.backend.kv_slot_bytes + self._encoded.bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that it reads."""
+        return self._session.kv_slots_held * self.loaded.backend.kv_slot_bytes
 
     @contextmanager
     def _lease(self, images: tuple[PreparedImage, ...], request: Request) -> Iterator[tuple[Session, EncodedImages]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.devices import DeviceChoice, choose_by_card, float_bytes, open_backend
+from vtx.runtime.backends.devices import NONE, DeviceChoice, choose_by_card, float_bytes, open_backend
 from vtx.runtime.backends.engines import AUTO, ENGINES, EXPANDED
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
@@ -78,18 +78,17 @@ def load(
     formats = check_formats(image_formats)
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
-    chosen = choose_for(opened, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels)
-    if not force and not ENGINES[chosen.device].gpu:
-        floats = float_bytes(chosen)
-        needed, free = needed_memory(opened, floats), available_memory()
-        if free is not None and needed > free:
-            wider = ", which expands fp16 and bf16 to float32" if floats is EXPANDED else ""
-            raise DeviceError(
-                f"{opened.manifest.model.name} needs about {size(needed)} of memory on "
-                f"{ENGINES[chosen.device].title}{wider}; {size(free)} is free; use a machine with more, or export with "
-                "--precision int4 (--force tries all the same)"
-            )
-    backend = open_backend(opened, chosen, threads)
+    failed, backend = dict[str, str](), None
+    while backend is None:
+        chosen = choose_for(opened, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, failed=failed)
+        if not force and not ENGINES[chosen.device].gpu:
+            _check_memory(opened, chosen)
+        try:
+            backend = open_backend(opened, chosen, threads)
+        except DeviceError as e:
+            if device != AUTO or not ENGINES[chosen.device].gpu:
+                raise
+            failed[chosen.device] = str(e)
     load_ms = 1000 * (time.perf_counter() - start)
     model = Model(
         opened, backend, load_ms, chosen.why, card=chosen.card, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels,
@@ -105,10 +104,23 @@ def load(
 
 def choose_for(
     bundle: Bundle, device: str, compute: str | None, *, fit: str | None = None, max_tiles: int | None = None,
-    max_pixels: int | None = None,
+    max_pixels: int | None = None, failed: Mapping[str, str] = NONE,
 ) -> DeviceChoice:  # fmt: skip
     """The device on which `load` would answer a bundle. Raises as `load` does if the bundle or machine cannot do it."""
     layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
     settings_for(layout, bundle.manifest.image, fit)
     limited_layout(layout, max_tiles, max_pixels)
-    return choose_by_card(bundle, device, compute)
+    return choose_by_card(bundle, device, compute, failed)
+
+
+def _check_memory(bundle: Bundle, chosen: DeviceChoice) -> None:
+    """Raise DeviceError if a bundle does not fit into this machine's memory."""
+    floats = float_bytes(chosen)
+    needed, free = needed_memory(bundle, floats), available_memory()
+    if free is not None and needed > free:
+        wider = ", which expands fp16 and bf16 to float32" if floats is EXPANDED else ""
+        raise DeviceError(
+            f"{bundle.manifest.model.name} needs about {size(needed)} of memory on "
+            f"{ENGINES[chosen.device].title}{wider}; {size(free)} is free; use a machine with more, or export with "
+            "--precision int4 (--force tries all the same)"
+        )

@@ -8,6 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, cast
 
@@ -29,9 +30,12 @@ from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_frames, read_layout
+from vtx.runtime.vision.layouts.frames import Frames
+from vtx.runtime.vision.layouts.pairs import Pairs
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_HELD_FRAMES
-from vtx.runtime.vision.preprocess import fitted, note_discarded, preprocess
-from vtx.runtime.vision.video import Video, as_video, load_frames
+from vtx.runtime.vision.preprocess import fitted, note_discarded
+from vtx.runtime.vision.tokens import PromptImage
+from vtx.runtime.vision.video import SampledFrames, Video, as_video, load_frames
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -116,6 +120,7 @@ class LoadedBundle:
             vocab=max(manifest.model.vocab, manifest.text.image_token_id + 1),  # which may be in no table
         )  # fmt: skip
         self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)
+        self._max_pixels = max_pixels
         self._newline = (
             read_newline(bundle) if self.layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
         )
@@ -180,8 +185,10 @@ class LoadedBundle:
         )
         if policy.reductions:
             check_layout(policy.reductions, self.layout)
-            between = any(image.kind == "video" and any(image.in_prompt.texts) for image in images)
-            check_images(policy.reductions, [image.kind for image in images], between=between)
+        videos = [image for image in images if image.kind == "video"]
+        between = any(any(video.in_prompt.texts) for video in videos if not video.counted)
+        frames = max((video.frames for video in videos), default=0)
+        check_images(policy.reductions, [image.kind for image in images], between=between, frames=frames)
         if options is not None and options.about is not None and not policy.uses_question:
             raise RequestError(
                 "about is the text by which image tokens are chosen before the decoder, and reduce="
@@ -221,30 +228,52 @@ class LoadedBundle:
         """Read some frames of a video and preprocess them, until `stopped` returns True."""
         if self.manifest.video is None:
             raise RequestError(f"{self.manifest.model.name} takes no videos; give frames of it as images")
-        layout = read_frames(self.manifest.video.layout)
-        settings = fitted(self.manifest.video.image, self.fit if fit is None else fit)
-        sizes = list[tuple[int, int]]()
+        layout = self.frames_layout()
+        settings, fit = self.manifest.video.image, self.fit if fit is None else fit
+        settings = settings_for(self.layout, settings, fit) if settings.own_size else fitted(settings, fit)
+        sizes, clips, held = list[tuple[int, int]](), list[SampledFrames](), list[NDArray[np.float32]]()
+        files = list[FrameFile]()  # one, if there are too many frames for memory
 
-        def prepared(frame: Image.Image) -> NDArray[np.float32]:
+        def begun(clip: SampledFrames) -> None:
+            clips.append(clip)
+            if len(clip.numbers) > MAX_HELD_FRAMES and not files:
+                files.append(FrameFile(layout.together))
+
+        def prepared(frame: Image.Image) -> int:
+            """The number of a prepared frame, in memory or in the file."""
             sizes.append(frame.size)
-            return preprocess(frame, settings)
+            view = layout.view(frame, settings, len(clips[-1].numbers))
+            if files:
+                return files[0].add(view)
+            held.append(view)
+            return len(held) - 1
 
-        wanted = video.frames or layout.frames
+        order = load_frames(
+            video, video.frames or layout.rate, prepared, stopped, padded=layout.padded, nearest=layout.nearest,
+            begun=begun,
+        )  # fmt: skip
+        size, clip = sizes[0], clips[-1]
         views: NDArray[np.float32] | FrameFile
-        if wanted <= MAX_HELD_FRAMES:
-            views = np.stack(load_frames(video, wanted, prepared, stopped, padded=layout.padded))
+        if not files:
+            missing = -len(order) % (layout.together or 1)
+            views = np.stack([held[number] for number in [*order, *order[-1:] * missing]])
+            views = views if layout.together is None else views.reshape(-1, layout.together, *views.shape[1:])
         else:
-            views = file = FrameFile()
-            file.order = load_frames(
-                video, wanted, lambda frame: file.add(prepared(frame)), stopped, padded=layout.padded
-            )
-        note_discarded(*sizes[0], settings)
+            views, files[0].order = files[0], order
+        note_discarded(*size, settings)
         digest = hashlib.sha256()
         for view in views:
             digest.update(view.tobytes())
-        key = f"{digest.hexdigest()} of a video"
-        arrange = partial(layout.arrange, newline=self._newline)
-        return PreparedImage(views, key, layout.prompt_image(len(views)), sizes[0], arrange, "video")
+        key, form = f"{digest.hexdigest()} of a video", layout.prompt_image(clip, *size)
+        key += f" {size} {clip}" * (layout.together is not None)  # their shape and times are not in the pixels
+
+        def refitted(frames: int, max_pixels: int | None) -> PromptImage:
+            smaller = layout if max_pixels is None else layout.within(max_pixels)
+            return smaller.prompt_image(replace(clip, numbers=layout.sampled(clip.count, frames)), *size)
+
+        arrange = partial(layout.arrange, clip=clip, width=size[0], height=size[1], newline=self._newline)
+        counted = isinstance(layout, Pairs)
+        return PreparedImage(views, key, form, size, arrange, "video", len(clip.numbers), refitted, counted=counted)
 
     def prepare(self, source: ImageSource, fit: str | None = None, *, of_images: int = 1) -> PreparedImage:
         """Read and preprocess an image of a prompt with `of_images` images."""
@@ -298,18 +327,33 @@ class LoadedBundle:
             if text + sum(map(self.text.size, smaller)) <= room:
                 fixes.append(f"--max-tiles {tiles} (max_tiles={tiles}) fits")
                 break
-        sizes = [image.size for image in images]
-        if pixels := self.layout.fitting(sizes, room - text):
+        sizes = [image.size for image in images if image.kind == "image"]
+        pixels = self.layout.fitting(sizes, room - text) if not videos else self._fitting(videos, sizes, room - text)
+        if pixels:
             fixes.append(f"--max-pixels {pixels} (max_pixels={pixels}) fits")
-        if videos and self.manifest.video is not None:
-            frames_layout, others = read_frames(self.manifest.video.layout), len(ids) - sum(v.tokens for v in videos)
-            fewer = range(max(len(video.views) for video in videos) - 1, 0, -1)
-            frames = next((n for n in fewer if others + len(videos) * frames_layout.count(n) <= room), 0)
-            fixes += [f"--frames {frames} (frames={frames}) of each video fits"] if frames else []
+        others = len(ids) - sum(self.text.size(video.in_prompt) for video in videos)
+        for frames in range(max([video.frames for video in videos], default=1) - 1, 0, -1):
+            if others + sum(self.text.size(video.refitted(frames, None)) for video in videos if video.refitted) <= room:
+                fixes.append(f"--frames {frames} (frames={frames}) of each video fits")
+                break
         raise ContextError(
             f"the prompt takes {len(ids)} tokens, {vision} of them for images, and {room} fit into this bundle beside "
             f"the answer; {', or '.join(fixes) or 'shorten it'}{self.manifest.or_more_context}"
         )
+
+    def _fitting(self, videos: Sequence[PreparedImage], sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
+        """The largest `max_pixels` at which videos, and images of these sizes, take at most `tokens` in total."""
+        layout = self.frames_layout()
+        if not isinstance(layout, Pairs):
+            return None
+        tokens -= sum(self.text.size(video.in_prompt) - video.tokens for video in videos)
+        for each in range(max(video.tokens for video in videos), 0, -1):
+            pixels = each * layout.unit**2
+            count = sum(self.layout.within(pixels).count(*size) for size in sizes)
+            count += sum(video.refitted(video.frames, pixels).tokens for video in videos if video.refitted)
+            if count <= tokens:
+                return pixels
+        return None
 
     def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:
         """The embeddings [segments, width] of the question about the last image, by the bundle's text tower."""
@@ -333,6 +377,12 @@ class LoadedBundle:
 
                 self._grammars = Grammars(self.text, self.manifest.model.vocab)
         return self._grammars.start(guide)
+
+    def frames_layout(self) -> Frames | Pairs:
+        """The layout of videos, within the limit of pixels that images have here."""
+        assert self.manifest.video is not None, "videos are refused if the bundle takes none"
+        layout = read_frames(self.manifest.video.layout)
+        return layout if self._max_pixels is None else layout.within(self._max_pixels)
 
     def normed(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
         """The hidden state [hidden] of the last layer after the decoder's final norm."""

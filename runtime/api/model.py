@@ -87,14 +87,15 @@ class Model:
                 the value that `load` was given, else that of the checkpoint's image processor.
             prefix_file: a file for what the caches hold of the prompt before the last image, such as a system prompt
                 and images to compare with, so that another process need not compute it. It is written after the first
-                answer, also if it is of another prompt; take one only from where you would take a bundle.
+                answer, also if it is of another prompt; take one only from where you would take a bundle. Where bundles
+                must be signed, one without a signature by the same key, PATH.sig, is not used, and none is written.
 
         If the chat template prints images before videos, they are in that order.
 
         Raises:
             ImageError: an image or video cannot be read or is beyond the limits.
-            RequestError: the chat template has no place for a system prompt, or the model takes no videos; a
-                `prefix_file` where bundles must be signed.
+            RequestError: the chat template has no place for a system prompt, the model takes no videos, or a
+                `prefix_file` serves no prompt of it.
 
         """
         self.loaded.check_open()

@@ -20,12 +20,14 @@ from vtx.runtime.bundle.files import digest
 from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.bundle.seal import read_sealed
 from vtx.runtime.bundle.spec.manifest import check_inside
+from vtx.runtime.bundle.spec.names import TENSORRT
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.strict import Strict, write_json
 
 FOLDER = "engines"
 RECORD = "engines.json"
+KERNELS = "kernels.cache"  # of TensorRT-RTX, compiled for one GPU and driver
 FORMAT = 1
 MAX_BYTES = 4 << 20
 Range = tuple[int, int, int]  # the smallest, the most likely, the largest size
@@ -40,7 +42,8 @@ class Flavour:
     extra: str
 
 
-FLAVOURS = {"tensorrt": Flavour("TensorRT", "tensorrt"), "tensorrt_rtx": Flavour("TensorRT-RTX", "rtx")}
+RTX = "tensorrt_rtx"
+FLAVOURS = {"tensorrt": Flavour("TensorRT", "tensorrt"), RTX: Flavour("TensorRT-RTX", "rtx")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,11 @@ def check_machine(bundle: Bundle, engines: EngineSet, flavour: str, version: str
             "install the driver (nvidia-smi shows it), or use --device cpu"
         )
     here = f"{FLAVOURS[flavour].title} {version} and compute capability {_dot(gpu.capability)} ({gpu.name})"
+    if engines.dialect not in TENSORRT:
+        raise DeviceError(
+            f"the engines in {FOLDER}/{engines.target} are of the {engines.dialect!r} dialect, TensorRT runs those of "
+            f"{' and '.join(TENSORRT)}; {build_command(bundle, 'this')}"
+        )
     if engines.flavour == flavour and engines.version == version and engines.capability == gpu.capability:
         return
     raise DeviceError(

@@ -50,7 +50,8 @@ class TensorInfo:
     """A tensor of `file`: `offset` and `nbytes` count bytes from the file's start, `dtype` is safetensors' name.
 
     `identity` is the file's when its header was read; data of another file is refused. `spread` (taken, of): the tensor
-    is only the first `taken` of each `of` rows there, a part of a larger one.
+    is only the first `taken` of each `of` rows there, a part of a larger one. `transposed`: it is stored column by
+    column.
     """
 
     name: str
@@ -61,6 +62,17 @@ class TensorInfo:
     nbytes: int
     identity: Identity | None = field(default=None, compare=False)
     spread: tuple[int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def moved(self) -> bool:
+        """True if its numbers do not stand in the file in their order, one after the other."""
+        return self.transposed or self.spread is not None
+
+    @property
+    def turned(self) -> TensorInfo:
+        """The transposed matrix."""
+        return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
 
     @property
     def flat(self) -> TensorInfo:
@@ -126,6 +138,8 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
     `rows` are a slice without a step, or row numbers. They are read, not mapped: a disk that fails under a mapping ends
     the process. Raises `error`.
     """
+    if info.transposed:
+        return np.ascontiguousarray(read_bits(info.turned, error=error).T[rows])
     dtype, height = _stored_dtype(info, error), info.shape[0] if info.shape else 1
     nbytes, count = math.prod(info.shape[1:]) * dtype.itemsize, 0
     if isinstance(rows, slice):

@@ -12,11 +12,15 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import FINAL_NORM, KV_SCALES, NEWLINE
 from vtx.runtime.errors import BundleError
+from vtx.runtime.precision import PRECISIONS
 
 Floats = NDArray[np.float32]
 RopeTables = tuple[Floats, Floats]
 NEWLINE_TENSOR, WEIGHT = "newline", "weight"
 MAX_HEADER = 1 << 18  # of two tensors a layer
+MAX_GOLDEN = 1 << 28  # bytes: logits of 500 variants over a vocabulary of 128,000
+LARGEST = "largest"  # [layers] float32: the largest magnitude in each layer on the golden prompt
+FLOAT16_END = 65504.0
 
 
 def read_rope(bundle: Bundle) -> dict[str, Floats]:
@@ -69,3 +73,19 @@ def _read(bundle: Bundle, file: str, wanted: Mapping[str, tuple[int, ...]]) -> d
         if name not in stored or stored[name].shape != shape or stored[name].dtype != np.float32:
             raise BundleError(f"{file}: {name} is not a float32 tensor {shape}; export again")
     return {name: stored[name] for name in wanted}
+
+
+def float16_overflow(bundle: Bundle) -> str | None:
+    """The reason why graphs that compute in float16 would overflow, by the largest values at export; None if none.
+
+    Graphs for CUDA and TensorRT compute in it. Bundles without that record pass. Raises BundleError.
+    """
+    m = bundle.manifest
+    narrow = PRECISIONS[m.precision].arithmetic == "float16" and m.kv_dtype != "float32"
+    largest = bundle.arrays(m.golden, MAX_GOLDEN).get(LARGEST) if narrow else None
+    if largest is None or (most := float(np.max(largest))) <= FLOAT16_END:
+        return None
+    return (
+        f"layer {int(np.argmax(largest)) + 1} reaches {most:,.0f} on the golden prompt, float16 ends at "
+        f"{FLOAT16_END:,.0f}: graphs for GPUs would answer nonsense in it; export with --precision bf16"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -131,9 +132,10 @@ class Text:
             masked, masks = self._masking.mask(messages)
             rendered = self._template.render(masked, add_generation_prompt=add_generation_prompt)
         if images:
-            first, *texts = rendered.split(self.settings.image_token)
-            printed = (image.text(self.settings.image_token) for image in images)
-            rendered = first + "".join(image + text for image, text in zip(printed, texts, strict=True))
+            tokens = sorted({self.settings.image_token, self.settings.video_token or ""} - {""}, key=len, reverse=True)
+            first, *parts = re.split(f"({'|'.join(map(re.escape, tokens))})", rendered)
+            printed = (image.text(token) for image, token in zip(images, parts[::2], strict=True))
+            rendered = first + "".join(image + text for image, text in zip(printed, parts[1::2], strict=True))
         bos = self.settings.bos_token
         add = self.settings.add_special_tokens and not (bos and rendered.startswith(bos))
         encoding = encode(self.tokenizer, rendered, add_special_tokens=add)

@@ -13,6 +13,7 @@ from PIL import Image
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.bundle.tensors import MAX_GOLDEN
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
@@ -31,9 +32,6 @@ PIXEL_TOLERANCE = 1e-5
 # Engines round the inputs of integer matrices differently: the choice among tokens of nearly equal scores may differ.
 OTHER_CHOICES = 0.25
 STATE, NOISE = "state", "noise"  # of actions
-LARGEST = "largest"  # [layers] float32: the largest magnitude in each layer on the golden prompt
-FLOAT16_END = 65504.0
-MAX_GOLDEN = 1 << 28  # bytes: logits of 500 variants over a vocabulary of 128,000
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +104,6 @@ def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
                 "export the bundle again"
             )
     return stored
-
-
-def float16_overflow(bundle: Bundle) -> str | None:
-    """The reason why graphs that compute in float16 would overflow, by the largest values at export; None if none.
-
-    Only graphs of the dialect `trt` compute in it. Bundles without that record pass. Raises BundleError.
-    """
-    m = bundle.manifest
-    narrow = PRECISIONS[m.precision].arithmetic == "float16" and m.kv_dtype != "float32"
-    largest = bundle.arrays(m.golden, MAX_GOLDEN).get(LARGEST) if narrow else None
-    if largest is None or (most := float(np.max(largest))) <= FLOAT16_END:
-        return None
-    return (
-        f"layer {int(np.argmax(largest)) + 1} reaches {most:,.0f} on the golden prompt, float16 ends at "
-        f"{FLOAT16_END:,.0f}: graphs for TensorRT would answer nonsense in it; export with --precision bf16"
-    )
 
 
 def logits_limit(manifest: Manifest, compute: str) -> float:

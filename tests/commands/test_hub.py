@@ -7,6 +7,7 @@ import fcntl
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -172,17 +173,27 @@ def test_vtx_serve_serves_a_model_of_the_hub_by_its_id(
 
 
 @pytest.mark.slow
-def test_killed_three_times_in_the_middle_of_the_weights_it_is_whole_in_the_end(
+def test_interrupted_and_killed_in_the_middle_of_the_weights_it_ends_and_is_whole_in_the_end(
     hub: Hub, bundles: Path, image: Path, tmp_path: Path
 ) -> None:
-    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    # A read waits an hour for more, so that nothing but the signal ends it.
+    home = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home"), "HF_HUB_DOWNLOAD_TIMEOUT": "3600"}
+    environment = {**os.environ, **home, "HF_ENDPOINT": hub.address}
     command = [sys.executable, "-c", "from vtx.cli import run; run()", "--model", MODEL, "--precision", "fp32"]
     command += [str(image), *map(str, QUESTION)]
     hub.stuck = WEIGHTS
-    for _ in range(3):
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            assert hub.reached.wait(WAIT)
-            process.kill()
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9), (signal.SIGKILL, -9)):
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert hub.reached.wait(WAIT)
+                process.send_signal(number)
+                _, said = process.communicate(timeout=WAIT)
+            finally:
+                process.kill()
+        assert process.returncode == code
+        if number == signal.SIGINT:
+            assert said.endswith(": interrupted\n")
+            assert list((tmp_path / "home").rglob("*.incomplete")) == []
         hub.reached.clear()
         assert cache.entries() == []
     hub.stuck = None

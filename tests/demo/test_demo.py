@@ -128,13 +128,11 @@ def test_every_kind_is_right_in_capitals_and_with_or_without_a_question_mark(
 ) -> None:
     """Eighty of the questions, each in five spellings: the answer does not depend on how it is typed."""
     spellings = (str.lower, str.upper, str.capitalize, lambda q: q.capitalize() + "?", lambda q: q.upper() + "?")
-    right = dict.fromkeys(range(len(spellings)), 0)
-    chosen = asked[:80]
-    for number, spell in enumerate(spellings):
-        typed = [pair._replace(question=spell(pair.question.rstrip("?"))) for pair in chosen]
-        found = answers(models["fp16"], typed, k)
-        right[number] = sum(text == pair.answer for pair, (_, text) in zip(typed, found, strict=True))
-    assert min(right.values()) >= LEAST_RIGHT * len(chosen), right
+    right, chosen = [0] * len(spellings), asked[:80]
+    typed = [pair._replace(question=spell(pair.question.rstrip("?"))) for pair in chosen for spell in spellings]
+    for number, (pair, (_, text)) in enumerate(zip(typed, answers(models["fp16"], typed, k), strict=True)):
+        right[number % len(spellings)] += text == pair.answer
+    assert min(right) >= LEAST_RIGHT * len(chosen), right
 
 
 def test_every_kind_is_asked(asked: list[Asked]) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 ROOMS = [
@@ -57,3 +63,13 @@ def test_no_room_opens_files_of_checkpoints_or_bundles_by_itself(room: str) -> N
 def test_the_search_sees_what_it_looks_for(tmp_path: Path) -> None:
     path = ROOT / "runtime/bundle/files.py"
     assert any("os.open" in call for call in reads(path))
+
+
+def test_the_packages_for_a_machine_with_a_gpu_are_those_of_the_extras() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = {line for line in project["dependencies"] if ";" not in line}
+    wanted |= {line for extra in ("export", "gpu", "rtx") for line in extras[extra]}
+    wanted |= {line for line in extras["dev"] if line.startswith(("pytest>", "setuptools>"))}
+    lines = (ROOT / "scripts/gpu-tests.txt").read_text(encoding="utf-8").splitlines()
+    assert {line for line in lines if not line.startswith("#")} == wanted

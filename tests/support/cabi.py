@@ -6,6 +6,7 @@ import ctypes as c
 import json
 import os
 from collections.abc import Callable, Container, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ class ActOptions(c.Structure):
         ("seed", c.c_uint64),
         ("deadline_ms", c.c_double),
         ("cameras", c.POINTER(c.c_char_p)),
+        ("unnorm_key", c.c_char_p),
+        ("reduce", c.c_char_p),
     )
 
 
@@ -229,6 +232,13 @@ class Frames:
         )
         self.loaded.check(status)
         return bool(replaced.value)
+
+    def fork(self) -> Frames:
+        """Another conversation about the same images."""
+        forked = copy(self)
+        forked.handle = c.c_void_p()
+        self.loaded.check(self.library.vtx_conversation_fork(self.handle, c.byref(forked.handle)))
+        return forked
 
     def load_prefix(self, file: Path) -> str:
         """What is said of a file that is refused, else nothing."""

@@ -100,3 +100,16 @@ def greedy(model: Model, asked: Prompt, k: int | None, n: int, forced: Sequence[
         rows.append(session.decode(forced[len(ids) - 1] if forced else ids[-1]))
         ids.append(int(rows[-1].argmax()))
     return Greedy(ids, np.stack(rows), done)
+
+
+def every_order(values: Sequence[int | None], length: int) -> list[int | None]:
+    """The shortest sequence in which every `length` of the values follow each other in every order (de Bruijn's)."""
+    found = [0] * length
+    seen = {tuple(found)}
+    while True:
+        before = found[len(found) - length + 1 :]
+        following = (n for n in reversed(range(len(values))) if (*before, n) not in seen)
+        if (chosen := next(following, None)) is None:
+            return [values[n] for n in found]
+        seen.add((*before, chosen))
+        found.append(chosen)

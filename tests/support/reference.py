@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from tests.support.families.fast_vlm import load_fast_vlm
-from tests.support.families.gemma import gemma4_logits, with_layer_inputs
+from tests.support.families.gemma import gemma3_logits, gemma4_logits, with_layer_inputs
 from tests.support.families.lfm2_vl import PillowProcessor, with_common_names
 
 if TYPE_CHECKING:
@@ -28,10 +28,13 @@ Answers = TypeVar("Answers", bound="Callable[..., Any]")
 
 
 def computed_once(answer: Answers) -> Answers:
-    """For methods of `inputs`: tests ask a model the same again and again, and nobody changes its weights meanwhile."""
+    """For methods of `inputs`: tests ask a model the same again and again, and nobody changes its weights meanwhile.
+
+    What is given by name does not change the answer.
+    """
 
     @wraps(answer)
-    def ask(self: Any, inputs: Inputs, *how: Any) -> Any:
+    def ask(self: Any, inputs: Inputs, *how: Any, **hints: Any) -> Any:
         digest = hashlib.sha256()
         for name, value in sorted(inputs.items()):
             digest.update(
@@ -40,7 +43,7 @@ def computed_once(answer: Answers) -> Answers:
             )
         key = type(self), answer.__name__, digest.digest(), repr(how)
         if key not in self.answers:
-            self.answers[key] = answer(self, inputs, *how)
+            self.answers[key] = answer(self, inputs, *how, **hints)
         return self.answers[key]
 
     return ask  # type: ignore[return-value]
@@ -155,11 +158,12 @@ class Reference:
             **settings,
         )
 
-    def inputs(self, messages: list[Message], images: list[Image.Image], videos: Sequence[torch.Tensor] = ()) -> Inputs:
+    def inputs(self, messages: list[Message], images: list[Image.Image], videos: Sequence[Any] = ()) -> Inputs:
         """`input_ids` and `attention_mask` [1, S+V+T], `pixel_values` [images, 3, H, W] where there are images.
 
         With tiles `pixel_values` are [images, tiles, 3, H, W], and `image_sizes` (height, width) go with them. The
-        images take the placeholders in their order, and so do `videos`, which are given as pixel values.
+        images take the placeholders in their order, and so do `videos`, which are given as pixel values; those of
+        Qwen-VL as pairs of frames [pairs, 2, 3, H, W], each with its clip.
         """
         left = iter(images)
         filled = [
@@ -184,16 +188,20 @@ class Reference:
         )
         return _renamed(found)
 
-    def _with_videos(
-        self, messages: list[Message], images: list[Image.Image], videos: Sequence[torch.Tensor]
-    ) -> Inputs:
+    def _with_videos(self, messages: list[Message], images: list[Image.Image], videos: Sequence[Any]) -> Inputs:
         """Transformers' processor asked with videos that its part for videos is spared."""
         processor = self.processor
         processor.video_processor = lambda given, **_: {"pixel_values_videos": torch.stack(given)}
         text = processor.apply_chat_template(messages, self.template, add_generation_prompt=True, tokenize=False)
+        if self.kind.startswith("qwen"):
+            clips = [clip for _, clip in videos]
+            processor.video_processor = PairsOfFrames(self.model.config.vision_config.patch_size, clips)
+            videos = [pairs.flatten(0, 1) for pairs, _ in videos]
+        if self.kind == "qwen3_vl":  # whose first processor left out the marks around a video that are in its template
+            text = text.replace("<|vision_start|><video><|vision_end|>", "<video>")
         found = processor(images=[images] if images else None, text=text, videos=list(videos), return_tensors="pt")
         del processor.video_processor
-        return _renamed(found)
+        return _renamed({name: value for name, value in found.items() if name != "video_metadata"})
 
     def _named(self, inputs: Inputs) -> Inputs:
         """Older releases of transformers have a name of their own for Video-LLaVA's pixel values."""
@@ -212,22 +220,40 @@ class Reference:
 
     @computed_once
     @torch.inference_mode()
-    def greedy(self, inputs: Inputs, k: int | None, n: int) -> Greedy:
-        """The greedy answer of `n` ids with withdrawal at K, everything recomputed for every token."""
-        rows, vision = self.prompt(inputs)
-        positions, maps = self.positions(inputs), self.maps(inputs)
+    def greedy(self, inputs: Inputs, k: int | None, n: int, *, guess: Sequence[int] = ()) -> Greedy:
+        """The greedy answer of `n` ids with withdrawal at K, everything recomputed for every token.
+
+        As many ids as agree with `guess` are computed in one pass; whatever it holds, the answer is the same.
+        """
+        return self.answer(*self.prompt(inputs), self.positions(inputs), self.maps(inputs), k, n, guess)
+
+    @torch.inference_mode()
+    def answer(
+        self, prompt: torch.Tensor, is_image: torch.Tensor, start: torch.Tensor, maps: Sequence[torch.Tensor],
+        k: int | None, n: int, guess: Sequence[int] = (),
+    ) -> Greedy:  # fmt: skip
+        """As `greedy`, to rows [1, m, hidden] at positions from `start` on, those of `is_image` [m] gone from K on."""
+        guess = [] if self.kind.startswith("gemma") else list(guess)  # whose logits come one at a time
         ids: list[int] = []
         logits: list[torch.Tensor] = []
-        for _ in range(n):
-            logits.append(self.last_logits(rows, vision, k, positions, maps, answered=len(ids)))
-            positions = torch.cat([positions, positions.max() + torch.ones_like(positions[..., :1])], -1)
-            ids.append(int(logits[-1].argmax()))
-            token = torch.tensor([[ids[-1]]])
-            answered = self.decoder.embed_tokens(token)
-            if self.kind == "gemma4":
-                answered = with_layer_inputs(self.decoder, answered, token)
-            rows = torch.cat([rows, answered], dim=1)
-            vision = torch.cat([vision, torch.tensor([False])])
+        while len(ids) < n:
+            ahead = guess[len(ids) : n - 1] if guess[: len(ids)] == ids else []
+            count = len(ids) + len(ahead)
+            answered = torch.tensor([[*ids, *ahead]], dtype=torch.int64)
+            rows = self.decoder.embed_tokens(answered)
+            if self.kind == "gemma4" and count:
+                rows = with_layer_inputs(self.decoder, rows, answered)
+            later = (start.max() + 1 + torch.arange(count)).expand(*start.shape[:-1], count)
+            found = self.next_logits(
+                torch.cat([prompt, rows], 1) if count else prompt,
+                torch.cat([is_image, torch.zeros(count, dtype=torch.bool)]), k, torch.cat([start, later], -1), maps,
+                answered=count, last=len(ahead) + 1,
+            )  # fmt: skip
+            for row, guessed in zip(found, [*ahead, None], strict=True):
+                logits.append(row)
+                ids.append(int(row.argmax()))
+                if ids[-1] != guessed:
+                    break
         return Greedy(ids, torch.stack(logits), logits[0])
 
     @computed_once
@@ -276,27 +302,40 @@ class Reference:
             features = self.model.model.get_image_features(**self._named(pictures)).pooler_output
             rows[0, inputs["input_ids"][0] == self.image_token] = torch.cat(list(features)).to(rows.dtype)
         if inputs.get("pixel_values_videos") is not None:
-            frames = self.model.model.get_video_features(inputs["pixel_values_videos"]).pooler_output
-            rows[0, inputs["input_ids"][0] == self.video_token] = frames.reshape(-1, rows.shape[-1]).to(rows.dtype)
+            grids = {name: inputs[name] for name in ("video_grid_thw",) if name in inputs}
+            found = self.model.model.get_video_features(inputs["pixel_values_videos"], **grids).pooler_output
+            frames = torch.cat([each.reshape(-1, rows.shape[-1]) for each in found])
+            rows[0, inputs["input_ids"][0] == self.video_token] = frames.to(rows.dtype)
         if self.kind == "gemma4":
             padded = inputs["input_ids"].masked_fill(vision, self.decoder.config.pad_token_id)
             rows = with_layer_inputs(self.decoder, rows, padded)
         return rows, vision
 
     def maps(self, inputs: Inputs) -> list[torch.Tensor]:
-        """What Qwen3-VL adds to all images' rows [image rows, hidden], after one of the first layers each."""
-        if self.model.config.model_type != "qwen3_vl" or inputs.get("pixel_values") is None:
+        """What Qwen3-VL adds to all images' and videos' rows [rows, hidden], after one of the first layers each."""
+        if self.model.config.model_type != "qwen3_vl":
             return []
-        pictures = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
-        return [torch.cat(each) for each in self.model.model.get_image_features(**pictures).deepstack_features]
+        ids, inner = inputs["input_ids"][0][self._vision(inputs)], self.model.model
+        kinds = [("pixel_values", "image_grid_thw", self.image_token, inner.get_image_features)]
+        kinds += [("pixel_values_videos", "video_grid_thw", self.video_token, inner.get_video_features)]
+        maps = list[torch.Tensor]()
+        for pixels, grid, token, features in kinds:
+            for number, each in enumerate(
+                features(inputs[pixels], inputs[grid]).deepstack_features if inputs.get(pixels) is not None else ()
+            ):
+                own = each if isinstance(each, torch.Tensor) else torch.cat(each)
+                maps += [torch.zeros(len(ids), own.shape[-1])] if number == len(maps) else []
+                maps[number][ids == token] = own
+        return maps
 
     def positions(self, inputs: Inputs) -> torch.Tensor:
         """Of the prompt's rows, [1, n], or [3, 1, n] where transformers makes three parts of them."""
         ids = inputs["input_ids"]
         if not hasattr(self.model.model, "get_rope_index"):
             return torch.arange(ids.shape[1])[None]
+        further = {name: inputs[name] for name in ("video_grid_thw", "second_per_grid_ts") if name in inputs}
         made: torch.Tensor = self.model.model.get_rope_index(
-            ids, mm_token_type_ids=inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
+            ids, mm_token_type_ids=inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw"), **further
         )[0]
         return made
 
@@ -305,8 +344,17 @@ class Reference:
         maps: Sequence[torch.Tensor] = (), answered: int = 0,
     ) -> torch.Tensor:  # fmt: skip
         """The logits after `rows`, of which the last `answered` are of the answer."""
+        return self.next_logits(rows, vision, k, positions, maps, answered)[0]
+
+    def next_logits(
+        self, rows: torch.Tensor, vision: torch.Tensor, k: int | None, positions: torch.Tensor | None = None,
+        maps: Sequence[torch.Tensor] = (), answered: int = 0, last: int = 1,
+    ) -> torch.Tensor:  # fmt: skip
+        """The logits [last, vocab] after each of the last `rows`, of which the last `answered` are of the answer."""
         if self.kind == "gemma4":
-            return gemma4_logits(self.model, rows, vision, k)
+            return gemma4_logits(self.model, rows, vision, k)[None]
+        if self.kind == "gemma3":
+            return gemma3_logits(self.model, rows, vision, {} if k is None else {k: ~vision})[None]
         decoder, rows = self.decoder, rows * self.scale
         full_layers = self._full_layers(k)
         positions = torch.arange(rows.shape[1])[None] if positions is None else positions
@@ -316,7 +364,7 @@ class Reference:
                 rows[0, vision] += maps[number]
         if full_layers < self.layers:
             rows = self.run(decoder.layers[full_layers:], rows[:, ~vision], positions[..., ~vision], answered)
-        out: torch.Tensor = self.model.lm_head(decoder.norm(rows[:, -1]))[0]
+        out: torch.Tensor = self.model.lm_head(decoder.norm(rows[:, -last:]))[0]
         return out.float()
 
     def run(
@@ -335,6 +383,33 @@ class Reference:
             seen = mask if getattr(layer, "is_attention_layer", True) else None  # a convolution sees its neighbours
             rows = layer(rows, attention_mask=seen, position_ids=positions, position_embeddings=rope)
         return rows
+
+
+class PairsOfFrames:
+    """Qwen's video processors for prepared frames [frames, 3, height, width] of `clips`.
+
+    Transformers' own need torchvision.
+    """
+
+    merge_size = temporal_patch_size = 2
+
+    def __init__(self, patch: int, clips: Sequence[Any]) -> None:
+        self.patch, self.clips = patch, clips
+
+    def __call__(self, videos: Sequence[torch.Tensor], **_: Any) -> Inputs:
+        from transformers.video_utils import VideoMetadata
+
+        pixels, grids, about = list[torch.Tensor](), list[list[int]](), list[Any]()
+        for frames, clip in zip(videos, self.clips, strict=True):
+            (count, colours, high, wide), side = (len(frames) // 2, *frames.shape[1:]), self.patch
+            rows, columns = high // side, wide // side
+            parts = frames.reshape(count, 2, colours, rows // 2, 2, side, columns // 2, 2, side)
+            parts = parts.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+            pixels.append(parts.reshape(count * rows * columns, -1))
+            grids.append([count, rows, columns])
+            about.append(VideoMetadata(clip.count, clip.rate, frames_indices=[*clip.numbers]))
+        found = {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids)}
+        return found | {"video_metadata": about}
 
 
 def _renamed(found: Any) -> Inputs:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from vtx.runtime.api.answer import Stats
 from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.policies.spec import parse
 from vtx.runtime.precision import ARITHMETIC, PRECISIONS
 from vtx.tools.bench.ceilings.ceilings import MeasuredCeilings
@@ -50,6 +51,11 @@ class WorkCounter:
         manifest = bundle.manifest
         self._size: ModelSize = bundle_size(bundle)
         self.decoder = self._size.decoder
+        if self.decoder.shared is not None:
+            raise UnsupportedModelError(
+                f"{manifest.model.name}: the work of layers that read the keys and values of others is not counted; "
+                "vtx-run, vtx-serve and the Python API answer with such a model, and vtx-plan estimates its cost"
+            )
         self._stages, self._text_tower = manifest.stages, manifest.text_tower
         arithmetic = ARITHMETIC[compute]
         self.weights = manifest.precision if PRECISIONS[manifest.precision].bits else arithmetic.weights
@@ -61,7 +67,8 @@ class WorkCounter:
         stages = [range(stage.first, stage.last + 1) for stage in self._stages]
         appends = [(stages[c.stage], c) for c in prefill if c.stage is not None and c.tokens]
         flops = [
-            append_flops(self.decoder, layers, c.tokens, c.filled) - 2 * c.spared * self.decoder.macs_after_attention
+            append_flops(self.decoder, layers, c.tokens, c.filled)
+            - 2 * c.spared * self.decoder.macs_after_attention(layers[-1])
             for layers, c in appends
         ]
         tokens = sum(call.name == "head" for call in decode)

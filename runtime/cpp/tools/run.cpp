@@ -43,11 +43,12 @@ constexpr char kHelp[] =
     "  --device auto|cpu|openvino|tensorrt[:N]\n"
     "  --compute TYPE          The type of the arithmetic [default: the fastest that kept the answers at export].\n"
     "  --library PATH          The engine's library: a file or a directory.\n"
-    "  --act STATE             The robot's state, a JSON list of numbers in a file; all arguments but the last, the\n"
-    "                          instruction, are pictures of its cameras (or NAME=PICTURE). Prints actions as JSON.\n"
+    "  --act STATE             The robot's state, a JSON list of numbers in a file, or none; all arguments but the last,\n"
+    "                          the instruction, are pictures of its cameras (or NAME=PICTURE). Prints actions as JSON.\n"
     "  --steps N               With --act: Euler steps [default: the checkpoint's].\n"
     "  --deadline-ms MS        With --act: an error where the actions are not ready by then.\n"
     "  --normalized            With --act: the state is normalised, and so are the actions.\n"
+    "  --unnorm-key NAME       With --act: the data set whose units the actions have (OpenVLA).\n"
     "  --require-signature PUBKEY\n"
     "                          Use the bundle only if the private half of this Ed25519 key (PEM) signed it.\n"
     "  --threads N             [default: all cores]\n"
@@ -154,6 +155,8 @@ Arguments parse(int count, char** values) {
       out.acting.deadline_ms = number(word, next());
     else if (word == "--normalized")
       out.acting.normalized = true;
+    else if (word == "--unnorm-key")
+      out.acting.unnorm_key = next();
     else if (word == "--gate-threshold")
       out.ask.gate_threshold = number(word, next());
     else if (word == "--image")
@@ -207,7 +210,7 @@ Arguments parse(int count, char** values) {
     if (out.words.size() < 2) usage("no picture given: vtx-cpp-run --act state.json camera.jpg \"instruction\"");
     out.images.assign(out.words.begin(), out.words.end() - 1);
     out.words.erase(out.words.begin(), out.words.end() - 1);
-    out.acting.k = out.ask.k, out.acting.seed = out.ask.seed;
+    out.acting.k = out.ask.k, out.acting.seed = out.ask.seed, out.acting.reduce = out.ask.reduce;
     return out;
   }
   if (!out.text_only && !out.words.empty()) {
@@ -253,7 +256,8 @@ std::string quoted_list(const std::vector<std::string>& texts) {
 }
 
 void act(const Arguments& arguments) {
-  std::vector<float> state = read_state(arguments.act);
+  std::vector<float> state;
+  if (arguments.act != "none") state = read_state(arguments.act);
   vtx::ActOptions options = arguments.acting;
   std::vector<vtx::Image> images;
   vtx::Model model(arguments.bundle, arguments.load);

@@ -66,7 +66,7 @@ def questions(manifest: Manifest) -> Iterator[TraceQuestion]:
     opening = _user("Is there a pattern?", 1)
     yield TraceQuestion("chat, first turn", (opening,))
     answer: Message = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
-    if manifest.model.two_way is None:  # a prompt that sees itself both ways has one turn
+    if manifest.model.two_way != "prompt":  # a prompt that sees itself both ways has one turn
         yield TraceQuestion("chat, second turn", (opening, answer, _user("Where is it?", 0)), continues=True)
     yield TraceQuestion("third", (_user("What is in the picture?", 1),))
     yield TraceQuestion("replaced image", (_user("What is in the picture?", 1),), (2,), replaces=True)

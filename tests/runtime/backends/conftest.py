@@ -38,15 +38,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """The stand-in for the GPU, found wherever the backend looks for one."""
     found = Gpu()
     monkeypatch.setattr(tensorrt, "load_cuda", lambda: found)
-    monkeypatch.setattr(tensorrt, "load_flavour", lambda _: gpu_standin.module(found, gpu_standin.VERSION))
+    module = gpu_standin.module
+    monkeypatch.setattr(tensorrt, "load_flavour", lambda flavour: module(found, gpu_standin.VERSION, flavour))
     monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: CARD)
     return found
 
 
 @pytest.fixture
-def grown(with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle with engines for JetPack 6, whose caches grow, on that machine."""
-    folder = copy(with_engines, tmp_path / "grown")
-    build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "plain")
+def on_jetpack_6(with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle with engines for JetPack 6, on that machine."""
+    folder = copy(with_engines, tmp_path / "jetpack-6")
+    build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "trt10")
     monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
     return folder

@@ -28,15 +28,14 @@ from vtx.exporter.reference.golden import MARGIN
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.backends.devices import choose
-from vtx.runtime.backends.ort.cuda import PROVIDER, OrtCudaBackend
 from vtx.runtime.backends.ort.library import check_release, load_onnxruntime
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import KV_SCALES
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
-from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.errors import BundleError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.report.inspect import describe
 from vtx.runtime.session.session import Session
@@ -198,7 +197,7 @@ def test_rounding_costs_no_more_than_its_tolerance(
         assert np.abs(got.logits - wanted.logits.numpy()).max() > 1e-3, "K and V were not rounded"
 
 
-@pytest.mark.parametrize("dialect", ["trt", "plain"])
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
 def test_other_dialects_keep_float16(
     made: Callable[..., Made], reference: Callable[..., Reference], dialect: str
 ) -> None:
@@ -322,18 +321,7 @@ def test_a_cache_takes_a_byte_a_number(loaded: Callable[[str], Model]) -> None:
 def test_inspect_says_what_each_dialect_keeps(made: Callable[..., Made]) -> None:
     facts = describe(made().bundle)
     assert facts["kv_dtype"] == "int8"
-    assert facts["kv_dtypes"] == {"ort": "int8", "trt": "float16", "plain": "float16"}
-
-
-def test_the_provider_for_gpus_is_refused_by_name(made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    import onnxruntime
-
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [PROVIDER])
-    assert "K and V of this bundle are int8; export with --kv-precision fp16" in str(
-        OrtCudaBackend.refusal("int8", jetson=False)
-    )
-    with pytest.raises(DeviceError, match="int8"):
-        choose(made().bundle, "cuda", None)
+    assert facts["kv_dtypes"] == {**dict.fromkeys(DIALECTS, "float16"), "ort": "int8"}
 
 
 # --- scales ---------------------------------------------------------------------------------------

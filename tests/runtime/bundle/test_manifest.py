@@ -20,6 +20,7 @@ from vtx.cli import export as export_command
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import FORMAT, MAX_BYTES, LayoutSpec, VideoSpec, check_inside
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError, VtxError
 
@@ -231,7 +232,7 @@ def test_queries_and_the_graph_that_scores_them_go_together(sound: dict[str, Any
     assert "score graph" in refuse(put(sound, ("dialects", "ort", "score"), sound["rope"]))
 
 
-@pytest.mark.parametrize("dialect", ["ort", "trt", "plain"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_dialect_has_a_file_for_each_stage_and_gate(sound: dict[str, Any], dialect: str) -> None:
     stages = sound["dialects"][dialect]["stages"]
     assert "2 stages and 0 gates, the bundle 3 and 0" in refuse(put(sound, ("dialects", dialect, "stages"), stages[1:]))

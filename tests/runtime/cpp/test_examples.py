@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from PIL import Image
 
 from tests.support.cpp import BUILD, needs_cpp, onnxruntime, output
 from tests.support.tiny import random_image
+from tests.support.v4l2_camera import needs_video4linux, v4l2_camera
 from vtx.runtime.api.model import Model
 
 pytestmark = [
@@ -22,10 +22,6 @@ pytestmark = [
     pytest.mark.skipif(not (BUILD / "examples").exists(), reason="this build of libvtx has no examples: make cpp"),
 ]
 
-needs_video4linux = pytest.mark.skipif(
-    not Path("/usr/include/linux/videodev2.h").exists() or shutil.which("cc") is None,
-    reason="there are no headers of Video4Linux, or no C compiler",
-)
 ROOT = Path(__file__).parents[3]
 QUESTIONS = "red?", "How many circle shapes are there?"
 ENVIRONMENT = {**os.environ, "VTX_ONNXRUNTIME": onnxruntime()}
@@ -85,31 +81,6 @@ def camera(model: Model, device: Path, *options: str | Path, **variables: str) -
     return subprocess.run([*map(str, command)], capture_output=True, text=True, env={**ENVIRONMENT, **variables})
 
 
-def watching(model: Model, mode: str, frames: int) -> dict[str, int]:
-    found: dict[str, int] = json.loads(done(BUILD / "vtx-cpp-watching", model.bundle.folder, mode, str(frames)))
-    return found
-
-
-def test_frames_of_changing_size_and_format_are_answered_as_alone_and_damaged_ones_are_told(model: Model) -> None:
-    found = watching(model, "steady", 1000)
-    damaged = 1000 // 25
-    assert (found["frames"], found["dropped"], found["last"]) == (1000, 0, 1000)
-    assert found["refused"] == found["damaged"] == damaged
-    assert found["answers"] == 2 * (1000 - damaged)
-    assert found["reused"] == 2 * (500 - damaged), "of each picture that came whole twice"
-    assert found["different"] == 0
-    assert found["late"] - found["early"] < 4096, "memory is flat"
-
-
-def test_of_a_camera_that_is_100_times_too_fast_the_newest_frames_are_answered(model: Model) -> None:
-    found = watching(model, "fast", 5000)
-    looked_at = found["answers"] // 2
-    assert found["frames"] == 5000 == looked_at + found["dropped"]
-    assert found["refused"] == 0
-    assert 5000 // 100 <= looked_at <= 5000 // 100 + 2
-    assert (found["older"], found["last"]) == (0, 5000), "frames are in order, and the last one is answered"
-
-
 def test_the_example_camera_keeps_what_stands_before_each_frame_in_a_prefix_file(model: Model, tmp_path: Path) -> None:
     frames, prefix = tmp_path / "frames", tmp_path / "prefix"
     frames.mkdir()
@@ -150,12 +121,16 @@ def test_what_is_no_camera_is_named(model: Model, tmp_path: Path) -> None:
         assert message in run.stderr
 
 
+def save_raw(path: Path, format: str, side: int, stride: int, frame: bytes) -> None:
+    """Save a camera's buffer as a picture."""
+    rgb = output("probe", "buffer", format, str(side), str(side), str(stride), stdin=frame)
+    Image.frombytes("RGB", (side, side), rgb).save(path)
+
+
 @needs_video4linux
 @pytest.mark.parametrize("kind", ["YUYV", "NV12", "MJPG", "H264"])
 def test_the_whole_frames_of_a_camera_are_answered_until_it_is_gone(model: Model, tmp_path: Path, kind: str) -> None:
-    side, stride, length = 60, 128, 16384
-    device, shown, shim = tmp_path / "video0", tmp_path / "seen.png", tmp_path / "v4l2.so"
-    done("cc", "-shared", "-fPIC", "-o", shim, ROOT / "tests/support/standin/v4l2.c")
+    side, stride, shown = 60, 128, tmp_path / "seen.png"
     if kind == "MJPG":
         shown = tmp_path / "seen.jpg"
         random_image(5).save(shown)
@@ -164,12 +139,9 @@ def test_the_whole_frames_of_a_camera_are_answered_until_it_is_gone(model: Model
         rows = side if kind == "YUYV" else side * 3 // 2
         frame = np.random.default_rng(5).integers(0, 256, (rows, stride), np.uint8).tobytes()
         format = kind.lower() if kind != "H264" else "nv12"
-        rgb = output("probe", "buffer", format, str(side), str(side), str(stride), stdin=frame)
-        Image.frombytes("RGB", (side, side), rgb).save(shown)
-    device.write_bytes(frame.ljust(length, b"\0") + bytes(length))
-    sizes = {"STANDIN_SIDE": side, "STANDIN_STRIDE": stride, "STANDIN_LENGTH": length, "STANDIN_USED": len(frame)}
-    said = {name: str(value) for name, value in sizes.items()} | {"STANDIN_FOURCC": kind, "LD_PRELOAD": str(shim)}
-    run = camera(model, device, **said)
+        save_raw(shown, format, side, stride, frame)
+    device, variables = v4l2_camera(tmp_path, kind, frame, side, stride)
+    run = camera(model, device, **variables)
     assert run.returncode == 1
     if kind == "H264":
         assert "gives frames neither in YUYV nor in NV12 nor in MJPEG" in run.stderr
@@ -178,6 +150,30 @@ def test_the_whole_frames_of_a_camera_are_answered_until_it_is_gone(model: Model
         text = conversation.ask("red?", max_new_tokens=32).text
     assert run.stdout == f"{device}: {text}\n"
     assert "video0 gives no frames (No such device); was it pulled out?" in run.stderr
+
+
+@needs_video4linux
+@pytest.mark.parametrize("kind", ["YUYV", "NV12"])
+def test_a_camera_that_changes_its_size_while_it_streams_is_opened_again(
+    model: Model, tmp_path: Path, kind: str
+) -> None:
+    side, later, stride, shown = 60, 30, 128, [tmp_path / "before.png", tmp_path / "after.png"]
+    rows = side if kind == "YUYV" else side * 3 // 2
+    frame = np.random.default_rng(5).integers(0, 256, (rows, stride), np.uint8).tobytes()
+    save_raw(shown[0], kind.lower(), side, stride, frame)
+    save_raw(shown[1], kind.lower(), later, stride // 2, frame[: len(frame) // 4])
+    device, variables = v4l2_camera(tmp_path, kind, frame, side, stride, later_side=later)
+    run = camera(model, device, **variables)
+    answers = list[str]()
+    for path in shown:
+        with model.open(path) as conversation:
+            answers.append(f"{device}: {conversation.ask('red?', max_new_tokens=32).text}")
+    lines = run.stdout.splitlines()
+    assert lines[-1] == answers[1]
+    assert lines[:-1] in ([], answers[:1]), "the first frame may be replaced by the last"
+    changed = f"from 60x60 {kind} of 128 bytes a row to 30x30 {kind} of 64 bytes a row; it is opened again"
+    assert changed in run.stderr
+    assert run.returncode == 1
 
 
 @pytest.mark.slow

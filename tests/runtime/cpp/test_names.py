@@ -21,8 +21,6 @@ REFUSED = {
     "maps",  # "token_inputs"
     "conv_taps",  # "conv_layers"
     *("attention_scale", "axis_positions", "padding_id", "per_layer", "shared", "shared_ffn", "softcap"),  # "sliding"
-    *("bins", "edges", "ranges", "low", "high", "mask"),  # "beside", of the one family whose actions are tokens
-    *("pixel_scale", "pixel_shift", "registers", "widths"),  # and its towers
 }
 
 

@@ -16,7 +16,7 @@ TensorSpec hidden(const Manifest& m, const char* name = names::kHidden) {
 TensorSpec query(const Manifest& m) { return {names::kQuery, "float32", {"tokens", m.model.heads * m.model.head_dim}}; }
 
 TensorSpec cache(const Manifest& m, const std::string& dialect, const std::string& name, const Size& slots) {
-  if (dialect == "trt") return {name, m.kv_type(dialect), {int64_t{1}, slots, m.model.kv_heads, m.model.head_dim}};
+  if (for_tensorrt(dialect)) return {name, m.kv_type(dialect), {int64_t{1}, slots, m.model.kv_heads, m.model.head_dim}};
   return {name, m.kv_type(dialect), {int64_t{1}, m.model.kv_heads, slots, m.model.head_dim}};
 }
 
@@ -47,9 +47,9 @@ Json io(const GraphIO& graph) {
 }
 
 Json dialect_json(const Manifest& m, const std::string& dialect) {
-  Json::Object out{{"cache", dialect == "plain" ? "grows"
-                             : dialect == "trt" ? "appended"
-                                                : "in place"},
+  Json::Object out{{"cache", in_place(dialect)       ? "in place"
+                             : for_tensorrt(dialect) ? "appended"
+                                                     : "grows"},
                    {"kv_dtype", m.kv_type(dialect)},
                    {"vision", io(vision_io(m, dialect))},
                    {"embed", io(embed_io(m))},
@@ -138,7 +138,7 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
 GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query, const StageSpec* stage) {
   Size past = "capacity", present = "capacity", rows = "max_context";
   if (dialect == "plain") past = "past", present = "past + tokens";
-  if (dialect == "trt") past = "slots", present = "tokens", rows = m.max_context;
+  if (for_tensorrt(dialect)) past = "slots", present = "tokens", rows = m.max_context;
   GraphIO out{{hidden(m),
                {names::kPositions, "int64", {int64_t{1}, "tokens"}},
                {names::kCos, "float32", {rows, m.model.head_dim / 2}},
@@ -149,7 +149,7 @@ GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query,
     return stage && std::count(stage->inputs.begin(), stage->inputs.end(), each.name) > 0;
   };
   add_token_inputs(m, out.inputs, reads);
-  if (dialect == "ort") out.inputs.push_back(one(names::kLastSlot));
+  if (in_place(dialect)) out.inputs.push_back(one(names::kLastSlot));
   if (dialect != "plain") out.inputs.push_back(one(names::kTotalSlots));
   std::vector<std::string> layers;
   if (stage == nullptr) layers.push_back("{layer}");

@@ -44,7 +44,6 @@ void read_rope(const Json& value, int64_t head_dim) {
 
 TowerSpec read_tower(const Json& value) {
   Fields fields(value, "vtx.json: model.tower");
-  refuse(fields, "beside", "two towers side by side, as in OpenVLA,");
   fields.text("family");
   int64_t layers = fields.whole("layers"), hidden = fields.whole("hidden");
   fields.whole("intermediate");
@@ -61,6 +60,15 @@ TowerSpec read_tower(const Json& value) {
   for (const char* later : {"stage_blocks", "stage_widths"})  // of a convolutional tower
     if (fields.has(later)) fields.wholes(later, 1, names::kMaxSize);
   int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;
+  const int64_t registers = fields.whole_or_null("registers", 1).value_or(0);
+  for (const char* later : {"pixel_scale", "pixel_shift"}) {  // of a tower beside another one
+    const Json::Array& numbers = fields.has(later) ? fields.list(later) : Json::Array();
+    for (const Json& item : numbers)
+      if (!std::isfinite(fields.number_of(item, later))) fields.wrong<int>(later, "a list of finite numbers");
+    if (!numbers.empty() && numbers.size() != 3) fields.wrong<int>(later, "a list of 3 numbers, or of none");
+  }
+  std::optional<TowerSpec> second;
+  if (fields.has("beside") && !fields.get("beside").is_null()) second = read_tower(fields.get("beside"));
   fields.done();
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
       image / patch > (1 << 15) || shuffle > image / patch)
@@ -68,10 +76,16 @@ TowerSpec read_tower(const Json& value) {
          " with ", heads, " heads: sizes are inconsistent; export again");
   int64_t grid = image / patch;
   const int64_t along = (grid + shuffle - 1) / shuffle;
-  const int64_t states = grid * grid + (class_token ? 1 : 0), all = states - (select == "default" ? 1 : 0);
-  const auto layers_used = static_cast<int64_t>(chosen.size());
-  return {image, grid, shuffle > 1 ? along * along : all, states, product({hidden, layers_used}), hidden / heads,
-          shuffle, class_token};
+  const int64_t states = grid * grid + (class_token ? 1 : 0) + registers;
+  const int64_t tokens = shuffle > 1 ? along * along : states - (select == "default" ? 1 + registers : 0);
+  int64_t width = product({hidden, static_cast<int64_t>(chosen.size())});
+  if (second) {
+    if (second->paired || second->image != image || second->tokens != tokens)
+      fail(Kind::bundle, "vtx.json: model.tower: the tower beside it sees other patches, or has one beside it, too; ",
+           "export again");
+    width += second->feature_width;
+  }
+  return {image, grid, tokens, states, width, hidden / heads, shuffle, class_token, second.has_value()};
 }
 
 ModelSpec read_model(const Json& value) {
@@ -106,6 +120,7 @@ ModelSpec read_model(const Json& value) {
   projector.flag("bias");
   if (projector.has("norm_eps")) positive(projector, "norm_eps");
   if (projector.has("layers")) projector.whole("layers");
+  if (projector.has("widths")) projector.wholes("widths", 1, names::kMaxSize);
   projector.done();
   if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
   fields.done();
@@ -346,14 +361,14 @@ void check_dialects(const Manifest& m) {
     fail(Kind::bundle, "vtx.json: the bundle holds no graphs of the 'ort' dialect; export again");
   bool scored = std::any_of(m.stages.begin(), m.stages.end(), [](const StageSpec& s) { return s.query; });
   for (const auto& [name, graphs] : m.dialects) {
-    if (name != "ort" && name != "plain" && name != "trt")
+    if (!in_place(name) && name != "plain" && !for_tensorrt(name))
       fail(Kind::bundle, "vtx.json: dialect '", name.substr(0, 40), "' is unknown to this vtx; ", kUpgrade);
     if (graphs.stages.size() != m.stages.size() || graphs.gates.size() != m.gates.size())
       fail(Kind::bundle, "vtx.json: dialect '", name, "' has ", graphs.stages.size(), " stages and ", graphs.gates.size(),
            " gates, the bundle ", m.stages.size(), " and ", m.gates.size(), "; export again");
     if (m.text_tower.has_value() != graphs.text_tower.has_value())
       fail(Kind::bundle, "vtx.json: dialect '", name, "': a text tower and its graph go together; export again");
-    bool video = m.video && m.video->own_graph && name != "trt";
+    bool video = m.video && m.video->own_graph && !for_tensorrt(name);
     if (video != graphs.video.has_value() || m.video.has_value() != m.text.video_token_id.has_value())
       fail(Kind::bundle, "vtx.json: dialect '", name, "': videos, their token and their graph go together; export again");
     if (scored != graphs.score.has_value())
@@ -467,6 +482,8 @@ Manifest read_manifest(const Json& root) {
   m.text_tower = read_text_tower(fields.get("text_tower"));
   if (fields.has("video") && !fields.get("video").is_null()) m.video = read_video(fields.get("video"));
   if (fields.has("action") && !fields.get("action").is_null()) m.action = read_action(fields.get("action"));
+  if (fields.has("bins") && !fields.get("bins").is_null()) m.bins = read_bins(fields.get("bins"), m.model.vocab);
+  if (m.bins && m.action) fail(Kind::bundle, "vtx.json: bins: the model has an expert, too; export again");
   m.image = read_image(fields.get("image"));
   m.text = read_text_settings(fields.get("text"));
   m.files = read_files(fields.get("files"));

@@ -20,6 +20,7 @@ struct TowerSpec {
   int64_t feature_width, key_width;     // numbers of one of these that are projected, and of the mean over heads of its keys
   int64_t shuffle;                      // patches a side that become one token
   bool class_token;
+  bool paired;  // another tower is beside it, and the features of both are joined
 };
 
 // Sizes of the decoder and of the vision tower, as far as the runtime needs them.
@@ -138,6 +139,26 @@ struct ActionSpec {
   std::optional<Statistics> of_states, of_actions;
 };
 
+// The range of each number of an action in the data set `name`: -1 means `low`, 1 `high`; a number whose mask is 0 has none.
+struct ActionRange {
+  std::string name;
+  Doubles low, high;
+  Mask mask;
+};
+
+// Actions as tokens, one for each number. `edges` equally spaced edges from -1 to 1 bound the bins, and a number is the
+// middle of its bin. Token `vocab` - 1 is the first bin, the one before it the second; other tokens are the nearest bin.
+struct ActionBins {
+  int64_t vocab, edges;
+  std::vector<ActionRange> ranges;
+};
+
+// True for the dialects of TensorRT, whose caches have the axis of slots before that of heads.
+inline bool for_tensorrt(const std::string& dialect) { return dialect == "trt" || dialect == "trt10"; }
+
+// True for the dialects whose graphs write K and V where they read them.
+inline bool in_place(const std::string& dialect) { return dialect == "ort" || dialect == "ort-cuda"; }
+
 struct Manifest {
   std::string vtx;
   ModelSpec model;
@@ -158,6 +179,7 @@ struct Manifest {
   std::optional<TextTowerSpec> text_tower;
   std::optional<VideoSpec> video;
   std::optional<ActionSpec> action;  // the model answers with actions, and the head is its expert
+  std::optional<ActionBins> bins;    // its tokens are actions
   ImageSettings image;
   TextSettings text;
   std::map<std::string, FileRecord> files;
@@ -172,6 +194,9 @@ struct Manifest {
 
 // The section `action`. Throws Error(bundle).
 ActionSpec read_action(const Json& value);
+
+// The section `bins` of a model of that many tokens. Throws Error(bundle).
+ActionBins read_bins(const Json& value, int64_t tokens);
 
 // The section `text`. Throws Error(bundle).
 TextSettings read_text_settings(const Json& value);

@@ -81,6 +81,8 @@ inline constexpr int64_t kMaxText = 2097152;
 inline constexpr int64_t kMostWhole = 9007199254740992;
 inline constexpr int64_t kMostThreads = 1024;
 inline constexpr int64_t kMaxSteps = 1000;
+inline constexpr int64_t kMaxBins = 65536;
+inline constexpr int64_t kMaxNumbers = 256;
 inline constexpr int64_t kMaxLayers = 512;
 inline constexpr int64_t kMaxSize = 2147483647;
 inline constexpr int64_t kMaxSegment = 4096;
@@ -129,5 +131,6 @@ struct RowsOfARun {
 inline constexpr RowsOfARun kRowsOfARun[] = {{"int8", "bf16", 256}, {"int4", "f32", 256}, {"int4", "bf16", 256}};
 inline constexpr float kTauDefault = 2.0f;
 inline constexpr double kLeastPenalty = 0.001;
+inline constexpr double kWidest = 1e+30;
 
 }  // namespace vtxcore::names

@@ -141,6 +141,9 @@ void freed_handles(vtx_model* model, const std::string& picture) {
   refused(vtx_ask(conversation, "red?", nullptr, &answer), VTX_REQUEST, "was freed", "a freed conversation");
   refused(vtx_chat_restart(conversation), VTX_REQUEST, "was freed", "a freed conversation");
   refused(vtx_conversation_replace(conversation, nullptr, 0, 0, nullptr), VTX_REQUEST, "was freed", "a freed conversation");
+  vtx_conversation* forked = conversation;
+  refused(vtx_conversation_fork(conversation, &forked), VTX_REQUEST, "was freed", "a freed conversation");
+  require(forked == nullptr, "a fork of a freed conversation");
   refused(vtx_conversation_load_prefix(conversation, "file"), VTX_REQUEST, "was freed", "a freed conversation");
   refused(vtx_conversation_save_prefix(conversation, "file"), VTX_REQUEST, "was freed", "a freed conversation");
   auto* other = reinterpret_cast<vtx_conversation*>(model);
