@@ -306,7 +306,7 @@ def test_a_client_that_leaves_ends_its_answer(tiny_bundle: Path, stream: bool) -
             connection = served.open_chat(asking(user("red?"), max_tokens=230, stream=stream))
             until(lambda: served.metrics()["vtx_requests_active"] == 1, "the answer begins")
             connection.close()
-        until(lambda: served.metrics()["vtx_cancelled_total"] == 1, "the answer is cancelled")
+            until(lambda: served.metrics()["vtx_cancelled_total"] == 1, "the answer is cancelled")
         until(lambda: served.metrics()["vtx_requests_active"] == 0, "the engine is free")
         assert served.metrics()["vtx_completion_tokens_total"] == counted
         assert served.chat(GOOD).status == 200

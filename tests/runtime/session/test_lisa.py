@@ -47,7 +47,7 @@ class Judge(Reference):
         with torch.no_grad():
             self.model.lm_head.weight[self.added[SEG]] *= OFTEN
         self.given: list[torch.Tensor] = []
-        self.model.lm_head.register_forward_hook(lambda _, given, __: self.given.append(given[0][0]))
+        self.model.lm_head.register_forward_hook(lambda _, given, __: self.given.append(given[0][0, -1]))
 
     def lisa_inputs(self, images: Sequence[Image.Image], tokens: int) -> Inputs:
         """The prompt cut at its images and added tokens, each piece tokenised alone."""

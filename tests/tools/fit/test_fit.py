@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -314,9 +314,9 @@ def test_tiles_or_pixels_are_searched_and_the_card_limits_images(
 
 
 @pytest.fixture
-def half(models: Models, tmp_path: Path) -> Bundle:
-    """With K and V as a GPU takes them."""
-    return Bundle.open(bundles.copy(models(ks=(3, 8), precision="fp16").bundle.folder, tmp_path / "bundle"))
+def half(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Bundle:
+    """With the graphs of onnxruntime's CUDA provider."""
+    return bundles.export(tiny_checkpoint(), tmp_path / "bundle", (3, 8), "fp16", dialects=("ort", "ort-cuda"))
 
 
 def test_a_profile_plans_for_a_device_that_is_not_here(half: Bundle, questions: Path) -> None:
