@@ -19,10 +19,10 @@ SECTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("Images and videos", "", (vtx.bgr, vtx.video)),
     ("Options", "", (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools)),
     ("Answers", "", (vtx.AnswerStream, vtx.AsyncAnswerStream, vtx.Answer, vtx.Stats, vtx.ToolCall)),
-    ("Reductions of your own", "A package announces a reduction by an entry point of the group `vtx.policies`, whose "
-     "name is that of the\nreduction. It then works in `--reduce`, `vtx.export(reduce=...)` and `ask(reduce=...)`;\n"
-     "`examples/python/vtx-policy-every` is one.", (Reduction,)),
-    ("Errors", "Everything raised on purpose derives from `vtx.VtxError` and is one line.",
+    ("Reductions of your own", "A package announces a reduction by an entry point of the group `vtx.policies` with the "
+     "name of the\nreduction. It then works in `--reduce`, `vtx.export(reduce=...)` and `ask(reduce=...)`.\n"
+     "`examples/python/vtx-policy-every` is an example.", (Reduction,)),
+    ("Errors", "All deliberate errors derive from `vtx.VtxError` and have a one-line message.",
      tuple(sorted((getattr(vtx, n) for n in vtx.__all__ if n.endswith("Error")), key=lambda e: e.__name__))),
 )  # fmt: skip
 MADE_BY_USERS = (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools)  # other classes are what functions return
@@ -30,7 +30,7 @@ TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields
 
 
 ANSWERS = (
-    "# Python API: options, answers, errors\n\nThe other names of `vtx`; [the first page](api.md) has those that ask."
+    "# Python API: options, answers, errors\n\nOptions, answers and errors; [the first page](api.md) has models and conversations."
 )
 
 

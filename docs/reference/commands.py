@@ -13,7 +13,7 @@ SHARED = 3  # commands that an option must belong to, word for word, to be descr
 HERE = Path(__file__).parent
 ANSWERING = ("batch", "cache", "chat", "doctor", "inspect", "run", "serve", "watch")
 MEASURING = ("bench", "eval", "fit", "plan")
-OTHERS = "# Commands that {}\n\n[Commands](commands.md) has what is common to all, and those that answer."
+OTHERS = "# Commands that {}\n\n[Commands](commands.md) covers what all commands share, and the commands that answer."
 
 
 def pages() -> dict[Path, str]:

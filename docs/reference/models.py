@@ -1,4 +1,4 @@
-"""Writes docs/reference/models.md: `python docs/reference/models.py`. Each cell is asked of the code that decides."""
+"""Writes docs/reference/models.md: `python docs/reference/models.py`. Each cell comes from the code that decides."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ PAGE = Path(__file__).with_suffix(".md")
 CPP = Path(__file__).parents[2] / "runtime/cpp/src"
 HEAD = f"""# Models
 
-What vtx exports, family by family. A family is what a checkpoint's `architectures` and `model_type` say; it has one
-file in `exporter/checkpoint/families/`. This page is made from the code by `python docs/reference/models.py`; a test
-compares them.
+The model families that vtx exports. A family is identified by a checkpoint's `architectures` and `model_type`, and has
+one file in `exporter/checkpoint/families/`. This page is generated from the code by `python docs/reference/models.py`;
+a test compares them.
 
 Text models: {", ".join(TEXT_FAMILIES)}, gemma3, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
-InternVL's, Qwen's, Gemma 4's, FastViTHD, SigLIP 2's for images at their own resolution, DINOv2 with
-registers and SigLIP side by side.
-Precisions, K, gates, calibration and streaming export work alike for every family: they see passes of the tower, and
-tokens. onnxruntime and OpenVINO answer alike *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs
-for TensorRT come from the same builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; engines of
-TensorRT-RTX were built of random models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila` and
-`internvl_chat` *(built without a GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM,
-`vtx-tune` on SmolVLM and LLaVA-OneVision *(run on a CPU, random models of eight layers)*.
+InternVL's, Qwen's, Gemma 4's, FastViTHD, SigLIP 2's for native resolutions, DINOv2 with registers and SigLIP side by
+side.
+Precisions, K, gates, calibration and streaming export work in the same way for every family. onnxruntime and OpenVINO
+give the same answers *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs for TensorRT come from the same
+builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; TensorRT-RTX engines were built of random
+models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila` and `internvl_chat` *(built without a
+GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM, `vtx-tune` on SmolVLM and LLaVA-OneVision
+*(run on a CPU, random models of eight layers)*.
 """
-# The shapes of published checkpoints, most with a CLIP tower: what a cell asks is asked about these.
+# The shapes of published checkpoints, most with a CLIP tower, from which the cells are computed.
 _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
           "num_attention_heads": 16, "image_size": 336, "patch_size": 14}  # fmt: skip
 _TEXT = {"model_type": "llama", "vocab_size": 32064}
@@ -162,14 +162,14 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     """Support by libvtx, which refuses by name the parts of a manifest that it does not know."""
     layout, spec = spec_of(config.layout), model_spec(config, "")
     if spec.rope.sections:
-        return "no: positions of three parts (`sections`) are refused by name"
+        return "no: three-part positions (`sections`) are refused"
     if spec.sliding:
-        return "no: layers with sliding windows (`sliding`) are refused by name"
+        return "no: sliding-window layers (`sliding`) are refused"
     if spec.conv_layers:
-        return "no: layers with a convolution (`conv_layers`) are refused by name"
+        return "no: convolution layers (`conv_layers`) are refused"
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
-        return f"no: the layout `{layout.name}` is refused by name"
+        return f"no: the layout `{layout.name}` is refused"
     known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
     fields = {
         *json_value(spec.tower), *json_value(spec.projector), *layout.parameters, *(["video"] if config.video else []),
@@ -177,7 +177,7 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     fields |= {"seg_token_id"} if family.seg_token else set()
     later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
     if later:
-        return f"no: `{'`, `'.join(later)}` of the manifest is refused by name"
+        return f"no: `{'`, `'.join(later)}` of the manifest is refused"
     return "yes" if config.video is None else "images"
 
 
@@ -188,7 +188,7 @@ def _tensorrt(_: Family, config: ModelConfig) -> str:
         return f"no: {WINDOWS}"
     if config.text.two_way:
         return f"no: {BOTH_WAYS}"
-    return "yes" if config.frames is None else "images, and no videos"
+    return "yes" if config.frames is None else "images, not videos"
 
 
 def _tune(family: Family, config: ModelConfig) -> str:
@@ -201,8 +201,8 @@ def _tune(family: Family, config: ModelConfig) -> str:
 
 def _fit(_: Family, config: ModelConfig) -> str:
     if config.vision.native or config.action:
-        return "no: images keep their shape"
-    return "yes" if config.layout.max_views == 1 else "no: tiles show all of any shape"
+        return "no: images keep their aspect ratio"
+    return "yes" if config.layout.max_views == 1 else "no: tiles cover images of any aspect ratio"
 
 
 def _reduction(spec: str) -> Cell:
@@ -228,16 +228,16 @@ TOKENS: Columns = {"tokens of an image": _tokens, "tokens of a video": _video}
 def _shown(_: Family, config: ModelConfig) -> str:
     if config.action:
         return "no: the model answers with actions"
-    return "no: images have any shape" if config.vision.native or config.vision.naflex else "yes"
+    return "no: images have variable sizes" if config.vision.native or config.vision.naflex else "yes"
 
 
 USES: Columns = {
     "libvtx": _cpp, "TensorRT": _tensorrt, "`vtx-tune`": _tune,
     "`--show-tokens`": _shown, "`--fit`": _fit,
-    "`--max-tiles`": lambda _, c: "no: each image is seen in one piece" if c.layout.max_views == 1 else "yes",
+    "`--max-tiles`": lambda _, c: "no: each image is a single view" if c.layout.max_views == 1 else "yes",
     "`--max-pixels`": lambda _, c: (
-        "yes" if c.vision.native else "no: tiles have one size" if c.vision.naflex
-        else "no: images are not seen at their own resolution"
+        "yes" if c.vision.native else "no: tiles have a fixed size" if c.vision.naflex
+        else "no: images are resized to a fixed size"
     ),
 }  # fmt: skip
 REDUCTIONS: Columns = {f"`{spec}`": _reduction(spec) for spec in _SPECS}
@@ -261,11 +261,11 @@ def page() -> str:
     lines = [HEAD.rstrip(), *table(FACTS), *table(TOKENS), "", "## Engines, runtimes and options"]
     lines += [
         "",
-        "onnxruntime and OpenVINO answer with every family. `no (1)`: refused by name, note 1 says why.",
+        "onnxruntime and OpenVINO support every family. `no (1)`: refused with an error; note 1 gives the reason.",
     ]
     lines += [*table(USES), "", "## Reductions", *table(REDUCTIONS), "", "## Notes", ""]
     lines += [f"{number}. {reason}" for reason, number in notes.items()]
-    lines += ["", "## Refused by name", "", "| `model_type` or architecture | why |", "|---|---|"]
+    lines += ["", "## Refused by name", "", "| `model_type` or architecture | reason |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
     return "\n".join(lines) + "\n"
 
