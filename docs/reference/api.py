@@ -29,9 +29,7 @@ MADE_BY_USERS = (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools)  # other class
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}
 
 
-ANSWERS = (
-    "# Python API: options, answers, errors\n\nOptions, answers and errors; [the first page](api.md) has models and conversations."
-)
+ANSWERS = "# Python API: options, answers, errors\n\nThe second page; [the first](api.md) has models and conversations."
 
 
 def pages() -> dict[Path, str]:
