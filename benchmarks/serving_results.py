@@ -22,7 +22,7 @@ RESULTS = Path("docs/measurements/results/serving.jsonl")
 INTRODUCTION = """# Serving
 
 `vtx-serve`, `vtx-batch` and `vtx-eval` under load ([how they work](../how-to/serve.md#side-by-side)). New pictures are
-noise of 336 x 336 pixels. Every table says on what it was measured.
+noise of 336 x 336 pixels. Every table names its machine.
 """
 Table = tuple[list[str], list[list[str]]]
 
