@@ -113,8 +113,8 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
     ),
     "towers-openvino": (
         "Several pictures in one pass of the tower, OpenVINO",
-        "Why pictures go through the tower one by one: its products have hundreds of rows already, and gain nothing by "
-        "more of them.",
+        "Pictures go through the tower one by one, because its products already have hundreds of rows and gain nothing "
+        "from more.",
         "python -m benchmarks.towers BUNDLE", towers,
     ),
     "towers-cpu": (
