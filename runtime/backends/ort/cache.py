@@ -264,6 +264,10 @@ class OrtStageCache(SlotCounter):
         for layer, part in zip(self.kv, kv, strict=True):
             layer[..., slots, :] = part
 
+    def _copy(self, other: OrtStageCache, length: int) -> None:
+        for layer, source in zip(self.kv, other.kv, strict=True):
+            layer[..., :length, :] = source[..., :length, :]
+
 
 class OrtReadingCache(OrtStageCache):
     """The cache of a stage whose layers keep nothing: they read K and V of `sources`, caches by layer.

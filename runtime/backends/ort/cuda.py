@@ -22,7 +22,7 @@ from vtx.runtime.backends.ort.backend import OrtBackend
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStage, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.ort.library import FATAL, load_onnxruntime
-from vtx.runtime.backends.slots import BLOCK
+from vtx.runtime.backends.slots import BLOCK, SlotCounter
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
@@ -305,6 +305,9 @@ class OrtCudaCache(OrtStageCache):
                 cache = (held.address(part) + first * unit, held.capacity)
                 self._copy_heads(*((saved, cache) if out else (cache, saved)), count)
         stage.cuda.wait()
+
+    def _copy(self, other: OrtStageCache, length: int) -> None:
+        SlotCounter._copy(self, other, length)  # K and V are not on the host
 
     def _copy_heads(self, to: tuple[int, int], source: tuple[int, int], slots: int) -> None:
         """Queue a copy of some slots of every head; each end is an address and the slots from one head to the next."""
