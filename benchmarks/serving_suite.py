@@ -121,6 +121,9 @@ def measurements(given: argparse.Namespace, bundle: Path, wide: Path, judged: Pa
         yield Measurement(f"conversations-{device}", words, ["--conversations", "2", "--tokens", "2"])
         sharing = [*words, "--one-picture", "--conversations", "4"]
         yield Measurement(f"one-picture-{device}", sharing, ["--conversations", "2", "--tokens", "2"])
+    for device in ("openvino", "cpu"):
+        words = ["benchmarks.towers", str(bundle), "--device", device, *machine, "--rounds", "2"]
+        yield Measurement(f"towers-{device}", words, [])
     words = ["benchmarks.serving_soak", str(DEMO), *engine, *machine, "--minutes", "8", "--requests", "10000"]
     yield Measurement("soak", words, ["--minutes", "0.2", "--bodies", "20"])
 
