@@ -23,13 +23,12 @@ double ms_since(std::chrono::steady_clock::time_point start) {
 // The largest difference, from 0 to 1, between the mean colours of 64 x 64 cells of two images as the model sees them.
 double change_between(const PreparedImage& image, const PreparedImage& other, const ImageSettings& settings) {
   constexpr size_t kCells = 64;
-  auto [height, width] = settings.output();
-  auto rows = static_cast<size_t>(height), columns = static_cast<size_t>(width);
   if (image.views.size() != other.views.size() || image.width != other.width || image.height != other.height) return 1;
-  size_t down = std::min(kCells, rows), across = std::min(kCells, columns);
   double most = 0;
   for (size_t view = 0; view < image.views.size(); ++view) {
-    const Floats &mine = image.views[view], &theirs = other.views[view];
+    const Floats &mine = image.views[view].values, &theirs = other.views[view].values;
+    auto rows = static_cast<size_t>(image.views[view].height), columns = static_cast<size_t>(image.views[view].width);
+    size_t down = std::min(kCells, rows), across = std::min(kCells, columns);
     for (size_t channel = 0; channel < 3; ++channel) {
       double share = settings.std[channel] / (255 * settings.rescale);
       for (size_t cell = 0; cell < down * across; ++cell) {

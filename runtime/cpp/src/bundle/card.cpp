@@ -33,7 +33,7 @@ std::optional<Card> read_card(const Bundle& bundle) {
   Fields chosen(card.get("chosen"), cat(kCard, ": chosen"));
   Fields how(chosen.get("configuration"), cat(kCard, ": chosen: configuration"));
   return Card{how.text("device"), how.text("compute"), how.text("reduce"), read_k(how),
-              how.whole_or_null("max_tiles", 1).value_or(0)};
+              how.whole_or_null("max_tiles", 1).value_or(0), how.whole_or_null("max_pixels", 1).value_or(0)};
 }
 
 }  // namespace vtxcore

@@ -6,6 +6,7 @@
 // caches. Slots are not positions: a token keeps its position when tokens before it leave.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -79,8 +80,10 @@ class Session {
   const Prefix& prefix() const { return prefix_; }
   void note_filed(size_t tokens) { prefix_.filed = tokens; }
   StageCache& full_cache(size_t number) { return *full_.at(number); }
-  // The position of the next token.
-  int64_t length() const { return prefix_.next_position + static_cast<int64_t>(suffix_.size()); }
+  // Tokens so far, or positions if there are more: the context has room for this many.
+  int64_t length() const {
+    return std::max(prefix_.next_position, static_cast<int64_t>(prefix_.size())) + static_cast<int64_t>(suffix_.size());
+  }
   // The cache that stage `number` runs in for this question; for whoever records positions.
   StageCache& cache(size_t number) { return *(number < first_pruned_ ? full_ : pruned_).at(number); }
 

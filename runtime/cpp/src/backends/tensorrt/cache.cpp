@@ -124,14 +124,16 @@ class TensorrtStageCache : public StageCache {
   }
 
  protected:
-  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids*) override {
+  Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids*) override {
     Lock held(cuda_);
     room(length + static_cast<int64_t>(tokens.count()));
-    if (tokens.count() == 1 && !query) return one(tokens, positions);
+    Ids rows;  // of the rotary tables; engines of positions of three parts are not built
+    for (const Position& parts : positions) rows.push_back(parts.front());
+    if (tokens.count() == 1 && !query) return one(tokens, rows);
     auto longest = static_cast<size_t>(context_.engines.longest(graph_));
     return in_parts(
         tokens.count(), longest, query ? &memory_->queries : nullptr,
-        [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, positions, start, count, queries); });
+        [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, rows, start, count, queries); });
   }
 
  private:
