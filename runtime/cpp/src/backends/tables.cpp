@@ -48,10 +48,6 @@ RopeRows rope_rows(const std::map<std::string, Floats>& tables, const Manifest& 
     return out;
   }
   const Ids& part_of = m.model.rope_parts;
-  for (const Position& parts : positions)
-    for (int64_t part : parts)
-      if (part < 0 || part >= m.max_context)
-        fail(Kind::device, "position ", part, " is beyond the rotary tables of ", m.max_context, " positions");
   for (const char* name : {names::kCos, names::kSin}) {
     const Floats& table = tables.at(name);
     Floats& own = out.own[name];
@@ -59,7 +55,7 @@ RopeRows rope_rows(const std::map<std::string, Floats>& tables, const Manifest& 
     for (const Position& parts : positions)
       for (size_t column = 0; column < part_of.size(); ++column) {
         auto row = static_cast<size_t>(parts[static_cast<size_t>(part_of[column])]);
-        own.push_back(table[row * part_of.size() + column]);
+        own.push_back(table.at(row * part_of.size() + column));
       }
   }
   out.rows = count_up(0, positions.size());

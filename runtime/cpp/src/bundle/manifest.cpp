@@ -14,6 +14,7 @@ namespace vtxcore {
 namespace {
 
 const std::set<std::string> kPrecisions{"fp32", "fp16", "bf16", "int8", "int4"};
+constexpr char kVideoLayouts[] = "frames, pairs";
 const std::map<std::string, int64_t> kKvBytes{{"float32", 4}, {"float16", 2}, {"int8", 1}};
 
 double positive(Fields& fields, const char* key) {
@@ -131,8 +132,6 @@ ModelSpec read_model(const Json& value) {
     if (kind != "prompt")
       fail(Kind::bundle, "vtx.json: tokens that see each other both ways are '", kind.substr(0, 40),
            "', unknown to this vtx, which has prompt; ", kUpgrade);
-    if (!m.rope_parts.empty())
-      fail(Kind::bundle, "vtx.json: tokens that see each other both ways have positions of three parts; export again");
     m.two_way = true;
   }
   refuse(fields, "conv_layers", "layers with a convolution, as in LFM2-VL,");
@@ -252,7 +251,7 @@ VideoSpec read_video(const Json& value) {
   bool pairs = video.layout.name == "pairs" && !video.own_graph;
   if ((!frames && !pairs) || video.image.own_size() != pairs)
     fail(Kind::bundle, "vtx.json: the layout of videos '", video.layout.name.substr(0, 40),
-         "' is unknown to this vtx, which ", "has frames, pairs; ", kUpgrade);
+         "' is unknown to this vtx, which has ", kVideoLayouts, "; ", kUpgrade);
   if (frames) video.tokens = *tokens->integer();
   return video;
 }
@@ -512,9 +511,10 @@ Manifest read_manifest(const Json& root) {
   if (fields.has("bins") && !fields.get("bins").is_null()) m.bins = read_bins(fields.get("bins"), m.model.vocab);
   if (m.bins && m.action) fail(Kind::bundle, "vtx.json: bins: the model has an expert, too; export again");
   m.image = read_image(fields.get("image"));
-  if (m.image.own_size() != (m.layout.name == "native") || m.image.own_size() != m.model.tower.native)
-    fail(Kind::bundle, "vtx.json: image: pictures of their own size, the layout 'native' and a tower for them go together; ",
-         "export again");
+  bool own = m.image.own_size();
+  if (own != (m.layout.name == "native"))
+    fail(Kind::bundle, "image setting ", "crop", " is ", own ? "null" : "not null", "; it must be ",
+         own ? "set where resize does not fix the size" : "null, as pad and resize, where the layout resizes");
   m.text = read_text_settings(fields.get("text"));
   m.files = read_files(fields.get("files"));
   if (fields.get("record").object() == nullptr) fields.wrong<int>("record", "an object");
