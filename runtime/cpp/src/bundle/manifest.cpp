@@ -508,8 +508,9 @@ Manifest read_manifest(const Json& root) {
   m.text_tower = read_text_tower(fields.get("text_tower"));
   if (fields.has("video") && !fields.get("video").is_null()) m.video = read_video(fields.get("video"));
   if (fields.has("action") && !fields.get("action").is_null()) m.action = read_action(fields.get("action"));
-  if (fields.has("bins") && !fields.get("bins").is_null()) m.bins = read_bins(fields.get("bins"), m.model.vocab);
-  if (m.bins && m.action) fail(Kind::bundle, "vtx.json: bins: the model has an expert, too; export again");
+  if (fields.has("bins") && !fields.get("bins").is_null()) m.bins = read_bins(fields.get("bins"));
+  if (m.bins && (m.action || m.bins->vocab > m.model.vocab))
+    fail(Kind::bundle, "vtx.json: bins: they go beyond the model's vocabulary, or the model has an expert, too; export again");
   m.image = read_image(fields.get("image"));
   bool own = m.image.own_size();
   if (own != (m.layout.name == "native"))

@@ -204,8 +204,8 @@ struct Manifest {
 // The section `action`. Throws Error(bundle).
 ActionSpec read_action(const Json& value);
 
-// The section `bins` of a model of that many tokens. Throws Error(bundle).
-ActionBins read_bins(const Json& value, int64_t tokens);
+// The section `bins`. Throws Error(bundle).
+ActionBins read_bins(const Json& value);
 
 // The section `text`. Throws Error(bundle).
 TextSettings read_text_settings(const Json& value);
