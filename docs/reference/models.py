@@ -161,8 +161,6 @@ def _video(_: Family, config: ModelConfig) -> str:
 def _cpp(family: Family, config: ModelConfig) -> str:
     """Support by libvtx, which refuses by name the parts of a manifest that it does not know."""
     layout, spec = spec_of(config.layout), model_spec(config, "")
-    if spec.rope.sections:
-        return "no: three-part positions (`sections`) are refused"
     if spec.sliding:
         return "no: sliding-window layers (`sliding`) are refused"
     if spec.conv_layers:

@@ -18,7 +18,16 @@ ROOT = Path(__file__).parents[3]
 # Keys of bundles that libvtx refuses by another key of theirs, which test_layouts names.
 REFUSED = {
     "conv_taps",  # "conv_layers"
-    *("attention_scale", "axis_positions", "padding_id", "per_layer", "pool", "shared", "shared_ffn", "softcap"),  # "sliding"
+    *(
+        "attention_scale",
+        "axis_positions",
+        "padding_id",
+        "per_layer",
+        "pool",
+        "shared",
+        "shared_ffn",
+        "softcap",
+    ),  # "sliding"
 }
 
 

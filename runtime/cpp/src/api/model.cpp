@@ -86,7 +86,8 @@ PreparedImage Model::prepare(const Picture& picture, const std::string& fit, siz
   for (const Pixels& view : out.views) hash.update(view.values.data(), view.values.size() * sizeof(float));
   out.key = hash.hex();
   // Tiles alone do not tell how much of them is padding, nor an image's sides from their product.
-  if (out.views.size() > 1 || settings.own_size()) out.key += cat(" of ", picture.width, "x", picture.height, released ? " released" : "");
+  if (out.views.size() > 1 || settings.own_size())
+    out.key += cat(" of ", picture.width, "x", picture.height, released ? " released" : "");
   out.tokens = layout->count(picture.width, picture.height);
   out.arrange = [layout, width = out.width, height = out.height, newline = newline_](const Views& views) {
     return layout->arrange(views, width, height, newline);

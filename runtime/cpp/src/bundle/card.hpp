@@ -10,7 +10,7 @@ namespace vtxcore {
 
 struct Card {
   std::string device, compute, reduce;
-  std::string k;          // "none", "auto" or a number
+  std::string k;                          // "none", "auto" or a number
   int64_t max_tiles = 0, max_pixels = 0;  // 0: no limit
 };
 

@@ -48,7 +48,8 @@ Ids read_rope(const Json& value, int64_t head_dim) {
   fields.done();
   if (sections.empty()) return parts;
   auto count = static_cast<int64_t>(frequencies.size());
-  if (sections.size() != std::tuple_size_v<Position> || std::accumulate(sections.begin(), sections.end(), int64_t{0}) != count)
+  if (sections.size() != std::tuple_size_v<Position> ||
+      std::accumulate(sections.begin(), sections.end(), int64_t{0}) != count)
     fail(Kind::bundle, "vtx.json: model.rope.sections ", sections, " do not divide ", count, " frequencies in ",
          std::tuple_size_v<Position>, "; export again");
   for (int64_t number = 0; interleaved && number < count; ++number) {
@@ -238,7 +239,8 @@ ImageSettings read_image(const Json& value) {
   if (fields.has("within")) s.within = fields.flag("within");
   fields.done();
   if (s.within && (!s.resize || s.pad || s.crop)) bad_image(fields, "within", "false");
-  if (!s.crop && !s.resize && !(s.pad && s.shortest) && !s.own_size()) bad_image(fields, "crop", "set where resize does not fix the size");
+  if (!s.crop && !s.resize && !(s.pad && s.shortest) && !s.own_size())
+    bad_image(fields, "crop", "set where resize does not fix the size");
   return s;
 }
 
@@ -510,7 +512,8 @@ Manifest read_manifest(const Json& root) {
   if (fields.has("action") && !fields.get("action").is_null()) m.action = read_action(fields.get("action"));
   if (fields.has("bins") && !fields.get("bins").is_null()) m.bins = read_bins(fields.get("bins"));
   if (m.bins && (m.action || m.bins->vocab > m.model.vocab))
-    fail(Kind::bundle, "vtx.json: bins: they go beyond the model's vocabulary, or the model has an expert, too; export again");
+    fail(Kind::bundle,
+         "vtx.json: bins: they go beyond the model's vocabulary, or the model has an expert, too; export again");
   m.image = read_image(fields.get("image"));
   bool own = m.image.own_size();
   if (own != (m.layout.name == "native"))

@@ -18,8 +18,8 @@ namespace vtxcore {
 // One pass of the vision tower: pixels and patches a side, and its tokens as they leave it.
 struct TowerSpec {
   int64_t image, patch, grid, tokens, states;  // tokens as they leave the tower, and within it
-  int64_t feature_width, key_width;     // numbers of one of these that are projected, and of the mean over heads of its keys
-  int64_t shuffle;                      // patches a side that become one token
+  int64_t feature_width, key_width;  // numbers of one of these that are projected, and of the mean over heads of its keys
+  int64_t shuffle;                   // patches a side that become one token
   bool class_token;
   bool paired;  // another tower is beside it, and the features of both are joined
   bool native;  // images keep their own resolution, and `image` is the side of the largest square one

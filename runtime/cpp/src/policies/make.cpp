@@ -108,11 +108,13 @@ std::string never_there(const Needs& needs, const TowerSpec& tower) {
     return cat("looks at patches one by one, and this model's tokens are of ", patches,
                "; use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0");
   if (needs.projector && (tower.shuffle > 1 || !tower.class_token))
-    return cat("merges patches by the attention of the tower's class token and projects them one by one, and this model does ",
-               "otherwise: ", tower.shuffle == 1 ? "its tower has no class token" : "its tokens are of " + patches,
-               "; use divprune, cdpruner or dart");
+    return cat(
+        "merges patches by the attention of the tower's class token and projects them one by one, and this model does ",
+        "otherwise: ", tower.shuffle == 1 ? "its tower has no class token" : "its tokens are of " + patches,
+        "; use divprune, cdpruner or dart");
   if ((needs.attention || needs.last_attention) && !tower.class_token)
-    return "ranks patches by the class token's attention, and this model's tower has no class token; use mustdrop without key "
+    return "ranks patches by the class token's attention, and this model's tower has no class token; use mustdrop without "
+           "key "
            "tokens (mustdrop:...,key=0), lsm or fastv";
   return "";
 }

@@ -85,7 +85,8 @@ struct Prefix {
   void rewind(size_t boundary);
 };
 
-// Positions of a prefix's tokens, and the next one: an image's tokens keep the gaps between them, and their rows and columns.
+// Positions of a prefix's tokens, and the next one: an image's tokens keep the gaps between them, and their rows and
+// columns.
 std::pair<Positions, int64_t> place(const Mask& is_vision, const Images& images);
 
 // A removal of image tokens at a boundary: which stayed, and whether all tokens took new positions.

@@ -102,10 +102,11 @@ void save_prefix(const std::string& path, const Bundle& bundle, const Backend& b
   const ModelSpec& model = bundle.manifest().model;
   auto size = static_cast<int64_t>(count);
   auto end = static_cast<std::ptrdiff_t>(count);
-  Tensors tensors{{"ids", {"I64", {size}, prefix.key.substr(0, count * sizeof(int64_t))}},
-                  {"is_vision", tensor_of("BOOL", {size}, Mask(prefix.is_vision.begin(), prefix.is_vision.begin() + end))},
-                  {"positions", tensor_of({prefix.positions.begin(), prefix.positions.begin() + end}, model.position_parts())},
-                  {"hidden", rows_tensor(*prefix.boundaries.front(), count)}};
+  Tensors tensors{
+      {"ids", {"I64", {size}, prefix.key.substr(0, count * sizeof(int64_t))}},
+      {"is_vision", tensor_of("BOOL", {size}, Mask(prefix.is_vision.begin(), prefix.is_vision.begin() + end))},
+      {"positions", tensor_of({prefix.positions.begin(), prefix.positions.begin() + end}, model.position_parts())},
+      {"hidden", rows_tensor(*prefix.boundaries.front(), count)}};
   for (const auto& [name, rows] : prefix.inputs) tensors["input " + name] = rows_tensor(rows, count);
   std::vector<SharedRows> text = prefix.text_states(count);
   const std::vector<StageSpec>& stages = bundle.manifest().stages;

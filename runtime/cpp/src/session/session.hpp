@@ -73,8 +73,8 @@ class Session {
   // Begins with another prefix, which the next one continues, and the caches of the first stages, which hold it. Only while
   // nothing has run.
   void begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches);
-  // Begins with the prefix of another one as far as it has come in full caches, and copies of its K and V. Only while nothing
-  // has run.
+  // Begins with the prefix of another one as far as it has come in full caches, and copies of its K and V. Only while
+  // nothing has run.
   void copy_prefix(Session& other);
   bool has_run() const { return !full_.empty() || !pruned_.empty(); }
   const Prefix& prefix() const { return prefix_; }

@@ -31,8 +31,8 @@ class Layout {
   virtual void check(const TowerSpec& tower) const = 0;
   // The layout with at most so many views an image. Throws Error(request): fewer than 1, or images have one view anyway.
   virtual std::shared_ptr<const Layout> limited(int64_t max_views) const;
-  // The layout with images of at most so many pixels after they are resized. Throws Error(request): not even one token has so
-  // few, or images are not seen at their own resolution.
+  // The layout with images of at most so many pixels after they are resized. Throws Error(request): not even one token has
+  // so few, or images are not seen at their own resolution.
   virtual std::shared_ptr<const Layout> within(int64_t max_pixels) const;
   // The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total, if there is one.
   virtual std::optional<int64_t> fitting(const std::vector<std::pair<int64_t, int64_t>>&, int64_t) const {

@@ -331,7 +331,8 @@ void tiles() {
     int runs = tower.runs;
     ImagePtr tokens = encoded.encoders(Policy{}, nullptr, nullptr).front().encode();
     for (size_t i = 0; i < image.views.size(); ++i)
-      if (tokens->rows.data[i] != image.views[i].values.front()) fail(Kind::device, "tile ", i, " has the tokens of another one");
+      if (tokens->rows.data[i] != image.views[i].values.front())
+        fail(Kind::device, "tile ", i, " has the tokens of another one");
     std::cout << tower.runs - runs << "\n";
   }
 }

@@ -159,7 +159,9 @@ class Recorder {
     out[start + "ids"] = whole(prompt.ids);
     out[start + "is_vision"] = bits(prompt.is_vision);
     for (size_t i = 0; i < result.cuts.size(); ++i) out[start + "kept." + std::to_string(i)] = bits(result.cuts[i].kept);
-    by_layer([&](const std::string& layer, const Positions& positions) { out[start + "positions." + layer] = placed_at(positions); });
+    by_layer([&](const std::string& layer, const Positions& positions) {
+      out[start + "positions." + layer] = placed_at(positions);
+    });
     Floats logits = result.logits, all = logits;
     Ids tokens;
     for (int64_t step = 0; step <= steps_; ++step) {
@@ -175,7 +177,9 @@ class Recorder {
     out[start + "logits"] = tensor_of("F32", {steps_ + 1, model_.manifest().model.vocab}, all);
   }
 
-  Tensor placed_at(const Positions& positions) const { return tensor_of(positions, model_.manifest().model.position_parts()); }
+  Tensor placed_at(const Positions& positions) const {
+    return tensor_of(positions, model_.manifest().model.position_parts());
+  }
 
   template <typename Work>
   void by_layer(Work work) const {

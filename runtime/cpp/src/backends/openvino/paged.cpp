@@ -98,7 +98,8 @@ void gather(ov::Input<ov::Node> reader, const Value& rows) {
 bool is_token_input(Value value) {
   if (is_one_of(value.get_node_shared_ptr(), {"Convert"})) value = value.get_node()->input_value(0);
   const auto& names = value.get_names();
-  return std::any_of(names.begin(), names.end(), [](const std::string& name) { return name.rfind(names::kTokenInput, 0) == 0; });
+  return std::any_of(names.begin(), names.end(),
+                     [](const std::string& name) { return name.rfind(names::kTokenInput, 0) == 0; });
 }
 
 class Pager {

@@ -11,9 +11,9 @@ OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& sta
       memory_(static_cast<size_t>(2 * spec.layers() * context.manifest.model.kv_heads), static_cast<size_t>(slots),
               static_cast<size_t>(context.manifest.model.head_dim * context.manifest.kv_bytes("ort"))),
       last_tensor_(tensor_over(context.ort, &last_, {1}, "int32")),
-      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")), token_{Rows(1, static_cast<size_t>(
-                                                                                         context.manifest.model.hidden))},
-      token_out_(token_.hidden), token_rope_{Ids(1), {}}, token_seen_(1), token_binding_(stage) {
+      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")),
+      token_{Rows(1, static_cast<size_t>(context.manifest.model.hidden))}, token_out_(token_.hidden),
+      token_rope_{Ids(1), {}}, token_seen_(1), token_binding_(stage) {
   const ModelSpec& model = context.manifest.model;
   Ids shape{1, model.kv_heads, slots, model.head_dim};
   for (size_t plane = 0; plane < static_cast<size_t>(2 * spec.layers()); ++plane)
@@ -42,7 +42,8 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const R
     if (own == rope.own.end())
       binding.input(name, context_.tensors.at(name));
     else
-      binding.input(name, tensor_over(context_.ort, own->second.data(), {count, context_.manifest.model.head_dim / 2}, "float32"));
+      binding.input(name,
+                    tensor_over(context_.ort, own->second.data(), {count, context_.manifest.model.head_dim / 2}, "float32"));
   }
   binding.output(names::kHiddenOut, over(out));
   bool scaled = context_.manifest.kv_dtype == "int8";

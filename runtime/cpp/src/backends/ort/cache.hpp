@@ -36,8 +36,8 @@ class OrtStageCache : public StageCache {
   Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) override;
 
  private:
-  // Over tokens, their rows of rotary tables, the slots they see and hidden states after the stage, which must stay until the
-  // binding has run.
+  // Over tokens, their rows of rotary tables, the slots they see and hidden states after the stage, which must stay until
+  // the binding has run.
   void bind(OrtBinding& binding, const TokenStates& tokens, const RopeRows& rope, const Ids& seen, const Rows& out);
 
   const OrtCacheContext& context_;

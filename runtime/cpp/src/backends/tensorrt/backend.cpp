@@ -129,8 +129,7 @@ class TensorrtBackend : public GraphBackend {
 int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3; }
 
 void check(const Bundle& bundle, const BackendOptions& options) {
-  if (bundle.manifest().image.own_size())
-    fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
+  if (bundle.manifest().image.own_size()) fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
   if (bundle.manifest().model.two_way)
     fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
   find_engines(bundle, options);

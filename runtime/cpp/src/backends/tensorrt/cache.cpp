@@ -131,9 +131,8 @@ class TensorrtStageCache : public StageCache {
     for (const Position& parts : positions) rows.push_back(parts.front());
     if (tokens.count() == 1 && !query) return one(tokens, rows);
     auto longest = static_cast<size_t>(context_.engines.longest(graph_));
-    return in_parts(
-        tokens.count(), longest, query ? &memory_->queries : nullptr,
-        [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, rows, start, count, queries); });
+    return in_parts(tokens.count(), longest, query ? &memory_->queries : nullptr,
+                    [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, rows, start, count, queries); });
   }
 
  private:

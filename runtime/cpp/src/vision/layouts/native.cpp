@@ -68,8 +68,7 @@ class Native : public Layout {
     return {normalised(resized(picture, wide, high, settings.resample), settings)};
   }
   // One token after the other, row by row; all at one time, each at its row and column.
-  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height,
-                                             const Rows&) const override {
+  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height, const Rows&) const override {
     auto [columns, rows] = grid(width, height);
     auto out = std::make_shared<ImageTokens>(*views.front());
     auto count = static_cast<size_t>(columns * rows);
