@@ -97,8 +97,8 @@ void gather(ov::Input<ov::Node> reader, const Value& rows) {
 // Whether a value is an input of tokens beside their hidden states, in the arithmetic's type too.
 bool is_token_input(Value value) {
   if (is_one_of(value.get_node_shared_ptr(), {"Convert"})) value = value.get_node()->input_value(0);
-  const auto& names = value.get_names();
-  return std::any_of(names.begin(), names.end(),
+  const auto& called = value.get_names();
+  return std::any_of(called.begin(), called.end(),
                      [](const std::string& name) { return name.rfind(names::kTokenInput, 0) == 0; });
 }
 

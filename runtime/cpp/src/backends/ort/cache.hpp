@@ -21,7 +21,7 @@ struct OrtCacheContext {
   HostGraph* score = nullptr;
 };
 
-// One token, as in decoding, runs through a binding made once; nothing is allocated for it.
+// One token, as in decoding, runs through a binding made once.
 class OrtStageCache : public StageCache {
  public:
   OrtStageCache(const OrtCacheContext& context, const OrtGraph& stage, const StageSpec& spec, int64_t slots);
