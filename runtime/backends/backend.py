@@ -66,6 +66,14 @@ class StageCache(Protocol):
     def nearest(self, length: int) -> int:
         """The largest length, at most this, that `keep` can go back to: this one, unless layers keep a state."""
 
+    @property
+    def tried(self) -> int:
+        """The most tokens of a run after each of which `keep` can go back."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states that it holds."""
+
     def copy(self, other: Any, length: int) -> None:
         """Begin with the first `length` slots of another cache of this stage, one that `mark` has named there."""
 

@@ -129,6 +129,11 @@ class Session:
         return sum(max(cache.resident, cache.length) * layers for cache, layers in self._caches_held)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of its layers that keep one."""
+        return sum(cache.state_bytes for cache, _ in self._caches_held)
+
+    @property
     def _caches_held(self) -> list[tuple[StageCache, int]]:
         """The caches, each with the number of its layers that keep K and V."""
         caches = [*self.caches.full.items(), *self.caches.pruned.items()]
@@ -295,7 +300,8 @@ class Session:
     @property
     def draft_room(self) -> int:
         """The most tokens of a draft behind the next token."""
-        return max(0, self.capacity - 2 - self.length)
+        tried = min(cache.tried for cache in self.decoding_caches)
+        return max(0, min(tried - 1, self.capacity - 2 - self.length))
 
     @property
     def decoding_caches(self) -> list[StageCache]:

@@ -165,6 +165,14 @@ class _Cache:
     def nearest(self, length: int) -> int:
         return length
 
+    @property
+    def tried(self) -> int:
+        return self.capacity
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
     def read(self, slots: Ids) -> Tensors:
         return {name: self._slots(name, slots) for name in self._kv}
 

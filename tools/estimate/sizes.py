@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
-from vtx.runtime.bundle.spec.model_spec import ByLayer, ModelSpec, SlidingLayers
+from vtx.runtime.bundle.spec.model_spec import ByLayer, DeltaSpec, ModelSpec, SlidingLayers
 from vtx.runtime.strict import Strict, optional
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
@@ -41,7 +41,9 @@ class DecoderShape(ByLayer):
     """A decoder of the llama family; `kv_heads` below `heads` is grouped-query attention.
 
     `qk_norm`: an RMS norm over each head of queries and keys, unrotated. `conv_layers`, counted from 1, have in place
-    of attention a gated convolution of each channel over the last `conv_taps` tokens, and keep no K and V.
+    of attention a gated convolution of each channel over the last `conv_taps` tokens, and keep no K and V; with
+    `delta`, the gated delta rule behind it. `gated`: a sigmoid of numbers of the query's matrix, as many as its heads
+    give out, multiplies what attention gives.
     `post_norms`: a norm follows attention and the MLP too, before their sum with the hidden states. `layer_scale`: a
     number by which a layer's hidden states are multiplied. `sliding` and `shared` as in `ByLayer`; `shared_ffn`: width
     of the MLPs from layer `shared` on. `per_layer`: numbers of a token's input to each layer, from a table of their
@@ -62,6 +64,8 @@ class DecoderShape(ByLayer):
     qk_norm: bool = optional(False)
     conv_layers: tuple[int, ...] = optional(())
     conv_taps: int = optional(1)
+    delta: DeltaSpec | None = optional(None)
+    gated: bool = optional(False)
     post_norms: bool = optional(False)
     layer_scale: bool = optional(False)
     sliding: SlidingLayers | None = optional(None)

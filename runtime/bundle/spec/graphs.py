@@ -144,9 +144,9 @@ def stage(
     outputs = {names.HIDDEN_OUT: hidden(m)}
     outputs |= {name(LAYER): cache(m, dialect, present) for name in (names.present_key, names.present_value)}
     if stateful is not None:
-        inputs[names.STATE] = Tensor("float32", (stateful, "conversations", m.model.conv_taps - 1, m.model.hidden))
+        inputs[names.STATE] = Tensor("float32", (stateful, "conversations", m.model.state_numbers))
         inputs[names.STATE_ENDS] = Tensor("int64", ("ends",))
-        outputs[names.STATE_OUT] = Tensor("float32", (stateful, "conversations", "columns", m.model.hidden))
+        outputs[names.STATE_OUT] = Tensor("float32", (stateful, "conversations", "ends", m.model.state_numbers))
     if query:
         outputs[names.QUERY] = _query(m)
     return GraphIO(inputs, outputs)

@@ -58,14 +58,14 @@ If the manifest's `two_way` says that tokens see each other both ways, stages re
     stage    seen_slots [1, tokens] int64, the number of the cache's first slots that a token sees: those up to its own,
              or up to the last token's of those that it sees both ways, a whole prompt or an image
 
-Layers with a short convolution keep a state: the columns of the last tokens, zeros before the first. A stage with such
-layers has one input and one output for all of them, and gives the states after as many of the run's tokens as are asked
-for. Several conversations run with one token each:
+Layers with a convolution keep a state, zeros before the first token: what they convolve of the last tokens, column
+after column, and with the gated delta rule its matrices [value heads, key size, value size]. A stage with such layers
+has one input and one output for all of them, and gives the states after as many of the run's tokens as are asked for.
+Several conversations run with one token each:
 
-    stage    state [layers, conversations, columns, hidden] f32,
+    stage    state [layers, conversations, numbers] f32,
              state_ends [ends] int64, numbers of the run's tokens
-                                                             -> state_out [layers, conversations, ends * columns,
-                                                                hidden] f32, one state after the other
+                                                             -> state_out [layers, conversations, ends, numbers] f32
 
 In a bundle whose model answers with actions, the head is one step of its expert:
 
@@ -154,7 +154,7 @@ ODDS_ORDER = ("stay", "withdraw")
 TOKEN_INPUT = "token_input."  # begins the names of token inputs in graphs
 # Among the inputs of tokens in a run, [tokens, 1]: those with the same number see each other both ways; -1: with none.
 GROUP = "group"
-# What a layer keeps of the tokens it has seen: K and V in slots, nothing, or a state, the columns of the last ones.
+# What a layer keeps of the tokens it has seen: K and V in slots, nothing, or a state of one size.
 SLOTTED, UNCACHED, STATEFUL = "slots", "none", "state"
 CACHE_KINDS = (SLOTTED, UNCACHED, STATEFUL)
 STATE, STATE_ENDS, STATE_OUT = "state", "state_ends", "state_out"
