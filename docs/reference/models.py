@@ -120,6 +120,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {
         "text_config": {"vocab_size": 151936, "hidden_size": 2560}, "vision_config": {"out_hidden_size": 2560},
     },
+    "qwen3_5": {"text_config": {}, "vision_config": {"out_hidden_size": 4096}},
 }  # fmt: skip
 _QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 _QWEN3_PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}

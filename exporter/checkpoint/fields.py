@@ -57,8 +57,8 @@ def read_rope(
 ) -> RopeSpec:  # fmt: skip
     """The rotary embedding of a text model's parsed configuration; `interleaved`: of three parts, if it has them.
 
-    `parameters`: those of the layers meant, of a model with several. "proportional" rotates a part of each head, as does
-    any kind if `partial`, whose frequencies are those of the part: the others are 0, and turn with the time.
+    `parameters`: those of the layers meant, of a model with several. "proportional" rotates a part of each head. So does
+    any kind if `partial`, by the frequencies of a head of the part's size; further ones are 0.
     "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context. Raises
     UnsupportedModelError, CheckpointError.
     """
@@ -77,8 +77,8 @@ def read_rope(
         rotated = int(head_dim * number(parameters, "partial_rotary_factor", 1.0))
         if not 2 <= rotated <= head_dim or rotated % 2:
             raise CheckpointError(
-                f"config.json: partial_rotary_factor {parameters['partial_rotary_factor']!r:.40} rotates {rotated} of a "
-                f"head's {head_dim} numbers, not an even number from 2 to {head_dim}; correct config.json"
+                f"config.json: partial_rotary_factor {parameters['partial_rotary_factor']!r:.40} rotates {rotated} "
+                f"numbers of a head, not an even number from 2 to {head_dim}; correct config.json"
             )
     rates = 1.0 / np.float32(theta) ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))
     if kind == "proportional":

@@ -59,7 +59,7 @@ class TextConfig(DecoderShape):
 
     @property
     def head_order(self) -> list[int]:
-        """The numbers of a query's or key's head in the order of its rotation, as halves of the head; empty: as it is."""
+        """The numbers of a query's or key's head in an order whose halves rotate together; empty: as they are."""
         turned, half = sum(rate > 0 for rate in self.rope.frequencies), self.head_dim // 2
         if not self.rotates_first or turned == half:
             return []
@@ -137,7 +137,7 @@ def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
     """Qwen3.5's layers with the gated delta rule, and what its attention has beyond Qwen3's."""
     if getattr(config, "attn_output_gate", True) is not True:
         raise UnsupportedModelError(
-            f"attn_output_gate {config.attn_output_gate!r:.40} is not supported; vtx exports Qwen3.5 with gated attention"
+            f"attn_output_gate {config.attn_output_gate!r:.40} is not supported; vtx exports gated attention of Qwen3.5"
         )
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     key_heads, value_heads, key_dim, value_dim = (size(config, f"linear_{name}", MAX_HEADS) for name in names)

@@ -85,8 +85,8 @@ class Builder:
 
         A weight that both read is read before, since its cast belongs to where it is read first.
         """
-        branches = {"then_branch": self._inner([], chosen), "else_branch": self._inner([], otherwise)}
-        return self.ops("If", condition, outputs=len(branches["then_branch"].outputs), **branches)
+        first, second = self._inner([], chosen), self._inner([], otherwise)
+        return self.ops("If", condition, outputs=len(first.outputs), then_branch=first, else_branch=second)
 
     def scan(
         self, step: Callable[..., Sequence[ir.Value]], carried: ir.Value, given: Sequence[ir.Value]
@@ -100,9 +100,7 @@ class Builder:
             ir.Value(name=f"scan_{count}.{number}", type=ir.TensorType(FLOAT)) for number in range(1 + len(given))
         ]
         body = self._inner(inputs, lambda: step(*inputs))
-        return self.ops(
-            "Scan", carried, *given, outputs=len(body.outputs), body=body, num_scan_inputs=len(given)
-        )
+        return self.ops("Scan", carried, *given, outputs=len(body.outputs), body=body, num_scan_inputs=len(given))
 
     def _inner(self, inputs: Sequence[ir.Value], make: Callable[[], Sequence[ir.Value]]) -> ir.Graph:
         """A graph within this one, of the operators that `make` adds."""

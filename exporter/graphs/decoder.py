@@ -37,7 +37,8 @@ def layer_tensors(c: TextConfig, layer: int) -> Shapes:
     for name in ("input_layernorm", "post_attention_layernorm", *further):
         yield f"{p}.{name}.weight", (c.hidden,)
     mixers = (
-        ("self_attn.q_proj", q * (1 + c.gated), c.hidden, c.qkv_bias), ("self_attn.k_proj", kv * own, c.hidden, c.qkv_bias),
+        ("self_attn.q_proj", q * (1 + c.gated), c.hidden, c.qkv_bias),
+        ("self_attn.k_proj", kv * own, c.hidden, c.qkv_bias),
         ("self_attn.v_proj", kv * own, c.hidden, c.qkv_bias), ("self_attn.o_proj", c.hidden, q, c.o_bias),
     )  # fmt: skip
     for name, out, into, bias in (

@@ -112,8 +112,8 @@ def _one(
 
 
 def _many(
-    b: Builder, d: DeltaSpec, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value,
-    ends: ir.Value, each: ir.Value,
+    b: Builder, d: DeltaSpec, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value,
+    decay: ir.Value, ends: ir.Value, each: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
     """The same of any number of tokens."""
     size = b.op("Min", each, b.constant([CHUNK]))  # of a chunk

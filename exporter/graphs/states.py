@@ -45,9 +45,7 @@ class States:
             past = b.op("Slice", past, b.constant([0]), b.constant([columns]), axis)
         return b.from_float32(b.reshape(past, 0, c.conv_taps - 1, c.convolved)), rest
 
-    def convolve(
-        self, new: ir.Value, past: ir.Value, name: str, *, bias: bool = False
-    ) -> tuple[ir.Value, ir.Value]:
+    def convolve(self, new: ir.Value, past: ir.Value, name: str, *, bias: bool = False) -> tuple[ir.Value, ir.Value]:
         """The convolution of each channel of `new` [conversations, each, channels] by the weight `name`.
 
         Also the columns [conversations, ends, columns * channels] of the states that are given out.

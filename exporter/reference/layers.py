@@ -58,9 +58,11 @@ def decoder_layer(
     if weights("linear_attn.A_log") is not None:
         x = x + linear(_delta_rule(c, linear, weight, y, cache), "linear_attn.out_proj")
         return x + _mlp(c, x, weight, linear)
-    parts, gate = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if own else "q")], None
+    parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if own else "q")]
+    gate: Tensor | None = None
     if c.gated:
-        parts[0], gate = (part.flatten(2) for part in parts[0].unflatten(2, (c.heads, 2, width)).unbind(3))
+        apart = parts[0].reshape(*y.shape[:2], c.heads, 2, width)
+        parts[0], gate = apart[..., 0, :].flatten(2), apart[..., 1, :].flatten(2)
     parts = [heads(part) for part in parts]
     for number, name in enumerate("qk"[: len(parts)]):
         normed = rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
@@ -121,12 +123,15 @@ def _delta_rule(
     if cache:
         columns, matrices = torch.cat((cache[0], columns[..., c.conv_taps - 1 :]), 2), cache[1]
     mixed = F.conv1d(columns, weight("linear_attn.conv1d.weight"), groups=d.channels)[..., -count:]
-    q, k, v = activate(mixed, c.activation).transpose(1, 2).split([d.keys, d.keys, d.values], -1)
-    q, k = (
-        part.unflatten(2, (d.key_heads, -1)).repeat_interleave(d.value_heads // d.key_heads, 2) for part in (q, k)
-    )
+
+    def heads(part: Tensor) -> Tensor:
+        apart = part.reshape(batch, count, d.key_heads, d.key_dim)
+        return apart.repeat_interleave(d.value_heads // d.key_heads, 2)
+
+    q, k, v = torch.tensor_split(activate(mixed, c.activation).transpose(1, 2), (d.keys, 2 * d.keys), -1)
+    q, k = heads(q), heads(k)
     q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
-    v, rates = v.unflatten(2, (d.value_heads, -1)), linear(x, "linear_attn.in_proj_b").sigmoid()
+    v, rates = v.reshape(batch, count, d.value_heads, d.value_dim), linear(x, "linear_attn.in_proj_b").sigmoid()
     steps = F.softplus(linear(x, "linear_attn.in_proj_a") + weight("linear_attn.dt_bias"))
     kept, read = torch.exp(-weight("linear_attn.A_log").exp() * steps)[..., None, None], list[Tensor]()
     for n in range(count):
@@ -136,7 +141,7 @@ def _delta_rule(
         read.append((matrices * q[:, n, :, :, None]).sum(2) * d.key_dim**-0.5)
     if cache is not None:
         cache[:] = columns[..., columns.shape[-1] - c.conv_taps + 1 :], matrices
-    z = linear(x, "linear_attn.in_proj_z").unflatten(2, (d.value_heads, -1))
+    z = linear(x, "linear_attn.in_proj_z").reshape(v.shape)
     return (rms(torch.stack(read, 1), weight("linear_attn.norm.weight"), c.eps) * F.silu(z)).flatten(2)
 
 

@@ -218,5 +218,5 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
         )
     if config.text.conv_layers:
         raise UnsupportedModelError(
-            f"{name} has layers with a convolution, which vtx-tune does not know; tune a llama, mistral or qwen"
+            f"{name} has layers that keep a state, which vtx-tune does not know; tune a llama, mistral or qwen"
         )

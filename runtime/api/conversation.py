@@ -208,7 +208,7 @@ class Conversation:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of memory that its caches take: K and V that were filled, in blocks of 32 slots, states, and encoded images.
+        """Bytes of memory that it takes: K and V that were filled, in blocks of 32 slots, states, and encoded images.
 
         Shared blocks count in part. GPUs reserve the whole context.
         """

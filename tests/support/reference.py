@@ -198,7 +198,9 @@ class Reference:
             clips = [clip for _, clip in videos]
             processor.video_processor = PairsOfFrames(self.model.config.vision_config.patch_size, clips)
             videos = [pairs.flatten(0, 1) for pairs, _ in videos]
-        if self.kind.startswith("qwen3"):  # whose first processor left out the marks around a video that are in its template
+        if self.kind.startswith(
+            "qwen3"
+        ):  # whose first processor left out the marks around a video that are in its template
             text = text.replace("<|vision_start|><video><|vision_end|>", "<video>")
         found = processor(images=[images] if images else None, text=text, videos=list(videos), return_tensors="pt")
         del processor.video_processor

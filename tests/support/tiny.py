@@ -547,7 +547,8 @@ def _weights(config: Any, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
     dtype = getattr(torch, tiny.dtype)
     tensors = {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
     for name in tensors:
-        if tiny.text in ("gemma", "qwen3_5") and not re.search("vis|linear_attn", name) and name.endswith("norm.weight"):
+        of_text = name.endswith("norm.weight") and not re.search("vis|linear_attn", name)
+        if tiny.text in ("gemma", "qwen3_5") and of_text:
             tensors[name] -= 1  # its norms multiply by 1 more
     return {name: torch.from_numpy(tensor).to(dtype) for name, tensor in tensors.items()}
 

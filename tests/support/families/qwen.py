@@ -23,9 +23,7 @@ WINDOW = 56  # pixels: 2 x 2 tokens, so that small images have several, and some
 QWEN2 = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")
 QWEN25 = replace(QWEN2, family="qwen2_5_vl")
 QWEN3 = replace(QWEN2, family="qwen3_vl", text="qwen3", patch=16)
-QWEN35 = replace(
-    QWEN3, family="qwen3_5", text="qwen3_5", head_dim=16, attending=(1, 4, 6), taps=4, context=512
-)
+QWEN35 = replace(QWEN3, family="qwen3_5", text="qwen3_5", head_dim=16, attending=(1, 4, 6), taps=4, context=512)
 GRID = 6  # side of the table of positions; images have 4 to 28 patches a side
 
 
