@@ -57,8 +57,8 @@ def read_rope(
 ) -> RopeSpec:  # fmt: skip
     """The rotary embedding of a text model's parsed configuration; `interleaved`: of three parts, if it has them.
 
-    `parameters`: those of the layers meant, of a model with several. "proportional" rotates a part of each head. So does
-    any kind if `partial`, by the frequencies of a head of the part's size; further ones are 0.
+    `parameters`: those of the layers meant, of a model with several. "proportional" rotates a part of each head. So
+    does any kind if `partial`, by the frequencies of a head of the size of the part; further ones are 0.
     "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context. Raises
     UnsupportedModelError, CheckpointError.
     """

@@ -59,10 +59,10 @@ def decoder_layer(
         x = x + linear(_delta_rule(c, linear, weight, y, cache), "linear_attn.out_proj")
         return x + _mlp(c, x, weight, linear)
     parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if own else "q")]
-    gate: Tensor | None = None
+    opened: Tensor | None = None
     if c.gated:
         apart = parts[0].reshape(*y.shape[:2], c.heads, 2, width)
-        parts[0], gate = apart[..., 0, :].flatten(2), apart[..., 1, :].flatten(2)
+        parts[0], opened = apart[..., 0, :].flatten(2), apart[..., 1, :].flatten(2).sigmoid()
     parts = [heads(part) for part in parts]
     for number, name in enumerate("qk"[: len(parts)]):
         normed = rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
@@ -95,7 +95,7 @@ def decoder_layer(
             seen &= far < c.sliding.window
         y = F.scaled_dot_product_attention(q, k, v, seen, scale=c.scale(layer))
     y = y.transpose(1, 2).flatten(2)
-    y = linear(y if gate is None else y * gate.sigmoid(), "self_attn.o_proj")
+    y = linear(y if opened is None else y * opened, "self_attn.o_proj")
     before = "post_attention_layernorm"
     if c.post_norms:
         y, before = rms(y, weight(f"{before}.weight"), c.eps), "pre_feedforward_layernorm"

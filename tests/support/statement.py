@@ -440,7 +440,7 @@ class Statement:
 
     @staticmethod
     def _remembered(layer: Any, x: Tensor, rows: list[Row], past: Cache | None) -> tuple[Tensor, Tensor, Cache]:
-        """As `_layer`, of Qwen3.5's layers without attention: the delta rule, a row after the other of those that ran here.
+        """As `_layer`, of Qwen3.5's layers without attention: the delta rule over the rows that ran here, one by one.
 
         The cache's key are the rows before the convolution, its value the matrices behind them.
         """

@@ -135,7 +135,7 @@ def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
     model, judge = models(tiny, (3, 5)), reference(tiny)
     inputs, asked = both(model, judge, pictures)
     # In float32 one of these answers is 2.0e-5 from the model in float64, and transformers 0.9e-5 (run on an EPYC).
-    assert_parity(model, judge, inputs, asked, most=2 * TOLERANCE)
+    assert_parity(model, judge, inputs, asked, tolerance=2 * TOLERANCE)
     if len(pictures) == 1:
         every = [*range(int(inputs["video_grid_thw"].prod()) // 4)]
         assert torch.equal(places(judge, inputs, every), judge.positions(inputs))
