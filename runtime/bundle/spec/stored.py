@@ -8,6 +8,10 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.precision import KV_TYPES, PRECISIONS, STORED
 
 EXPONENTS = ("linear_attn.A_log", "linear_attn.dt_bias")  # of the decays of the gated delta rule
+RATES = (
+    "linear_attn.in_proj_a.weight",
+    "linear_attn.in_proj_b.weight",
+)  # one row a head: all that it forgets or learns
 EMBEDDING = "text.embed_tokens.weight"
 BLOCK = 64
 BLOCKS = (64, 128)  # weights of int4 that may share a scale, the default first
@@ -110,6 +114,7 @@ class Precisions:
         if precision.bits is None:
             return precision.stored, None
         multiplied = len(shape) == 2 and "embed" not in name  # tables and convolutions are not
+        multiplied = multiplied and not name.endswith(RATES)
         quantised = scheme(precision.name, shape, self.block) if multiplied else None
         half = source if source in ("F16", "BF16") else "F16"
         return (precision.stored, quantised) if quantised else (half, None)

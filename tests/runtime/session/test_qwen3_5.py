@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tests.support.statement import Method, Statement
 from tests.support.tiny import make, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.graphs.gated_delta import CHUNK
 from vtx.exporter.tuning.options import check_tunable
 from vtx.runtime.api.load import load
@@ -42,13 +42,14 @@ from vtx.runtime.policies.make import make_policy
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import TokenStates
-from vtx.tools.estimate.sizes import bundle_size
+from vtx.tools.estimate import flops
 from vtx.tools.estimate.weights import all_weights
 
 TOLERANCE = 1e-4  # in float32 transformers' two forms of the rule differ by half of it
 KS = (2, 3, 5, 8)  # 2 and 8 leave stages without attention
 SMALL, WIDE = (64, 64), (300, 160)  # of 4 and of 45 tokens
 METHODS = (Method(fastv=(2, 0.5)), Method(fastv=(5, 0.5)), Method(fastv=(2, 0.75), k=5), Method(dart=(8, 2, 2, 2)))
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 Export = Callable[..., Path]
 
 
@@ -272,8 +273,8 @@ def edited(checkpoint: Path, place: Path, change: dict[str, Any], part: str | No
         ("text_config", {"layer_types": ["linear_attention"] * 8}, "none of this model's layers has attention"),
         ("text_config", {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
         (
-            "text_config", {"layer_types": ["mamba", *["full_attention"] * 7]},
-            "layers of the kind .* are not supported; vtx exports full_attention, linear_attention|layer_types",
+            "text_config", {"layer_types": ["sliding_attention", *["full_attention"] * 7]},
+            "layers of the kind 'sliding_attention' are not supported; vtx exports full_attention, linear_attention",
         ),
         ("text_config", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1 is not supported"),
         ("text_config", {"linear_conv_kernel_dim": 3}, "has shape"),
@@ -283,14 +284,14 @@ def edited(checkpoint: Path, place: Path, change: dict[str, Any], part: str | No
         ("text_config", {"attn_output_gate": False}, "attn_output_gate False is not supported"),
         ("text_config", {"model_type": "qwen3_5_moe_text"}, "text model|qwen3_5_moe_text"),
         (
-            "text_config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.1}},
+            "text_config", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.1}},
             "rotates 1 numbers of a head, not an even number",
         ),
         (
-            "text_config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 2]}},
+            "text_config", {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 2]}},
             "mrope_section .* does not divide",
         ),
-        ("vision_config", {"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes .* is not supported in a qwen3_5"),
+        ("vision_config", {"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes .* is not supported in a"),
         (
             None, {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]},
             "mixture of experts is not supported; use a dense Qwen3.5",
@@ -331,17 +332,20 @@ def test_graphs_for_gpus_are_left_out_and_tuning_is_refused(tiny_checkpoint: Exp
         check_tunable(plan.config, "this model", original=False)
 
 
-def test_a_plan_counts_the_weights_that_are_there(folder: Path, model: Model, tiny_checkpoint: Export) -> None:
-    size = bundle_size(model.bundle)
-    planned = sum(group.count * int(np.prod(group.shape)) for group in all_weights(size) if "text" in group.name)
-    stored = plan_export(ExportOptions(str(tiny_checkpoint(QWEN35)), (), "fp32")).weights.stored
-    matrices = [
-        tensor for name, tensor in stored.items()
-        if re.match(r"text\.(?!embed)", name) and len(tensor.shape) > 1
-    ]  # fmt: skip
-    assert planned - size.decoder.vocab * size.decoder.hidden == sum(int(np.prod(t.shape)) for t in matrices)
-    known = sum(int(np.prod(t.shape)) for name, t in stored.items() if name.startswith(("text", "head")))
-    assert size.decoder.parameters == known
+def test_a_plan_counts_the_weights_that_are_there(tiny_checkpoint: Export) -> None:
+    plan = plan_export(ExportOptions(str(tiny_checkpoint(QWEN35)), (), "fp32"))
+    size = model_size(plan.config, "tiny")
+    wanted = sum(
+        int(np.prod(tensor.shape))
+        for name, tensor in plan.weights.stored.items()
+        if name.startswith(("text.", "head."))
+    )
+    planned = [group for group in all_weights(size) if group.name.startswith(("text.", "head."))]
+    assert size.decoder.parameters == wanted
+    assert sum(group.count * int(np.prod(group.shape)) for group in planned) == wanted
+    one, two = (flops.append_flops(size.decoder, [layer], 1, 100) for layer in (1, 2))
+    assert one > 2 * size.decoder.macs_of([1])  # the rule's products beside the matrices
+    assert two == 2 * (size.decoder.macs_of([2]) + 2 * 101 * 4 * 16)
 
 
 def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(model: Model) -> None:
