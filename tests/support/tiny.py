@@ -146,7 +146,7 @@ class Tiny:
     maps: tuple[int, ...] = (0, 1, 2)  # qwen3_vl's layers of the tower that give maps
     attending: tuple[int, ...] = (1, 4, 6)  # lfm2's layers with attention, from 0; the others are convolutions
     taps: int = 3
-    delta: tuple[int, int, int, int] = (2, 4, 8, 16)  # qwen3_5's heads of keys and of values, and their sizes
+    delta: tuple[int, int, int, int] = (2, 4, 32, 16)  # qwen3_5's heads of keys and of values, and their sizes
     partial: float = 0.5  # of a head rotates
     full_every: int = 3  # gemma's layers that do not slide
     pool: int = 2  # gemma3's squares of patches, whose mean is a token
