@@ -327,7 +327,7 @@ def _of_side(settings: ImageSettings, config: ModelConfig, kind: str) -> ImageSe
 
 def _check_states(part: Reduction, c: TextConfig) -> None:
     """Raise UnsupportedModelError if a reduction needs what layers that keep a state do not have."""
-    kind = "a convolution" if c.delta is None else "the gated delta rule"
+    verb, kind = ("is", "a convolution") if c.delta is None else ("has", "the gated delta rule")
     needs, convolved = part.needs(), c.conv_layers
     read = set(needs.scored) | ({cut - 1 for cut in needs.cuts} if needs.final_norm else set())
     if convolved and needs.shrinks is not None:
@@ -338,8 +338,8 @@ def _check_states(part: Reduction, c: TextConfig) -> None:
     if wrong := sorted(read & set(convolved)):
         others = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
         raise UnsupportedModelError(
-            f"{part.name} reads the attention of layer {wrong[0]}, which is {kind} in this model; name a layer with "
-            f"attention: {', '.join(map(str, others))}"
+            f"{part.name} reads the attention of layer {wrong[0]}, which {verb} {kind} in this model; name a layer "
+            f"with attention: {', '.join(map(str, others))}"
         )
 
 

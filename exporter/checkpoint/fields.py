@@ -14,7 +14,8 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 MAX_WIDTH = 1 << 20
 NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
-SECTIONS, INTERLEAVED = (16, 24, 24), (24, 20, 20)  # default numbers of frequencies by time, row and column
+# default numbers of frequencies by time, row and column, the last those of a part of a head
+SECTIONS, INTERLEAVED, PARTIAL = (16, 24, 24), (24, 20, 20), (11, 11, 10)
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "proportional")
 
 
@@ -102,7 +103,8 @@ def read_rope(
         raise UnsupportedModelError(
             f"mrope_interleaved {not interleaved} is not supported for a {config.model_type} model"
         )
-    sections = parameters.get("mrope_section", INTERLEAVED if interleaved else SECTIONS) if three_part else ()
+    usual = PARTIAL if partial else INTERLEAVED if interleaved else SECTIONS
+    sections = parameters.get("mrope_section", usual) if three_part else ()
     numbers = isinstance(sections, list | tuple) and all(type(part) is int and part > 0 for part in sections)
     if three_part and (not numbers or len(sections) != len(SECTIONS) or 2 * sum(sections) != rotated):
         raise CheckpointError(

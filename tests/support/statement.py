@@ -117,7 +117,7 @@ class Statement:
         """One video of Qwen-VL's, as transformers makes its rows: of Qwen3-VL each pair of frames is a run."""
         found = self._reference.model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
         rows, maps = torch.cat([*found.pooler_output]), getattr(found, "deepstack_features", None) or ()
-        (pairs, down, across), three = inputs["video_grid_thw"][0].tolist(), self._config.model_type == "qwen3_vl"
+        (pairs, down, across), three = inputs["video_grid_thw"][0].tolist(), self._config.model_type.startswith("qwen3")
         down, across = down // 2, across // 2
         if not three:
             each = float(inputs["second_per_grid_ts"][0]) if "second_per_grid_ts" in inputs else 1.0

@@ -135,7 +135,8 @@ def test_conversations_of_any_k_and_reduction_that_join_and_leave_answer_as_alon
 
 
 @pytest.mark.parametrize(
-    "tiny", [LISA, *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (QWEN25, QWEN3, QWEN35, SMOLVLM, LFM2, GEMMA4))],
+    "tiny",
+    [LISA, *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (QWEN25, QWEN3, QWEN35, SMOLVLM, LFM2, GEMMA4))],
     ids=lambda tiny: tiny.family,
 )  # fmt: skip
 def test_answers_of_other_families_decoded_together_are_those_of_each_alone(models: Models, tiny: Tiny) -> None:

@@ -20,7 +20,7 @@ from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
 from tests.support.families.qwen import QWEN35
 from tests.support.parity import QUESTIONS, assert_answers_as_reference, assert_chat_as_reference
 from tests.support.parity import assert_later_equal_fresh as assert_later
-from tests.support.reduced import word
+from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import make, prompt_messages, random_image
@@ -36,9 +36,7 @@ from vtx.runtime.backends import slots
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.slots import RECENT, StateHistory
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
-from vtx.runtime.policies.make import make_policy
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import TokenStates
@@ -48,7 +46,14 @@ from vtx.tools.estimate.weights import all_weights
 TOLERANCE = 1e-4  # in float32 transformers' two forms of the rule differ by half of it
 KS = (2, 3, 5, 8)  # 2 and 8 leave stages without attention
 SMALL, WIDE = (64, 64), (300, 160)  # of 4 and of 45 tokens
-METHODS = (Method(fastv=(2, 0.5)), Method(fastv=(5, 0.5)), Method(fastv=(2, 0.75), k=5), Method(dart=(8, 2, 2, 2)))
+METHODS = (
+    Method(fastv=(2, 0.5)),
+    Method(fastv=(5, 0.5)),
+    Method(fastv=(2, 0.75), k=5),
+    Method(dart=(8, 2, 2, 2)),
+    Method(cdpruner=(8, "embedding")),
+    Method(divprune=8, k=5),
+)
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 Export = Callable[..., Path]
 
@@ -222,28 +227,22 @@ def test_of_many_turns_the_image_s_end_and_the_last_ones_are_held(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=word)
-def test_reductions_behind_a_layer_with_attention_are_those_of_the_statement(
-    reduced: Model, judge: Reference, method: Method
-) -> None:
+def test_reductions_are_those_of_the_statement(reduced: Model, judge: Reference, method: Method) -> None:
     images, messages = [random_image(0, WIDE)], prompt_messages(QUESTIONS[1])
-    wanted = Statement(judge).answer(judge.inputs(messages, images), method, 6)
-    how = make_policy(
-        method.k, reduced.manifest, reduced.backend.gate, reduce=word(method), dialect=reduced.backend.dialect,
-        final_norm=lambda: read_final_norm(reduced.bundle),
-    )  # fmt: skip
-    session, asked = Session(reduced.backend, reduced.manifest), prompt(reduced, messages, images)
+    wanted, talk = Statement(judge).answer(judge.inputs(messages, images), method, 6), Talk(reduced)
     for _ in range(2):  # also with caches that hold another question's
-        found = answer(session, asked, how, 6)
-        assert found.argmax(-1).tolist() == wanted.ids
-        np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-        answer(session, prompt(reduced, prompt_messages("red?"), images), policy(None), 3)
+        found = talk.ask(messages, images, method, 6)
+        assert found.ids == wanted.ids
+        assert {cut: kept for cut, kept in found.kept.items() if kept} == wanted.kept
+        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        talk.ask(prompt_messages("red?"), images, method, 3)
 
 
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("fastv:k=3", "reads the attention of layer 3, which is the gated delta rule in this model; .*: 2, 5, 7"),
-        ("dart:keep=8,k=4", "reads the attention of layer 4, which is the gated delta rule"),
+        ("fastv:k=3", "reads the attention of layer 3, which has the gated delta rule in this model; .*: 2, 5, 7"),
+        ("dart:keep=8,k=4", "reads the attention of layer 4, which has the gated delta rule"),
         (
             "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0",
             "layers with the gated delta rule keep a state, from which none can be taken",
