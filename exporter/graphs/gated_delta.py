@@ -103,7 +103,7 @@ def _one(
     b: Builder, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value,
     ends: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
-    """What one token of each conversation reads, and the new matrices [conversations, ends, heads, ...]."""
+    """Results of one token of each conversation, and the new matrices [conversations, ends, heads, ...]."""
     matrices = b.op("Mul", matrices, b.op("Exp", decay))
     written = b.op("Mul", b.op("Sub", v, b.op("MatMul", k, matrices)), beta)
     matrices = b.op("Add", matrices, b.op("Mul", b.op("Transpose", k, perm=[0, 1, 3, 2]), written))
