@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from tests.support.bundles import ORT, export
+from tests.support.bundles import ORT, export, export_with
 from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
 from tests.support.families.qwen import QWEN35
 from tests.support.parity import QUESTIONS, assert_answers_as_reference, assert_chat_as_reference
@@ -26,9 +26,15 @@ from tests.support.statement import Method, Statement
 from tests.support.tiny import make, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.assembly import open_checkpoint
+from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.graphs.gated_delta import CHUNK
+from vtx.exporter.reference.model import Encoded
+from vtx.exporter.reference.model import Reference as Plain
 from vtx.exporter.tuning.options import check_tunable
+from vtx.exporter.weights.scaling import channels, scalings
+from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import MAX_DRAFT, Options
@@ -362,6 +368,58 @@ def test_text_alone_is_answered(model: Model, judge: Reference) -> None:
     wanted = judge.greedy(judge.inputs(messages, []), 5, 4)
     found = answer(Session(model.backend, model.manifest), prompt(model, messages, []), policy(5), 4)
     np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_k_and_v_in_int8_have_scales_of_the_layers_with_attention(
+    tiny_checkpoint: Export, tmp_path: Path, device: str
+) -> None:
+    options = ExportOptions(str(tiny_checkpoint(QWEN35)), (3,), "fp32", kv_precision="int8", dialects=("ort", "plain"))
+    with load(export_with(options, tmp_path / "bundle").folder, device=device, threads=THREADS) as loaded:
+        assert all(check.passed for check in check_golden(loaded))
+
+
+def test_factors_on_channels_without_rounding_leave_the_decoder_as_it_is(tiny_checkpoint: Export) -> None:
+    checkpoint, rng = open_checkpoint(str(tiny_checkpoint(QWEN35))), np.random.default_rng(0)
+    config = read_config(checkpoint.config)
+    checkpoint = replace(checkpoint, shifts=config.text.shifts)
+    groups = [group for layer in range(1, config.text.layers + 1) for group in channels(config.text, layer)]
+    factors = {g.source: np.exp(rng.standard_normal(g.width // g.sharing)).astype(np.float32) for g in groups}
+    by, plain = scalings(config.text, factors), CheckpointWeights(checkpoint)
+
+    class Scaled:
+        """The weights times their factors."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plain, name)
+
+        def read(self, name: str, rows: Any = slice(None)) -> torch.Tensor:
+            weight = plain.read(name, rows)
+            return torch.from_numpy(by[name].apply(weight.numpy(), 0)) if name in by else weight
+
+    ids, none = np.arange(10, 60), Encoded(torch.zeros((0, config.text.hidden)))
+    with torch.inference_mode():
+        found, wanted = (Plain(checkpoint, config, w).logits(ids, none, (None,)) for w in (Scaled(), plain))
+    np.testing.assert_allclose(found[None], wanted[None], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_of_the_published_sizes_answer_as_transformers(tmp_path: Path, device: str) -> None:
+    tiny = replace(
+        QWEN35, layers=4, attending=(3,), hidden=256, kv_heads=1, head_dim=256, partial=0.25, context=2048,
+        delta=(16, 32, 128, 128),
+    )  # fmt: skip
+    checkpoint = make(tmp_path / "checkpoint", tiny)
+    judge, messages, images = Reference(checkpoint), prompt_messages(QUESTIONS[2] * 10), [random_image(1, WIDE)]
+    folder = export(checkpoint, tmp_path / "bundle", (3,), dialects=("ort", "plain")).folder
+    with load(folder, device=device, threads=THREADS) as loaded:
+        inputs, asked = judge.inputs(messages, images), prompt(loaded, messages, images)
+        for k in (None, 3):
+            wanted = judge.greedy(inputs, k, 3)
+            found = answer(Session(loaded.backend, loaded.manifest), asked, policy(k), 3)
+            assert found.argmax(-1).tolist() == wanted.ids
+            np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.slow
