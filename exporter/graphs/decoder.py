@@ -118,6 +118,20 @@ def build_head(b: Builder, c: TextConfig) -> None:
         cap = b.constant(np.array(c.softcap, np.float32))
         logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)
     b.output(logits, names.LOGITS, FLOAT, ["tokens", c.vocab])
+    if b.dialect.name in names.ON_GPU:
+        b.output(_best(b, logits, c.vocab), names.BEST, ir.DataType.INT32, ["tokens"])
+
+
+def _best(b: Builder, logits: ir.Value, vocab: int) -> ir.Value:
+    """The id of the largest of each token's logits [tokens], -1 if one of them is not finite.
+
+    Not ArgMax, because engines differ in the one of equal logits that they choose; float16 arithmetic gives equal ones.
+    """
+    last, whole = b.constant([-1]), [b.constant(np.array(n, np.int32)) for n in (0, vocab, 1, -1)]
+    largest = b.op("Equal", logits, b.op("ReduceMax", logits, last, keepdims=1))
+    first = b.op("Where", largest, b.op("Range", *whole[:3]), whole[1])
+    finite = b.op("LessOrEqual", b.op("Abs", logits), b.constant(np.array(np.finfo(np.float32).max)))
+    return b.op("ReduceMin", b.op("Where", finite, first, whole[3]), last, keepdims=0)
 
 
 def build_stage(

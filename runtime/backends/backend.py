@@ -183,6 +183,25 @@ class EngineBackend(Backend, Protocol):
         """Load a bundle's graphs; on a GPU, on that of this number."""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The outcome of one token: the id of the largest logit after it, -1 if they are not finite, and its last state.
+
+    `state` [hidden] is of the last layer; `logits` [vocab] are there if they were asked for.
+    """
+
+    best: int
+    state: HiddenStates
+    logits: NDArray[np.float32] | None
+
+
+class SteppingBackend(Backend, Protocol):
+    """A backend that runs one token through the embedding, every stage and the head without the host in between."""
+
+    def step(self, caches: Sequence[Any], token: int, positions: Sequence[int], *, logits: bool) -> Step:
+        """Run a token that is text, whose K/V fill the next slot of each stage's cache, at its position in each."""
+
+
 @runtime_checkable
 class BatchBackend(Backend, Protocol):
     """A backend that runs tokens of each of several conversations in one pass through a stage.

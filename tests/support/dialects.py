@@ -38,7 +38,7 @@ class DialectBackend:
         self._vision = self._session(graphs.vision, graph_io.vision(self.manifest, dialect))
         if graphs.projector is not None:
             self._projector = self._session(graphs.projector, graph_io.projector(self.manifest))
-        self._head = self._session(graphs.head, graph_io.head(self.manifest))
+        self._head = self._session(graphs.head, graph_io.head(self.manifest, dialect))
         self.score = self._session(graphs.score, graph_io.score(self.manifest, self.dialect)) if graphs.score else None
         self._gates = {
             k: self._session(f, graph_io.gate(self.manifest)) for k, f in self.manifest.gate_files(dialect).items()

@@ -7,7 +7,7 @@ other; device memory for inputs and outputs is owned once, by tensor name.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.backend import DeviceState, Step
 from vtx.runtime.backends.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
+from vtx.runtime.backends.tensorrt.step import TokenSteps
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
@@ -108,6 +109,7 @@ class TensorrtBackend:
             max_context=self._manifest.max_context, rope=rope, score=self._graphs.score,
             token_inputs=self._manifest.token_inputs,
         )  # fmt: skip
+        self._steps: TokenSteps | None = None  # once a token was decoded
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
@@ -190,8 +192,22 @@ class TensorrtBackend:
         with self.cuda:
             return TensorrtStageCache(self._caches, spec, graph, capacity)
 
+    def step(self, caches: Sequence[TensorrtStageCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
+        contract.embeddable(self._manifest, np.array([token]))
+        with self.cuda:
+            for cache in caches:
+                cache.make_room(cache.length + 1)
+            if self._steps is None:
+                graphs = self._graphs
+                self._steps = TokenSteps(self._caches, graphs.embed, graphs.head, self._manifest.model.vocab)
+            done = self._steps.run(caches, token, positions, logits=logits)
+        for cache in caches:
+            cache.fill(cache.length + 1)
+        return done
+
     def close(self) -> None:
         with suppress(DeviceError), self.cuda:  # the device may be gone
+            self._steps = None
             self._caches.pool.unused.clear()
             self.engines.close()
 

@@ -22,7 +22,6 @@ from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import ContextError
 from vtx.runtime.vision.tokens import Ids, TokenStates
 
-NEW_SLOTS = "new K and V"  # the buffer for those that an engine cannot write where they belong
 WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are not float32
 
 
@@ -76,7 +75,7 @@ class LoadedEngines:
         """Run a graph of one profile on host arrays; its outputs of these `shapes`, on the host."""
         context = self.context(graph, 0)
         results = {name: np.empty(shape, WHOLE.get(name, np.float32)) for name, shape in shapes.items()}
-        addresses = {name: self.address(name) for name in (*inputs, *results)}
+        addresses = {name: self.address(name) for name in (*inputs, *self._engines[graph].outputs)}
         held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         for name, array in held.items():
             self._cuda.copy_in(addresses[name], array)
@@ -104,7 +103,7 @@ class LoadedEngines:
             names.IDS: 8 * longest[files.embed], names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
             names.HIDDEN_OUT: 4 * m.model.hidden * most, names.POSITIONS: 8 * most, names.TOTAL_SLOTS: 4,
             names.PIXELS: 4 * 3 * math.prod(m.image.size), names.LOGITS: 4 * m.model.vocab * longest[files.head],
-            names.ODDS: 8,
+            names.BEST: 4 * longest[files.head], names.ODDS: 8,
         }  # fmt: skip
         given = max(m.model.tower.tokens, max(longest.values()))
         sizes |= {names.token_input(each.name): 4 * each.width * given for each in m.token_inputs}
@@ -122,8 +121,12 @@ class LoadedEngines:
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
         row = m.kv_slot_bytes(self._set.dialect) // 2
         at_once = most if row % ALIGNMENT else 1
-        sizes[NEW_SLOTS] = 2 * max(len(stage.cached) for stage in m.stages) * aligned(row * at_once)
-        return sizes
+        return sizes | {new_slots(stage): 2 * len(stage.cached) * aligned(row * at_once) for stage in m.stages}
+
+
+def new_slots(spec: StageSpec) -> str:
+    """The buffer for new K and V of a stage that its engine cannot write where they belong."""
+    return f"new K and V of layers {spec.first} to {spec.last}"
 
 
 def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:

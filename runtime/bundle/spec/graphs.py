@@ -45,10 +45,13 @@ def embed(m: Manifest) -> GraphIO:
     return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.HIDDEN: hidden(m), **_token_inputs(given)})
 
 
-def head(m: Manifest) -> GraphIO:
+def head(m: Manifest, dialect: str) -> GraphIO:
     if m.action is not None:
         return _expert(m, m.action)
-    return GraphIO({names.HIDDEN: hidden(m)}, {names.LOGITS: Tensor("float32", (TOKENS, m.model.vocab))})
+    outputs = {names.LOGITS: Tensor("float32", (TOKENS, m.model.vocab))}
+    if dialect in names.ON_GPU:
+        outputs[names.BEST] = Tensor("int32", (TOKENS,))
+    return GraphIO({names.HIDDEN: hidden(m)}, outputs)
 
 
 def _expert(m: Manifest, a: ActionSpec) -> GraphIO:

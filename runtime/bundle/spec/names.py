@@ -9,7 +9,10 @@ them. Layers are numbered from 1, as K is.
              cos and sin [max_context, head_dim / 2] f32, the slots, and
              past_key.N, past_value.N                        -> hidden_out [tokens, hidden],
                                                                 present_key.N, present_value.N
-    head     hidden [tokens, hidden]                         -> logits [tokens, vocab] f32
+    head     hidden [tokens, hidden]                         -> logits [tokens, vocab] f32; in dialects of GPUs also
+                                                                best [tokens] int32, the id of each token's largest
+                                                                logit, the first of equal ones; -1 if a logit is not
+                                                                a finite number
     gate     hidden [tokens, hidden] of a question           -> odds [2] f32: stay, withdraw
 
 Inputs and outputs for reductions exist only in bundles that were exported for them:
@@ -124,8 +127,9 @@ SLOTS = {  # inputs of a stage, by dialect
 DIALECTS = tuple(SLOTS)
 UNTYPED = ("ort", "plain")  # dialects of float32, whatever type weights have
 IN_PLACE = ("ort", "ort-cuda")  # dialects whose graphs write K and V where they read them
+ON_GPU = ("ort-cuda", "trt", "trt10")  # dialects whose head also gives the best token, so that logits may stay there
 TENSORRT = ("trt", "trt10")  # dialects whose caches have the axis of slots before that of heads
-LOGITS = "logits"
+LOGITS, BEST = "logits", "best"
 ROBOT_STATE, ACTIONS, TIME, CHANGE = "robot_state", "actions", "time", "change"  # of an expert
 ODDS = "odds"
 QUERY = "query"

@@ -141,7 +141,11 @@ def test_the_next_image_allocates_and_binds_nothing_for_its_tokens(folders: Fold
     machine.binds = 0
     session.decode(1)
     counted = {name: gpu.calls[name] for name in ("cudaMalloc", "cudaMemcpyAsync", "run")}
-    assert (counted, machine.binds) == ({"cudaMalloc": 0, "cudaMemcpyAsync": 4 * stages, "run": stages}, 0)
+    # ids in, of each stage positions and the last slot; the state, the best token and the logits out
+    assert (counted, machine.binds) == ({"cudaMalloc": 0, "cudaMemcpyAsync": 2 * stages + 4, "run": stages + 2}, 0)
+    gpu.calls.clear()
+    session.choose(1)
+    assert (gpu.calls["cudaMemcpyAsync"], gpu.calls["cudaStreamSynchronize"]) == (2 * stages + 3, 1)
 
 
 def test_tokens_that_have_left_take_no_memory_behind_the_cut(folders: Folders, machine: Ort) -> None:

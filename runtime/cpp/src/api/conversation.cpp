@@ -293,9 +293,12 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
   Rows run;  // the logits after each token of the last pass; forced tokens ran in it with the one before them
   run.width = answer.prefill->logits.size(), run.data = std::move(answer.prefill->logits);
   size_t at = 0;
+  std::optional<int64_t> chosen;  // the next token, where the device chose it and kept the logits
+  bool reads_logits = guided || options.logprobs || model_->manifest().text.seg_token_id;
   for (int64_t left = options.max_new_tokens; answer.stopped.empty(); --left) {
-    Floats logits(run.row(at), run.row(at) + run.width);
-    int64_t token = sample(guided ? guided->mask(logits) : logits);
+    Floats logits;
+    if (!chosen) logits.assign(run.row(at), run.row(at) + run.width);
+    int64_t token = chosen ? *chosen : sample(guided ? guided->mask(logits) : logits);
     bool complete = guided && guided->push(token);
     if (model_->manifest().text.seg_token_id == token) {
       const Rows& states = session_.states();
@@ -331,7 +334,8 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
     Ids next{token};
     if (guided)
       for (int64_t sure : guided->draft(std::min(left, session_.capacity() - session_.length()) - 2)) next.push_back(sure);
-    run = session_.decode(next);
+    chosen = sample.greedy() && !reads_logits ? session_.choose(token) : std::nullopt;
+    if (!chosen) run = session_.decode(next);
     at = 0;
   }
 }

@@ -72,6 +72,13 @@ class StageCache {
   virtual Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) = 0;
 };
 
+// What one token gives: the id of the largest logit after it, -1 if they are not finite, and its hidden state [hidden] of the
+// last layer; `logits` [vocab] where they were asked for.
+struct Step {
+  int64_t best;
+  Floats state, logits;
+};
+
 // The graphs of one bundle, loaded on one device. Safe to share between threads.
 class Backend {
  public:
@@ -86,6 +93,11 @@ class Backend {
   virtual ExpertStep expert(const std::vector<SavedSlots>& prompt, Floats state, Ids positions);
   // Hidden states [n, hidden] to logits [n, vocab].
   virtual Rows head(const Rows& rows) = 0;
+  // Whether `step` is there.
+  virtual bool steps() const { return false; }
+  // Runs a token of text through the embedding, every stage and the head without the host in between: behind the filled slots
+  // of each stage's cache, at its position in each.
+  virtual Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits);
   // The odds [2] (stay, withdraw) that the gate before layer `k` gives.
   virtual Floats gate(int64_t k, const Rows& rows) = 0;
   // The embedding [width] of a text by the ids [n] of the text tower's own tokenizer. Only where the manifest declares one.

@@ -164,6 +164,10 @@ ExpertStep GraphBackend::expert(const std::vector<SavedSlots>& prompt, Floats st
   };
 }
 
+Step Backend::step(const std::vector<StageCache*>&, int64_t, const Ids&, bool) {
+  fail(Kind::device, device, " runs no token in one step");
+}
+
 Rows Backend::views(const std::vector<const Pixels*>&) {
   fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
 }
@@ -178,7 +182,7 @@ void HostBackend::load_graphs(int threads) {
     std::unique_ptr<HostGraph>& graph = loaded_[file];
     loads.add(size, [this, &file, &graph, io = std::move(io)] { graph = load(file, io); });
   };
-  add(m_.model.layers, graphs_.head, head_io(m_));  // it may be as large as many layers
+  add(m_.model.layers, graphs_.head, head_io(m_, dialect));  // it may be as large as many layers
   for (size_t i = 0; i < m_.stages.size(); ++i) loads.add(m_.stages[i].layers(), [this, i] { load_stage(i); });
   add(1, graphs_.embed, embed_io(m_));
   for (const std::string& gate : graphs_.gates) add(0, gate, gate_io(m_));

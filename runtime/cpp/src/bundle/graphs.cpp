@@ -54,7 +54,7 @@ Json dialect_json(const Manifest& m, const std::string& dialect) {
                    {"vision", io(vision_io(m, dialect))},
                    {"embed", io(embed_io(m))},
                    {"stage", io(stage_io(m, dialect, false))},
-                   {"head", io(head_io(m))}};
+                   {"head", io(head_io(m, dialect))}};
   if (!m.gates.empty()) out.emplace_back("gate", io(gate_io(m)));
   if (m.text_tower) out.emplace_back("text_tower", io(text_tower_io(m)));
   if (m.dialects.at(dialect).video) {
@@ -84,8 +84,12 @@ GraphIO embed_io(const Manifest& m) {
   return out;
 }
 
-GraphIO head_io(const Manifest& m) {
-  if (!m.action) return {{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}};
+GraphIO head_io(const Manifest& m, const std::string& dialect) {
+  if (!m.action) {
+    GraphIO head{{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}};
+    if (on_gpu(dialect)) head.outputs.push_back({names::kBest, "int32", {"tokens"}});
+    return head;
+  }
   const ActionSpec& a = *m.action;
   int64_t half = m.model.head_dim / 2;
   GraphIO out{{{names::kRobotState, "float32", {int64_t{1}, a.state}},

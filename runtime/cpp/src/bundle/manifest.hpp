@@ -165,6 +165,9 @@ struct ActionBins {
 // True for the dialects of TensorRT, whose caches have the axis of slots before that of heads.
 inline bool for_tensorrt(const std::string& dialect) { return dialect == "trt" || dialect == "trt10"; }
 
+// True for the dialects whose head also gives the best token.
+inline bool on_gpu(const std::string& dialect) { return dialect == "ort-cuda" || for_tensorrt(dialect); }
+
 // True for the dialects whose graphs write K and V where they read them.
 inline bool in_place(const std::string& dialect) { return dialect == "ort" || dialect == "ort-cuda"; }
 

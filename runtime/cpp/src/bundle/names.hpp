@@ -16,6 +16,7 @@ inline constexpr char kSin[] = "sin";
 inline constexpr char kLastSlot[] = "last_slot";
 inline constexpr char kTotalSlots[] = "total_slots";
 inline constexpr char kLogits[] = "logits";
+inline constexpr char kBest[] = "best";
 inline constexpr char kOdds[] = "odds";
 inline constexpr char kQuery[] = "query";
 inline constexpr char kKey[] = "key";

@@ -41,9 +41,40 @@ PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const
 
 Rows Session::decode(const Ids& tokens) {
   check_room(length() + static_cast<int64_t>(tokens.size()) - 1, 0);
+  if (tokens.size() == 1 && backend_.steps()) {
+    Rows logits(1, static_cast<size_t>(m_.model.vocab));
+    logits.data = step(true, tokens[0]).logits;
+    return logits;
+  }
   states_ = append(tokens);
   suffix_.insert(suffix_.end(), tokens.begin(), tokens.end());
   return backend_.head(states_);
+}
+
+std::optional<int64_t> Session::choose(int64_t token) {
+  if (!backend_.steps()) return std::nullopt;
+  check_room(length(), 0);
+  int64_t best = step(false, token).best;
+  if (best < 0) fail(Kind::bundle, "the logits of this answer are not finite numbers; export with --precision bf16 or fp32");
+  return best;
+}
+
+// Runs one more token of the suffix in one go.
+Step Session::step(bool logits, int64_t token) {
+  std::vector<StageCache*> caches;
+  Ids positions;
+  auto done = static_cast<int64_t>(suffix_.size());
+  check_();
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    caches.push_back(&cache(number));
+    caches.back()->keep(layouts_[number].slots + done);
+    positions.push_back(layouts_[number].position + done);
+  }
+  Step out = backend_.step(caches, token, positions, logits);
+  suffix_.push_back(token);
+  states_ = Rows(1, out.state.size());
+  states_.data = out.state;
+  return out;
 }
 
 Rows Session::try_tokens(const Ids& tokens) {

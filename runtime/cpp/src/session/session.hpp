@@ -61,6 +61,9 @@ class Session {
   PrefillResult prefill(const Prompt& prompt, const Policy& policy, const Selection* after, const Check& check);
   // Runs the next tokens in one pass; the logits [tokens, vocab] after each.
   Rows decode(const Ids& tokens);
+  // Runs the next token; the id of the largest logit after it, the first of equal ones. None, and nothing has run, where only
+  // `decode` can do that. Throws Error(bundle): the logits are not finite.
+  std::optional<int64_t> choose(int64_t token);
   // The same for tokens that leave the caches again.
   Rows try_tokens(const Ids& tokens);
 
@@ -92,6 +95,7 @@ class Session {
   Rows run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after);
   Rows select(const Selection& selection, const Policy& policy);
   Rows append(const Ids& ids);
+  Step step(bool logits, int64_t token);
   TokenStates embed(const Ids& ids, bool of_prompt = false);
   bool sees_image(size_t number) const;
   Boundary boundary(size_t number, const TokenStates& suffix, const Policy& policy);
