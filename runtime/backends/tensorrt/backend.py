@@ -26,6 +26,7 @@ from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors import read_rope
 from vtx.runtime.errors import BundleError, DeviceError, VtxError
 from vtx.runtime.host.device import Device
@@ -45,10 +46,15 @@ def load_flavour(flavour: str) -> Any:
         raise DeviceError(f'{known.title} is not installed; pip install "vtx-edge[{known.extra}]"') from e
 
 
-NOT_BUILT = "TensorRT has no engine for models that see images at their own resolution"
+NOT_BUILT = "TensorRT does not run images at their own resolution for this model"
 WINDOWS = "vtx has no TensorRT engines of models whose layers slide"
 BOTH_WAYS = "vtx builds engines of models whose tokens see each other both ways, and does not run them yet"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
+
+
+def has_engines(m: Manifest) -> bool:
+    """True if vtx-build makes engines of the vision graph: those of images of any size are built for "native" alone."""
+    return not m.image.own_size or m.layout.name == "native"
 
 
 def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
@@ -57,7 +63,7 @@ def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
     Raises BundleError: the bundle holds no engines; DeviceError: none of them fits; the message says what was built,
     what this machine has, and the fix.
     """
-    if bundle.manifest.image.own_size:
+    if not has_engines(bundle.manifest):
         raise DeviceError(f"{NOT_BUILT}; use --device cpu or openvino")
     known = [fingerprint.read_engines(bundle, target) for target in fingerprint.targets(bundle)]
     if not known:
@@ -99,15 +105,18 @@ class TensorrtBackend:
         with self.cuda:
             self._check_memory()
             self.engines = LoadedEngines(bundle, self.engine_set, trt, self.cuda)
-            rope = {}
-            for name, table in read_rope(bundle).items():
+            rope, tables = {}, read_rope(bundle)
+            for name, table in tables.items():
                 rope[name] = Buffer(self.cuda, table.nbytes, "the rotary tables")
                 self.cuda.copy_in(rope[name].address, table)
                 self.cuda.wait()
+            turned = {}  # of tokens whose positions have several parts
+            if self._manifest.model.rope.sections:
+                turned = {n: Buffer(self.cuda, t.nbytes, "the tokens' rotary tables") for n, t in tables.items()}
         self._caches = TensorrtCacheContext(
             engines=self.engines, cuda=self.cuda, model=self._manifest.model, kv_dtype=np.dtype(kv_type),
             max_context=self._manifest.max_context, rope=rope, score=self._graphs.score,
-            token_inputs=self._manifest.token_inputs,
+            token_inputs=self._manifest.token_inputs, tables=tables, turned=turned,
         )  # fmt: skip
         self._steps: TokenSteps | None = None  # once a token was decoded
 
@@ -157,8 +166,17 @@ class TensorrtBackend:
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
+        m = self._manifest
+        longest, unit = self.engines.longest_side, m.model.tower.patch * m.model.tower.shuffle
+        height, width = pixels.shape[2:]
+        if max(height, width) > longest:
+            raise DeviceError(
+                f"the image is {width} x {height} pixels as the tower sees it, and this engine takes {longest} a side; "
+                f"use a smaller --max-pixels, --device cpu or openvino"
+            )
+        tokens = height * width // unit**2 if m.image.own_size else m.model.tower.tokens
         with self.cuda:
-            outputs = self.engines.run(self._graphs.vision, inputs, vision_shapes(self._manifest, self.dialect))
+            outputs = self.engines.run(self._graphs.vision, inputs, vision_shapes(m, self.dialect, tokens))
         return ImageTokens.of(outputs, self._manifest.model.tower)
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:

@@ -20,6 +20,7 @@ from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.bundle.tensors import rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 _numbers = itertools.count()
@@ -65,12 +66,18 @@ class DeviceSlots:
         to, width = self.kv.address + start * shared.row_bytes, tokens * shared.row_bytes
         shared.cuda.copy_rows(to, self.part, source, pitch, width, self.parts)
 
-    def bind(self, to: Context, tokens: int, filled: int, new: int, pitch: int, queries: int | None = None) -> None:
-        """Bind a context for `tokens` tokens after `filled` slots; K and V go to `new`, a part each `pitch` bytes."""
+    def bind(
+        self, to: Context, tokens: int, filled: int, new: int, pitch: int, queries: int | None = None, *,
+        turned: bool = False,
+    ) -> None:  # fmt: skip
+        """Bind a context for `tokens` tokens after `filled` slots; K and V go to `new`, a part each `pitch` bytes.
+
+        `turned`: the rotary tables have a row for each token.
+        """
         shared, address, model = self._shared, self._shared.engines.address, self._shared.model
         addresses = {
             **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS, names.TOTAL_SLOTS)},
-            **{name: buffer.address for name, buffer in shared.rope.items()},
+            **{name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()},
         }
         shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (tokens, model.hidden), names.POSITIONS: (1, tokens)}
         if self._spec.query:
@@ -174,7 +181,14 @@ class TensorrtStageCache(SlotCounter):
         context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
         in_place = shared.row_bytes % ALIGNMENT == 0  # else no slot but the first has an address that TensorRT takes
         new = (memory.kv.address + start * shared.row_bytes, memory.part) if in_place else memory.new_slots(count)
-        memory.bind(context, count, start, *new, queries)
+        turned = positions.ndim > 1
+        memory.bind(context, count, start, *new, queries, turned=turned)
+        if turned:
+            tables = shared.tables[names.COS], shared.tables[names.SIN]
+            cos, sin = rope_at(tables, shared.model.rope.axes, positions)
+            for name, rows in ((names.COS, cos), (names.SIN, sin)):
+                cuda.copy_in(shared.turned[name].address, rows)
+            positions = np.arange(count)
         for name, array in shared.inputs_of(self._spec, tokens, positions).items():
             cuda.copy_in(engines.address(name), array)
         memory.total[0] = total

@@ -19,6 +19,7 @@ from tests.support import gpu_standin
 from tests.support.bundles import copy, export
 from tests.support.engines import DUAL, ORIN, open_model, shorten
 from tests.support.exported import QUESTIONS, THREADS, greedy, policy, prompt
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
@@ -68,6 +69,36 @@ def test_answers_are_those_of_onnxruntime(k: int | None, with_engines: Path, dev
         got = greedy(ours, prompt(ours, prompt_messages(question), images), k, STEPS)
         assert got.ids == want.ids
         np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("dialect", ["trt", "trt10"])
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
+def test_images_at_their_own_resolution_are_answered_as_on_onnxruntime(
+    tiny: Tiny,
+    dialect: str,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    device: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "bundle"
+    export(tiny_checkpoint(tiny), folder, (2,))
+    if dialect == "trt10":
+        build_all(folder, "jetson-orin", JETPACK_6, dialect)
+        monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
+    else:
+        build_all(folder)
+    ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
+    for number, (width, height) in enumerate([(40, 40), (200, 130), (90, 150), (300, 160)]):
+        images, k = [random_image(number).resize((width, height))], (None, 2)[number % 2]
+        want, got = (greedy(m, prompt(m, prompt_messages("red?"), images), k, STEPS) for m in (reference, ours))
+        assert got.ids == want.ids
+        np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+    with (
+        ours.open([random_image(5).resize((300, 30))]) as image,
+        pytest.raises(DeviceError, match=r"and this engine takes .* a side; use a smaller --max-pixels, --device"),
+    ):
+        image.ask("red?", "none")
 
 
 def same_answers(ours: Model, reference: Model, word: str) -> None:
