@@ -181,7 +181,7 @@ def _cpp(family: Family, config: ModelConfig) -> str:
 
 
 def _tensorrt(_: Family, config: ModelConfig) -> str:
-    if config.vision.native or config.vision.naflex:
+    if config.vision.naflex:
         return f"no: {NOT_BUILT}"
     if config.text.sliding:
         return f"no: {WINDOWS}"

@@ -42,6 +42,13 @@ class PositionedCache : public StageCache {
     length = filled;
   }
   bool selects_outputs() const override { return inner_->selects_outputs(); }
+  // Its cache, for a step of a token at a position.
+  StageCache* for_step(int64_t position) {
+    *used_ = this;
+    positions_[static_cast<size_t>(length)] = {position, position, position};
+    inner_->keep(length++);
+    return inner_.get();
+  }
   Positions positions() const { return {positions_.begin(), positions_.begin() + static_cast<std::ptrdiff_t>(length)}; }
 
  protected:
@@ -66,6 +73,13 @@ class PositionedBackend : public Backend {
   TokenStates embed(const Ids& ids) override { return inner_.embed(ids); }
   ImagePtr vision(const Pixels& view, const Extras& extras) override { return inner_.vision(view, extras); }
   Rows head(const Rows& rows) override { return inner_.head(rows); }
+  bool steps() const override { return inner_.steps(); }
+  Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) override {
+    std::vector<StageCache*> inner;
+    for (size_t i = 0; i < caches.size(); ++i)
+      inner.push_back(static_cast<PositionedCache*>(caches[i])->for_step(positions[i]));
+    return inner_.step(inner, token, positions, logits);
+  }
   Floats gate(int64_t k, const Rows& rows) override { return inner_.gate(k, rows); }
   Floats text_tower(const Ids& ids) override { return inner_.text_tower(ids); }
   Rows project(const Rows& states) override { return inner_.project(states); }
