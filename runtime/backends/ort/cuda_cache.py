@@ -16,6 +16,8 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
+PROMPT_RUN = 1024  # tokens of a prompt in one run, which bounds the working memory of a session
+
 
 class OrtCudaStage(OrtStage):
     """A stage whose K and V are in the GPU's memory, bound by their addresses.
@@ -108,7 +110,14 @@ class OrtCudaCache(OrtStageCache):
     ) -> HiddenStates:
         with self.stage.cuda:
             self.make_room(self.length + len(tokens))
-            return super().append(tokens, positions, query=query, outputs=outputs)
+            if query or self._context.model.two_way or len(tokens) <= PROMPT_RUN:
+                return super().append(tokens, positions, query=query, outputs=outputs)
+            parts = list[HiddenStates]()
+            for start in range(0, len(tokens), PROMPT_RUN):
+                end = min(start + PROMPT_RUN, len(tokens))
+                parts.append(super().append(tokens.part(start, end), positions[start:end]).copy())
+        joined = np.concatenate(parts)
+        return joined if outputs is None else joined[outputs]
 
     def _run_row(self) -> None:
         cuda, held = self.stage.cuda, self._held[0]
