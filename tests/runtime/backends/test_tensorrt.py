@@ -152,6 +152,27 @@ def test_reductions_work_on_jetpack_6(
     same_answers(open_model(folder), load(folder, device="cpu", threads=THREADS), word)
 
 
+@pytest.mark.parametrize("query", [False, True])
+def test_one_token_takes_the_profile_of_one(
+    query: bool, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a question of one token does; the other profile of the engine begins at two."""
+    folder = copy(reducing, tmp_path / "jetpack-6")
+    build_all(folder, "jetson-orin", JETPACK_6, "trt10")
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
+    ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
+    rows = np.random.default_rng(0).standard_normal((5, ours.manifest.model.hidden)).astype(np.float32)
+    number = next(n for n, stage in enumerate(ours.manifest.stages) if stage.query)
+    found = []
+    for model in (ours, reference):
+        cache = model.backend.stage(number, 16)
+        cache.append(TokenStates(rows[:4]), np.arange(4))
+        last = np.array(cache.append(TokenStates(rows[4:]), np.arange(4, 5), query=query))
+        found.append([last, cache.keys(), *(np.array(each) for each in (cache.attention() if query else ()))])
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_one_conversation_goes_on_with_what_it_has(with_engines: Path, device: Gpu) -> None:
     ours, reference = open_model(with_engines), load(with_engines, device="cpu", threads=THREADS)

@@ -244,6 +244,34 @@ def test_parts_are_aligned_and_long_prompts_run_in_parts(
     assert everything_given_back(report())
 
 
+@pytest.mark.parametrize("release", BUILT[-1:])
+def test_a_driver_that_is_too_old_for_cuda_13_is_used_with_cuda_12(
+    release: str, exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = machine(release)
+    monkeypatch.setenv("VTX_STANDIN_TOO_OLD", "1")
+    libraries = Path(os.environ["LD_LIBRARY_PATH"])
+    said = ask(exported, tmp_path).stderr.decode()
+    assert "its NVIDIA driver is missing or older than the CUDA that vtx uses; install a newer driver" in said
+    (libraries / "libcudart.so.12").symlink_to(libraries / "libcudart.so.13")
+    assert ask(exported, tmp_path).returncode == 0
+    assert everything_given_back(report())
+
+
+@pytest.mark.skipif(len(BUILT) < 2, reason="built with the headers of one release of TensorRT")
+def test_the_tensorrt_that_a_program_has_loaded_is_not_taken_for_the_other_one(
+    exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the same symbols; a stand-in of another release bears the name of TensorRT-RTX here."""
+    report = machine(BUILT[-1])
+    other = tmp_path / "libtensorrt_rtx.so.1"
+    other.symlink_to(BUILD / f"libvtx-standin-{BUILT[0]}.so")
+    monkeypatch.setenv("LD_PRELOAD", os.fspath(other))
+    done = ask(exported, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert report()["enqueueV3"] > 0
+
+
 def for_sm90(bundle: Path, target: Path) -> Path:
     """A copy without the engines of other targets."""
     copied = copy(bundle, target)

@@ -11,7 +11,7 @@ using standin::require;
 
 namespace {
 
-constexpr int kOutOfMemory = 2, kInvalidated = 901;
+constexpr int kOutOfMemory = 2, kDriverTooOld = 35, kInvalidated = 901;
 constexpr int kIn = 1, kOut = 2, kWithin = 3;
 char stream_storage;
 void* const kStream = &stream_storage;
@@ -115,8 +115,9 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
 }
 
 EXPORT int cudaGetDevice(int* device) {
-  *device = called("cudaGetDevice").current;
-  return 0;
+  Gpu& gpu = called("cudaGetDevice");
+  *device = gpu.current;
+  return gpu.calls["cudaGetDevice"] <= std::stoi(setting("VTX_STANDIN_TOO_OLD", "0")) ? kDriverTooOld : 0;
 }
 EXPORT int cudaSetDevice(int device) {
   called("cudaSetDevice").current = device;
