@@ -258,6 +258,21 @@ def test_a_driver_that_is_too_old_for_cuda_13_is_used_with_cuda_12(
     assert everything_given_back(report())
 
 
+@pytest.mark.parametrize("release", BUILT[-1:])
+def test_a_gpu_that_is_lost_in_an_answer_is_one_error_with_its_fix(
+    release: str, exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = machine(release)
+    options = ("--k", "3", "--reduce", "none", "--max-new-tokens", "10", "--ignore-eos")
+    assert ask(exported, tmp_path, *options).returncode == 0
+    waits = report()["cudaStreamSynchronize"]
+    monkeypatch.setenv("VTX_STANDIN_WAITS", str(waits - 4))
+    done = ask(exported, tmp_path, *options)
+    assert (done.returncode, done.stdout) == (1, b"")
+    [line] = done.stderr.decode().splitlines()
+    assert "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg" in line
+
+
 @pytest.mark.skipif(len(BUILT) < 2, reason="built with the headers of one release of TensorRT")
 def test_the_tensorrt_that_a_program_has_loaded_is_not_taken_for_the_other_one(
     exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +282,7 @@ def test_the_tensorrt_that_a_program_has_loaded_is_not_taken_for_the_other_one(
     other = tmp_path / "libtensorrt_rtx.so.1"
     other.symlink_to(BUILD / f"libvtx-standin-{BUILT[0]}.so")
     monkeypatch.setenv("LD_PRELOAD", os.fspath(other))
+    monkeypatch.setenv("VTX_PLUGINS", os.fspath(BUILD))
     done = ask(exported, tmp_path)
     assert done.returncode == 0, done.stderr
     assert report()["enqueueV3"] > 0
