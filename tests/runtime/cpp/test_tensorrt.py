@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -161,6 +162,13 @@ def test_decoding_is_recorded_once_and_launched_from_then_on(
     assert (answer["device"], answer["token_ids"]) == ("tensorrt", list(want.token_ids))
     assert report()["cudaStreamBeginCapture"] == 1
     assert report()["cudaGraphLaunch"] == 9 - 1  # all steps but the first
+    before = Counter(report())
+    ask(exported, tmp_path, "--k", "none", "--reduce", "none", "--max-new-tokens", "13", "--ignore-eos")
+    further = Counter(report())
+    further.subtract(before)
+    copies = 3 * len(Bundle.open(exported).manifest.stages)  # new K and V of each stage; no logits
+    launches = {"cudaGraphLaunch": 3, "cudaMemcpy2DAsync": copies, "cudaStreamSynchronize": 3}
+    assert {name: n for name, n in further.items() if n and name != "cudaGetDevice"} == launches
 
 
 ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture", "cudaGraphInstantiateWithFlags")
