@@ -21,7 +21,7 @@ from vtx.runtime.backends.failures import reason_of
 from vtx.runtime.backends.ort.backend import OrtBackend
 from vtx.runtime.backends.ort.cache import OrtCacheContext
 from vtx.runtime.backends.ort.cuda_cache import OrtCudaCache, OrtCudaStage
-from vtx.runtime.backends.ort.cuda_step import TokenSteps
+from vtx.runtime.backends.ort.cuda_step import OrtCudaSteps
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.ort.library import FATAL, load_onnxruntime
 from vtx.runtime.bundle.bundle import Bundle
@@ -106,7 +106,7 @@ class OrtCudaBackend(OrtBackend):
         self.providers = {PROVIDER: {**OPTIONS, **own}, "CPUExecutionProvider": {}}
         self.memory = ("cuda", number)
         self._pool = MemoryPool()
-        self._steps: TokenSteps | None = None  # once a token was decoded
+        self._steps: OrtCudaSteps | None = None  # once a token was decoded
         self.compute = "f32" if PRECISIONS[bundle.manifest.precision].arithmetic == "float32" else "f16"
         super().__init__(bundle, threads, compute)
 
@@ -170,7 +170,7 @@ class OrtCudaBackend(OrtBackend):
                 cache.make_room(cache.length + 1)
             if self._steps is None:
                 context, vocab = caches[0].stage.context, self._manifest.model.vocab
-                self._steps = TokenSteps(context, self.cuda, embed, head, vocab)
+                self._steps = OrtCudaSteps(context, self.cuda, embed, head, vocab)
             done = self._steps.run(caches, token, positions, logits=logits)
         for cache in caches:
             cache.fill(cache.length + 1)

@@ -15,7 +15,7 @@ from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.bundle.spec import names
 
 
-class TokenSteps:
+class OrtCudaSteps:
     """The steps of a backend's conversations: the embedding and the head, bound to one token's buffers.
 
     The logits stay in the GPU's memory unless they are asked for.

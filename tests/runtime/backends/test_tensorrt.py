@@ -224,7 +224,7 @@ def test_logits_that_are_not_finite_are_an_error_and_the_next_question_is_answer
     model = open_model(with_engines)
     with model.open([random_image(1)]) as image:
         want = image.ask(QUESTIONS[0], 3, Options(STEPS))
-        ran = gpu_standin.Context._run
+        ran = gpu_standin.Context.run
 
         def poisoned(context: Any, shapes: Any, addresses: dict[str, int]) -> None:
             if "logits" in addresses and shapes["hidden"][0] == 1 and device.calls["captured enqueue"]:
@@ -232,7 +232,7 @@ def test_logits_that_are_not_finite_are_an_error_and_the_next_question_is_answer
             ran(context, shapes, addresses)
 
         with monkeypatch.context() as patch:
-            patch.setattr(gpu_standin.Context, "_run", poisoned)
+            patch.setattr(gpu_standin.Context, "run", poisoned)
             with pytest.raises(BundleError, match="the logits of this answer are not finite numbers; export with"):
                 image.ask(QUESTIONS[1], 3, Options(STEPS, ignore_eos=True))
         assert image.ask(QUESTIONS[0], 3, Options(STEPS)).token_ids == want.token_ids
