@@ -290,7 +290,7 @@ class LoadedBundle:
         return self.picture_cache is not None and key is not None and key in self.picture_cache
 
     def _key(self, source: ImageSource, fit: str | None, of_images: int) -> tuple[bytes, str | None, int] | None:
-        """Equal for files that give the same picture; None for what is no file's bytes and no data URL."""
+        """Equal for files that give the same picture; None if it is neither bytes nor a data URL."""
         if isinstance(source, str) and source.startswith("data:"):
             source = source.encode(errors="surrogatepass")
         if self.picture_cache is None or not isinstance(source, bytes):
