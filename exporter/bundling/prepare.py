@@ -36,6 +36,7 @@ from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_weights, with_own_head
 from vtx.exporter.weights.scaling import scaled_weights
+from vtx.runtime.backends.engines import STATES
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
 from vtx.runtime.bundle.spec.names import SLOTTED, STATEFUL, TENSORRT, UNCACHED, UNTYPED
@@ -59,10 +60,7 @@ from vtx.runtime.vision.layouts.pairs import Pairs
 
 DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
 UNPRINTED = "no videos: the chat template does not print them"
-NO_STATES = (
-    "layers without attention keep a state, which vtx's backends of GPUs do not hold, so the bundle has no graphs for "
-    "CUDA and TensorRT; use onnxruntime or OpenVINO"
-)
+NO_STATES = f"{STATES}, so the bundle has no graphs for CUDA and TensorRT; use onnxruntime or OpenVINO"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtx.runtime.backends.engines import ENGINES, EngineCost
+from vtx.runtime.backends.engines import ENGINES, STATES, EngineCost
 from vtx.runtime.backends.ort.cuda import WINDOWS
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
 from vtx.runtime.backends.tensorrt.backend import WINDOWS as OF_TENSORRT
@@ -67,9 +67,9 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
     for device, spec in ENGINES.items():
         if device != "tensorrt" and spec.gpu == (profile.kind != "cpu"):
             refusal = spec.load().refusal
-            slides = spec.gpu and model.decoder.sliding is not None
+            whole = WINDOWS if model.decoder.sliding is not None else STATES if model.decoder.conv_layers else None
             refusals = {
-                name: WINDOWS if slides else refusal(p.kv_dtype, jetson=profile.kind == "jetson")
+                name: (whole if spec.gpu else None) or refusal(p.kv_dtype, jetson=profile.kind == "jetson")
                 for name, p in parts.items()
             }
             found.append(EngineSupport(device, spec.title, spec.dialect, refusals))
@@ -118,6 +118,8 @@ def _tensorrt(
     software: str, release: Release, lacks: frozenset[str], model: ModelSize, parts: Mapping[str, Precisions]
 ) -> EngineSupport:
     whole = NOT_BUILT if isinstance(model.vision, NaflexSize) else None
+    if model.decoder.conv_layers:
+        whole = STATES
     if model.decoder.sliding is not None:
         whole = OF_TENSORRT
     if model.vision is not None and model.vision.towers > 1:

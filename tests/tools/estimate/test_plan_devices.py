@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from vtx import cli
+from vtx.runtime.backends.engines import STATES
 from vtx.runtime.backends.ort.cuda import WINDOWS as OF_CUDA
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, WINDOWS
 from vtx.runtime.host.profiles import load_profile, profile_names
@@ -65,6 +66,12 @@ def test_a_card_has_the_engines_that_the_family_has_there() -> None:
     assert devices("qwen2.5-vl-3b", "cpu") == {"cpu": every, "openvino": every}
     frames = planned("--model", "video-llava-7b", "--profile", "rtx-4090")["engines"][0]
     assert frames["obstacles"]["fp16"] == NO_FRAMES
+
+
+def test_models_with_states_have_no_engine_on_a_gpu() -> None:
+    refused = CliRunner().invoke(cli.plan, ["--model", "lfm2-vl-1.6b", "--profile", "rtx-4090"])
+    assert refused.exit_code == 1
+    assert f"TensorRT-RTX 1.7, onnxruntime's CUDA provider: {STATES}; " in refused.stderr
 
 
 def test_a_precision_without_an_engine_has_no_times() -> None:
