@@ -108,7 +108,7 @@ def test_reductions_equal_the_statement(
 def test_what_the_tower_or_the_positions_do_not_give_is_refused(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, spec: str
 ) -> None:
-    refused = "tokens are of 2 x 2 patches each|positions of three parts, which cannot be renumbered"
+    refused = "each token of this model covers 2 x 2 patches|positions of three parts, which cannot be renumbered"
     with pytest.raises(UnsupportedModelError, match=refused):
         export(tiny_checkpoint(QWEN2), tmp_path / "bundle", reductions=(spec,))
 

@@ -350,7 +350,7 @@ def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_cli
         plan_export(ExportOptions(str(tiny_checkpoint()), (), "fp32", reductions=("evs",)))
     marked = models(VILA, (3, 5))
     for spec in ("evs", "divprune", "cdpruner:keep=0.5"):
-        with pytest.raises(RequestError, match="this model's videos have text between frames; use fastv, dart behind"):
+        with pytest.raises(RequestError, match="this model's videos have text between frames; use fastv, dart after"):
             marked.open(HIGH).ask("red?", reduce=spec)
     assert marked.open(random_image(0)).ask("red?", reduce="divprune:keep=4", max_new_tokens=1).stats.vision_tokens == 4
 
