@@ -6,7 +6,7 @@
 
 Each round runs a fresh process of each, who goes first in turns, over the same picture, questions and K. Both
 must give the same token ids, or it ends. `load`, `first` and `token` are what the runtimes say; `command` is the time
-from the start of the process to its last answer; `resident` is its memory while it waits after that, and `overhead MB` the
+from the start of the process to its last answer; `resident` is its memory while it waits then, and `overhead MB` the
 same without the weights' files and the KV slots of the answer. OpenVINO GenAI's wheel has no headers of its C++ API, so
 that library is measured through Python, by `benchmarks/peers`.
 """
