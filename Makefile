@@ -21,7 +21,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed pages docs wheel sbom clean fuzz sequences
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -154,6 +154,9 @@ bench-installed: cpp ## vtx and four others as installed, and the README's table
 	$(BIN)/python -m benchmarks.peers --installed --work $(PEERS) --vtx $(PEERS)/vtx/bin/python --torch "$(TORCH)" \
 		--rounds $(ROUNDS) --json $(PEERS)/installed.json --results docs/measurements/results/installed.jsonl
 	$(BIN)/python docs/measurements/tables.py
+
+bench-serving: demo ## all measurements of serving, and their page; half an hour on a quiet machine, once its models are made
+	$(BIN)/python -m benchmarks.serving_suite $(SERVING)
 
 bench-peers: $(READY) ## vtx beside other engines, each installed under build/peers; hours on two cores the first time
 	$(BIN)/python -m benchmarks.peers --torch "$(TORCH)"

@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving_results FOLDER
 
-FOLDER holds any of pictures.json, batches.json, deadlines.json, load.json, load-no-amx.json, towers-*.json,
-conversations-*.json, one-picture-*.json and soak.json, as the commands below wrote them. Tables of files that are not
-there stay as they are.
+FOLDER holds any of pictures.json, parts-*.json, batches.json, deadlines.json, load.json, load-no-amx.json,
+towers-*.json, conversations-*.json, one-picture-*.json and soak.json, as the commands below wrote them. Tables of files
+that are not there stay as they are. `benchmarks.serving_suite` runs all of them.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ def pictures(found: Any) -> Table:
         name = key[1] if key[0] == "vtx" else f"{key[0]}: {key[1]}"
         rows.append([name, *values, f"{ratio:.2f}" + (f", all {8 * ratio:.2f}" if whole else "")])
     return columns, rows
+
+
+def parts(found: Any) -> Table:
+    names = ("tower", "prompts", "tokens", "copies", "rest", "all")
+    columns = ["", *(f"{name}, s" for name in names)]
+    return columns, [[row["kind"], *(f"{row[name]:.3f}" for name in names)] for row in found["rows"]]
 
 
 def batches(found: Any) -> Table:
@@ -111,6 +117,17 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
         "picture are asked at once.",
         "python -m benchmarks.pictures", pictures,
     ),
+    "parts-openvino": (
+        "Where it goes, OpenVINO",
+        "Seconds of processor time a request, answers of 4 tokens: `copies` are of K and V that conversations share, "
+        "`rest` is Python and what waits. A new picture's seconds are its tower's and its prompt's, which no other "
+        "request can share.",
+        "python -m benchmarks.request_parts --device openvino", parts,
+    ),
+    "parts-cpu": (
+        "Where it goes, onnxruntime", "As above.",
+        "python -m benchmarks.request_parts --device cpu", parts,
+    ),
     "towers-openvino": (
         "Several pictures in one pass of the tower, OpenVINO",
         "Pictures go through the tower one by one, because its products already have hundreds of rows and gain nothing "
@@ -166,7 +183,11 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    write(Path(sys.argv[1]))
+
+
+def write(folder: Path) -> None:
+    """Write the page and its results from what the folder has."""
     old = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     lines = [json.loads(line) for line in old]
     for name, (_, _, _, table) in SECTIONS.items():

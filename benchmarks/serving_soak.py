@@ -136,7 +136,7 @@ def soak(
         return "equal" if client.ids(body, stream=chance < 0.5) == ids else "different"
 
     with ThreadPoolExecutor(given.clients) as pool:
-        while (spent := time.monotonic() - start) < 60 * given.minutes:
+        while (spent := time.monotonic() - start) < 60 * given.minutes and counts.total() < given.requests:
             counts.update(pool.map(ask, [dice.randrange(1 << 30) for _ in range(8 * given.clients)]))
             if spent >= len(curve) * 60 * given.minutes / POINTS:
                 curve.append([spent, process.memory_info().rss / MIB])
@@ -146,6 +146,7 @@ def soak(
 def main() -> None:
     args = bundle_parser(__doc__ or "")
     args.add_argument("--minutes", type=float, default=10)
+    args.add_argument("--requests", type=int, default=sys.maxsize, help="at most, about [no limit]")
     args.add_argument("--bodies", type=int, default=500)
     args.add_argument("--clients", type=int, default=8)
     args.add_argument(

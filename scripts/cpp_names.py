@@ -12,15 +12,16 @@ from vtx.runtime.api import answering
 from vtx.runtime.backends import memory
 from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import library
-from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS
+from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT
 from vtx.runtime.bundle import tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import action_spec, image_settings, manifest, model_spec, names, text_settings
+from vtx.runtime.policies.make import NOT_RENUMBERED
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt import guiding, messages, template, text
 from vtx.runtime.session import prefix_file, sampling
 from vtx.runtime.vision import limits, tokens
-from vtx.runtime.vision.layouts import anyres, marked
+from vtx.runtime.vision.layouts import anyres, marked, native
 
 FILE = Path(__file__).parents[1] / "runtime/cpp/src/bundle/names.hpp"
 HEAD = """\
@@ -34,9 +35,9 @@ namespace vtxcore::names {
 """
 TENSORS = (
     "IDS", "HIDDEN", "HIDDEN_OUT", "PIXELS", "FEATURES", "POSITIONS", "COS", "SIN", "LAST_SLOT", "TOTAL_SLOTS",
-    "LOGITS", "ODDS", "QUERY", "KEY", "KEY_SCALE", "ATTENTION_SUM", "ATTENTION_MAX", "TAU", "PATCH_INDEX", "MERGED",
-    "SIMILARITY", "CLS_ATTENTION", "CLS_ATTENTION_LAST", "CLIP_PATCHES", "TEXT_EMBEDDING", "RECEIVED", "TOWER_TOKENS",
-    "TOWER_STATES", "SEEN_SLOTS", "GROUP", "ROBOT_STATE", "ACTIONS", "TIME", "CHANGE",
+    "LOGITS", "BEST", "ODDS", "QUERY", "KEY", "KEY_SCALE", "ATTENTION_SUM", "ATTENTION_MAX", "TAU", "PATCH_INDEX",
+    "MERGED", "SIMILARITY", "CLS_ATTENTION", "CLS_ATTENTION_LAST", "CLIP_PATCHES", "TEXT_EMBEDDING", "RECEIVED",
+    "TOWER_TOKENS", "TOWER_STATES", "SEEN_SLOTS", "GROUP", "ROBOT_STATE", "ACTIONS", "TIME", "CHANGE",
 )  # fmt: skip
 FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "NEWLINE", "KV_SCALES")
 LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
@@ -53,7 +54,7 @@ def header() -> str:
     }
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE, "BOTH_WAYS": BOTH_WAYS}
-    words |= {"PREFIX_FORMAT": prefix_file.FORMAT}
+    words |= {"NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),
@@ -69,6 +70,7 @@ def header() -> str:
         "MAX_LAYERS": model_spec.MAX_LAYERS, "MAX_SIZE": model_spec.MAX_SIZE, "MAX_SEGMENT": model_spec.MAX_SEGMENT,
         "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,
+        "MAX_RATIO": native.MAX_RATIO,
         "NEWLINE": tokens.NEWLINE, "CLASS_TOKEN": names.CLASS_TOKEN, "GONE": names.GONE, "PATCH": names.PATCH,
         "WINDOW": names.WINDOW, "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"), "PAGED_BLOCK": paged.BLOCK,
         "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES, "QUESTION_ROWS": memory.QUESTION_ROWS, "FEW_TOKENS": cache.FEW,

@@ -120,6 +120,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {
         "text_config": {"vocab_size": 151936, "hidden_size": 2560}, "vision_config": {"out_hidden_size": 2560},
     },
+    "qwen3_5": {"text_config": {}, "vision_config": {"out_hidden_size": 4096}},
 }  # fmt: skip
 _QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 _QWEN3_PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}
@@ -161,8 +162,6 @@ def _video(_: Family, config: ModelConfig) -> str:
 def _cpp(family: Family, config: ModelConfig) -> str:
     """Support by libvtx, which refuses by name the parts of a manifest that it does not know."""
     layout, spec = spec_of(config.layout), model_spec(config, "")
-    if spec.rope.sections:
-        return "no: libvtx does not support three-part positions (`sections`)"
     if spec.sliding:
         return "no: libvtx does not support sliding-window layers (`sliding`)"
     if spec.conv_layers:
@@ -182,7 +181,7 @@ def _cpp(family: Family, config: ModelConfig) -> str:
 
 
 def _tensorrt(_: Family, config: ModelConfig) -> str:
-    if config.vision.native or config.vision.naflex:
+    if config.vision.naflex:
         return f"no: {NOT_BUILT}"
     if config.text.sliding:
         return f"no: {WINDOWS}"

@@ -60,7 +60,7 @@ from vtx.runtime.vision.layouts.pairs import Pairs
 DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
 UNPRINTED = "no videos: the chat template does not print them"
 NO_STATES = (
-    "layers with a convolution keep a state, which vtx's backends of GPUs do not hold, so the bundle has no graphs for "
+    "layers without attention keep a state, which vtx's backends of GPUs do not hold, so the bundle has no graphs for "
     "CUDA and TensorRT; use onnxruntime or OpenVINO"
 )
 
@@ -325,19 +325,20 @@ def _of_side(settings: ImageSettings, config: ModelConfig, kind: str) -> ImageSe
     return settings
 
 
-def _check_convolutions(part: Reduction, c: TextConfig) -> None:
-    """Raise UnsupportedModelError if a reduction needs what layers with a convolution do not have."""
+def _check_states(part: Reduction, c: TextConfig) -> None:
+    """Raise UnsupportedModelError if a reduction needs what layers that keep a state do not have."""
+    verb, kind = ("is", "a convolution") if c.delta is None else ("has", "the gated delta rule")
     needs, convolved = part.needs(), c.conv_layers
     read = set(needs.scored) | ({cut - 1 for cut in needs.cuts} if needs.final_norm else set())
     if convolved and needs.shrinks is not None:
         raise UnsupportedModelError(
-            f"{part.name} takes tokens out of the caches after the prompt, and layers with a convolution keep a state, "
+            f"{part.name} takes tokens out of the caches after the prompt, and layers with {kind} keep a state, "
             "from which none can be taken; use fastv, or dart behind a layer"
         )
     if wrong := sorted(read & set(convolved)):
         others = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
         raise UnsupportedModelError(
-            f"{part.name} reads the attention of layer {wrong[0]}, which is a convolution in this model; use a layer "
+            f"{part.name} reads the attention of layer {wrong[0]}, which {verb} {kind} in this model; use a layer "
             f"with attention: {', '.join(map(str, others))}"
         )
 
@@ -414,7 +415,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                     f"{part.name} reads a transformer tower's blocks, but this model's tower is "
                     "convolutional; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
                 )
-            _check_convolutions(part, config.text)
+            _check_states(part, config.text)
             if own.tower_layers and max(own.tower_layers) > (used := max(config.feature_layers)):
                 raise UnsupportedModelError(
                     f"{part.name} reads block {max(own.tower_layers)} of the tower, but this model uses only {used} "

@@ -14,7 +14,8 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 MAX_WIDTH = 1 << 20
 NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
-SECTIONS, INTERLEAVED = (16, 24, 24), (24, 20, 20)  # default numbers of frequencies by time, row and column
+# default numbers of frequencies by time, row and column, the last those of a part of a head
+SECTIONS, INTERLEAVED, PARTIAL = (16, 24, 24), (24, 20, 20), (11, 11, 10)
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "proportional")
 
 
@@ -52,12 +53,13 @@ def rope_tables(rope: RopeSpec, positions: int) -> tuple[NDArray[np.float32], ND
 
 
 def read_rope(
-    config: Any, head_dim: int, *, three_part: bool, interleaved: bool = False,
+    config: Any, head_dim: int, *, three_part: bool, interleaved: bool = False, partial: bool = False,
     parameters: Mapping[str, Any] | None = None,
 ) -> RopeSpec:  # fmt: skip
     """The rotary embedding of a text model's parsed configuration; `interleaved`: of three parts, if it has them.
 
-    `parameters`: those of the layers meant, of a model with several. "proportional" rotates a part of each head.
+    `parameters`: those of the layers meant, of a model with several. "proportional" rotates a part of each head. So
+    does any kind if `partial`, by the frequencies of a head of the size of the part; further ones are 0.
     "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context. Raises
     UnsupportedModelError, CheckpointError.
     """
@@ -68,10 +70,18 @@ def read_rope(
         raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx supports {known}")
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError("rope parameters that differ between layers are not supported")
-    if kind != "proportional" and parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if kind != "proportional" and not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor is not supported; vtx rotates whole heads")
     theta, scale = number(parameters, "rope_theta", 10000.0), 1.0
-    rates = 1.0 / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    rotated = head_dim
+    if partial:
+        rotated = int(head_dim * number(parameters, "partial_rotary_factor", 1.0))
+        if not 2 <= rotated <= head_dim or rotated % 2:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor {parameters['partial_rotary_factor']!r:.40} rotates {rotated} "
+                f"numbers of a head, not an even number from 2 to {head_dim}; correct config.json"
+            )
+    rates = 1.0 / np.float32(theta) ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))
     if kind == "proportional":
         turned = int(number(parameters, "partial_rotary_factor", 1.0) * head_dim // 2)
         rates = np.where(np.arange(len(rates)) < turned, rates, 0) / np.float32(number(parameters, "factor", 1.0))
@@ -93,14 +103,18 @@ def read_rope(
         raise UnsupportedModelError(
             f"mrope_interleaved {not interleaved} is not supported for a {config.model_type} model"
         )
-    sections = parameters.get("mrope_section", INTERLEAVED if interleaved else SECTIONS) if three_part else ()
+    usual = PARTIAL if partial else INTERLEAVED if interleaved else SECTIONS
+    sections = parameters.get("mrope_section", usual) if three_part else ()
     numbers = isinstance(sections, list | tuple) and all(type(part) is int and part > 0 for part in sections)
-    if three_part and (not numbers or len(sections) != len(SECTIONS) or 2 * sum(sections) != head_dim):
+    if three_part and (not numbers or len(sections) != len(SECTIONS) or 2 * sum(sections) != rotated):
         raise CheckpointError(
-            f"config.json: mrope_section {sections!r:.60} does not divide the {head_dim // 2} frequencies of a head "
+            f"config.json: mrope_section {sections!r:.60} does not divide the {rotated // 2} frequencies of a head "
             "into three; correct config.json"
         )
-    frequencies = tuple(float(r) for r in rates.astype(np.float32))
+    still = (head_dim - rotated) // 2
+    if still and sections:
+        sections = (sections[0] + still, *sections[1:])
+    frequencies = (*(float(r) for r in rates.astype(np.float32)), *[0.0] * still)
     return RopeSpec(kind, theta, frequencies, tuple(sections), scale, interleaved)
 
 

@@ -6,24 +6,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, RopeSpec, SlidingSpec
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, DeltaSpec, RopeSpec, SlidingSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.tools.estimate.sizes import DecoderShape
 
 MAX_POSITIONS = (1 << 24) - 1
-TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2")
-# text models whose positions have three parts, qwen3 rotates by interleaved ones
-THREE_PART = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "qwen3_5")
+# text models whose positions have three parts, qwen3 and qwen3_5 rotate by interleaved ones
+THREE_PART = {
+    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_5_text": "qwen3_5",
+}  # fmt: skip
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
+STATE_KINDS = {"lfm2": "conv", "qwen3_5": "linear_attention"}  # of layers that keep a state, by family
 GEMMA_NORMS = r"^text\.(.*norm)\.weight$"  # whose weights are differences from 1
+QWEN_NORMS = r"^text\.(?!.*linear_attn)(.*norm)\.weight$"  # the same of Qwen3.5
+MAX_HEADS = 1 << 12  # of layers with the delta rule, and numbers of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextConfig(DecoderShape):
     """A decoder of the llama family with what its graphs compute.
 
-    `v_norm`: an RMS norm without weights over each head of values. `conv_bias`: convolutions have biases. `two_way` and
-    the numbers from `padding_id` on as in `ModelSpec`.
+    `v_norm`: an RMS norm without weights over each head of values. `conv_bias`: convolutions have biases.
+    `rotates_first`: of a head only the first numbers rotate, twice as many as there are frequencies other than 0.
+    `two_way` and the numbers from `padding_id` on as in `ModelSpec`.
 
     `factors` are pairs of a pattern of weights' canonical names, and what these weights of a checkpoint are multiplied
     by wherever they are read, `shifts` the same of what is added to them then; a bundle holds the results.
@@ -41,6 +47,7 @@ class TextConfig(DecoderShape):
     two_way: str | None = None
     conv_bias: bool = False
     v_norm: bool = False
+    rotates_first: bool = False
     sliding: SlidingSpec | None = None
     padding_id: int | None = None
     attention_scale: float | None = None
@@ -49,6 +56,16 @@ class TextConfig(DecoderShape):
     def scale(self, layer: int) -> float:
         """The factor of the products of a layer's attention."""
         return self.heads_of(layer) ** -0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def head_order(self) -> list[int]:
+        """The numbers of a query's or key's head in an order whose halves rotate together; empty: as they are."""
+        turned, half = sum(rate > 0 for rate in self.rope.frequencies), self.head_dim // 2
+        if not self.rotates_first or turned == half:
+            return []
+        still = range(2 * turned, self.head_dim)
+        first, second = still[: half - turned], still[half - turned :]
+        return [*range(turned), *first, *range(turned, 2 * turned), *second]
 
 
 def text_config_of(parsed: Any) -> TextConfig:
@@ -65,7 +82,7 @@ def text_config_of(parsed: Any) -> TextConfig:
     family = THREE_PART.get(config.model_type, config.model_type)
     positions = size(config, "max_position_embeddings", MAX_POSITIONS)
     window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    kinds = {"conv", "full_attention"} if family == "lfm2" else ATTENTION_KINDS
+    kinds = {STATE_KINDS[family], "full_attention"} if family in STATE_KINDS else ATTENTION_KINDS
     if unknown := sorted({*map(str, layer_types or ())} - kinds):
         raise UnsupportedModelError(
             f"layers of the kind {unknown[0]!r:.40} are not supported; vtx exports {', '.join(sorted(kinds))}"
@@ -79,19 +96,23 @@ def text_config_of(parsed: Any) -> TextConfig:
         eps, factors = _granite(config, eps, head_dim)
     if family == "lfm2":
         ffn, more = _lfm2(config, layers, ffn)
+    if family == "qwen3_5":
+        more = _qwen3_5(config, layers)
     biases, gemma = family in ("llama", "granite", "gemma"), family == "gemma"
+    shifts = ((GEMMA_NORMS, 1.0),) if gemma else ((QWEN_NORMS, 1.0),) if family == "qwen3_5" else ()
     return TextConfig(
         family=family, layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         vocab=size(config, "vocab_size", 1 << 22), eps=eps,
         activation="silu" if family == "lfm2" else str(config.hidden_act),
         qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
-        o_bias=(biases or family == "qwen3") and bool(getattr(config, "attention_bias", False)),
+        o_bias=(biases or family in ("qwen3", "qwen3_5")) and bool(getattr(config, "attention_bias", False)),
         mlp_bias=biases and bool(getattr(config, "mlp_bias", False)), tied=bool(parsed.tie_word_embeddings),
         rope=read_rope(
-            config, head_dim, three_part=config.model_type in THREE_PART, interleaved=family == "qwen3"
+            config, head_dim, three_part=config.model_type in THREE_PART, interleaved=family in ("qwen3", "qwen3_5"),
+            partial=family == "qwen3_5",
         ),
         max_positions=positions,
-        qk_norm=family in ("qwen3", "lfm2"), factors=factors, shifts=((GEMMA_NORMS, 1.0),) if gemma else (),
+        qk_norm=family in ("qwen3", "lfm2", "qwen3_5"), factors=factors, shifts=shifts,
         scaled_embedding=gemma, **more,
     )  # fmt: skip
 
@@ -108,19 +129,42 @@ def _lfm2(config: Any, layers: int, ffn: int) -> tuple[int, dict[str, Any]]:
                 f"config.json: block_ffn_dim_multiplier makes an MLP of width {ffn}, outside 1..{MAX_WIDTH}; correct "
                 "config.json"
             )
-    kinds, taps = config.layer_types, config.conv_L_cache
+    more = _convolved(config, "lfm2", layers, "conv_L_cache")
+    return ffn, more | {"conv_bias": bool(config.conv_bias)}
+
+
+def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
+    """Qwen3.5's layers with the gated delta rule, and what its attention has beyond Qwen3's."""
+    if getattr(config, "attn_output_gate", True) is not True:
+        raise UnsupportedModelError(
+            f"attn_output_gate {config.attn_output_gate!r:.40} is not supported; vtx exports gated attention of Qwen3.5"
+        )
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    key_heads, value_heads, key_dim, value_dim = (size(config, f"linear_{name}", MAX_HEADS) for name in names)
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}; "
+            "correct config.json"
+        )
+    more = _convolved(config, "qwen3_5", layers, "linear_conv_kernel_dim") | {"gated": True, "rotates_first": True}
+    return more | ({"delta": DeltaSpec(key_heads, value_heads, key_dim, value_dim)} if more["conv_layers"] else {})
+
+
+def _convolved(config: Any, family: str, layers: int, setting: str) -> dict[str, Any]:
+    """The layers with a convolution, and the tokens that one spans, by a `setting`."""
+    kinds, taps = config.layer_types, getattr(config, setting)
     if len(kinds) != layers:
         raise CheckpointError(
             f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers {layers}; correct config.json"
         )
-    convolved = tuple(number for number, kind in enumerate(kinds, 1) if kind == "conv")
+    convolved = tuple(number for number, kind in enumerate(kinds, 1) if kind == STATE_KINDS[family])
     if len(convolved) == layers:
         raise UnsupportedModelError("none of this model's layers has attention; vtx exports models with one at least")
     if convolved and (isinstance(taps, bool) or not isinstance(taps, int) or not 2 <= taps <= MAX_TAPS):
         raise UnsupportedModelError(
-            f"conv_L_cache {taps!r:.40} is not supported; vtx exports convolutions over 2 to {MAX_TAPS} tokens"
+            f"{setting} {taps!r:.40} is not supported; vtx exports convolutions over 2 to {MAX_TAPS} tokens"
         )
-    return ffn, {"conv_layers": convolved, "conv_taps": taps if convolved else 1, "conv_bias": bool(config.conv_bias)}
+    return {"conv_layers": convolved, "conv_taps": taps if convolved else 1}
 
 
 def _granite(config: Any, eps: float, head_dim: int) -> tuple[float, tuple[tuple[str, float], ...]]:

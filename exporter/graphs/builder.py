@@ -79,16 +79,36 @@ class Builder:
         return node.outputs
 
     def choose(
-        self, condition: ir.Value, chosen: Callable[[], ir.Value], otherwise: Callable[[], ir.Value]
-    ) -> ir.Value:
-        """The value of one of two functions, by a condition known at run time; the other's operators do not run."""
-        nodes, branches = self._nodes, dict[str, Any]()
-        for name, make in (("then_branch", chosen), ("else_branch", otherwise)):
-            self._nodes = []
-            out = make()
-            branches[name] = ir.Graph([], [out], nodes=self._nodes, name=f"{out.name}.{name}")
-        self._nodes = nodes
-        return self.op("If", condition, **branches)
+        self, condition: ir.Value, chosen: Callable[[], Sequence[ir.Value]], otherwise: Callable[[], Sequence[ir.Value]]
+    ) -> Sequence[ir.Value]:
+        """The values of one of two functions, by a condition known at run time; the other's operators do not run.
+
+        A weight that both read is read before, since its cast belongs to where it is read first.
+        """
+        first, second = self._inner([], chosen), self._inner([], otherwise)
+        return self.ops("If", condition, outputs=len(first.outputs), then_branch=first, else_branch=second)
+
+    def scan(
+        self, step: Callable[..., Sequence[ir.Value]], carried: ir.Value, given: Sequence[ir.Value]
+    ) -> Sequence[ir.Value]:
+        """Run `step` over the first axis of `given`: it takes what is carried and a part of each, float32 in all.
+
+        It returns what is carried on, and further values. Returned are the last one, and the others along a first axis.
+        """
+        count = self._count
+        inputs = [
+            ir.Value(name=f"scan_{count}.{number}", type=ir.TensorType(FLOAT)) for number in range(1 + len(given))
+        ]
+        body = self._inner(inputs, lambda: step(*inputs))
+        return self.ops("Scan", carried, *given, outputs=len(body.outputs), body=body, num_scan_inputs=len(given))
+
+    def _inner(self, inputs: Sequence[ir.Value], make: Callable[[], Sequence[ir.Value]]) -> ir.Graph:
+        """A graph within this one, of the operators that `make` adds."""
+        outside, self._nodes = self._nodes, []
+        outputs = make()
+        graph = ir.Graph(inputs, outputs, nodes=self._nodes, name=f"{outputs[0].name}.inner")
+        self._nodes = outside
+        return graph
 
     def declared(self, x: ir.Value, *shape: int | str) -> ir.Value:
         """A result with a shape that no engine infers: without it onnxruntime loads a stage twice as slowly."""

@@ -15,7 +15,9 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, StageAttention, linear_tensors
-from vtx.exporter.graphs.short_convolution import Convolutions, convolution_tensors
+from vtx.exporter.graphs.gated_delta import delta_tensors, mix_by_delta_rule
+from vtx.exporter.graphs.short_convolution import convolution_tensors, mix_by_convolution
+from vtx.exporter.graphs.states import States
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.precision import KV_DTYPES
@@ -35,7 +37,8 @@ def layer_tensors(c: TextConfig, layer: int) -> Shapes:
     for name in ("input_layernorm", "post_attention_layernorm", *further):
         yield f"{p}.{name}.weight", (c.hidden,)
     mixers = (
-        ("self_attn.q_proj", q, c.hidden, c.qkv_bias), ("self_attn.k_proj", kv * own, c.hidden, c.qkv_bias),
+        ("self_attn.q_proj", q * (1 + c.gated), c.hidden, c.qkv_bias),
+        ("self_attn.k_proj", kv * own, c.hidden, c.qkv_bias),
         ("self_attn.v_proj", kv * own, c.hidden, c.qkv_bias), ("self_attn.o_proj", c.hidden, q, c.o_bias),
     )  # fmt: skip
     for name, out, into, bias in (
@@ -45,8 +48,10 @@ def layer_tensors(c: TextConfig, layer: int) -> Shapes:
     ):  # fmt: skip
         if out:
             yield from linear_tensors(f"{p}.{name}", out, into, bias=bias)
-    if convolved:
+    if convolved and c.delta is None:
         yield from convolution_tensors(c, f"{p}.conv")
+    elif convolved:
+        yield from delta_tensors(c, f"{p}.linear_attn")
     for name in ("q_norm", *["k_norm"] * own) if c.qk_norm and not convolved else ():
         yield f"{p}.self_attn.{name}.weight", (width,)
     if c.per_layer is not None:
@@ -113,6 +118,20 @@ def build_head(b: Builder, c: TextConfig) -> None:
         cap = b.constant(np.array(c.softcap, np.float32))
         logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)
     b.output(logits, names.LOGITS, FLOAT, ["tokens", c.vocab])
+    if b.dialect.name in names.ON_GPU:
+        b.output(_best(b, logits, c.vocab), names.BEST, ir.DataType.INT32, ["tokens"])
+
+
+def _best(b: Builder, logits: ir.Value, vocab: int) -> ir.Value:
+    """The id of the largest of each token's logits [tokens], -1 if one of them is not finite.
+
+    Not ArgMax, because engines differ in the one of equal logits that they choose; float16 arithmetic gives equal ones.
+    """
+    last, whole = b.constant([-1]), [b.constant(np.array(n, np.int32)) for n in (0, vocab, 1, -1)]
+    largest = b.op("Equal", logits, b.op("ReduceMax", logits, last, keepdims=1))
+    first = b.op("Where", largest, b.op("Range", *whole[:3]), whole[1])
+    finite = b.op("LessOrEqual", b.op("Abs", logits), b.constant(np.array(np.finfo(np.float32).max)))
+    return b.op("ReduceMin", b.op("Where", finite, first, whole[3]), last, keepdims=0)
 
 
 def build_stage(
@@ -126,7 +145,7 @@ def build_stage(
     total = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
     attention = b.dialect.stage_attention(b, c, kv_type, range(first, last + 1))
     convolved = [layer for layer in range(first, last + 1) if layer in c.conv_layers]
-    convolutions = Convolutions(b, c, convolved) if convolved else None
+    states = States(b, c, convolved) if convolved else None
     delta: ir.Value | None = None
     for layer in range(first, last + 1):
         prefix = f"text.layers.{layer - 1}"
@@ -135,8 +154,11 @@ def build_stage(
             x = b.dialect.norm(b, total, norm, c.eps)
         else:
             x, total = b.dialect.add_norm(b, delta, total, norm, c.eps)
-        if convolutions is not None and layer in convolved:
-            delta = convolutions.mix(x, f"{prefix}.conv", layer)
+        if states is not None and layer in convolved:
+            if c.delta is None:
+                delta = mix_by_convolution(b, c, states, x, f"{prefix}.conv", layer)
+            else:
+                delta = mix_by_delta_rule(b, c, states, x, f"{prefix}.linear_attn", layer)
         else:
             delta, q = _attention(b, c, x, f"{prefix}.self_attn", attention, layer)
         before = "post_attention_layernorm"
@@ -166,27 +188,35 @@ def build_stage(
     if query:
         b.output(b.to_float32(attention.join(q, last)), names.QUERY, FLOAT, ["tokens", c.heads * c.heads_of(last)])
     attention.finish()
-    if convolutions is not None:
-        convolutions.finish()
+    if states is not None:
+        states.finish()
 
 
 def _attention(
     b: Builder, c: TextConfig, x: ir.Value, name: str, attention: StageAttention, layer: int
 ) -> tuple[ir.Value, ir.Value]:
-    parts, width = list[ir.Value](), c.heads_of(layer)
+    parts, width, gate = list[ir.Value](), c.heads_of(layer), None
     for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
         if part != "q" and c.source(layer) != layer:
             continue
         y = b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias)
+        if c.gated and part == "q":  # each head's query and gate stand side by side
+            each = b.constant([width, width])
+            y, gate = b.ops("Split", b.reshape(y, -1, heads, 2 * width), each, outputs=2, axis=-1)
+            gate = b.op("Sigmoid", b.reshape(gate, -1, heads * width))
         if c.v_norm if part == "v" else c.qk_norm:  # of each head
             normed = b.dialect.norm(
                 b, b.reshape(y, -1, heads, width), width if part == "v" else f"{name}.{part}_norm.weight", c.eps
             )
+            if c.head_order and part != "v":
+                normed = b.op("Gather", normed, b.constant(c.head_order), axis=-1)
             y = b.reshape(normed, -1, heads * width)
         y = attention.split(y, heads, layer)
         parts.append(y if part == "v" else attention.rotate(y, heads, layer))
     q, *own = parts
     attended = attention.join(attention.attend(q, own[0], own[1], layer) if own else attention.read(q, layer), layer)
+    if gate is not None:
+        attended = b.op("Mul", attended, gate)
     return b.linear(attended, f"{name}.o_proj", bias=c.o_bias), q
 
 

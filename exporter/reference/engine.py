@@ -54,7 +54,9 @@ class EngineReference:
         for sample in samples:
             session, prompt = self._prompt(sample)
             logits = session.prefill(prompt, self._full).logits
-            made = generate(session, logits, Sampler(Sampling()), end_ids=end_ids, max_new_tokens=max_new_tokens)
+            made = generate(
+                session, logits, Sampler(Sampling()), end_ids=end_ids, max_new_tokens=max_new_tokens, greedy=True
+            )
             answers.append(list(made))
             report(self._manifest.model.layers)
         return answers

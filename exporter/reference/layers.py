@@ -55,10 +55,18 @@ def decoder_layer(
         mixed = F.conv1d(columns, weight("conv.conv.weight"), weights("conv.conv.bias"), groups=c.hidden)
         x = x + linear(gate * mixed[..., -x.shape[1] :].transpose(1, 2), "conv.out_proj")
         return x + _mlp(c, x, weight, linear)
-    parts = [heads(linear(y, f"self_attn.{part}_proj")) for part in ("qkv" if own else "q")]
+    if weights("linear_attn.A_log") is not None:
+        x = x + linear(_delta_rule(c, linear, weight, y, cache), "linear_attn.out_proj")
+        return x + _mlp(c, x, weight, linear)
+    parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if own else "q")]
+    opened: Tensor | None = None
+    if c.gated:
+        apart = parts[0].reshape(*y.shape[:2], c.heads, 2, width)
+        parts[0], opened = apart[..., 0, :].flatten(2), apart[..., 1, :].flatten(2).sigmoid()
+    parts = [heads(part) for part in parts]
     for number, name in enumerate("qk"[: len(parts)]):
         normed = rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
-        parts[number] = rotate(c, normed, positions, layer)
+        parts[number] = rotate(c, normed[..., c.head_order] if c.head_order else normed, positions, layer)
     at: Tensor | None
     if shared is None:
         q, k, v = parts
@@ -86,7 +94,8 @@ def decoder_layer(
         if c.sliding is not None and c.slides(layer):
             seen &= far < c.sliding.window
         y = F.scaled_dot_product_attention(q, k, v, seen, scale=c.scale(layer))
-    y = linear(y.transpose(1, 2).flatten(2), "self_attn.o_proj")
+    y = y.transpose(1, 2).flatten(2)
+    y = linear(y if opened is None else y * opened, "self_attn.o_proj")
     before = "post_attention_layernorm"
     if c.post_norms:
         y, before = rms(y, weight(f"{before}.weight"), c.eps), "pre_feedforward_layernorm"
@@ -97,6 +106,43 @@ def decoder_layer(
         gated = activate(linear(x, "per_layer_input_gate"), c.activation) * given
         x = x + rms(linear(gated, "per_layer_projection"), weight("post_per_layer_input_norm.weight"), c.eps)
     return x * weight("layer_scalar") if c.layer_scale else x
+
+
+def _delta_rule(
+    c: TextConfig, linear: Callable[[Tensor, str], Tensor], weight: Callable[[str], Tensor], x: Tensor,
+    cache: list[Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """The gated delta rule of normed hidden states [batch, n, hidden], a token at a time: [batch, n, values].
+
+    `cache` holds what was convolved of earlier tokens, and the matrices behind them.
+    """
+    d, (batch, count, _) = c.delta, x.shape
+    assert d is not None
+    columns = F.pad(linear(x, "linear_attn.in_proj_qkv").transpose(1, 2), (c.conv_taps - 1, 0))
+    matrices = x.new_zeros(batch, d.value_heads, d.key_dim, d.value_dim)
+    if cache:
+        columns, matrices = torch.cat((cache[0], columns[..., c.conv_taps - 1 :]), 2), cache[1]
+    mixed = F.conv1d(columns, weight("linear_attn.conv1d.weight"), groups=d.channels)[..., -count:]
+
+    def heads(part: Tensor) -> Tensor:
+        apart = part.reshape(batch, count, d.key_heads, d.key_dim)
+        return apart.repeat_interleave(d.value_heads // d.key_heads, 2)
+
+    q, k, v = torch.tensor_split(activate(mixed, c.activation).transpose(1, 2), (d.keys, 2 * d.keys), -1)
+    q, k = heads(q), heads(k)
+    q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
+    v, rates = v.reshape(batch, count, d.value_heads, d.value_dim), linear(x, "linear_attn.in_proj_b").sigmoid()
+    steps = F.softplus(linear(x, "linear_attn.in_proj_a") + weight("linear_attn.dt_bias"))
+    kept, read = torch.exp(-weight("linear_attn.A_log").exp() * steps)[..., None, None], list[Tensor]()
+    for n in range(count):
+        matrices = matrices * kept[:, n]
+        known = (matrices * k[:, n, :, :, None]).sum(2)
+        matrices = matrices + k[:, n, :, :, None] * ((v[:, n] - known) * rates[:, n, :, None])[:, :, None]
+        read.append((matrices * q[:, n, :, :, None]).sum(2) * d.key_dim**-0.5)
+    if cache is not None:
+        cache[:] = columns[..., columns.shape[-1] - c.conv_taps + 1 :], matrices
+    z = linear(x, "linear_attn.in_proj_z").reshape(v.shape)
+    return (rms(torch.stack(read, 1), weight("linear_attn.norm.weight"), c.eps) * F.silu(z)).flatten(2)
 
 
 def _mlp(

@@ -215,4 +215,4 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
             f"not support; {TUNED}"
         )
     if config.text.conv_layers:
-        raise UnsupportedModelError(f"{name} has convolution layers, which vtx-tune does not support; {TUNED}")
+        raise UnsupportedModelError(f"{name} has layers that keep a state, which vtx-tune does not support; {TUNED}")

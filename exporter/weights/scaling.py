@@ -21,6 +21,7 @@ from vtx.exporter.weights.quantize import dequantise, quantise
 from vtx.runtime.bundle.spec.stored import Scheme, scheme
 
 Floats = NDArray[np.float32]
+DELTA = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,9 @@ def channels(c: TextConfig, layer: int) -> tuple[Channels, ...]:
         Channels(qkv, f"{p}.input_layernorm.weight", c.hidden, c.hidden),
         Channels((f"{p}.self_attn.o_proj.weight",), qkv[2], heads, c.head_dim, c.heads // c.kv_heads),
     )
-    convolution = (Channels((f"{p}.conv.in_proj.weight",), f"{p}.input_layernorm.weight", c.hidden, c.hidden),)
+    matrices = ("conv.in_proj",) if c.delta is None else DELTA
+    first = tuple(f"{p}.{matrix}.weight" for matrix in matrices)
+    convolution = (Channels(first, f"{p}.input_layernorm.weight", c.hidden, c.hidden),)
     return (
         *(convolution if layer in c.conv_layers else attention),
         Channels(both, f"{p}.post_attention_layernorm.weight", c.hidden, c.hidden),

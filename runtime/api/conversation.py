@@ -206,11 +206,12 @@ class Conversation:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of memory that its caches take: K and V that were filled, in blocks of 32 slots, and encoded images.
+        """Bytes of memory that it takes: K and V that were filled, in blocks of 32 slots, states, and encoded images.
 
         Shared blocks count in part. GPUs reserve the whole context.
         """
-        return self._session.kv_slots * self.loaded.backend.kv_slot_bytes + self._encoded.bytes
+        kv = self._session.kv_slots * self.loaded.backend.kv_slot_bytes
+        return kv + self._session.state_bytes + self._encoded.bytes
 
     @property
     def kv_bytes(self) -> int:

@@ -25,7 +25,7 @@ from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_images, check_layout, make_policy
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text, text_files
-from vtx.runtime.session.encoded_images import ImageCache, PreparedImage
+from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
 from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import limited_layout, settings_for
@@ -127,6 +127,7 @@ class LoadedBundle:
         self._final_norm = read_final_norm(bundle) if manifest.text.seg_token_id is not None else None
         self.image_cache: ImageCache | None = None  # set: conversations share encoded images
         self.tile_cache: ImageCache | None = None  # set: and the encoded tiles that images have in common
+        self.picture_cache: PictureCache | None = None  # set: a picture that comes again is not decoded again
         self._conversations: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._text_tower: TextTower | None = None
         self._grammars: Grammars | None = None
@@ -277,7 +278,27 @@ class LoadedBundle:
 
     def prepare(self, source: ImageSource, fit: str | None = None, *, of_images: int = 1) -> PreparedImage:
         """Read and preprocess an image of a prompt with `of_images` images."""
-        fit, layout = self.fit if fit is None else fit, self.layout.for_images(of_images)
+        fit = self.fit if fit is None else fit
+        key = self._key(source, fit, of_images)
+        if self.picture_cache is None or key is None:
+            return self._prepare(source, fit, of_images)
+        return self.picture_cache.prepared(key, partial(self._prepare, source, fit, of_images))
+
+    def is_kept(self, source: ImageSource, *, of_images: int = 1) -> bool:
+        """True if `prepare` need not read the image, since the `picture_cache` has it."""
+        key = self._key(source, self.fit, of_images)
+        return self.picture_cache is not None and key is not None and key in self.picture_cache
+
+    def _key(self, source: ImageSource, fit: str | None, of_images: int) -> tuple[bytes, str | None, int] | None:
+        """Equal for files that give the same picture; None if it is neither bytes nor a data URL."""
+        if isinstance(source, str) and source.startswith("data:"):
+            source = source.encode(errors="surrogatepass")
+        if self.picture_cache is None or not isinstance(source, bytes):
+            return None
+        return hashlib.sha256(source).digest(), fit, of_images
+
+    def _prepare(self, source: ImageSource, fit: str | None, of_images: int) -> PreparedImage:
+        layout = self.layout.for_images(of_images)
         settings = settings_for(self.layout, self.manifest.image, fit)
         layout = self.layout.released() if fit == "released" else layout
         image = load_image(source, self.image_formats)

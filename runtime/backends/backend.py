@@ -66,6 +66,14 @@ class StageCache(Protocol):
     def nearest(self, length: int) -> int:
         """The largest length, at most this, that `keep` can go back to: this one, unless layers keep a state."""
 
+    @property
+    def tried(self) -> int:
+        """The most tokens of a run after each of which `keep` can go back."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states that it holds."""
+
     def copy(self, other: Any, length: int) -> None:
         """Begin with the first `length` slots of another cache of this stage, one that `mark` has named there."""
 
@@ -173,6 +181,25 @@ class EngineBackend(Backend, Protocol):
 
     def __init__(self, bundle: Bundle, threads: int | None, compute: str, number: int = 0) -> None:
         """Load a bundle's graphs; on a GPU, on that of this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The outcome of one token: the id of the largest logit after it, -1 if they are not finite, and its last state.
+
+    `state` [hidden] is of the last layer; `logits` [vocab] are there if they were asked for.
+    """
+
+    best: int
+    state: HiddenStates
+    logits: NDArray[np.float32] | None
+
+
+class SteppingBackend(Backend, Protocol):
+    """A backend that runs one token through the embedding, every stage and the head without the host in between."""
+
+    def step(self, caches: Sequence[Any], token: int, positions: Sequence[int], *, logits: bool) -> Step:
+        """Run a token that is text, whose K/V fill the next slot of each stage's cache, at its position in each."""
 
 
 @runtime_checkable

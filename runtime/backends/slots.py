@@ -19,6 +19,7 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 BLOCK = 32  # slots that become resident together
 RECENT = 16  # last tokens of a run or an answer that a cache goes back among: text that is tokenized anew
 TRIED = 65  # tokens of a run that may all leave again but for the first ones: one and the longest draft
+STATE_BYTES = 8 << 20  # of one layer's states: fewer tokens are gone back among, or tried, where states are large
 CACHES_OF_ONE = 2  # that a conversation has of a stage: full and pruned
 
 
@@ -178,7 +179,17 @@ class SlotCounter(ABC):
     def mark(self, length: int) -> None:
         """See `StageCache`."""
         if self.states is not None:
-            self.states.marks.add(length)
+            self.states.mark(length)
+
+    @property
+    def tried(self) -> int:
+        """See `StageCache`."""
+        return TRIED if self.states is None else self.states.tried
+
+    @property
+    def state_bytes(self) -> int:
+        """See `StageCache`."""
+        return 0 if self.states is None else self.states.nbytes
 
     def nearest(self, length: int) -> int:
         """See `StageCache`."""
@@ -215,15 +226,18 @@ class SlotCounter(ABC):
 
 
 class StateHistory:
-    """States of convolutions [layers, columns, hidden] by the number of tokens that they have seen.
+    """States [layers, numbers] by the number of tokens that they have seen.
 
-    After 0 tokens they are zeros. Kept are those of the last tokens, and those of `marks`. A state cannot be cut as
-    slots can: a cache that goes back to another number of tokens goes back to the `nearest` one before, and runs the
-    tokens between again.
+    After 0 tokens they are zeros. Kept are those of the last tokens, and those of `marks`: the first one, which is the
+    image's end, and the last ones. A state cannot be cut as slots can: a cache that goes back to another number of
+    tokens goes back to the `nearest` one before, and runs the tokens between again. `tried`: tokens of a run that has
+    the state after each of them held.
     """
 
     def __init__(self, spec: StageSpec, model: ModelSpec) -> None:
-        self.shape = len(spec.stateful), model.conv_taps - 1, model.hidden
+        self.shape = len(spec.stateful), model.state_numbers
+        fit = max(1, STATE_BYTES // (4 * model.state_numbers))
+        self.recent, self.tried = min(RECENT, fit), min(TRIED, fit)
         self.marks = set[int]()
         self._held: dict[int, HiddenStates] = {0: np.zeros(self.shape, np.float32)}
 
@@ -239,17 +253,23 @@ class StateHistory:
         """The most tokens, at most `length`, whose state is held."""
         return max(held for held in self._held if held <= length)
 
+    def mark(self, length: int) -> None:
+        """Have the state after `length` tokens held, now or once they have run."""
+        self.marks.add(length)
+        if len(self.marks) > 1 + self.recent:
+            self.marks.remove(sorted(self.marks)[1])
+
     def ends(self, length: int, count: int) -> Ids:
         """The numbers of a run's `count` tokens, behind `length` others, after which states are to be held."""
-        recent = range(max(1, count - RECENT + 1) if count > TRIED else 1, count + 1)
+        recent = range(max(1, count - self.recent + 1) if count > self.tried else 1, count + 1)
         marked = {mark - length for mark in self.marks if 0 < mark - length <= count}
         return np.array(sorted(marked.union(recent)), np.int64)
 
     def put(self, length: int, ends: Ids, states: HiddenStates) -> None:
-        """Hold the states [layers, ends * columns, hidden] of a run from `length` on; older ones go, but for marks."""
-        layers, columns, hidden = self.shape
-        apart = states.reshape(layers, len(ends), columns, hidden)
-        kept = {at: state for at, state in self._held.items() if at in self.marks or at > length - RECENT or not at}
+        """Hold the states [layers, ends, numbers] of a run from `length` on; older ones go, but for marks."""
+        layers, numbers = self.shape
+        apart, oldest = states.reshape(layers, len(ends), numbers), length - self.recent
+        kept = {at: state for at, state in self._held.items() if at in self.marks or at > oldest or not at}
         self._held = kept | {length + int(end): apart[:, number].copy() for number, end in enumerate(ends)}
 
     def keep(self, length: int) -> None:
@@ -261,4 +281,4 @@ class StateHistory:
     def take(self, other: StateHistory, length: int) -> None:
         """Hold the state of another cache after `length` tokens, and mark it."""
         self._held[length] = other.at(length)
-        self.marks.add(length)
+        self.mark(length)

@@ -41,11 +41,12 @@ def rope_at(tables: RopeTables, axes: Sequence[int], positions: NDArray[np.int64
 
 
 def read_kv_scales(bundle: Bundle) -> dict[str, Floats]:
-    """`names.key_scale` and `names.value_scale` of every layer, each [1, kv_heads, 1, head_dim]. Raises BundleError."""
-    model = bundle.manifest.model
-    shapes = {
-        layer: (1, model.kv_heads, 1, model.heads_of(layer)) for layer in range(1, model.shared or model.layers + 1)
-    }
+    """`names.key_scale` and `names.value_scale` of each layer with K and V, each [1, kv_heads, 1, head_dim].
+
+    Raises BundleError.
+    """
+    model, cached = bundle.manifest.model, [layer for stage in bundle.manifest.stages for layer in stage.cached]
+    shapes = {layer: (1, model.kv_heads, 1, model.heads_of(layer)) for layer in cached}
     parts = (names.key_scale, names.value_scale)
     scales = _read(bundle, KV_SCALES, {name(layer): shape for layer, shape in shapes.items() for name in parts})
     for name, scale in scales.items():

@@ -46,8 +46,11 @@ class Batching:
 
     @property
     def joins_prompts(self) -> bool:
-        """True if the ends of several prompts run in one pass."""
-        return self.obstacle is None and batches(self._backend) and self._backend.runs_of_each
+        """True if prompts should leave their ends waiting: some engines run several in one pass.
+
+        Others run each by itself, and then decode their answers together from the first token on.
+        """
+        return self.obstacle is None
 
     def decode(self, streams: Sequence[AnswerStream]) -> None:
         """Run a token, or the end of its prompt, of each stream that waits for that."""
@@ -57,6 +60,8 @@ class Batching:
         with ExitStack() as held:
             paused = [held.enter_context(stream.paused()) for stream in streams]
             sessions = [session for session in paused if session is not None]
+            if not backend.runs_of_each:
+                sessions = [session for session in sessions if len(session.to_run) == 1]
             together = [session for session in sessions if backend.reaches(session.decoding_caches)]
             for first in range(0, len(together), self.most):
                 batch = together[first : first + self.most]

@@ -28,7 +28,7 @@ from vtx.runtime.scheduler.batching import Batching
 from vtx.runtime.scheduler.choosing import Chooser, Chosen
 from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Scheduler
-from vtx.runtime.session.encoded_images import EncodedImages, ImageCache, PreparedImage
+from vtx.runtime.session.encoded_images import EncodedImages, ImageCache, PictureCache, PreparedImage
 from vtx.runtime.vision.tokens import ImageTokens
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ class Capacity:
 
     `parallel`: answers that are computed at the same time, `batch` of them at most in one pass. `kept`: conversations
     that are kept for later requests. `kv`: of K and V, in use or kept; `image_tokens`: of encoded images kept;
-    `tiles`: of encoded tiles kept in addition, for images that differ in some of their tiles.
+    `tiles`: of encoded tiles kept in addition, for images that differ in some of their tiles; `pictures`: of decoded
+    pictures kept, so that one that is sent again is not decoded again.
     """
 
     parallel: int = 4
@@ -51,6 +52,7 @@ class Capacity:
     kv: int = 2 << 30
     image_tokens: int = 256 << 20
     tiles: int = 0
+    pictures: int = 64 << 20
 
 
 class StandsError(VtxError):
@@ -113,6 +115,7 @@ class Engine:
         self.name, self.model, self._parallel, self._chooser = name, model, capacity.parallel, chooser
         self.images = model.loaded.image_cache = ImageCache(capacity.image_tokens)
         self.tiles = model.loaded.tile_cache = ImageCache(capacity.tiles) if capacity.tiles else None
+        model.loaded.picture_cache = PictureCache(capacity.pictures)
         together = min(capacity.batch, capacity.parallel)
         self.batching = Batching(model, together, capacity.kept + capacity.parallel)
         self.pool = ConversationPool(model.loaded, capacity.kv, capacity.kept)
@@ -132,7 +135,7 @@ class Engine:
         if not self.scheduler.close():
             return False
         self.pool.close()
-        self.model.loaded.image_cache = self.model.loaded.tile_cache = None
+        self.model.loaded.image_cache = self.model.loaded.tile_cache = self.model.loaded.picture_cache = None
         return True
 
     def job(

@@ -292,7 +292,8 @@ class Scheduler:
             self._prompt_seconds = recent(self._prompt_seconds, self._clock() - job.begun)
         self._active = [job for job in self._active if job not in ended]
         self._round_ended = self._clock()
-        self._round_seconds = self._round_ended - started
+        # A round may compute nothing: the logits of a first token are the prompt's.
+        self._round_seconds = max(self._round_ended - started, self._round_seconds / 2)
 
     def _begin(self, before: Job | None = None) -> None:
         """Compute the prompt of the request whose turn it is, if that is nearer than the end of `before`.

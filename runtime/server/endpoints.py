@@ -249,9 +249,10 @@ def read_images(
     """Read the images and videos of a request. Raises Refusal, ImageError."""
     loaded = engine.model.loaded
     sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
+    pictures = sum(not isinstance(image, Video) for image in sources)
     for image in sources:
-        if isinstance(image, Video):
-            continue  # the limits of `limits.py` in runtime/vision hold
+        if isinstance(image, Video) or loaded.is_kept(image, of_images=pictures):
+            continue  # the limits of `limits.py` in runtime/vision hold for videos, and what is kept was within these
         width, height = image_size(image, loaded.image_formats)
         if width * height > limits.pixels:
             raise Refusal(

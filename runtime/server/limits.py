@@ -8,6 +8,7 @@ from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.scheduler.engine import Capacity
 
 MIN_STALL = 5.0  # seconds; a thread that waits for work gives a sign of life each second
+MAY_BE_NONE = ("queue", "kept", "kv", "image_tokens", "tiles", "pictures")
 MAX_KEY = 4096  # characters of an API key
 
 
@@ -44,4 +45,6 @@ class Limits(Capacity):
             elif "seconds" in field.name:
                 check_number(name, value, "a number of seconds above 0", least=1e-3, most=1e6)
             else:
-                check_whole(name, value, 0 if field.name in ("queue", "kept", "kv", "image_tokens", "tiles") else 1)
+                check_whole(
+                    name, value, 0 if field.name in ("queue", "kept", "kv", "image_tokens", "tiles", "pictures") else 1
+                )

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
@@ -198,6 +199,56 @@ class ImageCache:
     def _shrink(self) -> None:
         while self._size() > self.limit_bytes:
             self._tokens.popitem(last=False)
+
+
+class PictureCache:
+    """Prepared pictures by the files they came from, so that one that many requests send is decoded once.
+
+    Bounded in bytes: the least recently used are dropped. Safe for many threads: while one prepares a picture, others
+    that need it wait.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._kept = OrderedDict[Hashable, Future[PreparedImage]]()
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        """The size of all of them."""
+        with self._lock:
+            return self._size()
+
+    def __contains__(self, key: Hashable) -> bool:
+        with self._lock:
+            found = self._kept.get(key)
+            return found is not None and found.done()
+
+    def prepared(self, key: Hashable, prepare: Callable[[], PreparedImage]) -> PreparedImage:
+        """The picture of this key, prepared now unless it is kept. Raises what `prepare` raises, and keeps nothing."""
+        with self._lock:
+            found = self._kept.get(key)
+            if preparing := found is None:
+                found = self._kept[key] = Future()
+            self._kept.move_to_end(key)
+        if preparing:
+            try:
+                found.set_result(prepare())
+            except BaseException as e:
+                with self._lock:
+                    del self._kept[key]
+                found.set_exception(e)
+                raise
+            with self._lock:
+                self._shrink()
+        return found.result()
+
+    def _size(self) -> int:
+        return sum(found.result().nbytes for found in self._kept.values() if found.done())
+
+    def _shrink(self) -> None:
+        while self._size() > self.limit_bytes:
+            del self._kept[next(key for key, found in self._kept.items() if found.done())]
 
 
 def nbytes(tokens: ImageTokens) -> int:

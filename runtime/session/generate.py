@@ -37,16 +37,19 @@ def generate(
     max_new_tokens: int,
     check: Check = no_check,
     drafts: Drafts | None = None,
+    greedy: bool = False,
 ) -> Iterator[int]:
     """Yield token ids after a prefill that gave `logits`, the end token included.
 
     Stops there, after `max_new_tokens`, or when the context is full. `check` is called before each further token and
     may raise, to stop there. While a token is given that will be decoded alone, it is the session's `next_token`.
     `drafts` gives tokens that are verified in one pass: each is sampled from its own logits as without, and the first
-    that differs from the draft ends it.
+    that differs from the draft ends it. `greedy`: `sample` does no more than choose the largest logit, so logits
+    may stay on a device that chooses it.
     """
+    chosen: int | None = None
     for left in reversed(range(max_new_tokens)):
-        token = sample(logits)
+        token = sample(logits) if chosen is None else chosen
         complete = drafts is not None and drafts.push(token)
         ends = complete or not left or token in end_ids or session.length + 1 >= session.capacity
         foreseen, draft = None, list[int]()
@@ -64,7 +67,9 @@ def generate(
         if ends:
             return
         check()
-        logits = session.decode(token, draft) if foreseen is None else foreseen
+        chosen = session.choose(token) if greedy and foreseen is None and not draft else None
+        if chosen is None:
+            logits = session.decode(token, draft) if foreseen is None else foreseen
 
 
 def run_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:

@@ -69,6 +69,11 @@ class Sampler:
         added = (settings.presence_penalty, settings.frequency_penalty, settings.logit_bias)
         self._adds = added != (0, 0, ())
 
+    @property
+    def greedy(self) -> bool:
+        """True if it chooses the largest logit as the model gives them."""
+        return self._settings.temperature == 0 and self._settings.repetition_penalty == 1 and not self._adds
+
     @cached_property
     def rng(self) -> np.random.Generator:
         """Made when the first token is drawn: greedy answers need not wait for numpy's generators to be imported."""

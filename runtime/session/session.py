@@ -10,15 +10,15 @@ the answer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.backend import Backend, StageCache
+from vtx.runtime.backends.backend import Backend, StageCache, Step
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.errors import ContextError, RequestError
+from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.session.caches import PrefixCaches
 from vtx.runtime.session.prefix import Check, Key, PrefixSlots, Prompt, no_check, prefix_key
@@ -96,6 +96,7 @@ class Session:
             raise RequestError(f"{manifest.model.name} answers with actions, not in words; use act, or vtx-run --act")
         self._backend, self._stages, self._image_token = backend, manifest.stages, manifest.text.image_token_id
         self._manifest = manifest
+        self._run_step: Callable[..., Step] | None = getattr(backend, "step", None)  # of a `SteppingBackend`
         self.caches, self.capacity = PrefixCaches(backend, manifest), manifest.max_context
         self._suffix: list[int] = []  # ids after the prefix that the caches hold
         self.selection: Selection | None = None  # the question that selected the cached image tokens
@@ -127,6 +128,11 @@ class Session:
     def kv_slots_held(self) -> int:
         """As `kv_slots`, with those that it shares counted as if they were its own."""
         return sum(max(cache.resident, cache.length) * layers for cache, layers in self._caches_held)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of its layers that keep one."""
+        return sum(cache.state_bytes for cache, _ in self._caches_held)
 
     @property
     def _caches_held(self) -> list[tuple[StageCache, int]]:
@@ -240,12 +246,37 @@ class Session:
             assert token == self._suffix[-1], "another token ran ahead"
             return ahead
         assert not self._drafts, "a draft is neither accepted nor forgotten"
+        if self._run_step is not None and not draft:
+            stepped = self._step(self._run_step, token, logits=True).logits
+            assert stepped is not None
+            return stepped
         hidden = self._append([token, *draft])
         self._suffix.append(token)
         logits, self.state = self._backend.head(hidden), hidden[0]
         self._drafts.extend(zip(draft, logits[1:], hidden[1:], strict=True))
         first_logits: NDArray[np.float32] = logits[0]
         return first_logits
+
+    def choose(self, token: int) -> int | None:
+        """Run one more token as `decode`; the id of the largest logit after it, the first of equal ones.
+
+        None, and nothing has run, if only `decode` can do that here. Raises BundleError: the logits are not finite.
+        """
+        if self._run_step is None or self._ahead is not None:
+            return None
+        best = self._step(self._run_step, token, logits=False).best
+        if best < 0:
+            raise BundleError("the logits of this answer are not finite numbers; export with --precision bf16 or fp32")
+        return best
+
+    def _step(self, run: Callable[..., Step], token: int, *, logits: bool) -> Step:
+        assert not self._drafts, "a draft is neither accepted nor forgotten"
+        self._check_room(self.length)
+        positions = [self.next_position(number) for number in range(len(self._stages))]
+        done = run(self.decoding_caches, token, positions, logits=logits)
+        self._suffix.append(token)
+        self.state = done.state
+        return done
 
     def try_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """The logits [tokens, vocab] after each of these next tokens, which leave the caches again."""
@@ -295,7 +326,8 @@ class Session:
     @property
     def draft_room(self) -> int:
         """The most tokens of a draft behind the next token."""
-        return max(0, self.capacity - 2 - self.length)
+        tried = min(cache.tried for cache in self.decoding_caches)
+        return max(0, min(tried - 1, self.capacity - 2 - self.length))
 
     @property
     def decoding_caches(self) -> list[StageCache]:

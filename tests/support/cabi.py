@@ -31,6 +31,7 @@ class LoadOptions(c.Structure):
         ("compute", c.c_char_p),
         ("max_tiles", c.c_int32),
         ("require_signature", c.c_char_p),
+        ("max_pixels", c.c_int64),
     )
 
 

@@ -38,7 +38,7 @@ class DialectBackend:
         self._vision = self._session(graphs.vision, graph_io.vision(self.manifest, dialect))
         if graphs.projector is not None:
             self._projector = self._session(graphs.projector, graph_io.projector(self.manifest))
-        self._head = self._session(graphs.head, graph_io.head(self.manifest))
+        self._head = self._session(graphs.head, graph_io.head(self.manifest, dialect))
         self.score = self._session(graphs.score, graph_io.score(self.manifest, self.dialect)) if graphs.score else None
         self._gates = {
             k: self._session(f, graph_io.gate(self.manifest)) for k, f in self.manifest.gate_files(dialect).items()
@@ -164,6 +164,14 @@ class _Cache:
 
     def nearest(self, length: int) -> int:
         return length
+
+    @property
+    def tried(self) -> int:
+        return self.capacity
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
 
     def read(self, slots: Ids) -> Tensors:
         return {name: self._slots(name, slots) for name in self._kv}

@@ -101,6 +101,14 @@ class FusedCache:
     def nearest(self, length: int) -> int:
         return self._cache.nearest(length)
 
+    @property
+    def tried(self) -> int:
+        return self._cache.tried
+
+    @property
+    def state_bytes(self) -> int:
+        return self._cache.state_bytes
+
 
 class FusedBackend:
     """A backend whose every call goes through the fuse in place at that moment."""

@@ -437,10 +437,10 @@ class Context:
                 for present in (name for name in self.engine.outputs if name.startswith("present_")):
                     apart = not 0 <= addresses[present] - addresses[name] < nbytes
                     assert apart, f"{present} is written into what {name} reads"
-        self.gpu.queue(lambda: self._run(shapes, addresses))
+        self.gpu.queue(lambda: self.run(shapes, addresses))
         return True
 
-    def _run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
+    def run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
         feeds = {name: view(addresses[name], shape, self._type(name)).copy() for name, shape in shapes.items()}
         found = dict(zip(self.engine.outputs, self.engine.session.run(None, feeds), strict=True))
         regions = []

@@ -112,6 +112,7 @@ class Reference:
             "qwen2_vl": ("Qwen2VLImageProcessorPil", "Qwen2VLProcessor"),
             "qwen2_5_vl": ("Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor"),
             "qwen3_vl": ("Qwen2VLImageProcessorPil", "Qwen3VLProcessor"),
+            "qwen3_5": ("Qwen2VLImageProcessorPil", "Qwen3VLProcessor"),
             "idefics3": ("Idefics3ImageProcessorPil", "Idefics3Processor"),
             # its own processor needs another package, for numbers in words; an image's text is Idefics3's
             "smolvlm": ("SmolVLMImageProcessorPil", "Idefics3Processor"),
@@ -197,7 +198,9 @@ class Reference:
             clips = [clip for _, clip in videos]
             processor.video_processor = PairsOfFrames(self.model.config.vision_config.patch_size, clips)
             videos = [pairs.flatten(0, 1) for pairs, _ in videos]
-        if self.kind == "qwen3_vl":  # whose first processor left out the marks around a video that are in its template
+        if self.kind.startswith(
+            "qwen3"
+        ):  # whose first processor left out the marks around a video that are in its template
             text = text.replace("<|vision_start|><video><|vision_end|>", "<video>")
         found = processor(images=[images] if images else None, text=text, videos=list(videos), return_tensors="pt")
         del processor.video_processor
@@ -268,7 +271,10 @@ class Reference:
         full_layers = self._full_layers(k)
         text = int((~vision).sum())
         slots = [len(vision)] * full_layers + [text] * (self.layers - full_layers)
-        attends = [getattr(layer, "is_attention_layer", True) for layer in self.decoder.layers]
+        attends = [
+            getattr(layer, "is_attention_layer", True) and not hasattr(layer, "linear_attn")
+            for layer in self.decoder.layers
+        ]
         sharing = getattr(self.decoder.config, "num_kv_shared_layers", 0)  # which keep nothing
         attends[self.layers - sharing :] = [False] * sharing
         return [count * there for count, there in zip(slots, attends, strict=True)]
@@ -380,7 +386,8 @@ class Reference:
             mask[..., : count - answered, : count - answered] = 0
         rope = self.decoder.rotary_emb(rows, position_ids=positions)
         for layer in layers:
-            seen = mask if getattr(layer, "is_attention_layer", True) else None  # a convolution sees its neighbours
+            attends = getattr(layer, "is_attention_layer", True) and not hasattr(layer, "linear_attn")
+            seen = mask if attends else None  # a convolution sees its neighbours, and the delta rule those before
             rows = layer(rows, attention_mask=seen, position_ids=positions, position_embeddings=rope)
         return rows
 

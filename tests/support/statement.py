@@ -79,6 +79,7 @@ class Statement:
             "qwen2_vl",
             "qwen2_5_vl",
             "qwen3_vl",
+            "qwen3_5",
             "lfm2_vl",
             *MARKED,
         ):
@@ -116,7 +117,7 @@ class Statement:
         """One video of Qwen-VL's, as transformers makes its rows: of Qwen3-VL each pair of frames is a run."""
         found = self._reference.model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
         rows, maps = torch.cat([*found.pooler_output]), getattr(found, "deepstack_features", None) or ()
-        (pairs, down, across), three = inputs["video_grid_thw"][0].tolist(), self._config.model_type == "qwen3_vl"
+        (pairs, down, across), three = inputs["video_grid_thw"][0].tolist(), self._config.model_type.startswith("qwen3")
         down, across = down // 2, across // 2
         if not three:
             each = float(inputs["second_per_grid_ts"][0]) if "second_per_grid_ts" in inputs else 1.0
@@ -383,11 +384,18 @@ class Statement:
         """One layer over x [n, hidden]: its output, its attention [heads, n, all], and the cache with the new rows."""
         if hasattr(layer, "conv"):
             return self._convolved(layer, x, rows, past)
+        if hasattr(layer, "linear_attn"):
+            return self._remembered(layer, x, rows, past)
         attend, y = layer.self_attn, layer.input_layernorm(x)
+        gated = self._config.model_type == "qwen3_5"
         q, k, v = (
-            proj(y).view(len(y), -1, attend.head_dim).transpose(0, 1)
+            proj(y).view(len(y), -1, attend.head_dim * (1 + (gated and proj is attend.q_proj))).transpose(0, 1)
             for proj in (attend.q_proj, attend.k_proj, attend.v_proj)
         )
+        gate = torch.ones(1)
+        if gated:
+            q, gate = q.chunk(2, -1)
+            gate = torch.sigmoid(gate.transpose(0, 1).flatten(1))
         if hasattr(attend, "q_norm"):  # of each head, before rotation
             q, k = attend.q_norm(q), attend.k_norm(k)
         each = np.stack(np.broadcast_arrays(*(row.position for row in rows)))
@@ -395,7 +403,11 @@ class Statement:
             torch.from_numpy(each).T.reshape(-1, 1, len(rows)) if each.ndim > 1 else torch.from_numpy(each)[None]
         )
         cos, sin = (table[0] for table in self._decoder.rotary_emb(x[None], position_ids=positions))
-        q, k = (part * cos + half_turned(part) * sin for part in (q, k))
+        turned = cos.shape[-1]  # of a head; the rest does not rotate
+        q, k = (
+            torch.cat((part[..., :turned] * cos + half_turned(part[..., :turned]) * sin, part[..., turned:]), -1)
+            for part in (q, k)
+        )
         before = 0 if past is None else len(past.rows)
         if past is not None:
             k, v, rows = torch.cat([past.key, k], 1), torch.cat([past.value, v], 1), [*past.rows, *rows]
@@ -405,7 +417,7 @@ class Statement:
         full = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
         mixed = (full @ v.repeat_interleave(group, 0)).transpose(0, 1).flatten(1)
         added = getattr(layer, "residual_multiplier", 1.0)
-        x = x + attend.o_proj(mixed) * added
+        x = x + attend.o_proj(mixed * gate) * added
         return x + layer.mlp(layer.post_attention_layernorm(x)) * added, full, Cache(k, v, rows)
 
     @staticmethod
@@ -425,6 +437,37 @@ class Statement:
         x = x + conv.out_proj(gate * added)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         return x, torch.zeros(0), Cache(seen, seen, [*([] if past is None else past.rows), *rows])
+
+    @staticmethod
+    def _remembered(layer: Any, x: Tensor, rows: list[Row], past: Cache | None) -> tuple[Tensor, Tensor, Cache]:
+        """As `_layer`, of Qwen3.5's layers without attention: the delta rule over the rows that ran here, one by one.
+
+        The cache's key are the rows before the convolution, its value the matrices behind them.
+        """
+        mix, y = layer.linear_attn, layer.input_layernorm(x)
+        new = mix.in_proj_qkv(y)
+        seen = new if past is None else torch.cat([past.key, new])
+        kernel, first = mix.conv1d.weight[:, 0].T, len(seen) - len(new)  # [taps, channels]
+        memory = torch.zeros(mix.num_v_heads, mix.head_k_dim, mix.head_v_dim) if past is None else past.value
+        sharing, read = mix.num_v_heads // mix.num_k_heads, []
+        for number in range(len(new)):
+            at = first + number
+            joined = sum(seen[at - back] * kernel[len(kernel) - 1 - back] for back in range(min(len(kernel), at + 1)))
+            q, k, v = torch.nn.functional.silu(joined).split([mix.key_dim, mix.key_dim, mix.value_dim])
+            q, k = (part.view(mix.num_k_heads, -1).repeat_interleave(sharing, 0) for part in (q, k))
+            q, k = (part / torch.sqrt((part * part).sum(-1, keepdim=True) + 1e-6) for part in (q, k))
+            rate = torch.sigmoid(mix.in_proj_b(y[number]))
+            step = torch.nn.functional.softplus(mix.in_proj_a(y[number]) + mix.dt_bias)
+            memory = memory * torch.exp(-torch.exp(mix.A_log) * step)[:, None, None]
+            change = (v.view(mix.num_v_heads, -1) - torch.einsum("hk,hkv->hv", k, memory)) * rate[:, None]
+            memory = memory + torch.einsum("hk,hv->hkv", k, change)
+            read.append(torch.einsum("hk,hkv->hv", q, memory) * mix.head_k_dim**-0.5)
+        out = torch.stack(read)
+        out = out / torch.sqrt((out * out).mean(-1, keepdim=True) + mix.norm.variance_epsilon) * mix.norm.weight
+        out = out.flatten(1) * torch.nn.functional.silu(mix.in_proj_z(y))
+        x = x + mix.out_proj(out)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return x, torch.zeros(0), Cache(seen, memory, [*([] if past is None else past.rows), *rows])
 
     def logits(self, row: Tensor) -> Tensor:
         out: Tensor = self._head(self._decoder.norm(row)).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ ARCHITECTURES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "lisa": "LISAForCausalLM",
     "internvl_chat": "InternVLChatModel",
     "smolvlm": "SmolVLMForConditionalGeneration",
@@ -64,6 +66,7 @@ PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_5": "Qwen3VLProcessor",
     "internvl_chat": "",
     "smolvlm": "SmolVLMProcessor",
     "idefics3": "Idefics3Processor",
@@ -96,12 +99,12 @@ class Tiny:
 
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
-        "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "lisa", "internvl_chat",
-        "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
+        "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "lisa",
+        "internvl_chat", "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
     ] = "llava"  # fmt: skip
-    text: Literal["llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "gemma3_text", "gemma4_text"] = (
-        "llama"
-    )
+    text: Literal[
+        "llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "gemma3_text", "gemma4_text", "qwen3_5"
+    ] = "llama"
     layers: int = 8
     hidden: int = 64
     heads: int = 4
@@ -143,6 +146,8 @@ class Tiny:
     maps: tuple[int, ...] = (0, 1, 2)  # qwen3_vl's layers of the tower that give maps
     attending: tuple[int, ...] = (1, 4, 6)  # lfm2's layers with attention, from 0; the others are convolutions
     taps: int = 3
+    delta: tuple[int, int, int, int] = (2, 4, 32, 16)  # qwen3_5's heads of keys and of values, and their sizes
+    partial: float = 0.5  # of a head rotates
     full_every: int = 3  # gemma's layers that do not slide
     pool: int = 2  # gemma3's squares of patches, whose mean is a token
     crops: int | None = None  # of pan and scan, at most
@@ -263,7 +268,7 @@ def _make_qwen(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     write_json(folder / "video_preprocessor_config.json", qwen.video_settings(tiny))
     (folder / "chat_template.jinja").write_text(qwen.template(tiny), encoding="utf-8")
     weights = _weights(config, tiny, seed)
-    if tiny.names == "hub" and tiny.family != "qwen3_vl":
+    if tiny.names == "hub" and not tiny.family.startswith("qwen3"):
         weights = {qwen.hub_name(name): tensor for name, tensor in weights.items()}
     write_weights(folder, tiny, weights)
     return folder
@@ -542,7 +547,8 @@ def _weights(config: Any, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
     dtype = getattr(torch, tiny.dtype)
     tensors = {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
     for name in tensors:
-        if tiny.text == "gemma" and "vision" not in name and name.endswith("norm.weight"):
+        of_text = name.endswith("norm.weight") and not re.search("vis|linear_attn", name)
+        if tiny.text in ("gemma", "qwen3_5") and of_text:
             tensors[name] -= 1  # its norms multiply by 1 more
     return {name: torch.from_numpy(tensor).to(dtype) for name, tensor in tensors.items()}
 
@@ -553,6 +559,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     Sharper attention would make the answers more varied, and float32 rounding of the logits larger than 2e-5.
     """
     noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
+    if name.endswith("A_log"):
+        return noise - 2.5  # heads that forget slowly, and some that do not
     if name.endswith(("bias", "in_proj_bias", "running_mean")):
         return noise * 0.2
     if name.endswith("running_var"):
@@ -578,6 +586,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     ):
         return noise * 0.5
     gain = 1.2 if "q_proj" in name or "k_proj" in name else 1.0
+    if name.endswith("linear_attn.out_proj.weight"):
+        gain = 0.5  # what the delta rule reads is normed, however small it is, so that rounding grows
     return noise * np.float32(gain / np.prod(shape[1:]) ** 0.5)
 
 

@@ -30,25 +30,37 @@ class Call:
 class Stopwatch:
     """Wraps a backend or one of its stage caches. Attributes that are not callable pass through."""
 
-    __slots__ = ("_caches", "_calls", "_inner", "_stage")
+    __slots__ = ("_caches", "_calls", "_stage", "inner")
 
     def __init__(self, inner: Any, calls: list[Call], stage: int | None = None, *, caches: bool = True) -> None:
-        self._inner, self._calls, self._stage, self._caches = inner, calls, stage, caches
+        self.inner, self._calls, self._stage, self._caches = inner, calls, stage, caches
 
     def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._inner, name)
+        attribute = getattr(self.inner, name)
         return partial(self._run, name, attribute) if callable(attribute) else attribute
 
     def _run(self, name: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if name == "step":
+            return self._step(call, *args, **named)
         sized = name in ("append", "text_tower", "project")
-        tokens, filled = (len(args[0]), getattr(self._inner, "length", 0)) if sized else (0, 0)
+        tokens, filled = (len(args[0]), getattr(self.inner, "length", 0)) if sized else (0, 0)
         start = time.perf_counter()
         result = call(*args, **named)
         ms = 1000 * (time.perf_counter() - start)
         tokens = len(result) + result.idle if name in ("vision", "video") else tokens
-        spared = tokens - len(result) if name == "append" and self._inner.selects_outputs else 0
+        spared = tokens - len(result) if name == "append" and self.inner.selects_outputs else 0
         self._calls.append(Call(name, ms, self._stage, tokens, filled, spared))
         return Stopwatch(result, self._calls, args[0]) if name == "stage" and self._caches else result
+
+    def _step(self, call: Callable[..., Any], caches: Sequence[Any], *args: Any, **named: Any) -> Any:
+        """A token through all graphs in one call, listed as `append` of each stage and `head`, which has its time."""
+        inner = [cache.inner if isinstance(cache, Stopwatch) else cache for cache in caches]
+        filled, start = [cache.length for cache in inner], time.perf_counter()
+        result = call(inner, *args, **named)
+        ms = 1000 * (time.perf_counter() - start)
+        self._calls += [Call("append", 0.0, number, 1, before) for number, before in enumerate(filled)]
+        self._calls.append(Call("head", ms))
+        return result
 
 
 def timed(backend: Backend, *, caches: bool = True) -> tuple[Backend, list[Call]]:

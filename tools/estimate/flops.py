@@ -109,10 +109,11 @@ def ahead_flops(size: DecoderSize, kept: Sequence[int], ahead: Iterable[int], *,
 def attention_macs(size: DecoderSize, tokens: int, slots: int, layer: int = 0) -> int:
     """The two products of a layer's attention, if it has any: `tokens` queries on `slots` keys, no causal saving.
 
-    In a layer that slides, on as many as its window at most.
+    In a layer that slides, on as many as its window at most; of the gated delta rule the products with its matrices,
+    three a token, without those within a chunk.
     """
     if layer in size.conv_layers:
-        return 0
+        return 0 if size.delta is None else 3 * tokens * size.delta.memory
     seen = min(slots, size.sliding.window) if size.sliding is not None and size.slides(layer) else slots
     return 2 * tokens * seen * size.heads * size.heads_of(layer)
 
@@ -135,8 +136,8 @@ def _check_layers(size: DecoderSize, tokens: Sequence[int]) -> None:
 def kv_bytes(size: DecoderSize, slots: Sequence[int], element_bytes: int) -> tuple[int, ...]:
     """Bytes of the KV cache per layer when `slots` are filled: after a prefill, its tokens per layer.
 
-    None in layers with a convolution, whose states are some kilobytes each, however many tokens there are, and in those
-    that share the K and V of another.
+    None in layers that keep a state, which has one size, however many tokens there are, and in those that share the K
+    and V of another.
     """
     _check_layers(size, slots)
     return tuple(count * size.slot_elements(layer) * element_bytes for layer, count in enumerate(slots, 1))

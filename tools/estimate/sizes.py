@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
-from vtx.runtime.bundle.spec.model_spec import ByLayer, ModelSpec, SlidingLayers
+from vtx.runtime.bundle.spec.model_spec import ByLayer, DeltaSpec, ModelSpec, SlidingLayers
 from vtx.runtime.strict import Strict, optional
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
@@ -41,7 +41,9 @@ class DecoderShape(ByLayer):
     """A decoder of the llama family; `kv_heads` below `heads` is grouped-query attention.
 
     `qk_norm`: an RMS norm over each head of queries and keys, unrotated. `conv_layers`, counted from 1, have in place
-    of attention a gated convolution of each channel over the last `conv_taps` tokens, and keep no K and V.
+    of attention a gated convolution of each channel over the last `conv_taps` tokens, and keep no K and V; with
+    `delta`, the gated delta rule behind it. `gated`: a sigmoid of numbers of the query's matrix, as many as its heads
+    give out, multiplies what attention gives.
     `post_norms`: a norm follows attention and the MLP too, before their sum with the hidden states. `layer_scale`: a
     number by which a layer's hidden states are multiplied. `sliding` and `shared` as in `ByLayer`; `shared_ffn`: width
     of the MLPs from layer `shared` on. `per_layer`: numbers of a token's input to each layer, from a table of their
@@ -62,6 +64,8 @@ class DecoderShape(ByLayer):
     qk_norm: bool = optional(False)
     conv_layers: tuple[int, ...] = optional(())
     conv_taps: int = optional(1)
+    delta: DeltaSpec | None = optional(None)
+    gated: bool = optional(False)
     post_norms: bool = optional(False)
     layer_scale: bool = optional(False)
     sliding: SlidingLayers | None = optional(None)
@@ -94,12 +98,19 @@ class DecoderSize(DecoderShape):
         total = 0
         for layer in layers:
             if layer in self.conv_layers:
-                total += 4 * self.hidden**2 + self.conv_taps * self.hidden
+                total += self.mixer_macs + self.conv_taps * self.convolved
             else:
                 kv_heads = self.kv_heads if self.keeps(layer) else 0
-                total += self.hidden * self.heads_of(layer) * (2 * self.heads + 2 * kv_heads)
+                total += self.hidden * self.heads_of(layer) * ((2 + self.gated) * self.heads + 2 * kv_heads)
             total += 3 * self.hidden * self.ffn_of(layer) + 2 * self.hidden * (self.per_layer or 0)
         return total
+
+    @property
+    def mixer_macs(self) -> int:
+        """Multiply-accumulates of the matrices of a layer with a convolution, without the MLP's, for one token."""
+        if self.delta is None:
+            return 4 * self.hidden**2
+        return self.hidden * (self.delta.channels + 2 * self.delta.values + 2 * self.delta.value_heads)
 
     def keeps(self, layer: int) -> bool:
         """True if a layer has K and V of its own."""
@@ -132,10 +143,13 @@ class DecoderSize(DecoderShape):
         """Norms and biases of all layers, and the final norm."""
         norms = 4 if self.post_norms else 2
         layer = norms * self.hidden + self.mlp_bias * (2 * self.ffn + self.hidden) + self.layer_scale
-        attention = self.qkv_bias * self.head_dim * (self.heads + 2 * self.kv_heads) + self.o_bias * self.hidden
+        heads = (1 + self.gated) * self.heads + 2 * self.kv_heads
+        attention = self.qkv_bias * self.head_dim * heads + self.o_bias * self.hidden
         of_heads = sum(self.heads_of(n) * (1 + self.keeps(n)) for n in self.every if n not in self.conv_layers)
         of_inputs = 0 if self.per_layer is None else self.layers * self.hidden + self.per_layer
         total = self.layers * layer + self.attending * attention + self.qk_norm * of_heads
+        if self.delta is not None:
+            total += len(self.conv_layers) * (2 * self.delta.value_heads + self.delta.value_dim)
         return total + of_inputs + self.hidden
 
     @property

@@ -73,12 +73,19 @@ def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
     hidden, found = size.hidden, Counter[tuple[str, tuple[int, ...]]]()
     for layer in size.every:
         width, ffn = size.heads_of(layer), size.ffn_of(layer)
-        if layer in size.conv_layers:
+        if layer in size.conv_layers and size.delta is not None:
+            delta = size.delta
+            found["linear_attn.in_proj_qkv", (delta.channels, hidden)] += 1
+            found["linear_attn.in_proj_z", (delta.values, hidden)] += 1
+            found["linear_attn.in_proj_a", (delta.value_heads, hidden)] += 2
+            found["linear_attn.conv1d", (delta.channels, 1, size.conv_taps)] += 1
+            found["linear_attn.out_proj", (hidden, delta.values)] += 1
+        elif layer in size.conv_layers:
             found["conv.in_proj", (3 * hidden, hidden)] += 1
             found["conv.conv", (hidden, 1, size.conv_taps)] += 1
             found["conv.out_proj", (hidden, hidden)] += 1
         else:
-            found["self_attn.q_proj", (size.heads * width, hidden)] += 1
+            found["self_attn.q_proj", ((1 + size.gated) * size.heads * width, hidden)] += 1
             found["self_attn.k_proj", (size.kv_heads * width, hidden)] += 2 * size.keeps(layer)
             found["self_attn.o_proj", (hidden, size.heads * width)] += 1
         found["mlp.up_proj", (ffn, hidden)] += 2

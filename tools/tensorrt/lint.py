@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vtx.runtime.backends.tensorrt.backend import NOT_BUILT
+from vtx.runtime.backends.tensorrt.backend import NOT_BUILT, has_engines
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, RequestError
@@ -71,7 +71,7 @@ def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[LintFind
 
 def dialect_graphs(bundle: Bundle, dialect: str) -> list[str]:
     """Files of a dialect's graphs: vision, embed, stages, head, gates, score. Raises RequestError, BundleError."""
-    if bundle.manifest.image.own_size:
+    if not has_engines(bundle.manifest):
         raise RequestError(f"{NOT_BUILT}; run the bundle with --device cpu or openvino")
     dialects = bundle.manifest.dialects
     if dialect not in dialects:

@@ -4,7 +4,9 @@ embed    one profile: any number of tokens
 stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory. For
          TensorRT two: decode, one token, and prefill, two tokens and more; for TensorRT-RTX one, because it
          specialises kernels for the tokens at run time, and stores most weights once per profile
-vision   one image; of a model that answers with actions, those of all its cameras
+vision   one image; of a model that answers with actions, those of all its cameras; of one that sees images at their own
+         resolution, any sides up to those of an image of the most pixels that is twice as wide as high, or as high as
+         wide, and of one that sees videos too, a pair of frames
 head     a few tokens: only the last one is sampled; one step of an expert, over any prompt in each layer
 gate     the tokens of a question
 text_tower   a question in the tower's own ids
@@ -13,18 +15,22 @@ score    up to 256 tokens over a cache
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from vtx.runtime.bundle.fingerprint import Profile, Range
+from vtx.runtime.bundle.spec import graphs as graph_sizes
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.tools.tensorrt.graph import SeenGraph
 
 TOKENS, IMAGES, CAPACITY, MAX_CONTEXT = "tokens", "images", "capacity", "max_context"
+HEIGHT, WIDTH = graph_sizes.HEIGHT, graph_sizes.WIDTH
 SLOTS = "slots"  # of a cache
 PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
 SCORE_TOKENS = 256
+WIDEST = 2  # the longer side of an image at its own resolution, by the shorter one, if it has the most pixels
 LIKELY_CAMERAS = 2  # of a bundle that names none
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
@@ -57,6 +63,8 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
             cut = m.variants[0] if m.variants else m.model.layers + 1
             likely = {f"slots.{layer}": filled if layer < cut else text for layer in range(1, m.model.layers + 1)}
             return ({MAX_CONTEXT: (m.max_context,) * 3, **{s: (1, n, m.max_context) for s, n in likely.items()}},)
+    if graph == graphs.vision and m.image.own_size:
+        return (_own_size(m),)
     if graph == graphs.head:
         tokens = (1, 1, min(HEAD_TOKENS, m.max_context))
     if graph == graphs.text_tower and m.text_tower is not None:
@@ -66,6 +74,13 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
         slots: Range = (1, min(m.max_context, m.layout.max_tokens + 64), m.max_context)
         return ({TOKENS: (1, most, most), CAPACITY: slots},)
     return ({IMAGES: images, TOKENS: tokens},)
+
+
+def _own_size(m: Manifest) -> Profile:
+    unit, most = m.model.tower.patch * m.model.tower.shuffle, int(m.layout.parameters["max_pixels"])
+    likely, longest = (max(1, math.floor(math.sqrt(area) / unit)) * unit for area in (most, WIDEST * most))
+    sides: Range = (unit, likely, longest)
+    return {IMAGES: (1, 1, 1 if m.video is None else 2), HEIGHT: sides, WIDTH: sides}
 
 
 def input_shapes(graph: SeenGraph, profile: Profile) -> Shapes:

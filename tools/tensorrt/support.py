@@ -14,7 +14,7 @@ from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.profiles import Profile
-from vtx.tools.estimate.sizes import ModelSize, NaflexSize, NativeSize
+from vtx.tools.estimate.sizes import ModelSize, NaflexSize
 from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS
 
@@ -117,7 +117,7 @@ def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack:
 def _tensorrt(
     software: str, release: Release, lacks: frozenset[str], model: ModelSize, parts: Mapping[str, Precisions]
 ) -> EngineSupport:
-    whole = NOT_BUILT if isinstance(model.vision, NativeSize | NaflexSize) else None
+    whole = NOT_BUILT if isinstance(model.vision, NaflexSize) else None
     if model.decoder.sliding is not None:
         whole = OF_TENSORRT
     if model.vision is not None and model.vision.towers > 1:

@@ -19,6 +19,7 @@ FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(pack
 REFUSED: Mapping[str, str] = {
     "eagle_llama": "its five towers are not supported",
     "qwen3_vl_moe": "its mixture of experts is not supported; use a dense Qwen3-VL",
+    "qwen3_5_moe": "its mixture of experts is not supported; use a dense Qwen3.5",
 }
 
 

@@ -208,7 +208,7 @@ class OrtAttention:
 
         if self._ahead is None:
             return causal() if mask is None else both_ways()
-        out = b.choose(self._ahead, both_ways, lambda: b.op("Identity", causal()))
+        (out,) = b.choose(self._ahead, lambda: [both_ways()], lambda: [b.op("Identity", causal())])
         return b.declared(out, "batch", "each", c.heads * width)
 
     def _seen_both_ways(self, *, sliding: bool) -> ir.Value:

@@ -105,7 +105,7 @@ class OpenvinoBackend(HostBackend):
         self.kv_slot_bytes = self._context.slot_bytes
         first = {names.HIDDEN: np.zeros((1, m.model.hidden), np.float32)}
         # an expert's slots are not known yet
-        head = partial(self._graph, files.head, graphs.head(m), m.head_precision, None if m.action else first)
+        head = partial(self._graph, files.head, graphs.head(m, DIALECT), m.head_precision, None if m.action else first)
         loads: list[Callable[[], Any]] = [head, *(partial(self._load_stage, *each) for each in m.stage_files(DIALECT))]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
         self._head, *self.stages = load_each(loads, self.threads if self._roomy else 1, sizes)

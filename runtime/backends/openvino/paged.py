@@ -32,7 +32,7 @@ _AFTER: tuple[tuple[Any, Any], ...] = (
     (np.int32, []),
 )  # fmt: skip
 OF_IMAGES = 11  # the place of `IMAGES` among them
-_TO_THE_PROJECTION = ("Reshape", "Transpose", "Squeeze", "Convert")
+_TO_THE_PROJECTION = ("Reshape", "Transpose", "Squeeze", "Convert", "Multiply")  # the last by a gate
 _TO_THE_RESIDUAL = ("Convert", "Multiply", "Add", "Divide")  # the factor of a product, its bias, and a norm behind it
 
 

@@ -55,7 +55,7 @@ class OrtBackend(HostBackend):
             for spec, file in m.stage_files(self.dialect)
         ]
         loads.append(partial(loader.load, files.vision, graphs.vision(m, self.dialect)))
-        loads.append(partial(loader.load, files.head, graphs.head(m)))
+        loads.append(partial(loader.load, files.head, graphs.head(m, self.dialect)))
         # The head may be as large as many layers.
         sizes = [*(spec.layers for spec in m.stages), m.model.tower.layers, m.model.layers]
         *stages, self._towers[files.vision], self._head = load_each(loads, self.threads if roomy else 1, sizes)

@@ -98,9 +98,9 @@ def state_arrays(
     states: StateHistory, conversations: int, ends: Ids
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float32]]]:
     """Empty inputs and outputs of a run for the states after `ends` of its tokens, by name."""
-    layers, columns, hidden = states.shape
-    given = np.empty((layers, conversations, columns, hidden), np.float32)
-    made = np.empty((layers, conversations, len(ends) * columns, hidden), np.float32)
+    layers, numbers = states.shape
+    given = np.empty((layers, conversations, numbers), np.float32)
+    made = np.empty((layers, conversations, len(ends), numbers), np.float32)
     return {names.STATE: given, names.STATE_ENDS: ends}, {names.STATE_OUT: made}
 
 
@@ -263,6 +263,10 @@ class OrtStageCache(SlotCounter):
     def _write(self, slots: Ids, kv: list[NDArray[Any]], length: int) -> None:
         for layer, part in zip(self.kv, kv, strict=True):
             layer[..., slots, :] = part
+
+    def _copy(self, other: OrtStageCache, length: int) -> None:
+        for layer, source in zip(self.kv, other.kv, strict=True):
+            layer[..., :length, :] = source[..., :length, :]
 
 
 class OrtReadingCache(OrtStageCache):

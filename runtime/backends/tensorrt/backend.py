@@ -7,7 +7,7 @@ other; device memory for inputs and outputs is owned once, by tensor name.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -16,15 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.backend import DeviceState
+from vtx.runtime.backends.backend import DeviceState, Step
 from vtx.runtime.backends.cuda import Buffer, Cuda, load_cuda
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
+from vtx.runtime.backends.tensorrt.step import TokenSteps
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors import read_rope
 from vtx.runtime.errors import BundleError, DeviceError, VtxError
 from vtx.runtime.host.device import Device
@@ -44,10 +46,15 @@ def load_flavour(flavour: str) -> Any:
         raise DeviceError(f'{known.title} is not installed; pip install "vtx-edge[{known.extra}]"') from e
 
 
-NOT_BUILT = "vtx has no TensorRT engines for models with native image resolution"
+NOT_BUILT = "TensorRT does not support native image resolution for this model"
 WINDOWS = "vtx has no TensorRT engines for models with sliding-window layers"
 BOTH_WAYS = "vtx builds TensorRT engines for models with bidirectional attention, but does not run them yet"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
+
+
+def has_engines(m: Manifest) -> bool:
+    """True if vtx-build makes engines of the vision graph: those of images of any size are built for "native" alone."""
+    return not m.image.own_size or m.layout.name == "native"
 
 
 def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
@@ -56,7 +63,7 @@ def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
     Raises BundleError: the bundle holds no engines; DeviceError: none of them fits; the message says what was built,
     what this machine has, and the fix.
     """
-    if bundle.manifest.image.own_size:
+    if not has_engines(bundle.manifest):
         raise DeviceError(f"{NOT_BUILT}; use --device cpu or openvino")
     known = [fingerprint.read_engines(bundle, target) for target in fingerprint.targets(bundle)]
     if not known:
@@ -98,16 +105,20 @@ class TensorrtBackend:
         with self.cuda:
             self._check_memory()
             self.engines = LoadedEngines(bundle, self.engine_set, trt, self.cuda)
-            rope = {}
-            for name, table in read_rope(bundle).items():
+            rope, tables = {}, read_rope(bundle)
+            for name, table in tables.items():
                 rope[name] = Buffer(self.cuda, table.nbytes, "the rotary tables")
                 self.cuda.copy_in(rope[name].address, table)
                 self.cuda.wait()
+            turned = {}  # of tokens whose positions have several parts
+            if self._manifest.model.rope.sections:
+                turned = {n: Buffer(self.cuda, t.nbytes, "the tokens' rotary tables") for n, t in tables.items()}
         self._caches = TensorrtCacheContext(
             engines=self.engines, cuda=self.cuda, model=self._manifest.model, kv_dtype=np.dtype(kv_type),
             max_context=self._manifest.max_context, rope=rope, score=self._graphs.score,
-            token_inputs=self._manifest.token_inputs,
+            token_inputs=self._manifest.token_inputs, tables=tables, turned=turned,
         )  # fmt: skip
+        self._steps: TokenSteps | None = None  # once a token was decoded
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
@@ -155,8 +166,17 @@ class TensorrtBackend:
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
+        m = self._manifest
+        longest, unit = self.engines.longest_side, m.model.tower.patch * m.model.tower.shuffle
+        height, width = pixels.shape[2:]
+        if max(height, width) > longest:
+            raise DeviceError(
+                f"the image is {width} x {height} pixels as the tower sees it, and this engine takes {longest} a side; "
+                f"use a smaller --max-pixels, --device cpu or openvino"
+            )
+        tokens = height * width // unit**2 if m.image.own_size else m.model.tower.tokens
         with self.cuda:
-            outputs = self.engines.run(self._graphs.vision, inputs, vision_shapes(self._manifest, self.dialect))
+            outputs = self.engines.run(self._graphs.vision, inputs, vision_shapes(m, self.dialect, tokens))
         return ImageTokens.of(outputs, self._manifest.model.tower)
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
@@ -190,8 +210,22 @@ class TensorrtBackend:
         with self.cuda:
             return TensorrtStageCache(self._caches, spec, graph, capacity)
 
+    def step(self, caches: Sequence[TensorrtStageCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
+        contract.embeddable(self._manifest, np.array([token]))
+        with self.cuda:
+            for cache in caches:
+                cache.make_room(cache.length + 1)
+            if self._steps is None:
+                graphs = self._graphs
+                self._steps = TokenSteps(self._caches, graphs.embed, graphs.head, self._manifest.model.vocab)
+            done = self._steps.run(caches, token, positions, logits=logits)
+        for cache in caches:
+            cache.fill(cache.length + 1)
+        return done
+
     def close(self) -> None:
         with suppress(DeviceError), self.cuda:  # the device may be gone
+            self._steps = None
             self._caches.pool.unused.clear()
             self.engines.close()
 

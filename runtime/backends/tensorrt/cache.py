@@ -2,15 +2,13 @@
 
 The buffer is [layers, 2] parts of [slots, kv_heads, head_dim]. It has the slots that the conversation needs, and is
 replaced by a longer one as that grows: tokens that have left the decoder take no memory behind the cut. A stage reads
-the slots before its tokens and writes theirs; the slot of a single token is copied behind the others afterwards.
-Decoding one token is recorded into a CUDA graph once and launched from then on: three small arrays in, the stage, one
-token's hidden state out. The graph and all memory go from one conversation to the next. Prompts run in as many parts as
-the engine's profile asks for.
+the slots before its tokens and writes theirs. Prompts run in as many parts as the engine's profile asks for; `step.py`
+decodes. Memory and what is recorded over it go from one conversation to the next.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,35 +16,35 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Graph, SavedSlots, aligned, runs
 from vtx.runtime.backends.slots import BLOCK, SlotCounter
 from vtx.runtime.backends.tensorrt.engine import Context
-from vtx.runtime.backends.tensorrt.loaded import NEW_SLOTS, TensorrtCacheContext
+from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.bundle.tensors import rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
-log = logging.getLogger(__name__)
+_numbers = itertools.count()
 PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, names.present_value))
 DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
 
 
 class DeviceSlots:
-    """A stage's K and V with what is bound to them: its context for one token, that token's arrays, the CUDA graph."""
+    """A stage's K and V with what is bound to them: its context for one token, and that token's position.
+
+    `number` is never that of another one; `recordings` are of steps that end with this memory, by the numbers of
+    all stages' memories; None once one has run.
+    """
 
     def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
-        cuda, hidden = shared.cuda, shared.model.hidden
+        cuda = shared.cuda
         self._shared, self._spec, self.capacity = shared, spec, capacity
+        self.number, self.recordings = next(_numbers), dict[tuple[int, ...], Graph | None]()
         self.part, self.parts = shared.bytes_of(capacity), 2 * len(spec.cached)
         self.kv = Buffer(cuda, self.parts * self.part, f"the KV cache of layers {spec.first} to {spec.last}")
         self.queries = Queries(shared)
-        self.hidden, self.hidden_out = (cuda.pinned((1, hidden), np.float32) for _ in range(2))
-        self.position = cuda.pinned((1, 1), np.int64)
-        self.inputs = {name: cuda.pinned((1, width), np.float32) for name, width in shared.widths(spec).items()}
-        self.total = cuda.pinned((1,), np.int32)
+        self.position, self.total = cuda.pinned((1, 1), np.int64), cuda.pinned((1,), np.int32)
         self.decode = shared.engines.new_context(graph, DECODE, captures=True)
         self.bind(self.decode, 1, capacity, *self.new_slots(1))
-        self.steps = 0  # of one token, so far
-        self.recordable = self.decode.records
-        self.recorded: Graph | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -55,13 +53,12 @@ class DeviceSlots:
 
     def take_over(self, other: DeviceSlots, length: int) -> None:
         row, cuda = self._shared.row_bytes, self._shared.cuda
-        self.recordable = self.recordable and other.recordable
         cuda.copy_rows(self.kv.address, self.part, other.kv.address, other.part, length * row, self.parts)
         cuda.wait()
 
     def new_slots(self, tokens: int) -> tuple[int, int]:
         """The address of the first part of the buffer for new K and V, and the bytes from one part to the next."""
-        return self._shared.engines.address(NEW_SLOTS), aligned(tokens * self._shared.row_bytes)
+        return self._shared.engines.address(new_slots(self._spec)), aligned(tokens * self._shared.row_bytes)
 
     def put(self, start: int, tokens: int) -> None:
         """Copy new K and V from their buffer to the slots from `start` on."""
@@ -69,12 +66,18 @@ class DeviceSlots:
         to, width = self.kv.address + start * shared.row_bytes, tokens * shared.row_bytes
         shared.cuda.copy_rows(to, self.part, source, pitch, width, self.parts)
 
-    def bind(self, to: Context, tokens: int, filled: int, new: int, pitch: int, queries: int | None = None) -> None:
-        """Bind a context for `tokens` tokens after `filled` slots; K and V go to `new`, a part each `pitch` bytes."""
+    def bind(
+        self, to: Context, tokens: int, filled: int, new: int, pitch: int, queries: int | None = None, *,
+        turned: bool = False,
+    ) -> None:  # fmt: skip
+        """Bind a context for `tokens` tokens after `filled` slots; K and V go to `new`, a part each `pitch` bytes.
+
+        `turned`: the rotary tables have a row for each token.
+        """
         shared, address, model = self._shared, self._shared.engines.address, self._shared.model
         addresses = {
             **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS, names.TOTAL_SLOTS)},
-            **{name: buffer.address for name, buffer in shared.rope.items()},
+            **{name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()},
         }
         shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (tokens, model.hidden), names.POSITIONS: (1, tokens)}
         if self._spec.query:
@@ -112,7 +115,7 @@ class TensorrtStageCache(SlotCounter):
         memory, model = self.memory, self._context.model
         return memory.kv.address + (self._parts - 2) * memory.part, (1, self.length, model.kv_heads, model.head_dim)
 
-    def _make_room(self, slots: int) -> None:
+    def make_room(self, slots: int) -> None:
         """Have memory for `slots` slots. If there is not enough, the cache stays as it is."""
         if self._held and self.memory.capacity >= slots:
             return
@@ -126,9 +129,7 @@ class TensorrtStageCache(SlotCounter):
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         longest, out = self._context.engines.longest(self._graph), []
         with self._context.cuda:
-            self._make_room(self.length + len(tokens))
-            if len(tokens) == 1 and not query:
-                return self._decode_one(tokens, positions)
+            self.make_room(self.length + len(tokens))
             if query:
                 self.memory.queries.room(len(tokens))
             for start in range(0, len(tokens), longest):
@@ -161,7 +162,7 @@ class TensorrtStageCache(SlotCounter):
     def _write(self, slots: Ids, kv: SavedSlots, length: int) -> None:
         assert len(slots) == kv.count
         with self._context.cuda:
-            self._make_room(length)
+            self.make_room(length)
             self._move(slots, kv, out=False)
 
     def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
@@ -180,7 +181,14 @@ class TensorrtStageCache(SlotCounter):
         context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
         in_place = shared.row_bytes % ALIGNMENT == 0  # else no slot but the first has an address that TensorRT takes
         new = (memory.kv.address + start * shared.row_bytes, memory.part) if in_place else memory.new_slots(count)
-        memory.bind(context, count, start, *new, queries)
+        turned = positions.ndim > 1
+        memory.bind(context, count, start, *new, queries, turned=turned)
+        if turned:
+            tables = shared.tables[names.COS], shared.tables[names.SIN]
+            cos, sin = rope_at(tables, shared.model.rope.axes, positions)
+            for name, rows in ((names.COS, cos), (names.SIN, sin)):
+                cuda.copy_in(shared.turned[name].address, rows)
+            positions = np.arange(count)
         for name, array in shared.inputs_of(self._spec, tokens, positions).items():
             cuda.copy_in(engines.address(name), array)
         memory.total[0] = total
@@ -192,33 +200,3 @@ class TensorrtStageCache(SlotCounter):
         cuda.copy_out(out, engines.address(names.HIDDEN_OUT))
         cuda.wait()
         return out
-
-    def _decode_one(self, tokens: TokenStates, positions: Ids) -> HiddenStates:
-        """One token: the first step is queued, the second recorded, and later ones launch the recording."""
-        memory, cuda = self.memory, self._context.cuda
-        memory.hidden[:], memory.position[:], memory.total[0] = tokens.hidden, positions, self.length + 1
-        for name, array in memory.inputs.items():
-            array[:] = tokens.inputs[name]
-        if memory.recorded is None and memory.steps and memory.recordable:
-            memory.recorded = cuda.record(self._queue_one) if memory.decode.capturable else None
-            memory.recordable = memory.recorded is not None
-            if not memory.recordable:
-                log.warning("%s cannot be recorded into a CUDA graph; its tokens are queued one by one", self._graph)
-        if memory.recorded is not None:
-            memory.recorded.launch()
-        else:
-            self._queue_one()
-        memory.put(self.length, 1)
-        cuda.wait()
-        memory.steps += 1
-        return np.array(memory.hidden_out)
-
-    def _queue_one(self) -> None:
-        memory, cuda, address = self.memory, self._context.cuda, self._context.engines.address
-        cuda.copy_in(address(names.HIDDEN), memory.hidden)
-        cuda.copy_in(address(names.POSITIONS), memory.position)
-        cuda.copy_in(address(names.TOTAL_SLOTS), memory.total)
-        for name, array in memory.inputs.items():
-            cuda.copy_in(address(names.token_input(name)), array)
-        memory.decode.enqueue()
-        cuda.copy_out(memory.hidden_out, address(names.HIDDEN_OUT))

@@ -22,7 +22,6 @@ from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import ContextError
 from vtx.runtime.vision.tokens import Ids, TokenStates
 
-NEW_SLOTS = "new K and V"  # the buffer for those that an engine cannot write where they belong
 WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are not float32
 
 
@@ -58,6 +57,14 @@ class LoadedEngines:
     def longest(self, graph: str) -> int:
         return self._set.engines[graph].longest("tokens")
 
+    @property
+    def longest_side(self) -> int:
+        """The most pixels of a side of an image that the vision graph takes."""
+        m = self._bundle.manifest
+        if not m.image.own_size:
+            return max(m.image.size)
+        return self._set.engines[m.dialects[self._set.dialect].vision].longest(graphs.HEIGHT)
+
     def address(self, name: str) -> int:
         return self.buffers[name].address
 
@@ -76,7 +83,7 @@ class LoadedEngines:
         """Run a graph of one profile on host arrays; its outputs of these `shapes`, on the host."""
         context = self.context(graph, 0)
         results = {name: np.empty(shape, WHOLE.get(name, np.float32)) for name, shape in shapes.items()}
-        addresses = {name: self.address(name) for name in (*inputs, *results)}
+        addresses = {name: self.address(name) for name in (*inputs, *self._engines[graph].outputs)}
         held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         for name, array in held.items():
             self._cuda.copy_in(addresses[name], array)
@@ -99,18 +106,23 @@ class LoadedEngines:
         m = self._bundle.manifest
         files = m.dialects[self._set.dialect]
         longest = {graph: self.longest(graph) for graph in self._engines if graph != files.vision}
-        most = max(longest[graph] for graph in files.stages)
+        most, tower = max(longest[graph] for graph in files.stages), m.model.tower
+        if m.image.own_size:
+            pixels = self.longest_side**2 * (1 if m.video is None else 2)
+            seen = self.longest_side**2 // (tower.patch * tower.shuffle) ** 2
+        else:
+            pixels, seen = math.prod(m.image.size), tower.tokens
         sizes = {
             names.IDS: 8 * longest[files.embed], names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
             names.HIDDEN_OUT: 4 * m.model.hidden * most, names.POSITIONS: 8 * most, names.TOTAL_SLOTS: 4,
-            names.PIXELS: 4 * 3 * math.prod(m.image.size), names.LOGITS: 4 * m.model.vocab * longest[files.head],
-            names.ODDS: 8,
+            names.PIXELS: 4 * 3 * pixels, names.LOGITS: 4 * m.model.vocab * longest[files.head],
+            names.BEST: 4 * longest[files.head], names.ODDS: 8,
         }  # fmt: skip
-        given = max(m.model.tower.tokens, max(longest.values()))
+        given = max(seen, max(longest.values()))
         sizes |= {names.token_input(each.name): 4 * each.width * given for each in m.token_inputs}
         if files.vision_merges:
             sizes[names.TAU] = 4
-        for name, shape in vision_shapes(m, self._set.dialect).items():
+        for name, shape in vision_shapes(m, self._set.dialect, seen).items():
             sizes[name] = max(sizes.get(name, 0), np.dtype(WHOLE.get(name, np.float32)).itemsize * math.prod(shape))
         if files.text_tower and m.text_tower is not None:
             sizes[names.IDS] = 8 * max(longest[files.embed], longest[files.text_tower])
@@ -122,12 +134,17 @@ class LoadedEngines:
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
         row = m.kv_slot_bytes(self._set.dialect) // 2
         at_once = most if row % ALIGNMENT else 1
-        sizes[NEW_SLOTS] = 2 * max(len(stage.cached) for stage in m.stages) * aligned(row * at_once)
-        return sizes
+        return sizes | {new_slots(stage): 2 * len(stage.cached) * aligned(row * at_once) for stage in m.stages}
 
 
-def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
-    free = {graphs.IMAGES: 1, graphs.TOKENS: m.model.tower.tokens, graphs.STATES: m.model.tower.states}
+def new_slots(spec: StageSpec) -> str:
+    """The buffer for new K and V of a stage that its engine cannot write where they belong."""
+    return f"new K and V of layers {spec.first} to {spec.last}"
+
+
+def vision_shapes(m: Manifest, dialect: str, tokens: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the vision graph's outputs for one image of this number of tokens."""
+    free = {graphs.IMAGES: 1, graphs.TOKENS: tokens, graphs.STATES: m.model.tower.states}
     outputs = graphs.vision(m, dialect).outputs
     return {
         name: tuple(size if isinstance(size, int) else free[size] for size in tensor.shape)
@@ -137,7 +154,11 @@ def vision_shapes(m: Manifest, dialect: str) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class TensorrtCacheContext:
-    """Shared by the caches of a bundle. `kv_dtype` is the engines' type of K and V; `score`: a graph's file."""
+    """Shared by the caches of a bundle. `kv_dtype` is the engines' type of K and V; `score`: a graph's file.
+
+    `tables` are the rotary tables on the host, for tokens whose positions have several parts: then `turned` holds the
+    rows of these tokens.
+    """
 
     engines: LoadedEngines
     cuda: Cuda
@@ -147,6 +168,8 @@ class TensorrtCacheContext:
     rope: Mapping[str, Buffer]
     score: str | None
     token_inputs: tuple[TokenInput, ...] = ()
+    tables: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    turned: Mapping[str, Buffer] = field(default_factory=dict)
     pool: MemoryPool = field(default_factory=MemoryPool)
 
     def bytes_of(self, slots: int) -> int:

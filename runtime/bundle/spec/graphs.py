@@ -45,10 +45,13 @@ def embed(m: Manifest) -> GraphIO:
     return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.HIDDEN: hidden(m), **_token_inputs(given)})
 
 
-def head(m: Manifest) -> GraphIO:
+def head(m: Manifest, dialect: str) -> GraphIO:
     if m.action is not None:
         return _expert(m, m.action)
-    return GraphIO({names.HIDDEN: hidden(m)}, {names.LOGITS: Tensor("float32", (TOKENS, m.model.vocab))})
+    outputs = {names.LOGITS: Tensor("float32", (TOKENS, m.model.vocab))}
+    if dialect in names.ON_GPU:
+        outputs[names.BEST] = Tensor("int32", (TOKENS,))
+    return GraphIO({names.HIDDEN: hidden(m)}, outputs)
 
 
 def _expert(m: Manifest, a: ActionSpec) -> GraphIO:
@@ -144,9 +147,9 @@ def stage(
     outputs = {names.HIDDEN_OUT: hidden(m)}
     outputs |= {name(LAYER): cache(m, dialect, present) for name in (names.present_key, names.present_value)}
     if stateful is not None:
-        inputs[names.STATE] = Tensor("float32", (stateful, "conversations", m.model.conv_taps - 1, m.model.hidden))
+        inputs[names.STATE] = Tensor("float32", (stateful, "conversations", m.model.state_numbers))
         inputs[names.STATE_ENDS] = Tensor("int64", ("ends",))
-        outputs[names.STATE_OUT] = Tensor("float32", (stateful, "conversations", "columns", m.model.hidden))
+        outputs[names.STATE_OUT] = Tensor("float32", (stateful, "conversations", "ends", m.model.state_numbers))
     if query:
         outputs[names.QUERY] = _query(m)
     return GraphIO(inputs, outputs)

@@ -37,7 +37,7 @@ def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
     stage = graphs.stage(m, dialect, query=False)
     entries = {
         "cache": CACHES[dialect], "kv_dtype": names.kv_type(dialect, m.kv_dtype), "vision": graphs.vision(m, dialect),
-        "embed": graphs.embed(m), "stage": stage, "head": graphs.head(m),
+        "embed": graphs.embed(m), "stage": stage, "head": graphs.head(m, dialect),
     }  # fmt: skip
     if m.gates:
         entries["gate"] = graphs.gate(m)

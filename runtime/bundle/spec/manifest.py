@@ -296,7 +296,7 @@ class Manifest:
             )
             require(
                 set(stage.stateful) == set(self.model.conv_layers) & set(range(stage.first, stage.last + 1)),
-                f"{where} keeps states in layers {list(stage.stateful)}, the model has convolutions in "
+                f"{where} keeps states in layers {list(stage.stateful)}, the model has such layers at "
                 f"{list(self.model.conv_layers)!s:.60}",
             )
 

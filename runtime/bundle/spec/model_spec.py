@@ -79,6 +79,44 @@ class SlidingSpec(SlidingLayers):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """The gated delta rule of decoder layers: heads of keys and of values, and their sizes.
+
+    A key head, with its queries, serves `value_heads / key_heads` value heads.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        _check_sizes("model.delta", self)
+        require(
+            self.value_heads % self.key_heads == 0,
+            f"model.delta: {self.value_heads} value heads cannot share {self.key_heads} key heads evenly",
+        )
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Those that are convolved: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def memory(self) -> int:
+        """Numbers of a layer's matrices from keys to values."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
 class ByLayer:
     """Properties of a decoder layer by its number, counted from 1.
 
@@ -88,9 +126,22 @@ class ByLayer:
 
     __slots__ = ()
     layers: int
+    hidden: int
     head_dim: int
     sliding: SlidingLayers | None
     shared: int | None
+    conv_taps: int
+    delta: DeltaSpec | None
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution in a layer that has one."""
+        return self.hidden if self.delta is None else self.delta.channels
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of the state of a layer with a convolution: its last columns, then the delta rule's matrices."""
+        return (self.conv_taps - 1) * self.convolved + (0 if self.delta is None else self.delta.memory)
 
     def slides(self, layer: int) -> bool:
         return self.sliding is not None and layer in self.sliding.layers
@@ -272,7 +323,7 @@ class ModelSpec(ByLayer):
     of the head size; `softcap`: the bound of logits, by tanh. `two_way`: the tokens that
     see each other both ways, one of `TWO_WAY`; None: every token sees itself and those before.
     `conv_layers`, counted from 1, have in place of attention a convolution over `conv_taps` tokens each, the last one
-    the token itself.
+    the token itself; with `delta`, the gated delta rule follows the convolution.
     """
 
     name: str
@@ -298,6 +349,7 @@ class ModelSpec(ByLayer):
     two_way: str | None = optional(None)
     conv_layers: tuple[int, ...] = optional(())
     conv_taps: int = optional(1)
+    delta: DeltaSpec | None = optional(None)
     sliding: SlidingSpec | None = optional(None)
     shared: int | None = optional(None)
     shared_ffn: int | None = optional(None)
@@ -315,6 +367,7 @@ class ModelSpec(ByLayer):
             f"convolutions of {self.conv_taps} taps in the layers {convolved!s:.60} do not fit {self.layers} layers; "
             f"they have 2 to {MAX_TAPS} taps",
         )  # fmt: skip
+        require(self.delta is None or bool(convolved), "model.delta is for layers with a convolution, and none has one")
         require(self.layers <= MAX_LAYERS, f"{self.layers} layers, the limit is {MAX_LAYERS}")
         kv_heads, frequencies = self.kv_heads, len(self.rope.frequencies)
         if self.two_way not in (None, *TWO_WAY):

@@ -9,7 +9,10 @@ them. Layers are numbered from 1, as K is.
              cos and sin [max_context, head_dim / 2] f32, the slots, and
              past_key.N, past_value.N                        -> hidden_out [tokens, hidden],
                                                                 present_key.N, present_value.N
-    head     hidden [tokens, hidden]                         -> logits [tokens, vocab] f32
+    head     hidden [tokens, hidden]                         -> logits [tokens, vocab] f32; in dialects of GPUs also
+                                                                best [tokens] int32, the id of each token's largest
+                                                                logit, the first of equal ones; -1 if a logit is not
+                                                                a finite number
     gate     hidden [tokens, hidden] of a question           -> odds [2] f32: stay, withdraw
 
 Inputs and outputs for reductions exist only in bundles that were exported for them:
@@ -58,14 +61,14 @@ If the manifest's `two_way` says that tokens see each other both ways, stages re
     stage    seen_slots [1, tokens] int64, the number of the cache's first slots that a token sees: those up to its own,
              or up to the last token's of those that it sees both ways, a whole prompt or an image
 
-Layers with a short convolution keep a state: the columns of the last tokens, zeros before the first. A stage with such
-layers has one input and one output for all of them, and gives the states after as many of the run's tokens as are asked
-for. Several conversations run with one token each:
+Layers with a convolution keep a state, zeros before the first token: what they convolve of the last tokens, column
+after column, and with the gated delta rule its matrices [value heads, key size, value size]. A stage with such layers
+has one input and one output for all of them, and gives the states after as many of the run's tokens as are asked for.
+Several conversations run with one token each:
 
-    stage    state [layers, conversations, columns, hidden] f32,
+    stage    state [layers, conversations, numbers] f32,
              state_ends [ends] int64, numbers of the run's tokens
-                                                             -> state_out [layers, conversations, ends * columns,
-                                                                hidden] f32, one state after the other
+                                                             -> state_out [layers, conversations, ends, numbers] f32
 
 In a bundle whose model answers with actions, the head is one step of its expert:
 
@@ -124,8 +127,9 @@ SLOTS = {  # inputs of a stage, by dialect
 DIALECTS = tuple(SLOTS)
 UNTYPED = ("ort", "plain")  # dialects of float32, whatever type weights have
 IN_PLACE = ("ort", "ort-cuda")  # dialects whose graphs write K and V where they read them
+ON_GPU = ("ort-cuda", "trt", "trt10")  # dialects whose head also gives the best token, so that logits may stay there
 TENSORRT = ("trt", "trt10")  # dialects whose caches have the axis of slots before that of heads
-LOGITS = "logits"
+LOGITS, BEST = "logits", "best"
 ROBOT_STATE, ACTIONS, TIME, CHANGE = "robot_state", "actions", "time", "change"  # of an expert
 ODDS = "odds"
 QUERY = "query"
@@ -154,7 +158,7 @@ ODDS_ORDER = ("stay", "withdraw")
 TOKEN_INPUT = "token_input."  # begins the names of token inputs in graphs
 # Among the inputs of tokens in a run, [tokens, 1]: those with the same number see each other both ways; -1: with none.
 GROUP = "group"
-# What a layer keeps of the tokens it has seen: K and V in slots, nothing, or a state, the columns of the last ones.
+# What a layer keeps of the tokens it has seen: K and V in slots, nothing, or a state of one size.
 SLOTTED, UNCACHED, STATEFUL = "slots", "none", "state"
 CACHE_KINDS = (SLOTTED, UNCACHED, STATEFUL)
 STATE, STATE_ENDS, STATE_OUT = "state", "state_ends", "state_out"

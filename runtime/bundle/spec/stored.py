@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from vtx.runtime.errors import RequestError
 from vtx.runtime.precision import KV_TYPES, PRECISIONS, STORED
 
+EXPONENTS = ("linear_attn.A_log", "linear_attn.dt_bias")  # of the decays of the gated delta rule
+RATES = (
+    "linear_attn.in_proj_a.weight",
+    "linear_attn.in_proj_b.weight",
+)  # one row a head: all that it forgets or learns
 EMBEDDING = "text.embed_tokens.weight"
 BLOCK = 64
 BLOCKS = (64, 128)  # weights of int4 that may share a scale, the default first
@@ -101,12 +106,15 @@ class Precisions:
         """The safetensors dtype of a tensor that a checkpoint holds as `source`, and its scheme if it is quantised.
 
         In a quantised part, tensors other than matrices, and the embedding table, which is read a row at a time,
-        stay in the checkpoint's half precision.
+        stay in the checkpoint's half precision. Numbers behind an exponential are float32 in all.
         """
+        if name.endswith(EXPONENTS):
+            return "F32", None
         precision = PRECISIONS[self.of(name)]
         if precision.bits is None:
             return precision.stored, None
         multiplied = len(shape) == 2 and "embed" not in name  # tables and convolutions are not
+        multiplied = multiplied and not name.endswith(RATES)
         quantised = scheme(precision.name, shape, self.block) if multiplied else None
         half = source if source in ("F16", "BF16") else "F16"
         return (precision.stored, quantised) if quantised else (half, None)

@@ -187,6 +187,8 @@ Arguments parse(int count, char** values) {
       out.load.device = next();
     else if (word == "--max-tiles")
       out.load.max_tiles = whole_number<int>(word, next());
+    else if (word == "--max-pixels")
+      out.load.max_pixels = whole_number<int64_t>(word, next());
     else if (word == "--require-signature")
       out.load.require_signature = next();
     else if (word == "--compute")

@@ -69,6 +69,8 @@ class PositionedCache:
 class PositionedBackend:
     """A backend whose caches know positions; `used` has the cache that each stage ran in last."""
 
+    step = None  # tokens run through each stage's cache, which notes their positions
+
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self._backend, self._parts = backend, (PARTS,) if manifest.model.rope.sections else ()
         self.used: dict[int, PositionedCache] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime import precision
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.safetensors import write_safetensors
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.names import DIALECTS, TENSORRT
 from vtx.runtime.errors import RequestError
 from vtx.runtime.report.golden import check_golden
@@ -156,6 +158,25 @@ def test_a_gate_is_float32_in_every_dialect(
     inner = torch.nn.functional.gelu(torch.from_numpy(np.concatenate([mean, rows[-1]]) @ (first / 8).T))
     wanted = torch.softmax(inner @ torch.from_numpy(second / 5).T, -1).numpy()
     np.testing.assert_allclose(DialectBackend(bundle, dialect).gate(3, rows), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("dialect", names.ON_GPU)
+def test_a_head_for_gpus_gives_the_first_of_the_largest_logits(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, dialect: str, precision: str
+) -> None:
+    bundle = export_with(
+        ExportOptions(str(tiny_checkpoint()), (3,), precision, dialects=("ort", dialect)), tmp_path / "bundle"
+    )
+    m = bundle.manifest
+    session = ort.InferenceSession(str(bundle.path(m.dialects[dialect].head)), providers=["CPUExecutionProvider"])
+    states = np.random.default_rng(0).standard_normal((12, m.model.hidden), np.float32)
+    states[1] = 0  # all logits are equal
+    states[2, 5] = np.nan
+    states[3, 0] = np.inf
+    logits, best = session.run([names.LOGITS, names.BEST], {names.HIDDEN: states})
+    assert best.tolist() == [-1 if row in (2, 3) else int(logits[row].argmax()) for row in range(12)]
+    assert best[1] == 0
 
 
 @pytest.mark.parametrize("dialect", ["plain", "trt", "trt10"])

@@ -27,6 +27,7 @@ from vtx.runtime.backends.devices import choose, open_backend
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.ort import backend as ort_backend
 from vtx.runtime.backends.ort import cuda as ort_cuda
+from vtx.runtime.backends.ort import cuda_cache
 from vtx.runtime.backends.ort.cuda import PROVIDER, OrtCudaBackend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
@@ -141,7 +142,23 @@ def test_the_next_image_allocates_and_binds_nothing_for_its_tokens(folders: Fold
     machine.binds = 0
     session.decode(1)
     counted = {name: gpu.calls[name] for name in ("cudaMalloc", "cudaMemcpyAsync", "run")}
-    assert (counted, machine.binds) == ({"cudaMalloc": 0, "cudaMemcpyAsync": 4 * stages, "run": stages}, 0)
+    # ids in, of each stage positions and the last slot; the state, the best token and the logits out
+    assert (counted, machine.binds) == ({"cudaMalloc": 0, "cudaMemcpyAsync": 2 * stages + 4, "run": stages + 2}, 0)
+    gpu.calls.clear()
+    session.choose(1)
+    assert (gpu.calls["cudaMemcpyAsync"], gpu.calls["cudaStreamSynchronize"]) == (2 * stages + 3, 1)
+
+
+def test_a_long_prompt_runs_in_parts(folders: Folders, machine: Ort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_cache, "PROMPT_RUN", 8)
+    ours, reference = opened(folders("fp32")), load(folders("fp32"), device="cpu", threads=THREADS)
+    asked = [prompt(m, prompt_messages("red?"), [random_image(1)]) for m in (ours, reference)]
+    runs = machine.gpu.calls["run"]
+    got, want = (greedy(m, p, 2, 6) for m, p in zip((ours, reference), asked, strict=True))
+    assert got.ids == want.ids
+    np.testing.assert_allclose(got.logits, want.logits, atol=WEIGHTS["fp32"] * np.abs(want.logits).max())
+    stages, parts = len(ours.manifest.stages), -(-len(asked[0].ids) // 8)
+    assert machine.gpu.calls["run"] - runs >= parts + 5 * (stages + 2)
 
 
 def test_tokens_that_have_left_take_no_memory_behind_the_cut(folders: Folders, machine: Ort) -> None:

@@ -18,7 +18,8 @@ import pytest
 from tests.support import gpu_standin
 from tests.support.bundles import copy, export
 from tests.support.engines import DUAL, ORIN, open_model, shorten
-from tests.support.exported import QUESTIONS, THREADS, greedy, prompt
+from tests.support.exported import QUESTIONS, THREADS, greedy, policy, prompt
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
@@ -32,9 +33,11 @@ from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheCon
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.errors import DeviceError
+from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.host import gpu
+from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import TokenStates
+from vtx.tools.bench.stopwatch import timed
 from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 WORDS = [
@@ -66,6 +69,36 @@ def test_answers_are_those_of_onnxruntime(k: int | None, with_engines: Path, dev
         got = greedy(ours, prompt(ours, prompt_messages(question), images), k, STEPS)
         assert got.ids == want.ids
         np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("dialect", ["trt", "trt10"])
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
+def test_images_at_their_own_resolution_are_answered_as_on_onnxruntime(
+    tiny: Tiny,
+    dialect: str,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    device: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "bundle"
+    export(tiny_checkpoint(tiny), folder, (2,))
+    if dialect == "trt10":
+        build_all(folder, "jetson-orin", JETPACK_6, dialect)
+        monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
+    else:
+        build_all(folder)
+    ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
+    for number, (width, height) in enumerate([(40, 40), (200, 130), (90, 150), (300, 160)]):
+        images, k = [random_image(number).resize((width, height))], (None, 2)[number % 2]
+        want, got = (greedy(m, prompt(m, prompt_messages("red?"), images), k, STEPS) for m in (reference, ours))
+        assert got.ids == want.ids
+        np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+    with (
+        ours.open([random_image(5).resize((300, 30))]) as image,
+        pytest.raises(DeviceError, match=r"and this engine takes .* a side; use a smaller --max-pixels, --device"),
+    ):
+        image.ask("red?", "none")
 
 
 def same_answers(ours: Model, reference: Model, word: str) -> None:
@@ -119,6 +152,27 @@ def test_reductions_work_on_jetpack_6(
     same_answers(open_model(folder), load(folder, device="cpu", threads=THREADS), word)
 
 
+@pytest.mark.parametrize("query", [False, True])
+def test_one_token_takes_the_profile_of_one(
+    query: bool, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a question of one token does; the other profile of the engine begins at two."""
+    folder = copy(reducing, tmp_path / "jetpack-6")
+    build_all(folder, "jetson-orin", JETPACK_6, "trt10")
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
+    ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
+    rows = np.random.default_rng(0).standard_normal((5, ours.manifest.model.hidden)).astype(np.float32)
+    number = next(n for n, stage in enumerate(ours.manifest.stages) if stage.query)
+    found = []
+    for model in (ours, reference):
+        cache = model.backend.stage(number, 16)
+        cache.append(TokenStates(rows[:4]), np.arange(4))
+        last = np.array(cache.append(TokenStates(rows[4:]), np.arange(4, 5), query=query))
+        found.append([last, cache.keys(), *(np.array(each) for each in (cache.attention() if query else ()))])
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_one_conversation_goes_on_with_what_it_has(with_engines: Path, device: Gpu) -> None:
     ours, reference = open_model(with_engines), load(with_engines, device="cpu", threads=THREADS)
@@ -133,16 +187,78 @@ def test_decoding_is_recorded_once_and_launched_from_then_on(on_jetpack_6: Path,
     model = open_model(on_jetpack_6)
     asked = prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)])
     greedy(model, asked, None, 10)
+    assert device.calls["cudaStreamBeginCapture"] == 1
+    assert device.calls["cudaGraphLaunch"] == 9 - 1  # all steps but the first
+
+
+@pytest.mark.parametrize("jetpack", [None, 6])
+def test_a_greedy_token_is_chosen_on_the_device_with_one_wait(
+    jetpack: int | None, with_engines: Path, request: pytest.FixtureRequest, device: Gpu
+) -> None:
+    folder = request.getfixturevalue("on_jetpack_6") if jetpack else with_engines
+    ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
+    counts = []
+    for options in (Options(STEPS), Options(STEPS + 3), Options(STEPS, logprobs=True)):
+        with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
+            for chat in (mine, theirs):  # what follows runs over memory that has been recorded
+                chat.ask(QUESTIONS[1], 3, Options(3, ignore_eos=True))
+            device.calls.clear()
+            got, want = (chat.ask(QUESTIONS[0], 3, replace(options, ignore_eos=True)) for chat in (mine, theirs))
+        assert got.token_ids == want.token_ids
+        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+        counts.append(device.calls.copy())
+    few, more, with_logits = counts
+    stages = len(ours.manifest.stages)
+    launches = {"captured enqueue": 3 * (stages + 2)} if jetpack is None else {"cudaGraphLaunch": 3}
+    more.subtract(few)
+    further = {name: n for name, n in more.items() if n and name not in ("cudaGetDevice", "cudaMemcpyAsync")}
+    # K and V of each stage, and without a recording of its own each stage's state, go to the next place on the device
+    copies = 3 * (stages if jetpack else 2 * stages)
+    assert further == {**launches, "cudaMemcpy2DAsync": copies, "cudaStreamSynchronize": 3}
+    assert with_logits["cudaMemcpyAsync"] == few["cudaMemcpyAsync"] + STEPS - 1  # the logits of each step
+
+
+def test_logits_that_are_not_finite_are_an_error_and_the_next_question_is_answered(
+    with_engines: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_model(with_engines)
+    with model.open([random_image(1)]) as image:
+        want = image.ask(QUESTIONS[0], 3, Options(STEPS))
+        ran = gpu_standin.Context.run
+
+        def poisoned(context: Any, shapes: Any, addresses: dict[str, int]) -> None:
+            if "logits" in addresses and shapes["hidden"][0] == 1 and device.calls["captured enqueue"]:
+                gpu_standin.view(addresses["hidden"], shapes["hidden"], np.float32)[...] = np.nan
+            ran(context, shapes, addresses)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_standin.Context, "run", poisoned)
+            with pytest.raises(BundleError, match="the logits of this answer are not finite numbers; export with"):
+                image.ask(QUESTIONS[1], 3, Options(STEPS, ignore_eos=True))
+        assert image.ask(QUESTIONS[0], 3, Options(STEPS)).token_ids == want.token_ids
+
+
+def test_a_timed_backend_lists_the_work_of_each_token(with_engines: Path, device: Gpu) -> None:
+    model = open_model(with_engines)
+    backend, calls = timed(model.backend)
+    session = Session(backend, model.manifest)
+    logits = session.prefill(prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(3)).logits
+    calls.clear()
+    token = session.choose(int(logits.argmax()))
+    assert token is not None
     stages = len(model.manifest.stages)
-    assert device.calls["cudaStreamBeginCapture"] == stages
-    assert device.calls["cudaGraphLaunch"] == stages * (9 - 1)  # all steps but each stage's first
+    assert [(call.name, call.stage, call.tokens) for call in calls] == [
+        *(("append", number, 1) for number in range(stages)),
+        ("head", None, 0),
+    ]
+    assert [call.filled for call in calls[:-1]] == [cache.length - 1 for cache in session.decoding_caches]
 
 
 def test_tensorrt_rtx_records_tokens_by_itself(with_engines: Path, device: Gpu) -> None:
     model = open_model(with_engines)
     greedy(model, prompt(model, prompt_messages(QUESTIONS[0]), [random_image(1)]), None, 10)
     assert device.calls["cudaStreamBeginCapture"] == 0
-    assert device.calls["captured enqueue"] == len(model.manifest.stages) * 9
+    assert device.calls["captured enqueue"] == (2 + len(model.manifest.stages)) * 9  # the embedding and the head too
 
 
 def test_tensorrt_rtx_compiles_its_kernels_once_for_a_card(
@@ -386,10 +502,9 @@ def test_what_cannot_be_recorded_is_queued_and_said_once(
         for question in QUESTIONS:
             got, want = (talk.ask(question, 3, Options(8)) for talk in (mine, theirs))
             assert got.token_ids == want.token_ids
-    stages = len(ours.manifest.stages)
-    assert device.calls["cudaStreamBeginCapture"] <= 2 * stages  # once for each cache
+    assert device.calls["cudaStreamBeginCapture"] <= 1
     assert device.calls["cudaGraphLaunch"] == 0
-    assert "cannot be recorded into a CUDA graph; its tokens are queued one by one" in caplog.text
+    assert caplog.text.count("cannot be recorded into a CUDA graph; its tokens are queued one by one") == 1
 
 
 def test_memory_that_is_freed_while_work_is_recorded_goes_right_after_it(with_engines: Path, device: Gpu) -> None:

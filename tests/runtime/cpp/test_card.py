@@ -14,7 +14,8 @@ from tests.support.cards import card_of
 from tests.support.cpp import ask, needs_cpp, run
 from tests.support.exported import Models
 from tests.support.families.llava_next import LLAVA_NEXT
-from tests.support.tiny import random_image
+from tests.support.families.qwen import QWEN3
+from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.card import CARD, write_card
@@ -50,18 +51,28 @@ def test_a_card_has_the_defaults_and_every_option_overrides_them(
     assert (other["k"], other["reduce"]) == (2, "none")
 
 
-def test_a_card_limits_the_tiles_of_images_unless_they_are_given(models: Models, tmp_path: Path) -> None:
-    folder = bundles.copy(models(LLAVA_NEXT, (3, 5)).bundle.folder, tmp_path / "bundle")
+@pytest.mark.parametrize(
+    ("tiny", "limit", "whole_images"),
+    [
+        (LLAVA_NEXT, {"max_tiles": 2}, ("--max-tiles", "5")),
+        (QWEN3, {"max_pixels": 8 * 1024}, ("--max-pixels", "40960")),
+    ],
+    ids=["tiles", "pixels"],
+)
+def test_a_card_limits_images_unless_a_limit_is_given(
+    models: Models, tmp_path: Path, tiny: Tiny, limit: dict[str, int], whole_images: tuple[str, str]
+) -> None:
+    folder = bundles.copy(models(tiny, (3, 5)).bundle.folder, tmp_path / "bundle")
     random_image(0, (200, 100)).save(tmp_path / "wide.png")
     whole = card_of(Bundle.open(folder), None, "none")
-    how = dataclasses.replace(whole.chosen.configuration, max_tiles=2)
+    how = dataclasses.replace(whole.chosen.configuration, **limit)
     write_card(folder, dataclasses.replace(whole, chosen=dataclasses.replace(whole.chosen, configuration=how)))
     [fitted] = ask(folder, tmp_path / "wide.png", "red?", "--max-new-tokens", "4")
     with load(folder, threads=1) as model, model.open(tmp_path / "wide.png") as image:
         answer = image.ask("red?", max_new_tokens=4)
         assert fitted["vision_tokens"] == answer.stats.vision_tokens == model.loaded.layout.count(200, 100)
         assert fitted["token_ids"] == list(answer.token_ids)
-    [given] = ask(folder, tmp_path / "wide.png", "red?", "--max-new-tokens", "1", "--max-tiles", "5")
+    [given] = ask(folder, tmp_path / "wide.png", "red?", "--max-new-tokens", "1", *whole_images)
     assert given["vision_tokens"] > fitted["vision_tokens"]
 
 

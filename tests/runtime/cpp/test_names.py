@@ -17,10 +17,17 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 ROOT = Path(__file__).parents[3]
 # Keys of bundles that libvtx refuses by another key of theirs, which test_layouts names.
 REFUSED = {
-    *("window", "full_blocks", "min_tokens", "interleaved"),  # "sections": towers at their own resolution
-    "maps",  # "token_inputs"
-    "conv_taps",  # "conv_layers"
-    *("attention_scale", "axis_positions", "padding_id", "per_layer", "shared", "shared_ffn", "softcap"),  # "sliding"
+    *("conv_taps", "delta", "key_heads", "value_heads", "key_dim", "value_dim"),  # "conv_layers"
+    *(
+        "attention_scale",
+        "axis_positions",
+        "padding_id",
+        "per_layer",
+        "pool",
+        "shared",
+        "shared_ffn",
+        "softcap",
+    ),  # "sliding"
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.cabi import BUNDLE, REQUEST, Frames, Loaded
 from tests.support.cpp import BUILD, needs_cpp, needs_openvino
 from tests.support.exported import Models
 from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.qwen import QWEN3, QWEN25
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.keys import export_signed
 from tests.support.prefix_files import DAMAGES, needs_openssl, sign
@@ -60,7 +62,10 @@ def in_python(model: Model, file: Path | None, seed: int, k: int | None) -> dict
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", [None, 3])
-@pytest.mark.parametrize("tiny", [Tiny(context=512), SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize(
+    "tiny", [Tiny(context=512), SMOLVLM, *(replace(tiny, context=512) for tiny in (QWEN25, QWEN3))],
+    ids=lambda tiny: tiny.family,
+)  # fmt: skip
 def test_each_runtime_reads_what_the_other_wrote(
     models: Models, tiny: Tiny, k: int | None, device: str, tmp_path: Path
 ) -> None:

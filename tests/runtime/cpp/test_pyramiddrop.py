@@ -18,7 +18,7 @@ pytestmark = needs_cpp
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("number", [n for n in CASES if not drawn(n).tiny.family.startswith("qwen")])
+@pytest.mark.parametrize("number", CASES)
 def test_random_settings_equal_python(models: Models, tmp_path: Path, number: int) -> None:
     case = drawn(number)
     model, spec = models(case.tiny, (4,), "fp32", (EXPORTED,)), word(case.method)

@@ -201,8 +201,8 @@ def test_an_answer_that_ends_too_early_is_no_action(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m["bins"].update(vocab=10), "bins: 256 edges, 10 of "),
-        (lambda m: m["bins"].update(vocab=1 << 20), "bins: 256 edges, 1048576 of "),
+        (lambda m: m["bins"].update(vocab=10), "bins: 256 edges, 10 tokens and "),
+        (lambda m: m["bins"].update(vocab=1 << 20), "bins: they go beyond the model's vocabulary"),
         (lambda m: m["bins"].update(ranges={}), "and 0 data sets"),
         (lambda m: m["bins"].update(edges=1), "bins.edges is 1, outside 2..65536"),
         (lambda m: m["bins"]["ranges"]["bridge_orig"]["low"].pop(), "a range of 6 low and 7 high numbers and 7 of its"),

@@ -325,6 +325,37 @@ def test_chunks_that_are_quicker_than_a_round_do_not_have_one_each() -> None:
     assert "CCCCabCCCC" in order
 
 
+class Timed(Chunks):
+    """A stream whose steps take these seconds."""
+
+    def __init__(self, name: str, order: list[str], clock: Clock, gate: threading.Event, *seconds: float) -> None:
+        super().__init__(name, 0, len(seconds) - 1, order, clock, gate=gate)
+        self._left = [*seconds]
+
+    def step(self) -> str:
+        after = self._clock.now + self._left.pop(0)
+        try:
+            return super().step()
+        finally:
+            self._clock.now = after
+
+
+def test_a_first_token_that_takes_no_time_is_no_measure_of_a_round() -> None:
+    """Its logits are the prompt's. Else it would be decoded alone before each chunk of the next prompts."""
+    order, gate, clock = list[str](), threading.Event(), Clock()
+    a, b = Timed("a", order, clock, gate, 1, 1, 0), Timed("b", order, clock, gate, 1, 0, 1, 1, 1)
+    clients = [Client(stream) for stream in (a, b, Chunks("c", 3, 2, order, clock, gate=gate, seconds=0.1))]
+    made = Scheduler("test", 3, clock=clock)
+    try:
+        for client in clients:
+            made.submit(client.job)
+        gate.set()
+        assert all(client.ended.wait(WAIT) for client in clients)
+    finally:
+        made.close()
+    assert "".join(order) == "aabbCCCcbcb"
+
+
 def test_a_prompt_whose_end_is_nearer_is_computed_between_the_chunks_of_another() -> None:
     streams = (("a", 0, 9, 1.0, 1.0), ("b", 3, 2, 5.0, 9.0))
     sooner = chunked(3, *streams, late=(("c", 2, 3, 5.0, 5.0),))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -49,6 +50,19 @@ def test_an_answer_has_the_ids_of_a_fresh_run(served: Served, local: Model, k: A
     usage = completion["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (answer.stats.prompt_tokens, 8)
     assert usage["total_tokens"] == answer.stats.prompt_tokens + 8
+
+
+def test_a_picture_that_is_sent_again_is_not_read_again(served: Served, local: Model) -> None:
+    """In a later question, and in a chat's next turn."""
+    image = random_image(77)
+    first = served.chat(asking(user("red?", image))).json["choices"][0]["message"]["content"]
+    turns = user("red?", image), {"role": "assistant", "content": first}, user("blue?")
+    asked = [(user("how many?", image),), turns]
+    wanted = [list(expected(local, *messages).token_ids) for messages in asked]
+    reading = [f"vtx.runtime.{name}" for name in ("api.loaded.load_image", "server.endpoints.image_size")]
+    with patch(reading[0], side_effect=AssertionError), patch(reading[1], side_effect=AssertionError):
+        found = [served.chat(asking(*messages, **NONE)).json for messages in asked]
+    assert [facts(completion)["token_ids"] for completion in found] == wanted
 
 
 def test_vtx_run_gives_the_same_ids(served: Served, tiny_bundle: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Videos of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pairs of frames, their times, and places in time.
+"""Videos of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pairs of frames, their times, and places in time.
 
 `VTX_CONFIGURATIONS=30` sets how many random configurations are compared with transformers.
 """
@@ -22,7 +22,7 @@ import torch
 from tests.support.bundles import export
 from tests.support.clips import evs, vidcom2
 from tests.support.exported import THREADS, Models, greedy, prompt
-from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.parity import STEPS, TOLERANCE, assert_later_equal_fresh, assert_parity
 from tests.support.reduced import word
 from tests.support.reference import Greedy, Inputs, Reference
@@ -45,7 +45,13 @@ from vtx.runtime.vision.video import Video, video
 
 pytestmark = pytest.mark.dialects("ort", "plain")
 QUESTION = "What is the colour of the square in the picture?"
-FAMILIES = {"qwen2": QWEN2, "qwen2.5": QWEN25, "qwen3": QWEN3}
+FAMILIES = {"qwen2": QWEN2, "qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35}
+EXACT = {
+    **dict.fromkeys(FAMILIES, TOLERANCE),
+    "qwen2.5": 2
+    * TOLERANCE,  # one answer is 2.0e-5 from the model in float64, and transformers 0.9e-5 (run on an EPYC)
+    "qwen3.5": 1e-4,  # in float32 the forms of its delta rule differ by more
+}
 WIDE = video(random_video(0, 30, (300, 50)), frames=5, fps=20)  # longer than its last pair's place in time
 SMALL = video(random_video(1, 20, (90, 60)), frames=6, fps=30)
 CLIPS = {"evs": evs, "vidcom2": vidcom2}
@@ -78,8 +84,8 @@ def places(judge: Reference, inputs: Inputs, kept: list[int]) -> torch.Tensor:
     down, across, at, number, out = down // 2, across // 2, 0, 0, list[list[int]]()
     each = float(inputs["second_per_grid_ts"][0]) if "second_per_grid_ts" in inputs else 1.0
     each *= getattr(judge.model.config.vision_config, "tokens_per_second", 1)
-    ticks = [0] * pairs if judge.kind == "qwen3_vl" else [int(pair * each) for pair in range(pairs)]
-    run = down * across * (1 if judge.kind == "qwen3_vl" else pairs)
+    ticks = [0] * pairs if judge.kind.startswith("qwen3") else [int(pair * each) for pair in range(pairs)]
+    run = down * across * (1 if judge.kind.startswith("qwen3") else pairs)
     token = 0
     while token < len(ids):
         if ids[token] != judge.video_token:
@@ -134,8 +140,7 @@ def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
     tiny = FAMILIES[name] if len(pictures) == 1 else replace(FAMILIES[name], context=512)
     model, judge = models(tiny, (3, 5)), reference(tiny)
     inputs, asked = both(model, judge, pictures)
-    # In float32 one of these answers is 2.0e-5 from the model in float64, and transformers 0.9e-5 (run on an EPYC).
-    assert_parity(model, judge, inputs, asked, most=2 * TOLERANCE)
+    assert_parity(model, judge, inputs, asked, EXACT[name])
     if len(pictures) == 1:
         every = [*range(int(inputs["video_grid_thw"].prod()) // 4)]
         assert torch.equal(places(judge, inputs, every), judge.positions(inputs))
@@ -231,9 +236,9 @@ def test_frames_of_extreme_shapes_one_frame_and_odd_numbers_are_answered_as_by_t
     given = video(random_video(3, frames, shape), frames=frames, fps=60)
     inputs, asked = both(model, judge, [given])
     wanted, found = judge.greedy(inputs, None, STEPS), greedy(model, asked, None, STEPS)
-    assert wanted.margin > 2 * TOLERANCE
+    assert wanted.margin > 2 * EXACT[name]
     assert found.ids == wanted.ids
-    np.testing.assert_allclose(found.logits, wanted.logits, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(found.logits, wanted.logits, atol=EXACT[name], rtol=0)
 
 
 @slow

@@ -23,6 +23,7 @@ WINDOW = 56  # pixels: 2 x 2 tokens, so that small images have several, and some
 QWEN2 = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")
 QWEN25 = replace(QWEN2, family="qwen2_5_vl")
 QWEN3 = replace(QWEN2, family="qwen3_vl", text="qwen3", patch=16)
+QWEN35 = replace(QWEN3, family="qwen3_5", text="qwen3_5", head_dim=16, attending=(1, 4, 6), taps=4, context=512)
 GRID = 6  # side of the table of positions; images have 4 to 28 patches a side
 
 
@@ -34,22 +35,25 @@ def vision_fields(tiny: Tiny) -> dict[str, Any]:
     fields |= {
         "hidden_size": tiny.vision_hidden, "intermediate_size": tiny.vision_ffn, "out_hidden_size": tiny.hidden,
     }  # fmt: skip
-    if tiny.family == "qwen3_vl":
-        return fields | {"num_position_embeddings": GRID**2, "deepstack_visual_indexes": [*tiny.maps]}
+    if tiny.family.startswith("qwen3"):
+        maps = {"deepstack_visual_indexes": [*tiny.maps]} if tiny.family == "qwen3_vl" else {}
+        return fields | {"num_position_embeddings": GRID**2, **maps}
     return fields | {"window_size": WINDOW, "fullatt_block_indexes": [1, tiny.vision_layers - 1]}
 
 
 def _rope(tiny: Tiny) -> dict[str, Any]:
     half = (tiny.head_dim or tiny.hidden // tiny.heads) // 2
-    if tiny.family == "qwen3_vl":
-        return {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4], "mrope_interleaved": True}
+    if tiny.family.startswith("qwen3"):
+        more = {"partial_rotary_factor": tiny.partial} if tiny.family == "qwen3_5" else {}
+        half = int(half * more.get("partial_rotary_factor", 1))
+        return {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4], "mrope_interleaved": True, **more}
     return {"mrope_section": [half // 4, half - half // 4 - half * 3 // 8, half * 3 // 8]}
 
 
 def image_settings(tiny: Tiny = QWEN2) -> dict[str, Any]:
     """The image processor's file."""
     fields = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "temporal_patch_size": 2}
-    if tiny.family == "qwen3_vl":
+    if tiny.family.startswith("qwen3"):
         sizes = {"shortest_edge": 4 * 1024, "longest_edge": MOST * 1024}
         return fields | {"patch_size": 16, "size": sizes, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     return fields | {
@@ -62,14 +66,25 @@ def video_settings(tiny: Tiny) -> dict[str, Any]:
     """The video processor's file: limits of each frame, of all frames together for Qwen3-VL."""
     fields = image_settings(tiny) | {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2}
     del fields["image_processor_type"]
-    if tiny.family == "qwen3_vl":
+    if tiny.family.startswith("qwen3"):
         sizes = {"shortest_edge": 8 * 1024, "longest_edge": 96 * 1024}
         return fields | {"video_processor_type": "Qwen3VLVideoProcessor", "size": sizes}
     return fields | {"min_pixels": 4 * 784, "max_pixels": 12 * 784}
 
 
+def of_delta(tiny: Tiny) -> dict[str, Any]:
+    """What the configuration of Qwen3.5's decoder has beyond others."""
+    if tiny.family != "qwen3_5":
+        return {}
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    sizes = {f"linear_{name}": size for name, size in zip(names, tiny.delta, strict=True)}
+    kinds = ["full_attention" if n in tiny.attending else "linear_attention" for n in range(tiny.layers)]
+    return {**sizes, "layer_types": kinds, "linear_conv_kernel_dim": tiny.taps, "attention_bias": tiny.attention_bias}
+
+
 def settings(tiny: Tiny, text: dict[str, Any], image_token: int) -> dict[str, Any]:
     """The configuration as transformers 5 has it: text model and tower apart."""
+    text = text | of_delta(tiny)
     rope = _rope(tiny) | {"rope_type": "default", "rope_theta": tiny.theta}
     return {
         "text_config": text | {"rope_parameters": rope}, "vision_config": vision_fields(tiny),
@@ -79,8 +94,12 @@ def settings(tiny: Tiny, text: dict[str, Any], image_token: int) -> dict[str, An
 
 def hub_settings(tiny: Tiny, text: dict[str, Any], image_token: int) -> dict[str, Any]:
     """The configuration as it is published: until Qwen3-VL the text model's settings at the top."""
-    if tiny.family == "qwen3_vl":
+    if tiny.family.startswith("qwen3"):
         nested = settings(tiny, text, image_token)
+        if tiny.family == "qwen3_5":  # which is published with rope_parameters
+            nested["text_config"] |= {"model_type": "qwen3_5_text", "attn_output_gate": True}
+            nested["vision_config"] |= {"model_type": "qwen3_5", "in_channels": 3, "deepstack_visual_indexes": []}
+            return nested | {"model_type": tiny.family, "torch_dtype": tiny.dtype}
         nested["text_config"] |= {"model_type": "qwen3_vl_text", "rope_theta": tiny.theta}
         nested["text_config"]["rope_scaling"] = {"rope_type": "default", **_rope(tiny)}
         del nested["text_config"]["rope_parameters"]

@@ -11,7 +11,7 @@ using standin::require;
 
 namespace {
 
-constexpr int kOutOfMemory = 2, kInvalidated = 901;
+constexpr int kOutOfMemory = 2, kDriverTooOld = 35, kLaunchFailure = 719, kInvalidated = 901;
 constexpr int kIn = 1, kOut = 2, kWithin = 3;
 char stream_storage;
 void* const kStream = &stream_storage;
@@ -115,8 +115,9 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
 }
 
 EXPORT int cudaGetDevice(int* device) {
-  *device = called("cudaGetDevice").current;
-  return 0;
+  Gpu& gpu = called("cudaGetDevice");
+  *device = gpu.current;
+  return gpu.calls["cudaGetDevice"] <= std::stoi(setting("VTX_STANDIN_TOO_OLD", "0")) ? kDriverTooOld : 0;
 }
 EXPORT int cudaSetDevice(int device) {
   called("cudaSetDevice").current = device;
@@ -213,6 +214,10 @@ EXPORT int cudaStreamSynchronize(void* stream) {
   require(stream == kStream, "another stream");
   require(gpu.recording == nullptr, "a wait inside of a recording");
   require(!gpu.failed, "an error that nobody has asked for: the next call reports it");
+  if (gpu.calls["cudaStreamSynchronize"] > std::stoi(setting("VTX_STANDIN_WAITS", "1000000000"))) {
+    gpu.queue.clear();
+    return kLaunchFailure;
+  }
   while (!gpu.queue.empty()) {
     standin::Work work = std::move(gpu.queue.front());
     gpu.queue.pop_front();

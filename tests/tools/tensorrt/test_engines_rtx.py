@@ -16,8 +16,9 @@ from tests.support.bundles import IGNORE, export
 from tests.support.engine_graphs import Graph
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.pi0 import TinyPi0, make_pi0
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
 from tests.support.families.smolvlm import SMOLVLM
-from tests.support.tiny import make
+from tests.support.tiny import Tiny, make
 
 from vtx.exporter.bundling.prepare import demo_checkpoint
 from vtx.runtime.api.load import load
@@ -93,6 +94,24 @@ def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
     outcomes = list(build_engines(plan(bundle, "sm89"), IGNORE))
     assert all(outcome.built is not None for outcome in outcomes)
     assert {*fingerprint.read_engines(bundle, "sm89").engines} == {*bundle.manifest.dialects["trt"].all}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dialect", "card"), [("trt", "sm89"), ("trt", "sm120"), ("trt10", "sm89")])
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
+def test_towers_of_images_at_their_own_resolution_become_engines(
+    tiny: Tiny, dialect: str, card: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    bundle = export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), "fp16")
+    outcomes = list(build_engines(plan(bundle, card, dialect), IGNORE))
+    assert all(outcome.built is not None for outcome in outcomes)
+    engines = fingerprint.read_engines(bundle, card).engines
+    assert {*engines} == {*bundle.manifest.dialects[dialect].all}
+    unit = bundle.manifest.model.tower.patch * 2
+    least, likely, most = engines[bundle.manifest.dialects[dialect].vision].profiles[0]["height"]
+    area = bundle.manifest.layout.parameters["max_pixels"]
+    assert least == unit
+    assert likely**2 <= area < 2 * area < (most + unit) ** 2
 
 
 @pytest.mark.slow

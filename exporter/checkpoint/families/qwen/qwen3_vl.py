@@ -23,35 +23,41 @@ from vtx.runtime.errors import CheckpointError
 from vtx.runtime.vision.layouts.pairs import Pairs
 
 _DEFAULTS = {**SIGLIP_DEFAULTS, "resample": 3, "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
+VIDEO_PROCESSOR = ImageProcessor("Qwen3VLVideoProcessor", _DEFAULTS, own_size=True)
+
+
+def tower_with_table(config: Any, text: TextConfig, family: str) -> VisionConfig:
+    """A native tower with a learned table of positions, without maps."""
+    hidden, ffn, out = (size(config, name) for name in ("hidden_size", "intermediate_size", "out_hidden_size"))
+    tower, positions = native_tower(config, family, hidden, ffn, out, text), size(config, "num_position_embeddings")
+    if math.isqrt(positions) ** 2 != positions:
+        raise CheckpointError(f"config.json: num_position_embeddings {positions} is not a square; correct config.json")
+    return replace(tower, patch_bias=True, position_grid=math.isqrt(positions))
 
 
 def _tower(config: Any, text: TextConfig) -> VisionConfig:
-    hidden, ffn, out = (size(config, name) for name in ("hidden_size", "intermediate_size", "out_hidden_size"))
-    tower = native_tower(config, "qwen3_vl", hidden, ffn, out, text)
-    positions, maps = size(config, "num_position_embeddings"), config.deepstack_visual_indexes
+    tower, maps = tower_with_table(config, text, "qwen3_vl"), config.deepstack_visual_indexes
     numbers = isinstance(maps, list | tuple) and all(type(n) is int and 0 <= n < tower.layers for n in maps)
-    if math.isqrt(positions) ** 2 != positions:
-        raise CheckpointError(f"config.json: num_position_embeddings {positions} is not a square; correct config.json")
     if not numbers or list(maps) != sorted({*maps}) or len(maps) > text.layers:
         raise CheckpointError(
             f"config.json: deepstack_visual_indexes {maps!r:.60} must be rising numbers below the tower's "
             f"{tower.layers}, at most {text.layers} of them, one for each layer of the text model; correct config.json"
         )
-    return replace(tower, patch_bias=True, position_grid=math.isqrt(positions), maps=tuple(maps))
+    return replace(tower, maps=tuple(maps))
 
 
-def _in_time(frames: Pairs, _: Any) -> Pairs:
+def frames_in_time(frames: Pairs, _: Any) -> Pairs:
     return replace(frames, times=True, of_clip=True)  # of all frames the limits that are usual for one
 
 
-def _template(template: str, _: ModelConfig) -> str:
+def template_without_marks(template: str, _: ModelConfig) -> str:
     """The chat template without the marks around a video: each pair of its frames has its own, behind its time."""
     return re.sub(r"<\|vision_start\|>(<[^<>]*video[^<>]*>)<\|vision_end\|>", r"\1", template)
 
 
 FAMILY = Family(
     model_type="qwen3_vl", architecture="Qwen3VLForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen3VLConfig", _tower, _in_time), processors=(PROCESSOR,),
-    tensors=TENSORS, adjust=adjust, template=_template, adjust_video=adjust_video,
-    video_processor=ImageProcessor("Qwen3VLVideoProcessor", _DEFAULTS, own_size=True),
+    read=lambda config: read_qwen(config, "Qwen3VLConfig", _tower, frames_in_time), processors=(PROCESSOR,),
+    tensors=TENSORS, adjust=adjust, template=template_without_marks, adjust_video=adjust_video,
+    video_processor=VIDEO_PROCESSOR,
 )  # fmt: skip

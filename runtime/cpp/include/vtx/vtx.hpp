@@ -54,6 +54,7 @@ inline const char* text_or_null(const std::string& text) { return text.empty() ?
 struct LoadOptions {
   std::string device = "auto", library, fit, compute;
   int threads = 0, max_tiles = 0;
+  int64_t max_pixels = 0;
   std::optional<std::string> require_signature;  // the file of the public key that must have signed the bundle
 };
 
@@ -275,7 +276,7 @@ class Model {
     raw.device = text_of(options.device);
     raw.library = text_or_null(options.library);
     raw.fit = text_or_null(options.fit);
-    raw.threads = options.threads, raw.max_tiles = options.max_tiles;
+    raw.threads = options.threads, raw.max_tiles = options.max_tiles, raw.max_pixels = options.max_pixels;
     raw.require_signature = options.require_signature ? text_of(*options.require_signature) : nullptr;
     raw.compute = text_or_null(options.compute);
     vtx_model* model = nullptr;

@@ -300,6 +300,7 @@ vtx_status vtx_load(const char* bundle, const vtx_load_options* given, vtx_model
                                  text_or(o.compute, ""),
                                  text_or(o.fit, ""),
                                  o.max_tiles,
+                                 o.max_pixels,
                                  {}};
     if (o.require_signature) options.require_signature = o.require_signature;
     auto out = std::make_shared<vtx_model>();

@@ -23,13 +23,12 @@ double ms_since(std::chrono::steady_clock::time_point start) {
 // The largest difference, from 0 to 1, between the mean colours of 64 x 64 cells of two images as the model sees them.
 double change_between(const PreparedImage& image, const PreparedImage& other, const ImageSettings& settings) {
   constexpr size_t kCells = 64;
-  auto [height, width] = settings.output();
-  auto rows = static_cast<size_t>(height), columns = static_cast<size_t>(width);
   if (image.views.size() != other.views.size() || image.width != other.width || image.height != other.height) return 1;
-  size_t down = std::min(kCells, rows), across = std::min(kCells, columns);
   double most = 0;
   for (size_t view = 0; view < image.views.size(); ++view) {
-    const Floats &mine = image.views[view], &theirs = other.views[view];
+    const Floats &mine = image.views[view].values, &theirs = other.views[view].values;
+    auto rows = static_cast<size_t>(image.views[view].height), columns = static_cast<size_t>(image.views[view].width);
+    size_t down = std::min(kCells, rows), across = std::min(kCells, columns);
     for (size_t channel = 0; channel < 3; ++channel) {
       double share = settings.std[channel] / (255 * settings.rescale);
       for (size_t cell = 0; cell < down * across; ++cell) {
@@ -294,9 +293,12 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
   Rows run;  // the logits after each token of the last pass; forced tokens ran in it with the one before them
   run.width = answer.prefill->logits.size(), run.data = std::move(answer.prefill->logits);
   size_t at = 0;
+  std::optional<int64_t> chosen;  // the next token, where the device chose it and kept the logits
+  bool reads_logits = guided || options.logprobs || model_->manifest().text.seg_token_id;
   for (int64_t left = options.max_new_tokens; answer.stopped.empty(); --left) {
-    Floats logits(run.row(at), run.row(at) + run.width);
-    int64_t token = sample(guided ? guided->mask(logits) : logits);
+    Floats logits;
+    if (!chosen) logits.assign(run.row(at), run.row(at) + run.width);
+    int64_t token = chosen ? *chosen : sample(guided ? guided->mask(logits) : logits);
     bool complete = guided && guided->push(token);
     if (model_->manifest().text.seg_token_id == token) {
       const Rows& states = session_.states();
@@ -332,7 +334,8 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
     Ids next{token};
     if (guided)
       for (int64_t sure : guided->draft(std::min(left, session_.capacity() - session_.length()) - 2)) next.push_back(sure);
-    run = session_.decode(next);
+    chosen = sample.greedy() && !reads_logits ? session_.choose(token) : std::nullopt;
+    if (!chosen) run = session_.decode(next);
     at = 0;
   }
 }

@@ -30,7 +30,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
     : start_(std::chrono::steady_clock::now()), bundle_(bundle, key_of(options)), fit_(options.fit) {
   layout_ = read_layout(manifest().layout, manifest().model.tower);
   settings_for(*layout_, manifest().image, fit_);
-  int64_t max_tiles = options.max_tiles;
+  int64_t max_tiles = options.max_tiles, max_pixels = options.max_pixels;
   newline_ = layout_->newline() ? read_newline(bundle_) : Rows(0, static_cast<size_t>(manifest().model.hidden));
   if (options.threads != 0) check_whole("threads", options.threads, 1, names::kMostThreads);
   if (manifest().text.seg_token_id) final_norm_ = read_final_norm(bundle_);
@@ -47,8 +47,13 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
     if (reason.empty())
       device = name == "auto" ? card->device : device, how = fitted, default_k_ = card->k, default_reduce_ = card->reduce;
     if (reason.empty() && max_tiles == 0 && fit_ != "released") max_tiles = card->max_tiles;
+    if (reason.empty() && max_pixels == 0) max_pixels = card->max_pixels;
   }
   if (max_tiles != 0) layout_ = layout_->limited(max_tiles);
+  if (max_pixels != 0) {
+    check_whole("max_pixels", max_pixels, 1, names::kMostWhole);
+    layout_ = layout_->within(max_pixels);
+  }
   backend_ = open_backend(bundle_, device, how);
   try {
     text_.emplace(bundle_);
@@ -78,10 +83,11 @@ PreparedImage Model::prepare(const Picture& picture, const std::string& fit, siz
                     nullptr,
                     layout->placed(picture.width, picture.height)};
   Sha256 hash;
-  for (const Floats& view : out.views) hash.update(view.data(), view.size() * sizeof(float));
+  for (const Pixels& view : out.views) hash.update(view.values.data(), view.values.size() * sizeof(float));
   out.key = hash.hex();
-  // Of tiles alone one cannot tell how much of them is padding.
-  if (out.views.size() > 1) out.key += cat(" of ", picture.width, "x", picture.height, released ? " released" : "");
+  // Tiles alone do not tell how much of them is padding, nor an image's sides from their product.
+  if (out.views.size() > 1 || settings.own_size())
+    out.key += cat(" of ", picture.width, "x", picture.height, released ? " released" : "");
   out.tokens = layout->count(picture.width, picture.height);
   out.arrange = [layout, width = out.width, height = out.height, newline = newline_](const Views& views) {
     return layout->arrange(views, width, height, newline);
@@ -91,19 +97,23 @@ PreparedImage Model::prepare(const Picture& picture, const std::string& fit, siz
 
 void Model::check_room(const Ids& ids, const std::vector<PreparedImage>& images) const {
   auto count = static_cast<int64_t>(ids.size()), room = manifest().max_context - 1;
-  if (layout_->max_views() == 1 || count <= room) return;
+  if (count <= room || (layout_->max_views() == 1 && !layout_->min_tokens())) return;
   auto size = [this](const MarkedImage& image) {
     return image.has_text() ? static_cast<int64_t>(text().image_ids(image).size()) : image.spans.front();
   };
   int64_t vision = 0, others = count;
   for (const PreparedImage& image : images) vision += image.tokens, others -= size(image.placed);
   std::string fix;
+  std::vector<std::pair<int64_t, int64_t>> sizes;
   for (int64_t tiles = layout_->max_views() - 1; tiles > 0 && fix.empty(); --tiles) {
     LayoutPtr fewer = layout_of(layout_->limited(tiles), images.size());
     int64_t total = others;
     for (const PreparedImage& image : images) total += size(fewer->placed(image.width, image.height));
     if (total <= room) fix = cat("--max-tiles ", tiles, " (max_tiles=", tiles, ") fits");
   }
+  for (const PreparedImage& image : images) sizes.emplace_back(image.width, image.height);
+  if (std::optional<int64_t> pixels = layout_->fitting(sizes, room - others))
+    fix = cat("--max-pixels ", *pixels, " (max_pixels=", *pixels, ") fits");
   fail(Kind::context, "the prompt takes ", count, " tokens, ", vision, " of them for images, and ", room,
        " fit into this bundle beside the answer; ", fix.empty() ? "shorten it" : fix, manifest().or_more_context());
 }

@@ -25,6 +25,7 @@ struct LoadOptions {
   std::string compute;          // the type of the arithmetic; empty: the engine's default
   std::string fit;              // what becomes of images of another shape: "crop", "pad", "squash", or as in training
   int max_tiles = 0;            // most views of an image; 0: as many as the layout has
+  int64_t max_pixels = 0;       // most pixels of an image at its own resolution; 0: as many as the layout has
   std::optional<std::string> require_signature;  // the file of the public key that must have signed the bundle
 };
 
@@ -45,7 +46,7 @@ class Model {
   // "used", or why the bundle's card does not hold here; empty without one.
   const std::string& card() const { return card_; }
 
-  // Throws Error(context) if a prompt of images in tiles does not fit, with the number of tiles that would.
+  // Throws Error(context) if a prompt of images does not fit, with the number of tiles or pixels that would.
   void check_room(const Ids& ids, const std::vector<PreparedImage>& images) const;
   // CLIP's embeddings [segments, width] of what was asked about the last image. Only where there is a text tower.
   Rows embed_question(const std::vector<Message>& messages) const;

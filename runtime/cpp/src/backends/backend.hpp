@@ -36,7 +36,7 @@ class StageCache {
   // Runs tokens [n] at their positions; their K/V fill the next n slots. Gives their hidden states, or those of `outputs`
   // alone, which rise: of the others the stage's last layer needs K and V only. With `query` the queries of that layer
   // are kept for `attention`.
-  Rows append(const TokenStates& tokens, const Ids& positions, bool query = false, const Ids* outputs = nullptr) {
+  Rows append(const TokenStates& tokens, const Positions& positions, bool query = false, const Ids* outputs = nullptr) {
     auto count = static_cast<int64_t>(tokens.count());
     if (length + count > capacity)
       fail(Kind::context, length + count, " tokens in a cache of ", capacity, " slots, ", length, " of them before");
@@ -69,7 +69,14 @@ class StageCache {
   const int64_t capacity;
 
  protected:
-  virtual Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) = 0;
+  virtual Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) = 0;
+};
+
+// What one token gives: the id of the largest logit after it, -1 if they are not finite, and its hidden state [hidden] of the
+// last layer; `logits` [vocab] where they were asked for.
+struct Step {
+  int64_t best;
+  Floats state, logits;
 };
 
 // The graphs of one bundle, loaded on one device. Safe to share between threads.
@@ -78,14 +85,19 @@ class Backend {
   virtual ~Backend() = default;
   // Of the manifest's token inputs those that the embed graph gives.
   virtual TokenStates embed(const Ids& ids) = 0;
-  // One view [3, height, width] to its tokens.
-  virtual std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) = 0;
-  // Views [3, height, width] in one pass to the tokens of the first, then of the next ones. Only of a model with an expert.
-  virtual Rows views(const std::vector<const Floats*>& views);
+  // One view to its tokens.
+  virtual std::shared_ptr<const ImageTokens> vision(const Pixels& view, const Extras& extras) = 0;
+  // Views of one size in one pass to the tokens of the first, then of the next ones. Only of a model with an expert.
+  virtual Rows views(const std::vector<const Pixels*>& views);
   // The steps of the expert for a state at positions [1 + horizon], by what `StageCache::read` gave of each stage's slots.
   virtual ExpertStep expert(const std::vector<SavedSlots>& prompt, Floats state, Ids positions);
   // Hidden states [n, hidden] to logits [n, vocab].
   virtual Rows head(const Rows& rows) = 0;
+  // Whether `step` is there.
+  virtual bool steps() const { return false; }
+  // Runs a token of text through the embedding, every stage and the head without the host in between: behind the filled slots
+  // of each stage's cache, at its position in each.
+  virtual Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits);
   // The odds [2] (stay, withdraw) that the gate before layer `k` gives.
   virtual Floats gate(int64_t k, const Rows& rows) = 0;
   // The embedding [width] of a text by the ids [n] of the text tower's own tokenizer. Only where the manifest declares one.

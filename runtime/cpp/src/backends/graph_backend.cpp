@@ -86,9 +86,8 @@ Rows GraphBackend::project(const Rows& states) {
   return rows_of_each(file, found.at(names::kHidden), m_.model.hidden, states.count());
 }
 
-std::shared_ptr<const ImageTokens> GraphBackend::vision(const Floats& pixels, const Extras& extras) {
-  auto [height, width] = m_.image.output();
-  std::vector<GraphInput> inputs{{names::kPixels, "float32", {1, 3, height, width}, pixels.data()}};
+std::shared_ptr<const ImageTokens> GraphBackend::vision(const Pixels& view, const Extras& extras) {
+  std::vector<GraphInput> inputs{{names::kPixels, "float32", {1, 3, view.height, view.width}, view.values.data()}};
   float tau = names::kTauDefault;
   if (auto given = extras.find(names::kTau); given != extras.end()) tau = given->second;
   if (graphs_.vision_merges) inputs.push_back({names::kTau, "float32", {1}, &tau});
@@ -106,11 +105,11 @@ std::shared_ptr<const ImageTokens> GraphBackend::vision(const Floats& pixels, co
   return image_tokens(std::move(found), m_.model.tower.feature_width);
 }
 
-Rows GraphBackend::views(const std::vector<const Floats*>& views) {
-  auto [height, width] = m_.image.output();
+Rows GraphBackend::views(const std::vector<const Pixels*>& views) {
+  int64_t height = views.front()->height, width = views.front()->width;
   auto count = static_cast<int64_t>(views.size());
   Floats all;
-  for (const Floats* view : views) all.insert(all.end(), view->begin(), view->end());
+  for (const Pixels* view : views) all.insert(all.end(), view->values.begin(), view->values.end());
   size_t tokens = views.size() * static_cast<size_t>(m_.model.tower.tokens);
   GraphOutputs found = run(graphs_.vision, {{names::kPixels, "float32", {count, 3, height, width}, all.data()}}, tokens);
   return rows_of_each(graphs_.vision, found.at(names::kFeatures), m_.model.hidden, tokens);
@@ -165,7 +164,11 @@ ExpertStep GraphBackend::expert(const std::vector<SavedSlots>& prompt, Floats st
   };
 }
 
-Rows Backend::views(const std::vector<const Floats*>&) {
+Step Backend::step(const std::vector<StageCache*>&, int64_t, const Ids&, bool) {
+  fail(Kind::device, device, " runs no token in one step");
+}
+
+Rows Backend::views(const std::vector<const Pixels*>&) {
   fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
 }
 
@@ -179,7 +182,7 @@ void HostBackend::load_graphs(int threads) {
     std::unique_ptr<HostGraph>& graph = loaded_[file];
     loads.add(size, [this, &file, &graph, io = std::move(io)] { graph = load(file, io); });
   };
-  add(m_.model.layers, graphs_.head, head_io(m_));  // it may be as large as many layers
+  add(m_.model.layers, graphs_.head, head_io(m_, dialect));  // it may be as large as many layers
   for (size_t i = 0; i < m_.stages.size(); ++i) loads.add(m_.stages[i].layers(), [this, i] { load_stage(i); });
   add(1, graphs_.embed, embed_io(m_));
   for (const std::string& gate : graphs_.gates) add(0, gate, gate_io(m_));

@@ -36,8 +36,8 @@ class GraphBackend : public Backend {
  public:
   GraphBackend(const Bundle& bundle, const std::string& dialect);
   TokenStates embed(const Ids& ids) final;
-  std::shared_ptr<const ImageTokens> vision(const Floats& pixels, const Extras& extras) final;
-  Rows views(const std::vector<const Floats*>& views) final;
+  std::shared_ptr<const ImageTokens> vision(const Pixels& view, const Extras& extras) final;
+  Rows views(const std::vector<const Pixels*>& views) final;
   ExpertStep expert(const std::vector<SavedSlots>& prompt, Floats state, Ids positions) final;
   Rows head(const Rows& rows) override;
   Floats gate(int64_t k, const Rows& rows) final;

@@ -100,6 +100,19 @@ std::vector<std::string> files_of(const std::string& path, const std::vector<std
   return found.empty() ? std::vector<std::string>{path} : found;
 }
 
+// Whether what the process has at this address is of another library than one of these names: TensorRT and TensorRT-RTX have
+// the same symbols. What is linked into a program has its name.
+bool of_another_library(void* address, const std::vector<std::string>& names) {
+  Dl_info info;
+  if (::dladdr(address, &info) == 0 || info.dli_fname == nullptr) return false;
+  std::string path = info.dli_fname, file = path.substr(path.rfind('/') + 1);
+  if (file.compare(0, 3, "lib") != 0 || file.find(".so") == std::string::npos) return false;
+  return std::none_of(names.begin(), names.end(), [&](const std::string& name) {
+    size_t stem = name.find('.');
+    return file.compare(0, stem, name, 0, stem) == 0 && (file[stem] == '.' || file[stem] == '-');
+  });
+}
+
 }  // namespace
 
 Library::Library(const std::string& engine, const std::string& path, const char* variable,
@@ -108,7 +121,7 @@ Library::Library(const std::string& engine, const std::string& path, const char*
     for (const std::string& file : files_of(path, names))
       if (open(file, symbol)) return;
   } else {
-    if (::dlsym(RTLD_DEFAULT, symbol) != nullptr) {
+    if (void* found = ::dlsym(RTLD_DEFAULT, symbol); found != nullptr && !of_another_library(found, names)) {
       handle_ = RTLD_DEFAULT;
       where_ = "the process";
       return;

@@ -1,5 +1,6 @@
 #include "backends/tables.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 namespace vtxcore {
@@ -36,6 +37,28 @@ std::map<std::string, Floats> read_tables(const Bundle& bundle) {
           fail(Kind::bundle, *m.kv_scales, ": ", name, " has a scale that is not a positive number; export again");
       out[name] = std::move(values);
     }
+  return out;
+}
+
+RopeRows rope_rows(const std::map<std::string, Floats>& tables, const Manifest& m, const Positions& positions) {
+  RopeRows out;
+  auto even = [](const Position& parts) { return parts[0] == parts[1] && parts[0] == parts[2]; };
+  if (m.model.rope_parts.empty() || std::all_of(positions.begin(), positions.end(), even)) {
+    for (const Position& parts : positions) out.rows.push_back(parts.front());
+    return out;
+  }
+  const Ids& part_of = m.model.rope_parts;
+  for (const char* name : {names::kCos, names::kSin}) {
+    const Floats& table = tables.at(name);
+    Floats& own = out.own[name];
+    own.reserve(positions.size() * part_of.size());
+    for (const Position& parts : positions)
+      for (size_t column = 0; column < part_of.size(); ++column) {
+        auto row = static_cast<size_t>(parts[static_cast<size_t>(part_of[column])]);
+        own.push_back(table.at(row * part_of.size() + column));
+      }
+  }
+  out.rows = count_up(0, positions.size());
   return out;
 }
 

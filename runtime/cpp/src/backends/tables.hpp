@@ -13,6 +13,14 @@ namespace vtxcore {
 std::map<std::string, Floats> read_tables(const Bundle& bundle);
 Ids table_shape(const Manifest& m, const std::string& name);
 
+// Where tokens read the rotary tables: at `rows` of the bundle's, or, where parts of a position differ, of their `own`, each
+// number of which is from the row of the bundle's that its part says. By name, [tokens, head_dim / 2].
+struct RopeRows {
+  Ids rows;
+  std::map<std::string, Floats> own;
+};
+RopeRows rope_rows(const std::map<std::string, Floats>& tables, const Manifest& m, const Positions& positions);
+
 // The learned newline that some layouts put among an image's tokens, as one token [1, hidden]. Throws Error(bundle).
 Rows read_newline(const Bundle& bundle);
 

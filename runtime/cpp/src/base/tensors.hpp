@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <map>
@@ -17,6 +18,10 @@ using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 using Scores = std::pair<Floats, Floats>;  // sum and maximum of the attention, one a slot or an image token
 
+// A token's position: time, row and column. The three are equal for text, and for all tokens where a position is one number.
+using Position = std::array<int64_t, 3>;
+using Positions = std::vector<Position>;
+
 using SavedSlots = std::vector<uint8_t>;  // K and V of some slots of a stage, as its cache holds them
 
 // Hidden states [count, width] float32.
@@ -29,6 +34,13 @@ struct Rows {
   size_t count() const { return width == 0 ? 0 : data.size() / width; }
   const float* row(size_t index) const { return data.data() + index * width; }
   float* row(size_t index) { return data.data() + index * width; }
+};
+
+// What the vision graph takes of a view of an image: [3, height, width].
+struct Pixels {
+  int64_t height, width;
+  Floats values;
+  bool operator==(const Pixels& o) const { return height == o.height && width == o.width && values == o.values; }
 };
 
 // Hidden states of tokens, and what stages read of each token in addition, by the manifest's names.
@@ -93,6 +105,14 @@ inline int64_t product(std::initializer_list<int64_t> sizes) {
 inline Ids count_up(int64_t first, size_t count) {
   Ids out(count);
   for (size_t i = 0; i < count; ++i) out[i] = first + static_cast<int64_t>(i);
+  return out;
+}
+
+// Positions of text: first, first + 1, ...
+inline Positions text_positions(int64_t first, size_t count) {
+  Positions out;
+  out.reserve(count);
+  for (int64_t number : count_up(first, count)) out.push_back({number, number, number});
   return out;
 }
 

@@ -49,14 +49,15 @@ ActionSpec read_action(const Json& value) {
   return a;
 }
 
-ActionBins read_bins(const Json& value, int64_t tokens) {
+ActionBins read_bins(const Json& value) {
   Fields fields(value, "vtx.json: bins");
   ActionBins bins{fields.whole("vocab", 1, names::kMaxSize), fields.whole("edges", 2, names::kMaxBins), {}};
   const Json::Object* ranges = fields.get("ranges").object();
   if (ranges == nullptr) fields.wrong<int>("ranges", "an object");
-  if (ranges->empty() || bins.edges > bins.vocab || bins.vocab > tokens)
-    fail(Kind::bundle, "vtx.json: bins: ", bins.edges, " edges, ", bins.vocab, " of ", tokens, " tokens and ",
-         ranges->size(), " data sets; there must be no more edges than tokens, and at least one data set; export again");
+  if (ranges->empty() || bins.edges > bins.vocab)
+    fail(Kind::bundle, "vtx.json: bins: ", bins.edges, " edges, ", bins.vocab, " tokens and ", ranges->size(),
+         " data sets; they must be 2 to ", names::kMaxBins, " edges, no more than tokens, and at least one data set; ",
+         "export again");
   for (const auto& [name, written] : *ranges) {
     Fields stated(written, "vtx.json: bins.ranges");
     ActionRange range{name, {}, {}, {}};

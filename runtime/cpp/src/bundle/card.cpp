@@ -25,15 +25,19 @@ std::optional<Card> read_card(const Bundle& bundle) {
   std::string fix = cat(kFitAgain, bundle.key() ? " (--sign KEY)" : "");
   Json value = parse_json(read_sealed(folder, kCard, kMaxCard, fix, bundle.key()), kCard, Kind::bundle);
   if (value.text("format") != kCardFormat)
-    fail(Kind::bundle, kCard, " has format '", value.text("format").substr(0, 40), "', this vtx reads ", kCardFormat,
-         "; ", kUpgrade);
+    fail(Kind::bundle, kCard, " has format '", value.text("format").substr(0, 40), "', this vtx reads ", kCardFormat, "; ",
+         kUpgrade);
   if (value.text("manifest") != bundle.digest())
     fail(Kind::bundle, kCard, " was made for another vtx.json than the one in ", bundle.folder(), "; ", kFitAgain);
   Fields card(value, kCard);
   Fields chosen(card.get("chosen"), cat(kCard, ": chosen"));
   Fields how(chosen.get("configuration"), cat(kCard, ": chosen: configuration"));
-  return Card{how.text("device"), how.text("compute"), how.text("reduce"), read_k(how),
-              how.whole_or_null("max_tiles", 1).value_or(0)};
+  return Card{how.text("device"),
+              how.text("compute"),
+              how.text("reduce"),
+              read_k(how),
+              how.whole_or_null("max_tiles", 1).value_or(0),
+              how.whole_or_null("max_pixels", 1).value_or(0)};
 }
 
 }  // namespace vtxcore

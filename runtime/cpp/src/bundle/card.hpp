@@ -10,8 +10,8 @@ namespace vtxcore {
 
 struct Card {
   std::string device, compute, reduce;
-  std::string k;          // "none", "auto" or a number
-  int64_t max_tiles = 0;  // 0: no limit
+  std::string k;                          // "none", "auto" or a number
+  int64_t max_tiles = 0, max_pixels = 0;  // 0: no limit
 };
 
 // None where the bundle has no card. Throws Error(bundle) where it is damaged, was made for another manifest, or is not

@@ -54,7 +54,7 @@ Json dialect_json(const Manifest& m, const std::string& dialect) {
                    {"vision", io(vision_io(m, dialect))},
                    {"embed", io(embed_io(m))},
                    {"stage", io(stage_io(m, dialect, false))},
-                   {"head", io(head_io(m))}};
+                   {"head", io(head_io(m, dialect))}};
   if (!m.gates.empty()) out.emplace_back("gate", io(gate_io(m)));
   if (m.text_tower) out.emplace_back("text_tower", io(text_tower_io(m)));
   if (m.dialects.at(dialect).video) {
@@ -84,8 +84,12 @@ GraphIO embed_io(const Manifest& m) {
   return out;
 }
 
-GraphIO head_io(const Manifest& m) {
-  if (!m.action) return {{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}};
+GraphIO head_io(const Manifest& m, const std::string& dialect) {
+  if (!m.action) {
+    GraphIO head{{hidden(m)}, {{names::kLogits, "float32", {"tokens", m.model.vocab}}}};
+    if (on_gpu(dialect)) head.outputs.push_back({names::kBest, "int32", {"tokens"}});
+    return head;
+  }
   const ActionSpec& a = *m.action;
   int64_t half = m.model.head_dim / 2;
   GraphIO out{{{names::kRobotState, "float32", {int64_t{1}, a.state}},
@@ -116,9 +120,12 @@ int64_t width_of(const TensorSpec& spec) { return std::get<int64_t>(spec.shape.b
 GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   const Graphs& graphs = m.dialects.at(dialect);
   bool merges = graphs.vision_merges;
-  auto [high, wide] = m.image.output();
-  Size images = merges ? Size(int64_t{1}) : Size("images"), count = merges ? Size("tokens") : Size(m.model.tower.tokens);
-  GraphIO out{{{names::kPixels, "float32", {images, int64_t{3}, int64_t{high}, int64_t{wide}}}},
+  const bool own = m.image.own_size(), one = merges || own;
+  auto [high, wide] = own ? std::pair(0, 0) : m.image.output();
+  Size height = own ? Size("height") : Size(int64_t{high}), width = own ? Size("width") : Size(int64_t{wide});
+  Size images = one ? Size(int64_t{1}) : Size("images"), count = one ? Size("tokens") : Size(m.model.tower.tokens);
+  Size pictures = own && m.video ? Size("images") : images;  // a pair of frames
+  GraphIO out{{{names::kPixels, "float32", {pictures, int64_t{3}, height, width}}},
               {{names::kFeatures, "float32", {images, count, m.model.hidden}}}};
   if (merges) {
     out.inputs.push_back({names::kTau, "float32", {int64_t{1}}});
@@ -129,8 +136,8 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   if (graphs.vision_last_attention) out.outputs.push_back({names::kClsAttentionLast, "float32", {"tokens"}});
   if (m.text_tower) out.outputs.push_back({names::kClipPatches, "float32", {"tokens", m.text_tower->width}});
   if (graphs.vision_received) out.outputs.push_back({names::kReceived, "float32", {"tokens", int64_t{2}}});
-  int64_t width = m.model.tower.feature_width + m.model.tower.key_width + 1;
-  if (graphs.projector) out.outputs.push_back({names::kTowerTokens, "float32", {images, "states", width}});
+  int64_t own_width = m.model.tower.feature_width + m.model.tower.key_width + 1;
+  if (graphs.projector) out.outputs.push_back({names::kTowerTokens, "float32", {images, "states", own_width}});
   add_token_inputs(m, out.outputs, [](const TokenInput& each) { return each.of_images; });
   return out;
 }

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <numeric>
 #include <set>
+#include <tuple>
 
 #include "bundle/fields.hpp"
 #include "bundle/graphs.hpp"
@@ -12,6 +14,7 @@ namespace vtxcore {
 namespace {
 
 const std::set<std::string> kPrecisions{"fp32", "fp16", "bf16", "int8", "int4"};
+constexpr char kVideoLayouts[] = "frames, pairs";
 const std::map<std::string, int64_t> kKvBytes{{"float32", 4}, {"float16", 2}, {"int8", 1}};
 
 double positive(Fields& fields, const char* key) {
@@ -26,9 +29,10 @@ void refuse(const Fields& fields, const char* key, const char* feature) {
     fail(Kind::bundle, fields.where(), ".", key, ": ", feature, " are not built in libvtx; load the bundle with Python");
 }
 
-void read_rope(const Json& value, int64_t head_dim) {
+// The part of a position that each frequency turns by. Interleaved parts take turns, as long as row or column has
+// frequencies left; time has the rest.
+Ids read_rope(const Json& value, int64_t head_dim) {
   Fields fields(value, "vtx.json: model.rope");
-  refuse(fields, "sections", "positions of three parts, as in Qwen2-VL,");
   fields.text("kind");
   positive(fields, "theta");
   if (fields.has("scale")) positive(fields, "scale");  // the tables hold it
@@ -39,7 +43,22 @@ void read_rope(const Json& value, int64_t head_dim) {
   if (2 * static_cast<int64_t>(frequencies.size()) != head_dim)
     fail(Kind::bundle, "vtx.json: ", frequencies.size(), " rotary frequencies do not fit heads of ", head_dim,
          "; export again");
+  Ids sections = fields.has("sections") ? fields.wholes("sections", 1, names::kMaxSize) : Ids(), parts;
+  bool interleaved = fields.has("interleaved") && fields.flag("interleaved");
   fields.done();
+  if (sections.empty()) return parts;
+  auto count = static_cast<int64_t>(frequencies.size());
+  if (sections.size() != std::tuple_size_v<Position> ||
+      std::accumulate(sections.begin(), sections.end(), int64_t{0}) != count)
+    fail(Kind::bundle, "vtx.json: model.rope.sections ", sections, " do not divide ", count, " frequencies in ",
+         std::tuple_size_v<Position>, "; export again");
+  for (int64_t number = 0; interleaved && number < count; ++number) {
+    auto part = static_cast<size_t>(number % 3);
+    parts.push_back(part > 0 && number < 3 * sections[part] ? number % 3 : 0);
+  }
+  for (size_t part = 0; !interleaved && part < sections.size(); ++part)
+    parts.insert(parts.end(), static_cast<size_t>(sections[part]), static_cast<int64_t>(part));
+  return parts;
 }
 
 TowerSpec read_tower(const Json& value) {
@@ -55,8 +74,12 @@ TowerSpec read_tower(const Json& value) {
   positive(fields, "eps");
   for (const char* later : {"qkv_bias", "layer_scale"})
     if (fields.has(later)) fields.flag(later);
-  if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
+  std::vector<std::string> flags = fields.has("flags") ? fields.texts("flags") : std::vector<std::string>();
+  const bool native = std::count(flags.begin(), flags.end(), "native") > 0;  // the others say what the graphs compute
   fields.whole_or_null("position_grid", 1);
+  fields.whole_or_null("window", 1);
+  for (const char* later : {"full_blocks", "maps"})
+    if (fields.has(later)) fields.wholes(later, 0, layers - 1);
   for (const char* later : {"stage_blocks", "stage_widths"})  // of a convolutional tower
     if (fields.has(later)) fields.wholes(later, 1, names::kMaxSize);
   int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;
@@ -85,7 +108,7 @@ TowerSpec read_tower(const Json& value) {
            "export again");
     width += second->feature_width;
   }
-  return {image, grid, tokens, states, width, hidden / heads, shuffle, class_token, second.has_value()};
+  return {image, patch, grid, tokens, states, width, hidden / heads, shuffle, class_token, second.has_value(), native};
 }
 
 ModelSpec read_model(const Json& value) {
@@ -103,7 +126,7 @@ ModelSpec read_model(const Json& value) {
   for (const char* key : {"tied", "qkv_bias", "o_bias", "mlp_bias"}) fields.flag(key);
   if (m.heads % m.kv_heads != 0)
     fail(Kind::bundle, "vtx.json: ", m.heads, " heads cannot share ", m.kv_heads, " key/value heads evenly; export again");
-  read_rope(fields.get("rope"), m.head_dim);
+  m.rope_parts = read_rope(fields.get("rope"), m.head_dim);
   refuse(fields, "sliding", "layers with sliding windows, as in Gemma,");
   if (fields.has("two_way") && !fields.get("two_way").is_null()) {
     std::string kind = fields.text("two_way");
@@ -120,6 +143,7 @@ ModelSpec read_model(const Json& value) {
   projector.flag("bias");
   if (projector.has("norm_eps")) positive(projector, "norm_eps");
   if (projector.has("layers")) projector.whole("layers");
+  if (projector.has("rms_norm")) projector.flag("rms_norm");
   if (projector.has("widths")) projector.wholes("widths", 1, names::kMaxSize);
   projector.done();
   if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
@@ -129,7 +153,8 @@ ModelSpec read_model(const Json& value) {
 
 LayoutSpec read_layout(const Json& value) {
   Fields fields(value, "vtx.json: layout");
-  LayoutSpec layout{fields.text("name"), fields.whole("max_tokens"), fields.get("parameters")};
+  LayoutSpec layout{fields.text("name"), fields.whole("max_tokens"), fields.get("parameters"), std::nullopt};
+  layout.min_tokens = fields.whole_or_null("min_tokens", 1, layout.max_tokens);
   if (layout.parameters.object() == nullptr) fields.wrong<int>("parameters", "an object");
   fields.done();
   return layout;
@@ -214,7 +239,8 @@ ImageSettings read_image(const Json& value) {
   if (fields.has("within")) s.within = fields.flag("within");
   fields.done();
   if (s.within && (!s.resize || s.pad || s.crop)) bad_image(fields, "within", "false");
-  if (!s.crop && !s.resize && !(s.pad && s.shortest)) bad_image(fields, "crop", "set where resize does not fix the size");
+  if (!s.crop && !s.resize && !(s.pad && s.shortest) && !s.own_size())
+    bad_image(fields, "crop", "set where resize does not fix the size");
   return s;
 }
 
@@ -223,10 +249,12 @@ VideoSpec read_video(const Json& value) {
   VideoSpec video{read_layout(fields.get("layout")), read_image(fields.get("image")), fields.flag("own_graph"), 0};
   fields.done();
   const Json* tokens = video.layout.parameters.find("tokens");
-  if (video.layout.name != "frames" || tokens == nullptr || tokens->integer() == nullptr)
+  bool frames = video.layout.name == "frames" && tokens != nullptr && tokens->integer() != nullptr;
+  bool pairs = video.layout.name == "pairs" && !video.own_graph;
+  if ((!frames && !pairs) || video.image.own_size() != pairs)
     fail(Kind::bundle, "vtx.json: the layout of videos '", video.layout.name.substr(0, 40),
-         "' is unknown to this vtx, which ", "has frames; ", kUpgrade);
-  video.tokens = *tokens->integer();
+         "' is unknown to this vtx, which has ", kVideoLayouts, "; ", kUpgrade);
+  if (frames) video.tokens = *tokens->integer();
   return video;
 }
 
@@ -445,8 +473,8 @@ Manifest read_manifest(const Json& root) {
       fail(Kind::bundle, "vtx.json: precision ", precision.substr(0, 20), " with KV type '", m.kv_dtype.substr(0, 20),
            "' is unknown to this vtx; ", kUpgrade);
   m.max_context = fields.whole("max_context", 1, (1 << 24) - 1);
-  if (m.layout.max_tokens >= m.max_context)
-    fail(Kind::bundle, "vtx.json: an image of ", m.layout.max_tokens, " tokens does not fit max_context ", m.max_context,
+  if (int64_t tokens = m.layout.min_tokens.value_or(m.layout.max_tokens); tokens >= m.max_context)
+    fail(Kind::bundle, "vtx.json: an image of ", tokens, " tokens does not fit max_context ", m.max_context,
          "; export again");
   m.variants = fields.wholes("variants", 1, names::kMaxLayers);
   m.default_k = read_default(fields);
@@ -482,9 +510,15 @@ Manifest read_manifest(const Json& root) {
   m.text_tower = read_text_tower(fields.get("text_tower"));
   if (fields.has("video") && !fields.get("video").is_null()) m.video = read_video(fields.get("video"));
   if (fields.has("action") && !fields.get("action").is_null()) m.action = read_action(fields.get("action"));
-  if (fields.has("bins") && !fields.get("bins").is_null()) m.bins = read_bins(fields.get("bins"), m.model.vocab);
-  if (m.bins && m.action) fail(Kind::bundle, "vtx.json: bins: the model has an expert, too; export again");
+  if (fields.has("bins") && !fields.get("bins").is_null()) m.bins = read_bins(fields.get("bins"));
+  if (m.bins && (m.action || m.bins->vocab > m.model.vocab))
+    fail(Kind::bundle,
+         "vtx.json: bins: they go beyond the model's vocabulary, or the model has an expert, too; export again");
   m.image = read_image(fields.get("image"));
+  bool own = m.image.own_size();
+  if (own != (m.layout.name == "native"))
+    fail(Kind::bundle, "image setting ", "crop", " is ", own ? "null" : "not null", "; it must be ",
+         own ? "set where resize does not fix the size" : "null, as pad and resize, where the layout resizes");
   m.text = read_text_settings(fields.get("text"));
   m.files = read_files(fields.get("files"));
   if (fields.get("record").object() == nullptr) fields.wrong<int>("record", "an object");

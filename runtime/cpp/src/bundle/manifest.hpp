@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,11 +17,12 @@ namespace vtxcore {
 
 // One pass of the vision tower: pixels and patches a side, and its tokens as they leave it.
 struct TowerSpec {
-  int64_t image, grid, tokens, states;  // tokens as they leave the tower, and within it
-  int64_t feature_width, key_width;     // numbers of one of these that are projected, and of the mean over heads of its keys
-  int64_t shuffle;                      // patches a side that become one token
+  int64_t image, patch, grid, tokens, states;  // tokens as they leave the tower, and within it
+  int64_t feature_width, key_width;  // numbers of one of these that are projected, and of the mean over heads of its keys
+  int64_t shuffle;                   // patches a side that become one token
   bool class_token;
   bool paired;  // another tower is beside it, and the features of both are joined
+  bool native;  // images keep their own resolution, and `image` is the side of the largest square one
 };
 
 // Sizes of the decoder and of the vision tower, as far as the runtime needs them.
@@ -28,8 +30,11 @@ struct ModelSpec {
   std::string name, family;
   int64_t layers, hidden, heads, kv_heads, head_dim, vocab, max_positions;
   double eps;            // of the decoder's norms
+  Ids rope_parts;        // the part of a position that each rotary frequency turns by; empty if a position is one number
   bool two_way = false;  // the tokens of a prompt see each other both ways
   TowerSpec tower;
+
+  int64_t position_parts() const { return rope_parts.empty() ? 1 : std::tuple_size_v<Position>; }
 };
 
 // A text encoder that turns up to `max_tokens` ids into a vector of `width`, in one space with the patches. A segment
@@ -40,11 +45,13 @@ struct TextTowerSpec {
   std::optional<int64_t> end_id;
 };
 
-// How images become views and tokens: the layout's name and parameters, and the most tokens of any one image.
+// How images become views and tokens: the layout's name and parameters, and the most tokens of any one image. `min_tokens`:
+// of the smallest, if images keep their own resolution; the largest then need not fit the bundle's context.
 struct LayoutSpec {
   std::string name;
   int64_t max_tokens;
   Json parameters;
+  std::optional<int64_t> min_tokens;
 };
 
 struct StageSpec {
@@ -75,7 +82,8 @@ struct FileRecord {
   std::string sha256;
 };
 
-// How one picture becomes [3, height, width]: pad, resize, crop, then (value * rescale - mean) / std.
+// How one picture becomes [3, height, width]: pad, resize, crop, then (value * rescale - mean) / std. With none of the three
+// the layout resizes pictures, and each has its own size.
 struct ImageSettings {
   std::optional<std::array<int, 3>> pad;
   int shortest = 0;                           // resize the shortest edge to this; 0: see `resize`
@@ -86,7 +94,8 @@ struct ImageSettings {
   std::array<double, 3> mean, std;
   bool within = false;  // pictures keep their shape within `resize`, at the top left; the rest is 0
 
-  std::pair<int, int> output() const;  // height, width
+  bool own_size() const { return !pad && !resize && !crop && shortest == 0; }
+  std::pair<int, int> output() const;  // height, width; only if pictures do not have their own
 };
 
 // A conversation, turns of a role and parts, null for an image; and what the export's Jinja printed of it.
@@ -100,7 +109,7 @@ struct VideoSpec {
   LayoutSpec layout;
   ImageSettings image;
   bool own_graph;
-  int64_t tokens;  // of a frame
+  int64_t tokens;  // of a frame, with a graph of its own
 };
 
 struct TextSettings {
@@ -156,6 +165,9 @@ struct ActionBins {
 // True for the dialects of TensorRT, whose caches have the axis of slots before that of heads.
 inline bool for_tensorrt(const std::string& dialect) { return dialect == "trt" || dialect == "trt10"; }
 
+// True for the dialects whose head also gives the best token.
+inline bool on_gpu(const std::string& dialect) { return dialect == "ort-cuda" || for_tensorrt(dialect); }
+
 // True for the dialects whose graphs write K and V where they read them.
 inline bool in_place(const std::string& dialect) { return dialect == "ort" || dialect == "ort-cuda"; }
 
@@ -195,8 +207,8 @@ struct Manifest {
 // The section `action`. Throws Error(bundle).
 ActionSpec read_action(const Json& value);
 
-// The section `bins` of a model of that many tokens. Throws Error(bundle).
-ActionBins read_bins(const Json& value, int64_t tokens);
+// The section `bins`. Throws Error(bundle).
+ActionBins read_bins(const Json& value);
 
 // The section `text`. Throws Error(bundle).
 TextSettings read_text_settings(const Json& value);

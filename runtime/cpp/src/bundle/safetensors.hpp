@@ -40,6 +40,14 @@ Tensor tensor_of(const char* dtype, Ids shape, const std::vector<Value>& values)
   return out;
 }
 
+// Positions [n, parts]; of one part [n], where the three are equal.
+inline Tensor tensor_of(const Positions& positions, int64_t parts) {
+  Ids flat, shape{static_cast<int64_t>(positions.size())};
+  for (const Position& each : positions) flat.insert(flat.end(), each.begin(), each.begin() + parts);
+  if (parts > 1) shape.push_back(parts);
+  return tensor_of("I64", std::move(shape), flat);
+}
+
 // The bytes of a file that holds these tensors.
 std::string pack(const Tensors& tensors, const Metadata& metadata = {});
 

@@ -127,6 +127,8 @@ void check_provided(const std::vector<MethodPtr>& reductions, const Manifest& m,
              " layers: give it layers from 1 to ", most - 1);
   }
   for (const MethodPtr& part : reductions) {
+    if (part->renumbers() && !m.model.rope_parts.empty())
+      fail(Kind::request, part->name(), ": this model has ", names::kNotRenumbered);
     std::string never = never_there(part->needs(), m.model.tower);
     if (!never.empty()) fail(Kind::request, part->name(), " ", never);
     std::string lack = lacking(part->needs(), m, dialect);

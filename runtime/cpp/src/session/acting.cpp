@@ -16,12 +16,12 @@ Acting::Acting(Backend& backend, const Manifest& manifest) : backend_(backend), 
 
 // The tokens of all pictures; new ones run through the tower in one pass.
 Rows Acting::features(const std::vector<PreparedImage>& images) {
-  std::map<std::string, const Floats*> fresh;
+  std::map<std::string, const Pixels*> fresh;
   for (const PreparedImage& image : images)
     if (pictures_.count(image.key) == 0) fresh.emplace(image.key, &image.views.front());
   std::map<std::string, Rows> known;
   if (!fresh.empty()) {
-    std::vector<const Floats*> views;
+    std::vector<const Pixels*> views;
     for (const auto& [key, view] : fresh) views.push_back(view);
     Rows tokens = backend_.views(views);
     int64_t each = static_cast<int64_t>(tokens.count() / fresh.size()), first = 0;
@@ -61,10 +61,10 @@ void Acting::run_prompt(const Ids& ids, const Rows& features, std::optional<int6
   size_t word = 0, image = 0;
   for (size_t i = 0; i < ids.size(); ++i)
     std::copy_n(is_image[i] ? features.row(image++) : embedded.row(word++), tokens.hidden.width, tokens.hidden.row(i));
-  Ids positions = count_up(0, ids.size());
+  Positions positions = text_positions(0, ids.size());
   for (size_t number = 0; number < m_.stages.size(); ++number) {
     check();
-    if (m_.stages[number].first == k) tokens.hidden = take(tokens.hidden, text), positions = text;
+    if (m_.stages[number].first == k) tokens.hidden = take(tokens.hidden, text), positions = take(positions, text);
     tokens.inputs[names::kGroup] = Rows(positions.size(), 1);  // all see each other
     std::unique_ptr<StageCache>& cache = stages_[number];
     if (!cache) cache = backend_.stage(number, m_.max_context);

@@ -63,7 +63,7 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
   for (const Encoded& known : encoded_)
     if (known.image == image.key && known.extras == settings) return known.tokens;
   std::vector<ImagePtr> views;
-  for (const Floats& view : image.views) {
+  for (const Pixels& view : image.views) {
     ImagePtr known = image.views.size() > 1 ? encoded_view(view, settings) : nullptr;
     views.push_back(known ? known : backend_.vision(view, extras));
   }
@@ -84,7 +84,7 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
 }
 
 // The tokens of a tile that was among the images before; null if none is equal.
-ImagePtr EncodedImages::encoded_view(const Floats& view, const std::string& extras) const {
+ImagePtr EncodedImages::encoded_view(const Pixels& view, const std::string& extras) const {
   for (const Encoded& known : encoded_before_)
     for (const PreparedImage& image : gone_)
       for (size_t i = 0; i < known.views.size() && image.key == known.image && known.extras == extras; ++i)
@@ -135,6 +135,7 @@ Prompt make_prompt(Ids ids, int64_t image_id, std::vector<Encoder> encoders, con
       counts.push_back(static_cast<int64_t>(image->rows.count()));
       out.skipped += image->positions() - counts.back();
     }
+    out.skipped = std::max<int64_t>(0, out.skipped);  // rows and columns take fewer positions than tokens
     out.ids = expand(counts);
   }
   for (int64_t id : out.ids) out.is_vision.push_back(id == image_id);

@@ -13,10 +13,10 @@
 
 namespace vtxcore {
 
-// One preprocessed image: its views, [3, height, width] float32 each, a hash of them, and how many tokens they give.
+// One preprocessed image: its views, a hash of them, and how many tokens they give.
 // `width` and `height` are its own, before that.
 struct PreparedImage {
-  std::vector<Floats> views;
+  std::vector<Pixels> views;
   std::string key;
   int64_t tokens, width, height;
   std::function<ImagePtr(const std::vector<ImagePtr>&)> arrange;  // the image's tokens of those of its views
@@ -50,7 +50,7 @@ class EncodedImages {
     std::vector<ImagePtr> views;  // of an image in tiles, where they are kept
   };
   ImagePtr encode(const PreparedImage& image, const Extras& extras);
-  ImagePtr encoded_view(const Floats& view, const std::string& extras) const;
+  ImagePtr encoded_view(const Pixels& view, const std::string& extras) const;
   Backend& backend_;
   const std::vector<PreparedImage>& images_;
   std::vector<Encoded> encoded_;         // the oldest first

@@ -94,19 +94,21 @@ void Prefix::rewind(size_t boundary) {
   if (boundary < depth()) boundaries.resize(boundary + 1);
 }
 
-std::pair<Ids, int64_t> place(const Mask& is_vision, const Images& images) {
+std::pair<Positions, int64_t> place(const Mask& is_vision, const Images& images) {
   if (std::none_of(images.begin(), images.end(), [](const ImagePtr& image) { return image->offsets.has_value(); }))
-    return {count_up(0, is_vision.size()),
+    return {text_positions(0, is_vision.size()),
             static_cast<int64_t>(is_vision.size())};  // text may stand among an image's tokens
-  Ids positions(is_vision.size());
+  Positions positions(is_vision.size());
   int64_t at = 0;
   size_t token = 0;
   for (const ImagePtr& image : images) {
     size_t count = image->rows.count();
     if (count > 0)
-      while (!is_vision[token]) positions[token++] = at++;
-    for (size_t i = 0; i < count; ++i)
-      positions[token++] = at + (image->offsets ? (*image->offsets)[i] : static_cast<int64_t>(i));
+      for (; !is_vision[token]; ++at) positions[token++] = {at, at, at};
+    for (Position offset : image->offsets ? *image->offsets : text_positions(0, count)) {
+      for (int64_t& part : offset) part += at;
+      positions[token++] = offset;
+    }
     at += image->positions();
   }
   return {positions, at};
@@ -138,7 +140,7 @@ PrunedPrefix PrunedPrefix::without(const Removal& removal, const Mask& is_vision
   if (rows.size() != which.size()) fail(Kind::device, "image tokens continue whose hidden states were not held");
   out.positions = take(positions, which);
   if (removal.renumbers) {
-    out.positions = count_up(0, which.size());
+    out.positions = text_positions(0, which.size());
     out.next_position = static_cast<int64_t>(which.size());
   }
   out.removals.push_back({depth, removal.renumbers, removal.kept});

@@ -55,7 +55,7 @@ struct Prefix {
   std::string key;
   Mask is_vision;
   Images images;
-  Ids positions;
+  Positions positions;
   int64_t next_position = 0;
   std::vector<SharedRows> boundaries;
   std::vector<SavedKV> saved_kv;
@@ -85,8 +85,9 @@ struct Prefix {
   void rewind(size_t boundary);
 };
 
-// Positions of a prefix's tokens, and the next one: an image's tokens keep the gaps between them.
-std::pair<Ids, int64_t> place(const Mask& is_vision, const Images& images);
+// Positions of a prefix's tokens, and the next one: an image's tokens keep the gaps between them, and their rows and
+// columns.
+std::pair<Positions, int64_t> place(const Mask& is_vision, const Images& images);
 
 // A removal of image tokens at a boundary: which stayed, and whether all tokens took new positions.
 struct Removed {
@@ -102,7 +103,7 @@ struct Removed {
 struct PrunedPrefix {
   std::vector<Removed> removals;
   Mask present;
-  Ids positions;
+  Positions positions;
   int64_t next_position = 0;
   SharedRows hidden;
   size_t depth = 0, common = 0;

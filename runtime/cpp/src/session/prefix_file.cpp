@@ -99,12 +99,14 @@ void save_prefix(const std::string& path, const Bundle& bundle, const Backend& b
   if (bundle.key())
     fail(Kind::request, name_of(path), " is not written, as it must be signed, and the key that signs is not here; write ",
          "it where no signature is required, and sign it: ", sign(name_of(path)));
+  const ModelSpec& model = bundle.manifest().model;
   auto size = static_cast<int64_t>(count);
   auto end = static_cast<std::ptrdiff_t>(count);
-  Tensors tensors{{"ids", {"I64", {size}, prefix.key.substr(0, count * sizeof(int64_t))}},
-                  {"is_vision", tensor_of("BOOL", {size}, Mask(prefix.is_vision.begin(), prefix.is_vision.begin() + end))},
-                  {"positions", tensor_of("I64", {size}, Ids(prefix.positions.begin(), prefix.positions.begin() + end))},
-                  {"hidden", rows_tensor(*prefix.boundaries.front(), count)}};
+  Tensors tensors{
+      {"ids", {"I64", {size}, prefix.key.substr(0, count * sizeof(int64_t))}},
+      {"is_vision", tensor_of("BOOL", {size}, Mask(prefix.is_vision.begin(), prefix.is_vision.begin() + end))},
+      {"positions", tensor_of({prefix.positions.begin(), prefix.positions.begin() + end}, model.position_parts())},
+      {"hidden", rows_tensor(*prefix.boundaries.front(), count)}};
   for (const auto& [name, rows] : prefix.inputs) tensors["input " + name] = rows_tensor(rows, count);
   std::vector<SharedRows> text = prefix.text_states(count);
   const std::vector<StageSpec>& stages = bundle.manifest().stages;
@@ -155,10 +157,10 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
     wrong(cat("it has ", count, " tokens and ", depth, " stages"));
   Prefix prefix;
   for (char bit : mask.bytes) prefix.is_vision.push_back(bit != 0);
-  int64_t text = count - count_of(prefix.is_vision);
+  int64_t text = count - count_of(prefix.is_vision), parts = m.model.position_parts();
   std::map<std::string, LayerForm> forms{{"ids", {"I64", {count}}},
                                          {"is_vision", {"BOOL", {count}}},
-                                         {"positions", {"I64", {count}}},
+                                         {"positions", {"I64", parts > 1 ? Ids{count, parts} : Ids{count}}},
                                          {"hidden", {"F32", {count, m.model.hidden}}}};
   for (const TokenInput& each : m.token_inputs) forms["input " + each.name] = {"F32", {count, each.width}};
   std::vector<std::unique_ptr<StageCache>> caches;
@@ -178,8 +180,10 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
     if (forms.count(key) == 0) wrong(cat("it has ", key.substr(0, 80)));
 
   prefix.key = tensors["ids"].bytes + "|a file";  // which no prompt has
-  prefix.positions = tensors["positions"].values<int64_t>();
-  prefix.next_position = count;
+  Ids positions = tensors["positions"].values<int64_t>();
+  for (auto first = positions.begin(); first != positions.end(); first += parts)
+    prefix.positions.push_back({*first, first[parts / 2], first[parts - 1]});
+  prefix.next_position = *std::max_element(positions.begin(), positions.end()) + 1;
   prefix.filed = prefix.size();
   prefix.boundaries = {std::make_shared<Rows>(rows_of(hidden))};
   for (const TokenInput& each : m.token_inputs) prefix.inputs[each.name] = rows_of(tensors["input " + each.name]);

@@ -24,6 +24,8 @@ class Sampler {
  public:
   Sampler(const Sampling& settings, const Ids& prompt_ids);
   int64_t operator()(const Floats& logits);
+  // Whether it chooses the largest logit as the model gives them.
+  bool greedy() const { return settings_.temperature == 0 && settings_.repetition_penalty == 1; }
 
  private:
   int64_t draw(const Floats& logits);

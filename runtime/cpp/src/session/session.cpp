@@ -41,9 +41,40 @@ PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const
 
 Rows Session::decode(const Ids& tokens) {
   check_room(length() + static_cast<int64_t>(tokens.size()) - 1, 0);
+  if (tokens.size() == 1 && backend_.steps()) {
+    Rows logits(1, static_cast<size_t>(m_.model.vocab));
+    logits.data = step(true, tokens[0]).logits;
+    return logits;
+  }
   states_ = append(tokens);
   suffix_.insert(suffix_.end(), tokens.begin(), tokens.end());
   return backend_.head(states_);
+}
+
+std::optional<int64_t> Session::choose(int64_t token) {
+  if (!backend_.steps()) return std::nullopt;
+  check_room(length(), 0);
+  int64_t best = step(false, token).best;
+  if (best < 0) fail(Kind::bundle, "the logits of this answer are not finite numbers; export with --precision bf16 or fp32");
+  return best;
+}
+
+// Runs one more token of the suffix in one go.
+Step Session::step(bool logits, int64_t token) {
+  std::vector<StageCache*> caches;
+  Ids positions;
+  auto done = static_cast<int64_t>(suffix_.size());
+  check_();
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    caches.push_back(&cache(number));
+    caches.back()->keep(layouts_[number].slots + done);
+    positions.push_back(layouts_[number].position + done);
+  }
+  Step out = backend_.step(caches, token, positions, logits);
+  suffix_.push_back(token);
+  states_ = Rows(1, out.state.size());
+  states_.data = out.state;
+  return out;
 }
 
 Rows Session::try_tokens(const Ids& tokens) {
@@ -124,7 +155,7 @@ Rows Session::append(const Ids& ids) {
   for (size_t number = 0; number < stages_.size(); ++number) {
     check_();
     cache(number).keep(layouts_[number].slots + done);
-    here.hidden = cache(number).append(here, count_up(layouts_[number].position + done, ids.size()));
+    here.hidden = cache(number).append(here, text_positions(layouts_[number].position + done, ids.size()));
   }
   return std::move(here.hidden);
 }
@@ -200,9 +231,17 @@ Boundary Session::boundary(size_t number, const TokenStates& suffix, const Polic
     return std::pair(take(all, image_slots),
                      take(all, count_up(static_cast<int64_t>(all.count() - hidden.count()), hidden.count())));
   };
-  auto positions = [here, of_image, first, &hidden] {
+  // The first parts of them; where there are three, which have no order, the index in the prompt instead.
+  auto positions = [this, here, of_image, first, &hidden] {
     PrunedPrefix at = here();
-    return std::pair(take(at.positions, of_image(at)), count_up(first, hidden.count()));
+    Ids image;
+    if (m_.model.position_parts() > 1) {
+      for (size_t i = 0; i < at.present.size(); ++i)
+        if (at.present[i] && prefix_.is_vision[i]) image.push_back(static_cast<int64_t>(i));
+      return std::pair(image, count_up(static_cast<int64_t>(at.present.size()), hidden.count()));
+    }
+    for (int64_t token : of_image(at)) image.push_back(at.positions[static_cast<size_t>(token)].front());
+    return std::pair(image, count_up(first, hidden.count()));
   };
   return {stages_[number].first, hidden,     prefix_.images, present, scores, image_hidden, keys, positions,
           &policy.final_norm,    next_scores};
@@ -344,7 +383,8 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
     if (count > 0) {  // all of it may be in the cache
       bool joins = m_.model.two_way || (!query && suffix.count() <= static_cast<size_t>(names::kQuestionRows));
       auto first = static_cast<std::ptrdiff_t>(start);
-      Ids running = indices_of(slots.present), positions = whole ? prefix_.positions : pruned->positions;
+      Ids running = indices_of(slots.present);
+      Positions positions = whole ? prefix_.positions : pruned->positions;
       running.erase(running.begin(), running.begin() + first);
       positions.erase(positions.begin(), positions.begin() + first);
       TokenStates both{Rows(0, states.width), take(prefix_.inputs, running)};
@@ -353,7 +393,7 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
       if (joins) {
         vtxcore::append(both.hidden, suffix.hidden);
         for (auto& [name, rows] : both.inputs) vtxcore::append(rows, suffix.inputs.at(name));
-        for (int64_t position : count_up(slots.position, suffix.count())) positions.push_back(position);
+        for (const Position& position : text_positions(slots.position, suffix.count())) positions.push_back(position);
       }
       bool leaves =
           whole && here.selects_outputs() && drops_unread_ && number + 1 == exit_ && holding_.count(number + 1) == 0;
@@ -371,7 +411,7 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
     if (behind.count() > 0) return behind;
   }
   here.keep(slots.slots);
-  return here.append(suffix, count_up(slots.position, suffix.count()), query);
+  return here.append(suffix, text_positions(slots.position, suffix.count()), query);
 }
 
 // Some image tokens leave before stage `number`. What is left runs anew, unless they left before as well.

@@ -6,6 +6,7 @@
 // caches. Slots are not positions: a token keeps its position when tokens before it leave.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -60,6 +61,9 @@ class Session {
   PrefillResult prefill(const Prompt& prompt, const Policy& policy, const Selection* after, const Check& check);
   // Runs the next tokens in one pass; the logits [tokens, vocab] after each.
   Rows decode(const Ids& tokens);
+  // Runs the next token; the id of the largest logit after it, the first of equal ones. None, and nothing has run, where only
+  // `decode` can do that. Throws Error(bundle): the logits are not finite.
+  std::optional<int64_t> choose(int64_t token);
   // The same for tokens that leave the caches again.
   Rows try_tokens(const Ids& tokens);
 
@@ -72,15 +76,17 @@ class Session {
   // Begins with another prefix, which the next one continues, and the caches of the first stages, which hold it. Only while
   // nothing has run.
   void begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches);
-  // Begins with the prefix of another one as far as it has come in full caches, and copies of its K and V. Only while nothing
-  // has run.
+  // Begins with the prefix of another one as far as it has come in full caches, and copies of its K and V. Only while
+  // nothing has run.
   void copy_prefix(Session& other);
   bool has_run() const { return !full_.empty() || !pruned_.empty(); }
   const Prefix& prefix() const { return prefix_; }
   void note_filed(size_t tokens) { prefix_.filed = tokens; }
   StageCache& full_cache(size_t number) { return *full_.at(number); }
-  // The position of the next token.
-  int64_t length() const { return prefix_.next_position + static_cast<int64_t>(suffix_.size()); }
+  // Tokens so far, or positions if there are more: the context has room for this many.
+  int64_t length() const {
+    return std::max(prefix_.next_position, static_cast<int64_t>(prefix_.size())) + static_cast<int64_t>(suffix_.size());
+  }
   // The cache that stage `number` runs in for this question; for whoever records positions.
   StageCache& cache(size_t number) { return *(number < first_pruned_ ? full_ : pruned_).at(number); }
 
@@ -89,6 +95,7 @@ class Session {
   Rows run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after);
   Rows select(const Selection& selection, const Policy& policy);
   Rows append(const Ids& ids);
+  Step step(bool logits, int64_t token);
   TokenStates embed(const Ids& ids, bool of_prompt = false);
   bool sees_image(size_t number) const;
   Boundary boundary(size_t number, const TokenStates& suffix, const Policy& policy);

@@ -7,8 +7,11 @@
 namespace vtxcore {
 
 LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
-  static const std::map<std::string, LayoutPtr (*)(Fields&)> kLayouts{
-      {"single", make_single}, {"anyres", make_anyres}, {"tiles", make_tiles}, {"marked", make_marked}};
+  static const std::map<std::string, LayoutPtr (*)(Fields&)> kLayouts{{"single", make_single},
+                                                                      {"anyres", make_anyres},
+                                                                      {"tiles", make_tiles},
+                                                                      {"marked", make_marked},
+                                                                      {"native", make_native}};
   auto kind = kLayouts.find(spec.name);
   std::string known;
   for (const auto& [name, make] : kLayouts) known += (known.empty() ? "" : ", ") + name;
@@ -21,8 +24,20 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
   if (layout->max_tokens() != spec.max_tokens)
     fail(Kind::bundle, "vtx.json: layout '", spec.name, "' gives at most ", layout->max_tokens(),
          " tokens, layout.max_tokens is ", spec.max_tokens, "; export again");
+  if (layout->min_tokens() != spec.min_tokens)
+    fail(Kind::bundle, "vtx.json: layout.min_tokens ", spec.min_tokens.value_or(0), " is not that of '", spec.name,
+         "'; export again");
   layout->check(tower);
   return layout;
+}
+
+LayoutPtr Layout::limited(int64_t) const {
+  fail(Kind::request, "max_tiles has no effect here: this model sees each image in one piece; ",
+       min_tokens() ? "use max_pixels (--max-pixels)" : "leave it out");
+}
+
+LayoutPtr Layout::within(int64_t) const {
+  fail(Kind::request, "max_pixels has no effect here: this model does not see images at their own resolution; leave it out");
 }
 
 LayoutPtr Layout::released() const {
@@ -35,9 +50,9 @@ ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, 
     layout.released();
     return settings;
   }
-  if (!fit.empty() && layout.max_views() > 1)
-    fail(Kind::request, "fit '", fit.substr(0, 20), "' has no effect here: this model sees images of any shape in tiles; ",
-         "leave it out");
+  if (!fit.empty() && (layout.max_views() > 1 || settings.own_size()))
+    fail(Kind::request, "fit '", fit.substr(0, 20), "' has no effect here: this model sees images of any shape ",
+         settings.own_size() ? "at their own resolution" : "in tiles", "; leave it out");
   return fitted(settings, fit);
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "bundle/manifest.hpp"
@@ -14,17 +16,28 @@ class Fields;
 
 using Views = std::vector<std::shared_ptr<const ImageTokens>>;
 
+inline double real_of(int64_t value) { return static_cast<double>(value); }
+
 // What is asked of a layout. Sizes of images are in pixels, as they are before any preprocessing.
 class Layout {
  public:
   virtual ~Layout() = default;
   virtual int64_t max_tokens() const = 0;  // that any image gives
-  virtual int64_t max_views() const = 0;
+  // Of the smallest image, where images are seen at their own resolution.
+  virtual std::optional<int64_t> min_tokens() const { return std::nullopt; }
+  virtual int64_t max_views() const { return 1; }
   virtual bool newline() const { return false; }  // whether a learned newline stands among the tokens
   // Throws Error(bundle) if the tower cannot give these tokens.
   virtual void check(const TowerSpec& tower) const = 0;
   // The layout with at most so many views an image. Throws Error(request): fewer than 1, or images have one view anyway.
-  virtual std::shared_ptr<const Layout> limited(int64_t max_views) const = 0;
+  virtual std::shared_ptr<const Layout> limited(int64_t max_views) const;
+  // The layout with images of at most so many pixels after they are resized. Throws Error(request): not even one token has
+  // so few, or images are not seen at their own resolution.
+  virtual std::shared_ptr<const Layout> within(int64_t max_pixels) const;
+  // The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total, if there is one.
+  virtual std::optional<int64_t> fitting(const std::vector<std::pair<int64_t, int64_t>>&, int64_t) const {
+    return std::nullopt;
+  }
   // The layout of each of so many images in one prompt; null: this one.
   virtual std::shared_ptr<const Layout> among(size_t) const { return nullptr; }
   // How the released code of CDPruner sees LLaVA-NeXT's images. Throws Error(request): images are not seen so.
@@ -35,7 +48,7 @@ class Layout {
   // What stands in a prompt for an image of this size.
   virtual MarkedImage placed(int64_t width, int64_t height) const { return MarkedImage::plain(count(width, height)); }
   // What the tower gets for an image: of each view [3, height, width] float32.
-  virtual std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const = 0;
+  virtual std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const = 0;
   // The tokens of an image of this size from those of its views; `newline` [1, hidden], [0, hidden] if there is none.
   virtual std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height,
                                                      const Rows& newline) const = 0;
@@ -46,7 +59,8 @@ using LayoutPtr = std::shared_ptr<const Layout>;
 // The layout that a bundle declares, checked against its tower. Throws Error(bundle).
 LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower);
 
-// `fitted`, and Error(request) for a fit where images are seen in tiles, which show all of any shape.
+// `fitted`, and Error(request) for a fit where images are seen in tiles or at their own resolution, which show all of any
+// shape.
 ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, const std::string& fit);
 
 // Layouts of each kind; `parameters` as the bundle has them.
@@ -54,5 +68,6 @@ LayoutPtr make_single(Fields& parameters);
 LayoutPtr make_anyres(Fields& parameters);
 LayoutPtr make_tiles(Fields& parameters);
 LayoutPtr make_marked(Fields& parameters);
+LayoutPtr make_native(Fields& parameters);
 
 }  // namespace vtxcore

@@ -55,8 +55,10 @@ Picture cut(const Picture& picture, int x, int y, int side);
 // As Pillow's Image.resize with this filter.
 Picture resized(const Picture& picture, int width, int height, const std::string& filter);
 
-// The vision graph's input, float32 [3, height, width]. Throws Error(image) if the padded or resized picture would
-// not fit the limits.
-Floats preprocess(const Picture& picture, const ImageSettings& settings);
+// The vision graph's input of a picture that already has its size.
+Pixels normalised(const Picture& picture, const ImageSettings& settings);
+
+// The vision graph's input. Throws Error(image) if the padded or resized picture would not fit the limits.
+Pixels preprocess(const Picture& picture, const ImageSettings& settings);
 
 }  // namespace vtxcore

@@ -40,33 +40,18 @@ void check_resized(const Picture& picture, int64_t width, int64_t height) {
        "-fold, as it is resized to ", width, "x", height, " before the crop; cut off some of its longer side");
 }
 
-// [3, height, width] of the picture's own size.
-Floats normalised(const Picture& picture, const ImageSettings& settings) {
-  size_t area = picture.data.size() / 3;
-  Floats out(picture.data.size());
-  for (size_t c = 0; c < 3; ++c) {
-    float table[256];  // what each value of a byte becomes, rounded to float32 after each step, as HF does
-    for (int value = 0; value < 256; ++value) {
-      auto rescaled = static_cast<float>(value * settings.rescale);
-      table[value] = (rescaled - static_cast<float>(settings.mean[c])) / static_cast<float>(settings.std[c]);
-    }
-    for (size_t i = 0; i < area; ++i) out[c * area + i] = table[picture.data[3 * i + c]];
-  }
-  return out;
-}
-
 // The picture in its own shape at the top left of the graph's input, which is 0 elsewhere.
-Floats preprocess_within(const Picture& picture, const ImageSettings& settings) {
+Pixels preprocess_within(const Picture& picture, const ImageSettings& settings) {
   auto [height, width] = settings.output();
   double scale = std::min(static_cast<double>(height) / picture.height, static_cast<double>(width) / picture.width);
   int wide = std::max(1, static_cast<int>(picture.width * scale)),
       high = std::max(1, static_cast<int>(picture.height * scale));
-  Floats shown = normalised(resized(picture, wide, high, settings.resample), settings);
+  Floats shown = normalised(resized(picture, wide, high, settings.resample), settings).values;
   auto rows = static_cast<size_t>(height), columns = static_cast<size_t>(width), own = static_cast<size_t>(wide);
-  Floats out(3 * rows * columns);
+  Pixels out{height, width, Floats(3 * rows * columns)};
   for (size_t c = 0; c < 3; ++c)
     for (size_t y = 0; y < static_cast<size_t>(high); ++y)
-      std::copy_n(&shown[(c * static_cast<size_t>(high) + y) * own], own, &out[(c * rows + y) * columns]);
+      std::copy_n(&shown[(c * static_cast<size_t>(high) + y) * own], own, &out.values[(c * rows + y) * columns]);
   return out;
 }
 
@@ -84,6 +69,20 @@ Picture cropped(const Picture& picture, int width, int height) {
 }
 
 }  // namespace
+
+Pixels normalised(const Picture& picture, const ImageSettings& settings) {
+  size_t area = picture.data.size() / 3;
+  Pixels out{picture.height, picture.width, Floats(picture.data.size())};
+  for (size_t c = 0; c < 3; ++c) {
+    float table[256];  // what each value of a byte becomes, rounded to float32 after each step, as HF does
+    for (int value = 0; value < 256; ++value) {
+      auto rescaled = static_cast<float>(value * settings.rescale);
+      table[value] = (rescaled - static_cast<float>(settings.mean[c])) / static_cast<float>(settings.std[c]);
+    }
+    for (size_t i = 0; i < area; ++i) out.values[c * area + i] = table[picture.data[3 * i + c]];
+  }
+  return out;
+}
 
 void check_size(const std::string& name, int64_t width, int64_t height) {
   if (std::min(width, height) < 1)
@@ -147,7 +146,7 @@ ImageSettings among_several(const ImageSettings& settings) {
   return out;
 }
 
-Floats preprocess(const Picture& picture, const ImageSettings& settings) {
+Pixels preprocess(const Picture& picture, const ImageSettings& settings) {
   if (settings.within) return preprocess_within(picture, settings);
   Picture square;
   const Picture* source = &picture;

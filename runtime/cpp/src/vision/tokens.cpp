@@ -46,7 +46,7 @@ std::shared_ptr<const ImageTokens> ImageTokens::take(const Ids& which, bool keep
   out->key = key;
   out->tower = tower;
   if (keep_positions || offsets) {
-    out->offsets = vtxcore::take(offsets ? *offsets : count_up(0, rows.count()), which);
+    out->offsets = vtxcore::take(offsets ? *offsets : text_positions(0, rows.count()), which);
     out->span = positions();
   }
   return out;

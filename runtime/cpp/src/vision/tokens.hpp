@@ -59,7 +59,7 @@ struct Likeness {
 struct ImageTokens {
   Rows rows;
   Patches patches;
-  std::optional<Ids> offsets;
+  std::optional<Positions> offsets;
   int64_t span = 0;                                                     // with `offsets`
   mutable std::map<int64_t, std::shared_ptr<const Likeness>> likeness;  // by the first token; -1: of all tokens
   mutable std::string key;

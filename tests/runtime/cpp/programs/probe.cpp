@@ -126,7 +126,8 @@ void layout(const std::string& folder, const std::vector<std::string>& files) {
   for (const std::string& file : files) {
     Picture picture = read_picture(file);
     Sha256 hash;
-    for (const Floats& view : layout->views(picture, m.image)) hash.update(view.data(), view.size() * sizeof(float));
+    for (const Pixels& view : layout->views(picture, m.image))
+      hash.update(view.values.data(), view.values.size() * sizeof(float));
     std::cout << layout->count(picture.width, picture.height) << " " << hash.hex() << "\n";
   }
 }
@@ -147,8 +148,8 @@ void stage(char** values, const std::vector<std::string>& asked) {
   std::unique_ptr<StageCache> cache = model.backend().stage(std::stoul(values[2]), count + 1);
   Ids rows;
   for (const std::string& row : asked) rows.push_back(std::stoll(row));
-  Rows all = cache->append({in}, count_up(0, in.count()), false, rows.empty() ? nullptr : &rows);
-  for (const Rows& out : {all, cache->append({next}, {count})})
+  Rows all = cache->append({in}, text_positions(0, in.count()), false, rows.empty() ? nullptr : &rows);
+  for (const Rows& out : {all, cache->append({next}, text_positions(count, 1))})
     std::cout.write(reinterpret_cast<const char*>(out.data.data()),
                     static_cast<std::streamsize>(out.data.size() * sizeof(float)));
 }
@@ -302,10 +303,10 @@ void fuzz(const std::string& kind, size_t count, unsigned seed, const std::vecto
 // A tower that counts its runs.
 struct CountedTower : Backend {
   int runs = 0;
-  ImagePtr vision(const Floats& pixels, const Extras&) override {
+  ImagePtr vision(const Pixels& view, const Extras&) override {
     ++runs;
     auto out = std::make_shared<ImageTokens>();
-    out->rows.width = 1, out->rows.data = pixels;
+    out->rows.width = 1, out->rows.data = view.values;
     out->patches.places = {0}, out->patches.merged = {0};
     return out;
   }
@@ -324,13 +325,14 @@ void tiles() {
   for (std::string line; std::getline(std::cin, line);) {
     PreparedImage image{{}, line, 0, 1, 1, [](const Views& views) { return joined(views); }, MarkedImage::plain(1)};
     Json numbers = parse_json(line, "stdin", Kind::request);
-    for (const Json& number : *numbers.array()) image.views.push_back({static_cast<float>(*number.integer())});
+    for (const Json& number : *numbers.array()) image.views.push_back({1, 1, {static_cast<float>(*number.integer())}});
     std::vector<PreparedImage> before = std::exchange(shown, {image});
     encoded.replaced(before);
     int runs = tower.runs;
     ImagePtr tokens = encoded.encoders(Policy{}, nullptr, nullptr).front().encode();
     for (size_t i = 0; i < image.views.size(); ++i)
-      if (tokens->rows.data[i] != image.views[i].front()) fail(Kind::device, "tile ", i, " has the tokens of another one");
+      if (tokens->rows.data[i] != image.views[i].values.front())
+        fail(Kind::device, "tile ", i, " has the tokens of another one");
     std::cout << tower.runs - runs << "\n";
   }
 }

@@ -8,6 +8,7 @@
 
 #include "api/model.hpp"
 #include "bundle/files.hpp"
+#include "bundle/safetensors.hpp"
 #include "session/encoded_images.hpp"
 #include "session/session.hpp"
 
@@ -26,25 +27,32 @@ class PositionedCache : public StageCache {
   Scores attention(bool last_only) override { return inner_->attention(last_only); }
   Rows keys() override { return inner_->keys(); }
   SavedSlots read(const Ids& slots) override {
-    Ids positions = take(positions_, slots);
+    Positions positions = take(positions_, slots);
     SavedSlots out = inner_->read(slots);
     const auto* first = reinterpret_cast<const uint8_t*>(positions.data());
-    out.insert(out.end(), first, first + positions.size() * sizeof(int64_t));
+    out.insert(out.end(), first, first + positions.size() * sizeof(Position));
     return out;
   }
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
-    Ids positions(slots.size());
-    auto behind = kv.end() - static_cast<std::ptrdiff_t>(positions.size() * sizeof(int64_t));
+    Positions positions(slots.size());
+    auto behind = kv.end() - static_cast<std::ptrdiff_t>(positions.size() * sizeof(Position));
     std::copy(behind, kv.end(), reinterpret_cast<uint8_t*>(positions.data()));
     for (size_t i = 0; i < slots.size(); ++i) positions_[static_cast<size_t>(slots[i])] = positions[i];
     inner_->write(slots, SavedSlots(kv.begin(), behind), filled);
     length = filled;
   }
   bool selects_outputs() const override { return inner_->selects_outputs(); }
-  Ids positions() const { return Ids(positions_.begin(), positions_.begin() + static_cast<std::ptrdiff_t>(length)); }
+  // Its cache, for a step of a token at a position.
+  StageCache* for_step(int64_t position) {
+    *used_ = this;
+    positions_[static_cast<size_t>(length)] = {position, position, position};
+    inner_->keep(length++);
+    return inner_.get();
+  }
+  Positions positions() const { return {positions_.begin(), positions_.begin() + static_cast<std::ptrdiff_t>(length)}; }
 
  protected:
-  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) override {
+  Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) override {
     *used_ = this;
     std::copy(positions.begin(), positions.end(), positions_.begin() + static_cast<std::ptrdiff_t>(length));
     inner_->keep(length);
@@ -54,7 +62,7 @@ class PositionedCache : public StageCache {
  private:
   std::unique_ptr<StageCache> inner_;
   PositionedCache** used_;
-  Ids positions_;
+  Positions positions_;
 };
 
 class PositionedBackend : public Backend {
@@ -63,8 +71,15 @@ class PositionedBackend : public Backend {
     device = inner.device, dialect = inner.dialect, compute = inner.compute, kv_slot_bytes = inner.kv_slot_bytes;
   }
   TokenStates embed(const Ids& ids) override { return inner_.embed(ids); }
-  ImagePtr vision(const Floats& pixels, const Extras& extras) override { return inner_.vision(pixels, extras); }
+  ImagePtr vision(const Pixels& view, const Extras& extras) override { return inner_.vision(view, extras); }
   Rows head(const Rows& rows) override { return inner_.head(rows); }
+  bool steps() const override { return inner_.steps(); }
+  Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) override {
+    std::vector<StageCache*> inner;
+    for (size_t i = 0; i < caches.size(); ++i)
+      inner.push_back(static_cast<PositionedCache*>(caches[i])->for_step(positions[i]));
+    return inner_.step(inner, token, positions, logits);
+  }
   Floats gate(int64_t k, const Rows& rows) override { return inner_.gate(k, rows); }
   Floats text_tower(const Ids& ids) override { return inner_.text_tower(ids); }
   Rows project(const Rows& states) override { return inner_.project(states); }
@@ -158,7 +173,9 @@ class Recorder {
     out[start + "ids"] = whole(prompt.ids);
     out[start + "is_vision"] = bits(prompt.is_vision);
     for (size_t i = 0; i < result.cuts.size(); ++i) out[start + "kept." + std::to_string(i)] = bits(result.cuts[i].kept);
-    by_layer([&](const std::string& layer, const Ids& positions) { out[start + "positions." + layer] = whole(positions); });
+    by_layer([&](const std::string& layer, const Positions& positions) {
+      out[start + "positions." + layer] = placed_at(positions);
+    });
     Floats logits = result.logits, all = logits;
     Ids tokens;
     for (int64_t step = 0; step <= steps_; ++step) {
@@ -167,11 +184,15 @@ class Recorder {
       logits = std::move(session_.decode({tokens.back()}).data);
       all.insert(all.end(), logits.begin(), logits.end());
     }
-    by_layer([&](const std::string& layer, const Ids& positions) {
-      out[start + "decoded." + layer] = whole(Ids(positions.end() - static_cast<std::ptrdiff_t>(steps_), positions.end()));
+    by_layer([&](const std::string& layer, const Positions& positions) {
+      out[start + "decoded." + layer] = placed_at({positions.end() - static_cast<std::ptrdiff_t>(steps_), positions.end()});
     });
     out[start + "tokens"] = whole(tokens);
     out[start + "logits"] = tensor_of("F32", {steps_ + 1, model_.manifest().model.vocab}, all);
+  }
+
+  Tensor placed_at(const Positions& positions) const {
+    return tensor_of(positions, model_.manifest().model.position_parts());
   }
 
   template <typename Work>
@@ -210,11 +231,10 @@ void run(const std::string& bundle, const std::string& from, const std::string& 
   for (const Json& item : *need(index, "images").array()) {
     read.push_back(read_picture(from + "/" + *need(item, "file").string()));
     images.push_back(model.prepare(read.back(), ""));
-    auto [height, width] = model.manifest().image.output();
-    const std::vector<Floats>& views = images.back().views;
+    const std::vector<Pixels>& views = images.back().views;
     Floats all;
-    for (const Floats& view : views) all.insert(all.end(), view.begin(), view.end());
-    Ids shape{static_cast<int64_t>(views.size()), 3, height, width};
+    for (const Pixels& view : views) all.insert(all.end(), view.values.begin(), view.values.end());
+    Ids shape{static_cast<int64_t>(views.size()), 3, views.front().height, views.front().width};
     if (views.size() == 1) shape.erase(shape.begin());
     pixels["pixels." + std::to_string(pixels.size())] = tensor_of("F32", shape, all);
   }

@@ -88,9 +88,11 @@ class OpenvinoBackend : public HostBackend {
   std::unique_ptr<HostGraph> load(const std::string& name, const GraphIO& io) override {
     auto model = openvino_.read(bundle_, name, io, compute);
     bool vision = name == graphs_.vision, head = name == graphs_.head;
-    std::pair<int, int> size = m_.image.output();  // clang captures no structured binding before its release 16
+    const bool sized = vision && !m_.image.own_size();
+    std::pair<int, int> size;  // clang captures no structured binding before its release 16
+    if (sized) size = m_.image.output();
     // For one image, or several of cameras, which lets the engine choose its kernels for these very sizes.
-    if (vision) loading(name, [&] { model->reshape(names::kPixels, {m_.action ? -1 : 1, 3, size.first, size.second}); });
+    if (sized) loading(name, [&] { model->reshape(names::kPixels, {m_.action ? -1 : 1, 3, size.first, size.second}); });
     auto dropping = model->letting_go(!roomy_);
     const std::string& precision = vision || name == graphs_.text_tower || name == graphs_.projector ? m_.vision_precision
                                    : head                                                            ? m_.head_precision
@@ -139,7 +141,7 @@ class OpenvinoBackend : public HostBackend {
     for (size_t count : {1, static_cast<int>(names::kFewTokens + 1)}) {
       TokenStates tokens{Rows(count, static_cast<size_t>(m_.model.hidden))};
       for (const TokenInput& each : m_.token_inputs) tokens.inputs[each.name] = Rows(count, static_cast<size_t>(each.width));
-      if (count == 1 || stage.for_many) cache.append(tokens, count_up(0, count));
+      if (count == 1 || stage.for_many) cache.append(tokens, text_positions(0, count));
     }
   }
 

@@ -44,7 +44,7 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
                                            names::kPagedBlock, static_cast<int64_t>(head_bytes())})),
               static_cast<size_t>(slots)),
       block_numbers_(blocks_), token_{Rows(1, static_cast<size_t>(context.manifest.model.hidden))},
-      token_out_(token_.hidden), token_position_(1) {
+      token_out_(token_.hidden), token_rope_{Ids(1), {}} {
   request_ = running(stage.name, [&] { return stage.compiled->request(); });
   if (stage.for_many) for_many_ = running(stage.name, [&] { return stage.for_many->request(); });
   ran_ = request_.get();
@@ -58,7 +58,6 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
       set(names::kPastKey + std::to_string(layer), context.kv, shape, row(plane, 0, 0));
       set(names::kPastValue + std::to_string(layer), context.kv, shape, row(plane + 1, 0, 0));
     }
-    for (const auto& [name, table] : context.rope) set(name, Type::f32, {m.max_context, m.model.head_dim / 2}, table.data());
     set(names::kPagedPast, Type::i32, {1}, past_);
     set(names::kPagedBegins, Type::i32, {2}, begins_);
     set(names::kPagedFilled, Type::i32, {}, &filled_);
@@ -82,7 +81,7 @@ uint8_t* OpenvinoStageCache::row(size_t plane, int64_t slot, size_t head) {
   return memory_.data() + index * head_bytes();
 }
 
-void OpenvinoStageCache::bind(size_t first, size_t count, const TokenStates& tokens, const Ids& positions,
+void OpenvinoStageCache::bind(size_t first, size_t count, const TokenStates& tokens, const RopeRows& rope,
                               const std::vector<int32_t>& asked, float* out) {
   auto rows = static_cast<int64_t>(count), found = static_cast<int64_t>(asked.size());
   auto set_rows = [&](const std::string& name, const Rows& all) {
@@ -91,7 +90,12 @@ void OpenvinoStageCache::bind(size_t first, size_t count, const TokenStates& tok
   token_bound_ = false;  // until all are set
   set_rows(names::kHidden, tokens.hidden);
   for (const std::string& name : spec_.inputs) set_rows(names::kTokenInput + name, tokens.inputs.at(name));
-  set(names::kPositions, Type::i64, {1, rows}, positions.data() + first);
+  const bool own = !rope.own.empty();  // tables of these tokens, whose part here begins at row 0
+  const int64_t half = context_.manifest.model.head_dim / 2;
+  set(names::kPositions, Type::i64, {1, rows}, rope.rows.data() + (own ? 0 : first));
+  for (const auto& [name, table] : own ? rope.own : context_.rope)
+    set(name, Type::f32, {own ? rows : context_.manifest.max_context, half},
+        table.data() + (own ? first * static_cast<size_t>(half) : 0));
   set(names::kPagedRows, Type::i32, {found}, asked.data());
   set(names::kHiddenOut, Type::f32, {found, static_cast<int64_t>(tokens.hidden.width)}, out);
 }
@@ -110,7 +114,7 @@ void OpenvinoStageCache::place(int64_t before, int64_t count) {
   }
 }
 
-void OpenvinoStageCache::run_parts(const TokenStates& tokens, const Ids& positions, const Ids& outputs, size_t runs,
+void OpenvinoStageCache::run_parts(const TokenStates& tokens, const RopeRows& rope, const Ids& outputs, size_t runs,
                                    Rows& out) {
   Rows unread(1, out.width);  // where nothing of a part is asked for: engines differ in empty products
   size_t first = 0, found = 0;
@@ -120,29 +124,30 @@ void OpenvinoStageCache::run_parts(const TokenStates& tokens, const Ids& positio
     for (; next < outputs.size() && static_cast<size_t>(outputs[next]) < end; ++next)
       mine.push_back(static_cast<int32_t>(outputs[next] - static_cast<int64_t>(first)));
     if (mine.empty()) mine.push_back(0);
-    bind(first, count, tokens, positions, mine, next == found ? unread.row(0) : out.row(found));
+    bind(first, count, tokens, rope, mine, next == found ? unread.row(0) : out.row(found));
     place(length + static_cast<int64_t>(first), static_cast<int64_t>(count));
     run_request(count);
     first = end, found = next;
   }
 }
 
-Rows OpenvinoStageCache::run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) {
+Rows OpenvinoStageCache::run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) {
   size_t count = tokens.count(), most = context_.most_rows;
   Ids wanted = outputs ? *outputs : count_up(0, count);
+  RopeRows rope = rope_rows(context_.rope, context_.manifest, positions);
   Rows out(wanted.size(), tokens.hidden.width);
   running(stage_.name, [&] {
-    if (count == 1 && wanted.size() == 1) {
+    if (count == 1 && wanted.size() == 1 && rope.own.empty()) {
       token_.hidden.data = tokens.hidden.data;  // equally long: the memory that is bound stays
       for (const std::string& name : spec_.inputs) token_.inputs[name].data = tokens.inputs.at(name).data;
-      token_position_[0] = positions[0];
-      if (!token_bound_) bind(0, 1, token_, token_position_, token_asked_, token_out_.row(0));
+      token_rope_.rows[0] = rope.rows[0];
+      if (!token_bound_) bind(0, 1, token_, token_rope_, token_asked_, token_out_.row(0));
       token_bound_ = true;
       place(length, 1);
       run_request(1);
       out.data = token_out_.data;
     } else {
-      run_parts(tokens, positions, wanted, query || most == 0 || count == 0 ? 1 : (count + most - 1) / most, out);
+      run_parts(tokens, rope, wanted, query || most == 0 || count == 0 ? 1 : (count + most - 1) / most, out);
     }
     if (query) {
       openvino::TensorView view = ran_->get(names::kQuery);

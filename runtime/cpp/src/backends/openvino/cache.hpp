@@ -7,6 +7,7 @@
 #include "backends/slots.hpp"
 #include "backends/backend.hpp"
 #include "backends/openvino/graph.hpp"
+#include "backends/tables.hpp"
 
 namespace vtxcore {
 
@@ -41,16 +42,16 @@ class OpenvinoStageCache : public StageCache {
 
  protected:
   // Many hidden states in runs of nearly the same size, which gives the same ones.
-  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) override;
+  Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) override;
 
  private:
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
   // Runs `count` tokens over what is set.
   void run_request(size_t count);
-  void run_parts(const TokenStates& tokens, const Ids& positions, const Ids& outputs, size_t runs, Rows& out);
+  void run_parts(const TokenStates& tokens, const RopeRows& rope, const Ids& outputs, size_t runs, Rows& out);
   // Tensors over the caller's memory, which must stay until others are bound: `count` tokens from the `first` on, which of
   // them are `asked` for, and where these go.
-  void bind(size_t first, size_t count, const TokenStates& tokens, const Ids& positions, const std::vector<int32_t>& asked,
+  void bind(size_t first, size_t count, const TokenStates& tokens, const RopeRows& rope, const std::vector<int32_t>& asked,
             float* out);
   void place(int64_t before, int64_t count);
   size_t head_bytes() const { return context_.slot_width() * context_.element_bytes(); }
@@ -77,7 +78,7 @@ class OpenvinoStageCache : public StageCache {
   Rows query_;
   TokenStates token_;  // the one token of a step
   Rows token_out_;
-  Ids token_position_;
+  RopeRows token_rope_;
   const std::vector<int32_t> token_asked_{0};
   bool token_bound_ = false;
 };

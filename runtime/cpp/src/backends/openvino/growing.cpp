@@ -41,10 +41,11 @@ class OpenvinoGrowingCache : public StageCache {
   }
 
  protected:
-  Rows run(const TokenStates& tokens, const Ids& positions, bool, const Ids*) override {
+  Rows run(const TokenStates& tokens, const Positions& positions, bool, const Ids*) override {
     auto count = static_cast<int64_t>(tokens.count());
     size_t before = static_cast<size_t>(length), grown = before + tokens.count();
     Ids seen = seen_slots(tokens, length);
+    RopeRows rope = rope_rows(context_.rope, m_, positions);
     SavedSlots past = memory_.read(count_up(0, before));
     Ids past_shape{1, m_.model.kv_heads, length, m_.model.head_dim};
     Type kind = context_.half_keys ? Type::f16 : Type::f32;
@@ -58,10 +59,10 @@ class OpenvinoGrowingCache : public StageCache {
       };
       set_rows(names::kHidden, tokens.hidden);
       for (const std::string& name : spec_.inputs) set_rows(names::kTokenInput + name, tokens.inputs.at(name));
-      set(names::kPositions, Type::i64, {1, count}, positions.data());
+      set(names::kPositions, Type::i64, {1, count}, rope.rows.data());
       set(names::kSeenSlots, Type::i64, {1, count}, seen.data());
-      for (const auto& [name, table] : context_.rope)
-        set(name, Type::f32, {m_.max_context, m_.model.head_dim / 2}, table.data());
+      for (const auto& [name, table] : rope.own.empty() ? context_.rope : rope.own)
+        set(name, Type::f32, {rope.own.empty() ? m_.max_context : count, m_.model.head_dim / 2}, table.data());
       each_plane([&](size_t plane, const char* given, const char*, const std::string& layer) {
         set(given + layer, kind, past_shape, past.data() + plane * heads_ * before * slot_bytes_);
       });

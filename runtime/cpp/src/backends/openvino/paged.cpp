@@ -94,6 +94,14 @@ void gather(ov::Input<ov::Node> reader, const Value& rows) {
   reader.replace_source_output(std::make_shared<ops::Gather>(reader.get_source_output(), rows, first_axis));
 }
 
+// Whether a value is an input of tokens beside their hidden states, in the arithmetic's type too.
+bool is_token_input(Value value) {
+  if (is_one_of(value.get_node_shared_ptr(), {"Convert"})) value = value.get_node()->input_value(0);
+  const auto& called = value.get_names();
+  return std::any_of(called.begin(), called.end(),
+                     [](const std::string& name) { return name.rfind(names::kTokenInput, 0) == 0; });
+}
+
 class Pager {
  public:
   Pager(ov::Model& model, int64_t heads)
@@ -190,8 +198,14 @@ void choose_rows(ov::Model& model) {
   auto chosen = parameter(names::kPagedRows, {-1}, ov::element::i32);
   model.add_parameters({chosen});
   Value value;
-  for (const NodePtr& node : model.get_ordered_ops())
-    if (is_one_of(node, {"PagedAttentionExtension"})) value = node->output(0);
+  std::vector<NodePtr> behind;  // the last attention
+  for (const NodePtr& node : model.get_ordered_ops()) {
+    if (is_one_of(node, {"PagedAttentionExtension"})) value = node->output(0), behind.clear();
+    behind.push_back(node);
+  }
+  for (const NodePtr& node : behind)
+    for (auto& input : node->inputs())
+      if (is_one_of(node, {"Add", "Multiply"}) && is_token_input(input.get_source_output())) gather(input, chosen);
   NodePtr reader = only_reader(value);
   for (; !is_one_of(reader, {"MatMul"}); reader = only_reader(value)) {
     if (!is_one_of(reader, {"Reshape", "Transpose", "Squeeze", "Convert"})) refuse(reader);

@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include "backends/tables.hpp"
 #include "base/halves.hpp"
 
 namespace vtxcore {
@@ -12,9 +11,9 @@ OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& sta
       memory_(static_cast<size_t>(2 * spec.layers() * context.manifest.model.kv_heads), static_cast<size_t>(slots),
               static_cast<size_t>(context.manifest.model.head_dim * context.manifest.kv_bytes("ort"))),
       last_tensor_(tensor_over(context.ort, &last_, {1}, "int32")),
-      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")), token_{Rows(1, static_cast<size_t>(
-                                                                                         context.manifest.model.hidden))},
-      token_out_(token_.hidden), token_position_(1), token_seen_(1), token_binding_(stage) {
+      total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")),
+      token_{Rows(1, static_cast<size_t>(context.manifest.model.hidden))}, token_out_(token_.hidden),
+      token_rope_{Ids(1), {}}, token_seen_(1), token_binding_(stage) {
   const ModelSpec& model = context.manifest.model;
   Ids shape{1, model.kv_heads, slots, model.head_dim};
   for (size_t plane = 0; plane < static_cast<size_t>(2 * spec.layers()); ++plane)
@@ -22,10 +21,10 @@ OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& sta
                                    context.manifest.kv_dtype));
   for (const TokenInput& each : context.manifest.token_inputs)
     token_.inputs[each.name] = Rows(1, static_cast<size_t>(each.width));
-  bind(token_binding_, token_, token_position_, token_seen_, token_out_);
+  bind(token_binding_, token_, token_rope_, token_seen_, token_out_);
 }
 
-void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const Ids& positions, const Ids& seen,
+void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const RopeRows& rope, const Ids& seen,
                          const Rows& out) {
   auto count = static_cast<int64_t>(tokens.count());
   auto over = [&](const Rows& rows) {
@@ -33,13 +32,19 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const I
   };
   binding.input(names::kHidden, over(tokens.hidden));
   for (const std::string& name : spec_.inputs) binding.input(names::kTokenInput + name, over(tokens.inputs.at(name)));
-  binding.input(names::kPositions, tensor_over(context_.ort, positions.data(), {1, count}, "int64"));
+  binding.input(names::kPositions, tensor_over(context_.ort, rope.rows.data(), {1, count}, "int64"));
   if (context_.manifest.model.two_way)
     binding.input(names::kSeenSlots, tensor_over(context_.ort, seen.data(), {1, count}, "int64"));
   binding.input(names::kLastSlot, last_tensor_);
   binding.input(names::kTotalSlots, total_tensor_);
-  binding.input(names::kCos, context_.tensors.at(names::kCos));
-  binding.input(names::kSin, context_.tensors.at(names::kSin));
+  for (const char* name : {names::kCos, names::kSin}) {
+    auto own = rope.own.find(name);
+    if (own == rope.own.end())
+      binding.input(name, context_.tensors.at(name));
+    else
+      binding.input(name,
+                    tensor_over(context_.ort, own->second.data(), {count, context_.manifest.model.head_dim / 2}, "float32"));
+  }
   binding.output(names::kHiddenOut, over(out));
   bool scaled = context_.manifest.kv_dtype == "int8";
   for (int64_t layer = spec_.first; layer <= spec_.last; ++layer) {
@@ -54,14 +59,15 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const I
   }
 }
 
-Rows OrtStageCache::run(const TokenStates& tokens, const Ids& positions, bool query, const Ids*) {
+Rows OrtStageCache::run(const TokenStates& tokens, const Positions& positions, bool query, const Ids*) {
   auto count = static_cast<int64_t>(tokens.count());
   last_ = static_cast<int32_t>(length + count - 1);
   total_ = static_cast<int32_t>(length + count);
-  if (count == 1 && !query) {
+  RopeRows rope = rope_rows(context_.constants, context_.manifest, positions);
+  if (count == 1 && !query && rope.own.empty()) {
     token_.hidden.data = tokens.hidden.data;  // equally long: the memory that is bound stays
     for (const std::string& name : spec_.inputs) token_.inputs.at(name).data = tokens.inputs.at(name).data;
-    token_position_[0] = positions[0];
+    token_rope_.rows[0] = rope.rows[0];
     token_seen_[0] = length + 1;
     token_binding_.run();
     return token_out_;
@@ -69,7 +75,7 @@ Rows OrtStageCache::run(const TokenStates& tokens, const Ids& positions, bool qu
   Rows out(tokens.count(), tokens.hidden.width);
   Ids seen = seen_slots(tokens, length);
   OrtBinding binding(stage_);
-  bind(binding, tokens, positions, seen, out);
+  bind(binding, tokens, rope, seen, out);
   if (query) {
     const ModelSpec& model = context_.manifest.model;
     query_ = Rows(tokens.count(), static_cast<size_t>(model.heads * model.head_dim));

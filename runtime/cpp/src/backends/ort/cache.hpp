@@ -8,6 +8,7 @@
 #include "backends/backend.hpp"
 #include "backends/ort/graph.hpp"
 #include "backends/slots.hpp"
+#include "backends/tables.hpp"
 
 namespace vtxcore {
 
@@ -20,7 +21,7 @@ struct OrtCacheContext {
   HostGraph* score = nullptr;
 };
 
-// One token, as in decoding, runs through a binding made once; nothing is allocated for it.
+// One token, as in decoding, runs through a binding made once.
 class OrtStageCache : public StageCache {
  public:
   OrtStageCache(const OrtCacheContext& context, const OrtGraph& stage, const StageSpec& spec, int64_t slots);
@@ -32,11 +33,12 @@ class OrtStageCache : public StageCache {
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
 
  protected:
-  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids* outputs) override;
+  Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) override;
 
  private:
-  // Over tokens, positions, the slots they see and hidden states after the stage, which must stay until the binding has run.
-  void bind(OrtBinding& binding, const TokenStates& tokens, const Ids& positions, const Ids& seen, const Rows& out);
+  // Over tokens, their rows of rotary tables, the slots they see and hidden states after the stage, which must stay until
+  // the binding has run.
+  void bind(OrtBinding& binding, const TokenStates& tokens, const RopeRows& rope, const Ids& seen, const Rows& out);
 
   const OrtCacheContext& context_;
   const OrtGraph& stage_;
@@ -48,7 +50,8 @@ class OrtStageCache : public StageCache {
   Rows query_;
   TokenStates token_;  // the one token of a step
   Rows token_out_;
-  Ids token_position_, token_seen_;
+  RopeRows token_rope_;
+  Ids token_seen_;
   OrtBinding token_binding_;
 };
 

@@ -87,6 +87,14 @@ class TensorrtBackend : public GraphBackend {
     return make_tensorrt_cache(*caches_, m_.stages[index], graphs_.stages[index], capacity);
   }
 
+  bool steps() const override { return true; }
+
+  Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) override {
+    Lock held(cuda_);
+    if (!steps_) steps_.emplace(*caches_, graphs_);
+    return steps_->run(caches, token, positions, logits);
+  }
+
  private:
   GraphOutputs run(const std::string& file, const std::vector<GraphInput>& inputs, size_t tokens) override {
     if (file != graphs_.vision) engines_->check_tokens(file, tokens);
@@ -124,11 +132,13 @@ class TensorrtBackend : public GraphBackend {
   std::vector<Buffer> rope_;
   std::optional<LoadedEngines> engines_;
   std::optional<TensorrtCacheContext> caches_;
+  std::optional<TokenSteps> steps_;  // once a token was decoded
 };
 
 int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3; }
 
 void check(const Bundle& bundle, const BackendOptions& options) {
+  if (bundle.manifest().image.own_size()) fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
   if (bundle.manifest().model.two_way)
     fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
   find_engines(bundle, options);

@@ -10,22 +10,25 @@ namespace {
 
 using Lock = Cuda::Use;
 
-// A stage's K and V with what is bound to them: its context for one token, that token's arrays, the CUDA graph.
+}  // namespace
+
+// A stage's K and V with what is bound to them: its context for one token, and that token's position. `id` is never that
+// of another one; `recordings` are of steps that end with this memory, by the ids of all stages' memories; null once one
+// has run.
 struct DeviceSlots : StageMemory {
   DeviceSlots(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph, int64_t slots)
       : StageMemory(slots), shared(context), spec(stage), cuda(context.cuda), row(context.row_bytes()),
-        parts(static_cast<size_t>(2 * stage.layers())), part(context.bytes_of(slots)),
+        parts(static_cast<size_t>(2 * stage.layers())), part(context.bytes_of(slots)), id(context.made++),
         kv(cuda, parts * part, cat("the KV cache of layers ", stage.first, " to ", stage.last)), queries(context),
-        token(cuda, hidden()), token_out(cuda, hidden()), position(cuda, 1), total(cuda, 1),
-        decode(context.engines.new_context(graph, kDecode)) {
-    for (const TokenInput& each : context.manifest.token_inputs)
-      if (std::count(spec.inputs.begin(), spec.inputs.end(), each.name) > 0)
-        inputs[each.name] = std::make_unique<Pinned<float>>(cuda, static_cast<size_t>(each.width));
+        position(cuda, 1), total(cuda, 1), decode(context.engines.new_context(graph, kDecode)) {
     bind(*decode, 1, capacity, new_slots(), aligned(row), nullptr);
     DeviceSlots::clear();
   }
-  ~DeviceSlots() override {
-    if (recorded) cuda.forget(recorded);
+  ~DeviceSlots() override { forget(); }
+  void forget() {
+    for (const auto& [key, recorded] : recordings)
+      if (recorded) cuda.forget(recorded);
+    recordings.clear();
   }
   void clear() override {
     cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
@@ -33,15 +36,13 @@ struct DeviceSlots : StageMemory {
   }
   void take_over(const StageMemory& other, int64_t length) override {
     const auto& shorter = static_cast<const DeviceSlots&>(other);
-    recordable = recordable && shorter.recordable;
     cuda.copy_rows(kv.address(), part, shorter.kv.address(), shorter.part, static_cast<size_t>(length) * row, parts);
     cuda.wait();
   }
-  size_t hidden() const { return static_cast<size_t>(shared.manifest.model.hidden); }
   uint8_t* slot(int64_t number) const { return kv.address() + static_cast<size_t>(number) * row; }
   uint8_t* last_key() const { return kv.address() + (parts - 2) * part; }
   // The buffer for new K and V that the engine cannot write where they belong.
-  uint8_t* new_slots() const { return shared.engines.address(kNewSlots); }
+  uint8_t* new_slots() const { return shared.engines.address(new_slots_of(spec)); }
 
   // Copies new K and V from that buffer to the slots from `start` on.
   void put(int64_t start, size_t tokens) {
@@ -70,16 +71,16 @@ struct DeviceSlots : StageMemory {
   const StageSpec spec;
   Cuda& cuda;
   const size_t row, parts, part;  // bytes of a slot, number of parts, bytes of a part
+  const int64_t id;
   Buffer kv;
   Queries queries;
-  Pinned<float> token, token_out;  // the one token of a step
-  std::map<std::string, std::unique_ptr<Pinned<float>>> inputs;
   Pinned<int64_t> position;
   Pinned<int32_t> total;
   std::unique_ptr<Context> decode;
-  bool recordable = true, ran = false;
-  void* recorded = nullptr;
+  std::map<Ids, void*> recordings;
 };
+
+namespace {
 
 class TensorrtStageCache : public StageCache {
  public:
@@ -87,6 +88,12 @@ class TensorrtStageCache : public StageCache {
       : StageCache(asked), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda) {}
 
   ~TensorrtStageCache() override { give_back(context_, spec_.first, std::move(memory_)); }
+
+  // The memory, with room for one more token.
+  DeviceSlots& for_one_more() {
+    room(length + 1);
+    return *memory_;
+  }
 
   Scores attention(bool last_only) override {
     Lock held(cuda_);
@@ -124,14 +131,14 @@ class TensorrtStageCache : public StageCache {
   }
 
  protected:
-  Rows run(const TokenStates& tokens, const Ids& positions, bool query, const Ids*) override {
+  Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids*) override {
     Lock held(cuda_);
     room(length + static_cast<int64_t>(tokens.count()));
-    if (tokens.count() == 1 && !query) return one(tokens, positions);
+    Ids rows;  // of the rotary tables; engines of positions of three parts are not built
+    for (const Position& parts : positions) rows.push_back(parts.front());
     auto longest = static_cast<size_t>(context_.engines.longest(graph_));
-    return in_parts(
-        tokens.count(), longest, query ? &memory_->queries : nullptr,
-        [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, positions, start, count, queries); });
+    return in_parts(tokens.count(), longest, query ? &memory_->queries : nullptr,
+                    [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, rows, start, count, queries); });
   }
 
  private:
@@ -150,48 +157,11 @@ class TensorrtStageCache : public StageCache {
     }
   }
 
-  // One token: the first run as it comes, the second recorded, from then on launched; all as they come if TensorRT or the
-  // driver cannot record them.
-  Rows one(const TokenStates& tokens, const Ids& positions) {
-    DeviceSlots& m = *memory_;
-    const Rows& rows = tokens.hidden;
-    std::copy(rows.data.begin(), rows.data.end(), m.token.data());
-    for (auto& [name, row] : m.inputs) std::copy_n(tokens.inputs.at(name).row(0), row->bytes() / sizeof(float), row->data());
-    *m.position.data() = positions[0];
-    *m.total.data() = static_cast<int32_t>(length + 1);
-    if (m.recorded == nullptr && m.ran && m.recordable) {
-      if (m.decode->capturable()) m.recorded = cuda_.record([this] { queue_one(); });
-      m.recordable = m.recorded != nullptr;
-    }
-    if (m.recorded)
-      cuda_.launch(m.recorded);
-    else
-      queue_one();
-    m.put(length, 1);
-    cuda_.wait();
-    m.ran = true;
-    Rows out(1, rows.width);
-    std::copy(m.token_out.data(), m.token_out.data() + rows.width, out.data.begin());
-    return out;
-  }
-
-  void queue_one() {
-    DeviceSlots& m = *memory_;
-    const LoadedEngines& engines = context_.engines;
-    cuda_.copy_in(engines.address(names::kHidden), m.token.data(), m.token.bytes());
-    for (const auto& [name, row] : m.inputs)
-      cuda_.copy_in(engines.address(names::kTokenInput + name), row->data(), row->bytes());
-    cuda_.copy_in(engines.address(names::kPositions), m.position.data(), m.position.bytes());
-    cuda_.copy_in(engines.address(names::kTotalSlots), m.total.data(), m.total.bytes());
-    m.decode->enqueue();
-    cuda_.copy_out(m.token_out.data(), engines.address(names::kHiddenOut), m.token_out.bytes());
-  }
-
   Rows many(const TokenStates& tokens, const Ids& positions, size_t start, size_t count, uint8_t* queries) {
     DeviceSlots& m = *memory_;
     LoadedEngines& engines = context_.engines;
     Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
-    Rows out(count, m.hidden());
+    Rows out(count, static_cast<size_t>(context_.manifest.model.hidden));
     int64_t filled = length + static_cast<int64_t>(start);
     bool in_place = m.row % kAlignment == 0;  // else no slot but the first has an address that TensorRT takes
     m.bind(used, count, filled, in_place ? m.slot(filled) : m.new_slots(), in_place ? m.part : aligned(count * m.row),
@@ -218,6 +188,79 @@ class TensorrtStageCache : public StageCache {
 std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, const StageSpec& spec,
                                                 const std::string& graph, int64_t capacity) {
   return std::make_unique<TensorrtStageCache>(context, spec, graph, capacity);
+}
+
+TokenSteps::TokenSteps(TensorrtCacheContext& context, const Graphs& graphs)
+    : context_(context), cuda_(context.cuda), ids_(cuda_, 1), best_(cuda_, 1),
+      state_(cuda_, static_cast<size_t>(context.manifest.model.hidden)),
+      logits_(cuda_, static_cast<size_t>(context.manifest.model.vocab)), embed_(context.engines.new_context(graphs.embed, 0)),
+      head_(context.engines.new_context(graphs.head, 0)) {
+  const Manifest& m = context.manifest;
+  for (const TokenInput& each : m.token_inputs)
+    if (!each.of_text) zeros_[names::kTokenInput + each.name] = std::make_unique<Pinned<float>>(cuda_, size_t(each.width));
+  auto bind = [&](Context& to, const GraphIO& io, const Shapes& shapes) {
+    Addresses addresses;
+    for (const std::vector<TensorSpec>& side : {io.inputs, io.outputs})
+      for (const TensorSpec& spec : side) addresses[spec.name] = context.engines.address(spec.name);
+    to.bind(shapes, addresses);
+  };
+  bind(*embed_, embed_io(m), {{names::kIds, {1}}});
+  bind(*head_, head_io(m, context.dialect), {{names::kHidden, {1, m.model.hidden}}});
+}
+
+Step TokenSteps::run(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) {
+  std::vector<DeviceSlots*> memories;
+  for (StageCache* cache : caches) memories.push_back(&static_cast<TensorrtStageCache*>(cache)->for_one_more());
+  *ids_.data() = token;
+  for (size_t i = 0; i < caches.size(); ++i) {
+    *memories[i]->position.data() = positions[i];
+    *memories[i]->total.data() = static_cast<int32_t>(caches[i]->length + 1);
+  }
+  launch(memories);
+  for (size_t i = 0; i < caches.size(); ++i) memories[i]->put(caches[i]->length, 1);
+  if (logits) cuda_.copy_out(logits_.data(), context_.engines.address(names::kLogits), logits_.bytes());
+  cuda_.wait();
+  for (StageCache* cache : caches) ++cache->length;
+  auto copy = [](const Pinned<float>& from) { return Floats(from.data(), from.data() + from.bytes() / sizeof(float)); };
+  return {*best_.data(), copy(state_), logits ? copy(logits_) : Floats()};
+}
+
+void TokenSteps::launch(const std::vector<DeviceSlots*>& memories) {
+  DeviceSlots& last = *memories.back();
+  Ids key;
+  for (const DeviceSlots* memory : memories) key.push_back(memory->id);
+  auto known = last.recordings.find(key);
+  void* recorded = nullptr;
+  if (known == last.recordings.end()) {
+    if (last.recordings.size() == kRecordings) last.forget();
+  } else if (recorded = known->second; !recorded && recordable_) {
+    bool capturable = embed_->capturable() && head_->capturable();
+    for (DeviceSlots* memory : memories) capturable = capturable && memory->decode->capturable();
+    if (capturable) recorded = cuda_.record([&] { queue(memories); });
+    recordable_ = recorded != nullptr;
+  }
+  last.recordings[key] = recorded;
+  if (recorded)
+    cuda_.launch(recorded);
+  else
+    queue(memories);
+}
+
+void TokenSteps::queue(const std::vector<DeviceSlots*>& memories) {
+  const LoadedEngines& engines = context_.engines;
+  uint8_t *hidden = engines.address(names::kHidden), *hidden_out = engines.address(names::kHiddenOut);
+  cuda_.copy_in(engines.address(names::kIds), ids_.data(), ids_.bytes());
+  for (const auto& [name, zeros] : zeros_) cuda_.copy_in(engines.address(name), zeros->data(), zeros->bytes());
+  embed_->enqueue();
+  for (DeviceSlots* memory : memories) {
+    cuda_.copy_in(engines.address(names::kPositions), memory->position.data(), memory->position.bytes());
+    cuda_.copy_in(engines.address(names::kTotalSlots), memory->total.data(), memory->total.bytes());
+    memory->decode->enqueue();
+    cuda_.copy_rows(hidden, state_.bytes(), hidden_out, state_.bytes(), state_.bytes(), 1);
+  }
+  head_->enqueue();
+  cuda_.copy_out(state_.data(), hidden, state_.bytes());
+  cuda_.copy_out(best_.data(), engines.address(names::kBest), best_.bytes());
 }
 
 void give_back(TensorrtCacheContext& shared, int64_t stage, std::unique_ptr<StageMemory> memory) noexcept {

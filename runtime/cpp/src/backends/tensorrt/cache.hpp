@@ -4,8 +4,8 @@
 // have left the decoder take no memory behind the cut.
 //
 // Engines read the slots before their tokens, of one buffer of [layers, 2] parts of [slots, kv_heads, head_dim], and write
-// those of their tokens; the slot of a single token is copied behind the others afterwards. Decoding one token is recorded
-// into a CUDA graph once and launched from then on.
+// those of their tokens. A step, one token through all graphs, is recorded into a CUDA graph once and launched from then on; its
+// slot is copied behind the others afterwards.
 #pragma once
 
 #include <algorithm>
@@ -41,6 +41,7 @@ struct TensorrtCacheContext {
   Addresses rope;
   std::string score;
   std::map<int64_t, std::vector<std::unique_ptr<StageMemory>>> unused = {};  // of each stage, by its first layer
+  int64_t made = 0;  // memories so far
 
   // Bytes of K or V of one layer for these slots, so that what follows them is aligned.
   size_t bytes_of(int64_t slots) const { return aligned(static_cast<size_t>(slots) * row_bytes()); }
@@ -115,6 +116,33 @@ class Queries {
 
 std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, const StageSpec& spec,
                                                 const std::string& graph, int64_t capacity);
+
+struct DeviceSlots;
+
+// One token through the embedding, every stage and the head on the device: one launch, one wait.
+//
+// The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones launch it; all
+// are queued if TensorRT or the driver cannot record one. The logits stay on the device unless they are asked for.
+class TokenSteps {
+ public:
+  TokenSteps(TensorrtCacheContext& context, const Graphs& graphs);
+  // See Backend; a Use is held meanwhile.
+  Step run(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits);
+
+ private:
+  void launch(const std::vector<DeviceSlots*>& memories);
+  void queue(const std::vector<DeviceSlots*>& memories);
+
+  static constexpr size_t kRecordings = 4;  // that a stage's memory keeps, each with other memory of the stages before it
+  TensorrtCacheContext& context_;
+  Cuda& cuda_;
+  Pinned<int64_t> ids_;
+  Pinned<int32_t> best_;
+  Pinned<float> state_, logits_;
+  std::map<std::string, std::unique_ptr<Pinned<float>>> zeros_;  // token inputs that the embedding does not give
+  std::unique_ptr<Context> embed_, head_;
+  bool recordable_ = true;
+};
 
 // Runs of neighbouring slots: `count` from `first` on, the `start`-th of them.
 struct SlotRun {

@@ -1,6 +1,7 @@
 #include "backends/tensorrt/cuda.hpp"
 
 #include <cstring>
+#include <set>
 
 #include "base/errors.hpp"
 
@@ -15,6 +16,10 @@ const char* fix_of(int error) {
   if (error == kDriverTooOld)
     return "its NVIDIA driver is missing or older than the CUDA that vtx uses; install a newer driver";
   if (error == kNoDevice) return "no NVIDIA GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES";
+  // Errors after which every further call in the process fails: the device is gone, or its context is.
+  static const std::set<int> kGone{214, 219, 700, 709, 710, 715, 716, 717, 718, 719, 999};
+  if (kGone.count(error) > 0)
+    return "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg";
   return "run it again; run vtx-doctor if it fails again";
 }
 

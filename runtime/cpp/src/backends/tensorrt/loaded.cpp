@@ -50,6 +50,10 @@ void check_engine(const std::string& graph, tensorrt::Deserialized& engine, cons
 
 }  // namespace
 
+std::string new_slots_of(const StageSpec& stage) {
+  return cat("new K and V of layers ", stage.first, " to ", stage.last);
+}
+
 void Context::bind(const Shapes& shapes, const Addresses& addresses) {
   for (const auto& [name, shape] : shapes) {
     if (auto known = shapes_.find(name); known != shapes_.end() && known->second == shape) continue;
@@ -101,7 +105,7 @@ std::map<std::string, GraphIO> LoadedEngines::contracts() const {
   const std::string& dialect = set_.dialect;
   const Graphs& graphs = m.dialects.at(dialect);
   std::map<std::string, GraphIO> out{
-      {graphs.vision, vision_io(m, dialect)}, {graphs.embed, embed_io(m)}, {graphs.head, head_io(m)}};
+      {graphs.vision, vision_io(m, dialect)}, {graphs.embed, embed_io(m)}, {graphs.head, head_io(m, dialect)}};
   for (size_t i = 0; i < m.stages.size(); ++i)
     out.emplace(graphs.stages[i], stage_io(m, dialect, m.stages[i].query, &m.stages[i]));
   for (const std::string& gate : graphs.gates) out.emplace(gate, gate_io(m));
@@ -138,7 +142,7 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
   for (size_t i = 0; i < m.stages.size(); ++i) {
     int64_t at_once = row % kAlignment == 0 ? 1 : longest(m.dialects.at(set_.dialect).stages[i]);
     auto bytes = 2 * m.stages[i].layers() * static_cast<int64_t>(aligned(row * static_cast<size_t>(at_once)));
-    out[kNewSlots] = std::max(out[kNewSlots], bytes);
+    out[new_slots_of(m.stages[i])] = bytes;
   }
   return out;
 }
@@ -182,6 +186,7 @@ GraphOutputs LoadedEngines::run(const std::string& graph, const std::vector<Grap
   used.enqueue();
   GraphOutputs out;
   for (const TensorSpec& spec : given) {
+    if (spec.dtype == "int32") continue;  // the best token, for steps
     GraphOutput& output = out[spec.name];
     for (const auto& size : spec.shape) {
       const int64_t* fixed = std::get_if<int64_t>(&size);

@@ -35,8 +35,9 @@ class Context {
   Addresses addresses_;
 };
 
-constexpr char kNewSlots[] = "new K and V";  // the buffer for those that an engine cannot write where they belong
-constexpr int kDecode = 0, kPrefill = -1;    // of an engine's profiles, which may be one and the same
+// The buffer for new K and V of a stage that its engine cannot write where they belong.
+std::string new_slots_of(const StageSpec& stage);
+constexpr int kDecode = 0, kPrefill = -1;  // of an engine's profiles, which may be one and the same
 
 // The engines of every graph. All of them share their working memory and, by name, their inputs and outputs.
 class LoadedEngines {

@@ -17,8 +17,6 @@ using Size = std::pair<int64_t, int64_t>;  // width, height
 
 constexpr double kClearlyMore = 1.1;  // times the side of the grid that it is shrunk to
 
-double real_of(int64_t value) { return static_cast<double>(value); }
-
 // Python's //.
 double floored(double value, double by) {
   double quotient = (value - std::fmod(value, by)) / by, whole = std::floor(quotient);
@@ -122,9 +120,9 @@ class Anyres : public TiledLayout {
     return tokens_ + down * (across + unpads_);
   }
 
-  std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
+  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
     bool barred = padded_ && picture.width != picture.height;
-    std::vector<Floats> out{preprocess(picture, barred ? among_several(settings) : settings)};
+    std::vector<Pixels> out{preprocess(picture, barred ? among_several(settings) : settings)};
     if (!resolutions_.empty()) cut_tiles(padded(picture, settings.resample), settings, out);
     return out;
   }

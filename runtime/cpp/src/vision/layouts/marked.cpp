@@ -69,14 +69,14 @@ class MarkedTiles : public TiledLayout {
     return out;
   }
 
-  std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
+  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
     auto at = [&](const Picture& from, const Size& size) {
       return resized(from, static_cast<int>(size.first), static_cast<int>(size.second), settings.resample);
     };
     Picture image = at(picture, resized_size(picture.width, picture.height));
     auto [columns, rows] = grid(image.width, image.height);
     image = at(image, {columns * tile_, rows * tile_});
-    std::vector<Floats> out;
+    std::vector<Pixels> out;
     if (columns * rows > 1) cut_tiles(image, settings, out);
     out.push_back(preprocess(image, settings));
     return out;

@@ -9,17 +9,13 @@ class Single : public Layout {
  public:
   explicit Single(int64_t tokens) : tokens_(tokens) {}
   int64_t max_tokens() const override { return tokens_; }
-  int64_t max_views() const override { return 1; }
   void check(const TowerSpec& tower) const override {
     if (tokens_ != tower.tokens)
       fail(Kind::bundle, "vtx.json: the image layout says ", tokens_, " tokens an image, the tower gives ", tower.tokens,
            "; export the bundle again");
   }
-  LayoutPtr limited(int64_t) const override {
-    fail(Kind::request, "max_tiles has no effect here: this model sees each image in one piece; leave it out");
-  }
   int64_t count(int64_t, int64_t) const override { return tokens_; }
-  std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
+  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
     return {preprocess(picture, settings)};
   }
   std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t, int64_t, const Rows&) const override {

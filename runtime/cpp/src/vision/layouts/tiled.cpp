@@ -19,7 +19,7 @@ std::shared_ptr<const ImageTokens> TiledLayout::arrange(const Views& views, int6
   return views.size() > 1 ? joined(views) : views.front();
 }
 
-void TiledLayout::cut_tiles(const Picture& picture, const ImageSettings& settings, std::vector<Floats>& views) const {
+void TiledLayout::cut_tiles(const Picture& picture, const ImageSettings& settings, std::vector<Pixels>& views) const {
   auto side = static_cast<int>(tile_);
   for (int y = 0; y < picture.height; y += side)
     for (int x = 0; x < picture.width; x += side) views.push_back(preprocess(cut(picture, x, y, side), settings));

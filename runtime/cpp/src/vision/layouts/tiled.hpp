@@ -22,7 +22,7 @@ class TiledLayout : public Layout {
   virtual LayoutPtr with_at_most(int64_t max_views) const = 0;
   virtual bool fits(const TowerSpec& tower) const { return tile_ == tower.image && tokens_ == tower.tokens; }
   // Adds the tiles of a picture that they cover to `views`, row by row.
-  void cut_tiles(const Picture& picture, const ImageSettings& settings, std::vector<Floats>& views) const;
+  void cut_tiles(const Picture& picture, const ImageSettings& settings, std::vector<Pixels>& views) const;
 
   const int64_t tile_, tokens_;
 };

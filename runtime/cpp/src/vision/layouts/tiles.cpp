@@ -27,10 +27,10 @@ class Tiles : public TiledLayout {
     return tokens_ * (columns * rows + (columns * rows > 1 ? 1 : 0));
   }
 
-  std::vector<Floats> views(const Picture& picture, const ImageSettings& settings) const override {
+  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
     auto [columns, rows] = grid(picture.width, picture.height);
     auto side = static_cast<int>(tile_);
-    std::vector<Floats> out;
+    std::vector<Pixels> out;
     cut_tiles(resized(picture, static_cast<int>(columns) * side, static_cast<int>(rows) * side, settings.resample), settings,
               out);
     if (out.size() > 1) out.push_back(preprocess(picture, settings));

@@ -1,0 +1,194 @@
+"""Decoder layers with the gated delta rule in place of attention: Qwen3.5.
+
+Each value head has a matrix S [key size, value size]. A token with key k, value v, decay exp(g) and rate beta makes it
+S' = exp(g) S + beta k (v - k exp(g) S), and reads q S'. One token is computed so. Many go in chunks of up to `CHUNK`,
+within which the values that the tokens write are those of a triangular system (arXiv 2406.06484, 2412.06464), and a
+loop carries S from one chunk to the next. All of it is float32, as are the states.
+
+Queries, keys and values are convolved before, and what is read is normed and gated behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from vtx.exporter.checkpoint.text_config import TextConfig
+from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors
+from vtx.exporter.graphs.states import END, States
+from vtx.runtime.bundle.spec.model_spec import DeltaSpec
+
+CHUNK = 64  # a power of two
+NORM = np.array(1e-6, np.float32)  # added to the square of a query's or key's length
+NEVER = np.array(-1e30, np.float32)  # whose exponential is 0
+
+
+def delta_tensors(c: TextConfig, name: str) -> Shapes:
+    assert c.delta is not None
+    d = c.delta
+    for part, width in (("qkv", d.channels), ("z", d.values), ("b", d.value_heads), ("a", d.value_heads)):
+        yield from linear_tensors(f"{name}.in_proj_{part}", width, c.hidden, bias=False)
+    yield f"{name}.conv1d.weight", (d.channels, 1, c.conv_taps)
+    yield f"{name}.A_log", (d.value_heads,)
+    yield f"{name}.dt_bias", (d.value_heads,)
+    yield f"{name}.norm.weight", (d.value_dim,)
+    yield from linear_tensors(f"{name}.out_proj", c.hidden, d.values, bias=False)
+
+
+def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, name: str, layer: int) -> ir.Value:
+    """The layer's gated delta rule over hidden states [tokens, hidden]."""
+    d = c.delta
+    assert d is not None
+    columns, memory = states.read(layer)
+    assert memory is not None
+    joined = states.apart(b.linear(x, f"{name}.in_proj_qkv", bias=False), d.channels)
+    mixed, kept = states.convolve(joined, columns, f"{name}.conv1d")
+    parts = b.constant([d.keys, d.keys, d.values])
+    q, k, v = b.ops("Split", b.to_float32(activate(b, mixed, c.activation)), parts, outputs=3, axis=-1)
+    q = b.op("Mul", _of_heads(b, q, d.key_heads, d.key_dim, d.value_heads), _number(b, d.key_dim**-0.5))
+    k = _of_heads(b, k, d.key_heads, d.key_dim, d.value_heads)
+    v = b.op("Transpose", b.reshape(v, 0, 0, d.value_heads, d.value_dim), perm=[0, 2, 1, 3])
+    gates = []
+    for part in "ba":  # [conversations, value heads, tokens of each, 1]
+        numbers = states.apart(b.to_float32(b.linear(x, f"{name}.in_proj_{part}", bias=False)), d.value_heads)
+        gates.append(b.op("Unsqueeze", b.op("Transpose", numbers, perm=[0, 2, 1]), b.constant([3])))
+    beta, steps = b.op("Sigmoid", gates[0]), b.reshape(b.weight(f"{name}.dt_bias", FLOAT), -1, 1, 1)
+    rate = b.op("Neg", b.op("Exp", b.reshape(b.weight(f"{name}.A_log", FLOAT), -1, 1, 1)))
+    decay = b.op("Mul", b.op("Softplus", b.op("Add", gates[1], steps)), rate)
+    heads = b.op("Concat", states.conversations, b.constant([d.value_heads, d.key_dim, d.value_dim]), axis=0)
+    matrices = b.op("Reshape", memory, heads)
+    each = b.op("Shape", q, start=2, end=3)
+    single = b.op("Squeeze", b.op("Equal", each, b.constant([1])))
+    ends = b.op("Sub", states.ends, b.constant([1]))
+    read, new = b.choose(
+        single,
+        lambda: _one(b, matrices, q, k, v, beta, decay, ends),
+        lambda: _many(b, d, matrices, q, k, v, beta, decay, ends, each),
+    )
+    states.keep(b.op("Concat", kept, b.reshape(new, 0, -1, d.memory), axis=-1))
+    read = b.from_float32(b.reshape(b.op("Transpose", read, perm=[0, 2, 1, 3]), -1, d.value_heads, d.value_dim))
+    gate = b.reshape(b.linear(x, f"{name}.in_proj_z", bias=False), -1, d.value_heads, d.value_dim)
+    normed = b.op("Mul", b.dialect.norm(b, read, f"{name}.norm.weight", c.eps), activate(b, gate, "silu"))
+    return b.linear(b.reshape(normed, -1, d.values), f"{name}.out_proj", bias=False)
+
+
+def _number(b: Builder, value: float) -> ir.Value:
+    return b.constant(np.array(value, np.float32))
+
+
+def _of_heads(b: Builder, x: ir.Value, heads: int, width: int, serving: int) -> ir.Value:
+    """Queries or keys of length 1 for each value head, [conversations, value heads, tokens of each, width]."""
+    x = b.reshape(x, 0, 0, heads, width)
+    size = b.op("ReduceSum", b.op("Mul", x, x), b.constant([-1]), keepdims=1)
+    x = b.op("Transpose", b.op("Div", x, b.op("Sqrt", b.op("Add", size, b.constant(NORM)))), perm=[0, 2, 1, 3])
+    if serving == heads:
+        return x
+    shape = b.op("Concat", b.op("Shape", x, start=0, end=2), b.constant([serving // heads]), axis=0)
+    shape = b.op("Concat", shape, b.op("Shape", x, start=2, end=4), axis=0)
+    spread = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), shape)
+    joined = b.op("Concat", b.op("Shape", x, start=0, end=1), b.constant([serving, -1, width]), axis=0)
+    return b.op("Reshape", spread, joined)
+
+
+def _turned(b: Builder, x: ir.Value) -> ir.Value:
+    """The last two of five axes swapped."""
+    return b.op("Transpose", x, perm=[0, 1, 2, 4, 3])
+
+
+def _one(
+    b: Builder, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value,
+    ends: ir.Value,
+) -> tuple[ir.Value, ir.Value]:  # fmt: skip
+    """Results of one token of each conversation, and the new matrices [conversations, ends, heads, ...]."""
+    matrices = b.op("Mul", matrices, b.op("Exp", decay))
+    written = b.op("Mul", b.op("Sub", v, b.op("MatMul", k, matrices)), beta)
+    matrices = b.op("Add", matrices, b.op("Mul", b.op("Transpose", k, perm=[0, 1, 3, 2]), written))
+    kept = b.op("Gather", b.op("Unsqueeze", matrices, b.constant([1])), ends, axis=1)
+    return b.op("MatMul", q, matrices), kept
+
+
+def _many(
+    b: Builder, d: DeltaSpec, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value,
+    decay: ir.Value, ends: ir.Value, each: ir.Value,
+) -> tuple[ir.Value, ir.Value]:  # fmt: skip
+    """The same of any number of tokens."""
+    size = b.op("Min", each, b.constant([CHUNK]))  # of a chunk
+    q, k, v, beta, decay = _in_chunks(b, (q, k, v, beta, decay), (d.key_dim, d.key_dim, d.value_dim, 1, 1), size)
+    passed = b.op("CumSum", decay, b.constant(np.array(3)))  # decay since the chunk's begin, as a logarithm
+    keys = _turned(b, k)
+    lower = b.op("Cast", _square(b, np.tri(CHUNK, dtype=np.float32), size), to=ir.DataType.BOOL.value)
+    between = b.op("Sub", passed, _turned(b, passed))
+    between = b.op("Exp", b.op("Where", lower, between, b.constant(NEVER)))  # of token j's until token i, i >= j
+    scaled = b.op("Mul", k, beta)
+    inverse = _inverse(b, b.op("Mul", b.op("MatMul", scaled, keys), between), size)
+    since = b.op("Exp", passed)
+    values = b.op("MatMul", inverse, b.op("Mul", v, beta))
+    reads = b.op("MatMul", inverse, b.op("Mul", scaled, since))
+    within = b.op("Mul", b.op("MatMul", q, keys), between)
+    last = b.op("Slice", passed, b.constant([-1]), b.constant([END]), b.constant([3]))
+    kept = _turned(b, b.op("Mul", k, b.op("Exp", b.op("Sub", last, passed))))
+
+    def step(before: ir.Value, *parts: ir.Value) -> tuple[ir.Value, ...]:
+        values, reads, asks, within, kept, decayed = parts
+        written = b.op("Sub", values, b.op("MatMul", reads, before))
+        out = b.op("Add", b.op("MatMul", asks, before), b.op("MatMul", within, written))
+        after = b.op("Add", b.op("Mul", before, decayed), b.op("MatMul", kept, written))
+        return after, out, written, b.op("Identity", before)
+
+    asks = b.op("Mul", q, since)
+    _, out, written, begins = b.scan(step, matrices, (values, reads, asks, within, kept, b.op("Exp", last)))
+    chunk, place = b.op("Div", ends, size), b.op("Unsqueeze", b.op("Mod", ends, size), b.constant([1]))
+    order = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", size), b.constant(np.array(1)))
+    seen, own = (  # [ends, 1, 1, tokens of a chunk, 1]
+        b.op("Unsqueeze", b.op(compare, order, place), b.constant([1, 2, 4])) for compare in ("LessOrEqual", "Equal")
+    )
+    k, passed, written, begins = (b.op("Gather", part, chunk, axis=0) for part in (k, passed, written, begins))
+    until = b.op("ReduceSum", b.op("Where", own, passed, _number(b, 0)), b.constant([3]), keepdims=1)
+    weights = b.op("Exp", b.op("Where", seen, b.op("Sub", until, passed), b.constant(NEVER)))
+    added = b.op("MatMul", _turned(b, b.op("Mul", k, weights)), written)
+    at_ends = b.op("Add", b.op("Mul", begins, b.op("Exp", until)), added)
+    # [chunks, conversations, heads, tokens of a chunk, width] in order again, without what was padded
+    shape = b.op("Concat", b.op("Shape", v, start=1, end=3), b.constant([-1]), b.op("Shape", v, start=4), axis=0)
+    out = b.op("Reshape", b.op("Transpose", out, perm=[1, 2, 0, 3, 4]), shape)
+    out = b.op("Slice", out, b.constant([0]), each, b.constant([2]))
+    return out, b.op("Transpose", at_ends, perm=[1, 0, 2, 3, 4])
+
+
+def _in_chunks(b: Builder, parts: Sequence[ir.Value], widths: Sequence[int], size: ir.Value) -> Sequence[ir.Value]:
+    """Parts [conversations, heads, tokens, width] as [chunks, conversations, heads, tokens of a chunk, width].
+
+    The last chunk is filled up with zeros: tokens that change nothing and are not read.
+    """
+    joined = b.op("Concat", *parts, axis=-1)
+    missing = b.op("Mod", b.op("Neg", b.op("Shape", joined, start=2, end=3)), size)
+    pads = b.op("Concat", b.constant([0] * 6), missing, b.constant([0]), axis=0)
+    shape = (b.op("Shape", joined, start=0, end=2), b.constant([-1]), size, b.constant([sum(widths)]))
+    apart = b.op("Reshape", b.op("Pad", joined, pads), b.op("Concat", *shape, axis=0))
+    apart = b.op("Transpose", apart, perm=[2, 0, 1, 3, 4])
+    return b.ops("Split", apart, b.constant([*widths]), outputs=len(widths), axis=-1)
+
+
+def _inverse(b: Builder, system: ir.Value, size: ir.Value) -> ir.Value:
+    """The inverse of 1 + the strictly lower part of [..., size, size].
+
+    Blocks of one row are their own inverses. Those of twice as many have the inverses of both halves, X, and beneath
+    the diagonal - X system X; every step does all of them, and computes with no number larger than the inverse has.
+    """
+    inverse, rows = _square(b, np.eye(CHUNK, dtype=np.float32), size), np.arange(CHUNK)
+    for block in 1 << np.arange(CHUNK.bit_length() - 1):
+        pair, half = rows // (2 * block), rows // block % 2
+        beneath = (pair[:, None] == pair) & (half[:, None] > half)
+        part = b.op("Mul", system, _square(b, beneath.astype(np.float32), size))
+        if block > 1:
+            part = b.op("MatMul", b.op("MatMul", inverse, part), inverse)
+        inverse = b.op("Sub", inverse, part)
+    return inverse
+
+
+def _square(b: Builder, table: NDArray[np.float32], size: ir.Value) -> ir.Value:
+    """The first `size` rows and columns of a constant."""
+    return b.op("Slice", b.constant(table), b.constant([0, 0]), b.op("Concat", size, size, axis=0))

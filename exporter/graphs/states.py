@@ -1,0 +1,76 @@
+"""The states of a stage's layers with a convolution: one input and one output hold those of all of them.
+
+The state's axis of conversations says how the tokens of a run divide among them. A state begins with what the layer
+convolves of the last `conv_taps - 1` tokens, zeros before the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from vtx.exporter.checkpoint.text_config import TextConfig
+from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.runtime.bundle.spec import names
+
+END = 1 << 30  # of any axis
+
+
+class States:
+    """The states of `layers`, each to be read by `read` and its successors given to `keep` once."""
+
+    def __init__(self, b: Builder, c: TextConfig, layers: Sequence[int]) -> None:
+        self._b, self._c, self._layers, columns = b, c, layers, c.conv_taps - 1
+        self._past = b.input(names.STATE, FLOAT, [len(layers), "conversations", c.state_numbers])
+        self.ends = b.input(names.STATE_ENDS, ir.DataType.INT64, ["ends"])
+        each = b.op("Add", b.op("Unsqueeze", self.ends, b.constant([1])), b.constant(list(range(columns))))
+        self._columns = b.reshape(each, -1)  # of the past and the run together, the columns that are given out
+        self.conversations = b.op("Shape", self._past, start=1, end=2)
+        self._states: list[ir.Value] = []
+
+    def apart(self, x: ir.Value, *sizes: int) -> ir.Value:
+        """[tokens, ...] to [conversations, tokens of each, *sizes]."""
+        b = self._b
+        return b.op("Reshape", x, b.op("Concat", self.conversations, b.constant([-1, *sizes]), axis=0))
+
+    def read(self, layer: int) -> tuple[ir.Value, ir.Value | None]:
+        """A layer's last columns [conversations, taps - 1, channels], and the rest of its state, [conversations, n]."""
+        b, c, axis, rest = self._b, self._c, self._b.constant([1]), None
+        columns = (c.conv_taps - 1) * c.convolved
+        past = b.op("Gather", self._past, b.constant(np.array(self._layers.index(layer))), axis=0)
+        if columns < c.state_numbers:
+            rest = b.op("Slice", past, b.constant([columns]), b.constant([END]), axis)
+            past = b.op("Slice", past, b.constant([0]), b.constant([columns]), axis)
+        return b.from_float32(b.reshape(past, 0, c.conv_taps - 1, c.convolved)), rest
+
+    def convolve(self, new: ir.Value, past: ir.Value, name: str, *, bias: bool = False) -> tuple[ir.Value, ir.Value]:
+        """The convolution of each channel of `new` [conversations, each, channels] by the weight `name`.
+
+        Also the columns [conversations, ends, columns * channels] of the states that are given out.
+        """
+        b, c, axis, taps = self._b, self._c, self._b.constant([1]), self._c.conv_taps
+        columns = b.op("Concat", past, new, axis=1)
+        kernel, mixed = b.weight(f"{name}.weight"), list[ir.Value]()
+        for tap in range(taps):
+            seen = b.op("Slice", columns, b.constant([tap]), b.constant([tap + 1 - taps or END]), axis)
+            weight = b.reshape(b.op("Gather", kernel, b.constant(np.array(tap)), axis=2), c.convolved)
+            mixed.append(b.op("Mul", seen, weight))
+        y = mixed[0]
+        for part in mixed[1:]:
+            y = b.op("Add", y, part)
+        if bias:
+            y = b.op("Add", y, b.weight(f"{name}.bias"))
+        kept = b.to_float32(b.op("Gather", columns, self._columns, axis=1))
+        return y, b.reshape(kept, 0, -1, (taps - 1) * c.convolved)
+
+    def keep(self, state: ir.Value) -> None:
+        """Give out the next layer's states [conversations, ends, numbers]."""
+        self._states.append(self._b.op("Unsqueeze", state, self._b.constant([0])))
+
+    def finish(self) -> None:
+        """Declare the states as an output."""
+        states = self._b.op("Concat", *self._states, axis=0)
+        shape: list[int | str] = [len(self._layers), "conversations", "ends", self._c.state_numbers]
+        self._b.output(states, names.STATE_OUT, FLOAT, shape)

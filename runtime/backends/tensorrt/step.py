@@ -1,0 +1,88 @@
+"""One token through the embedding, every stage and the head on the device: one launch, one wait.
+
+Ids and positions go in, the best token and its hidden state come out; the logits stay on the device unless they are
+asked for. The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones
+launch it. K and V of the token are copied behind the filled slots afterwards, since their address changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from vtx.runtime.backends.backend import Step
+from vtx.runtime.backends.tensorrt.cache import DeviceSlots, TensorrtStageCache
+from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
+from vtx.runtime.bundle.spec import names
+
+log = logging.getLogger(__name__)
+RECORDINGS = 4  # that a stage's memory keeps, each with other memory of the stages before it
+
+
+class TokenSteps:
+    """The steps of a backend's conversations, by the graphs `embed` and `head`, and every stage's memory."""
+
+    def __init__(self, shared: TensorrtCacheContext, embed: str, head: str, vocab: int) -> None:
+        cuda, engines, hidden = shared.cuda, shared.engines, shared.model.hidden
+        self._shared = shared
+        self._ids, self._best = cuda.pinned((1,), np.int64), cuda.pinned((1,), np.int32)
+        self._state, self._logits = cuda.pinned((hidden,), np.float32), cuda.pinned((vocab,), np.float32)
+        # the stages' token inputs that the embedding does not give, which are zeros for text
+        self._zeros = {
+            names.token_input(each.name): cuda.pinned((1, each.width), np.float32)
+            for each in shared.token_inputs if not each.of_text
+        }  # fmt: skip
+        self._embed, self._head = (engines.new_context(graph, 0, captures=True) for graph in (embed, head))
+        for context, name, shape in ((self._embed, names.IDS, (1,)), (self._head, names.HIDDEN, (1, hidden))):
+            tensors = (*context.engine.inputs, *context.engine.outputs)
+            context.bind({name: shape}, {tensor: engines.address(tensor) for tensor in tensors})
+        self._recordable = self._embed.records
+
+    def run(self, caches: Sequence[TensorrtStageCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
+        """Run a token behind each stage's filled slots, for which there is room."""
+        cuda, memories = self._shared.cuda, [cache.memory for cache in caches]
+        self._ids[0] = token
+        for cache, memory, position in zip(caches, memories, positions, strict=True):
+            memory.position[0, 0], memory.total[0] = position, cache.length + 1
+        self._launch(memories)
+        for cache, memory in zip(caches, memories, strict=True):
+            memory.put(cache.length, 1)
+        if logits:
+            cuda.copy_out(self._logits, self._shared.engines.address(names.LOGITS))
+        cuda.wait()
+        return Step(int(self._best[0]), self._state.copy(), self._logits.copy() if logits else None)
+
+    def _launch(self, memories: Sequence[DeviceSlots]) -> None:
+        recordings, key = memories[-1].recordings, tuple(memory.number for memory in memories)
+        graph = recordings.get(key)
+        if graph is None and key in recordings and self._recordable:
+            capturable = all(context.capturable for context in (self._embed, *(m.decode for m in memories), self._head))
+            graph = self._shared.cuda.record(lambda: self._queue(memories)) if capturable else None
+            self._recordable = graph is not None
+            if not self._recordable:
+                log.warning("decoding cannot be recorded into a CUDA graph; its tokens are queued one by one")
+        elif key not in recordings and len(recordings) == RECORDINGS:
+            recordings.clear()
+        recordings[key] = graph
+        if graph is None:
+            self._queue(memories)
+        else:
+            graph.launch()
+
+    def _queue(self, memories: Sequence[DeviceSlots]) -> None:
+        cuda, address = self._shared.cuda, self._shared.engines.address
+        hidden, hidden_out, nbytes = address(names.HIDDEN), address(names.HIDDEN_OUT), self._state.nbytes
+        cuda.copy_in(address(names.IDS), self._ids)
+        for name, zeros in self._zeros.items():
+            cuda.copy_in(address(name), zeros)
+        self._embed.enqueue()
+        for memory in memories:
+            cuda.copy_in(address(names.POSITIONS), memory.position)
+            cuda.copy_in(address(names.TOTAL_SLOTS), memory.total)
+            memory.decode.enqueue()
+            cuda.copy_rows(hidden, nbytes, hidden_out, nbytes, nbytes, 1)
+        self._head.enqueue()
+        cuda.copy_out(self._state, hidden)
+        cuda.copy_out(self._best, address(names.BEST))

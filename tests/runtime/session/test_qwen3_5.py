@@ -1,0 +1,434 @@
+"""Qwen3.5: layers with the gated delta rule, whose states are large, and attention with gates and partial rotation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from tests.support.bundles import ORT, export, export_with
+from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
+from tests.support.families.qwen import QWEN35
+from tests.support.parity import QUESTIONS, assert_answers_as_reference, assert_chat_as_reference
+from tests.support.parity import assert_later_equal_fresh as assert_later
+from tests.support.reduced import Talk, word
+from tests.support.reference import Reference
+from tests.support.statement import Method, Statement
+from tests.support.tiny import make, prompt_messages, random_image
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.assembly import open_checkpoint
+from vtx.exporter.checkpoint.families.registry import read_config
+from vtx.exporter.checkpoint.spec import model_size
+from vtx.exporter.graphs.gated_delta import CHUNK
+from vtx.exporter.reference.model import Encoded
+from vtx.exporter.reference.model import Reference as Plain
+from vtx.exporter.tuning.options import check_tunable
+from vtx.exporter.weights.scaling import channels, scalings
+from vtx.exporter.weights.tensors import CheckpointWeights
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import MAX_DRAFT, Options
+from vtx.runtime.backends import slots
+from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.slots import RECENT, StateHistory
+from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
+from vtx.runtime.report.golden import check_golden
+from vtx.runtime.session.session import Session
+from vtx.runtime.vision.tokens import TokenStates
+from vtx.tools.estimate import flops
+from vtx.tools.estimate.weights import all_weights
+
+TOLERANCE = 1e-4  # in float32 transformers' two forms of the rule differ by half of it
+KS = (2, 3, 5, 8)  # 2 and 8 leave stages without attention
+SMALL, WIDE = (64, 64), (300, 160)  # of 4 and of 45 tokens
+METHODS = (
+    Method(fastv=(2, 0.5)),
+    Method(fastv=(5, 0.5)),
+    Method(fastv=(2, 0.75), k=5),
+    Method(dart=(8, 2, 2, 2)),
+    Method(cdpruner=(8, "embedding")),
+    Method(divprune=8, k=5),
+)
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+Export = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tiny_checkpoint(QWEN35), tmp_path_factory.mktemp("qwen3.5") / "bundle", KS, "fp32").folder
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
+    with load(folder, device=request.param, threads=THREADS) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def reduced(
+    request: pytest.FixtureRequest, tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    words = tuple(dict.fromkeys(word(replace(method, k=None)) for method in METHODS))
+    place = tmp_path_factory.mktemp("reduced") / "bundle"
+    made = export(tiny_checkpoint(QWEN35), place, (5,), "fp32", reductions=words).folder
+    with load(made, device=request.param, threads=THREADS) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def judge(reference: Callable[..., Reference]) -> Reference:
+    return reference(QWEN35)
+
+
+@pytest.mark.parametrize("shapes", [(WIDE,), (SMALL, WIDE)], ids=["one image", "two images"])
+def test_a_bundle_answers_as_transformers_and_at_k_as_layers_that_are_fed_the_text_alone(
+    model: Model, judge: Reference, shapes: tuple[tuple[int, int], ...]
+) -> None:
+    images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
+    messages = prompt_messages(QUESTIONS[1], len(images))
+    assert_answers_as_reference(model, judge, messages, images, TOLERANCE)
+
+
+@pytest.mark.parametrize("k", [None, *KS])
+def test_at_every_k_the_rule_is_that_of_the_plain_statement(model: Model, judge: Reference, k: int | None) -> None:
+    """The statement computes a token after the other, without transformers' code for the rule."""
+    messages, images = prompt_messages(QUESTIONS[2]), [random_image(3, WIDE)]
+    wanted = Statement(judge).answer(judge.inputs(messages, images), Method(k=k), 4)
+    found = answer(Session(model.backend, model.manifest), prompt(model, messages, images), policy(k), 4)
+    assert found.argmax(-1).tolist() == wanted.ids
+    np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("k", [None, *KS])
+def test_later_questions_and_turns_go_back_to_the_state_behind_the_image(
+    model: Model, judge: Reference, k: int | None
+) -> None:
+    images = [random_image(0, WIDE), random_image(1, SMALL)]
+    assert_later(model, images, k, tolerance=TOLERANCE)
+    assert_chat_as_reference(model, judge, images, k, TOLERANCE)
+
+
+def run(
+    cache: StageCache, states: NDArray[np.float32], parts: Sequence[int]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Hidden states that go through a stage in runs of so many tokens each, and the stage's last state."""
+    cache.keep(0)
+    found, at = list[NDArray[np.float32]](), 0
+    for count in parts:
+        end = at + count
+        positions = np.arange(at, end)
+        found.append(cache.append(TokenStates(states[at:end], {}), positions).copy())
+        at = end
+    history: StateHistory = cache.states  # type: ignore[attr-defined]
+    return np.concatenate(found), history.at(at)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 31, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 7])
+@pytest.mark.parametrize("equal", [False, True], ids=["random", "equal"])
+def test_any_number_of_tokens_in_one_run_is_as_one_token_after_the_other(model: Model, count: int, equal: bool) -> None:
+    """Equal tokens have equal keys: a system that a sum of powers would solve with numbers of 10^17."""
+    rng = np.random.default_rng(count)
+    states = rng.standard_normal((count, model.manifest.model.hidden), dtype=np.float32)
+    states = np.broadcast_to(states[:1], states.shape).copy() if equal else states
+    cache = model.backend.stage(1, 256)  # layer 2 with attention alone, or layers of both kinds
+    cache = cache if model.manifest.stages[1].stateful else model.backend.stage(2, 256)
+    single, last = run(cache, states, [1] * count)
+    for parts in ([count], [count // 2, count - count // 2], [*[5] * (count // 5), count % 5]):
+        found, state = run(cache, states, [part for part in parts if part])
+        np.testing.assert_allclose(found, single, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(state, last, atol=TOLERANCE, rtol=0)
+
+
+def test_states_within_a_run_are_those_of_a_run_that_ends_there(model: Model) -> None:
+    rng, ends = np.random.default_rng(0), (1, 17, CHUNK - 1, CHUNK, CHUNK + 1, 100, 2 * CHUNK)
+    states = rng.standard_normal((2 * CHUNK + 30, model.manifest.model.hidden), dtype=np.float32)
+    cache: Any = model.backend.stage(0, 256)
+    for end in ends:
+        _, wanted = run(cache, states[:end], [end])
+        cache.keep(0)
+        cache.mark(end)
+        cache.append(TokenStates(states, {}), np.arange(len(states)))
+        np.testing.assert_allclose(cache.states.at(end), wanted, atol=TOLERANCE, rtol=0)
+        assert cache.nearest(len(states)) == len(states)
+
+
+@pytest.mark.parametrize("right", [0, 2, MAX_DRAFT])
+@pytest.mark.parametrize("k", [None, 3])
+def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(model: Model, k: int | None, right: int) -> None:
+    asked = prompt(model, prompt_messages("red?"), [random_image(0, WIDE)])
+    wanted = answer(Session(model.backend, model.manifest), asked, policy(k), MAX_DRAFT + 4)
+    ids, session = wanted.argmax(-1).tolist(), Session(model.backend, model.manifest)
+    session.prefill(asked, policy(k))
+    assert session.draft_room == MAX_DRAFT
+    draft = [*ids[1 : 1 + right], *[7] * (MAX_DRAFT - right)]
+    found = [session.decode(ids[0], draft)]
+    while (logits := session.accept(ids[len(found)])) is not None:
+        found.append(logits)
+    assert len(found) == 1 + right
+    session.try_tokens([5, 6, 7] * 40)
+    found += [session.decode(ids[number]) for number in range(len(found), len(found) + 2)]
+    np.testing.assert_allclose(found, wanted[1 : 1 + len(found)], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("back", [1, RECENT, 3 * RECENT])
+def test_a_turn_that_changes_an_earlier_one_goes_back_to_a_state_that_is_held(model: Model, back: int) -> None:
+    session, asked = Session(model.backend, model.manifest), prompt(model, prompt_messages("red?"), [random_image(0)])
+    done = session.prefill(asked, policy(3))
+    ids, rows = list[int](), [done.logits]
+    for _ in range(4 * RECENT):
+        ids.append(int(rows[-1].argmax()))
+        rows.append(session.decode(ids[-1]))
+    changed = [*ids[:-back], 7, 8, 9]
+    longer = replace(
+        asked, ids=np.concatenate([asked.ids, changed]), is_vision=np.pad(asked.is_vision, (0, len(changed)))
+    )
+    found = session.prefill(longer, policy(3), after=done.selection)
+    alone = Session(model.backend, model.manifest).prefill(longer, policy(3))
+    np.testing.assert_allclose(found.logits, alone.logits, atol=TOLERANCE, rtol=0)
+    assert (found.reused_tokens > len(asked.ids)) == (back <= RECENT)
+
+
+def test_large_states_are_held_for_few_tokens_and_answers_stay_the_same(
+    folder: Path, judge: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in published models, a layer of which has a state of 1 or 2 MiB."""
+    with load(folder, device="cpu", threads=THREADS) as loaded:
+        each = 4 * loaded.manifest.model.state_numbers
+        monkeypatch.setattr(slots, "STATE_BYTES", 3 * each)
+        images = [random_image(0, WIDE)]
+        assert_later(loaded, images, 3, tolerance=TOLERANCE)
+        assert_chat_as_reference(loaded, judge, images, 3, TOLERANCE)
+        session = Session(loaded.backend, loaded.manifest)
+        before = session.state_bytes
+        asked = prompt(loaded, prompt_messages("red?"), images)
+        answer(session, asked, policy(None), 40)
+        assert session.draft_room == 2
+        held = sum(len(stage.stateful) for stage in loaded.manifest.stages) * each
+        # those of 0 tokens, of the image's end, of the question's end, and of the last ones
+        assert before == 0
+        assert session.state_bytes <= 7 * held
+
+
+def test_of_many_turns_the_image_s_end_and_the_last_ones_are_held(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(folder, device="cpu", threads=THREADS) as loaded:
+        spec = loaded.manifest.model
+    monkeypatch.setattr(slots, "STATE_BYTES", 2 * 4 * spec.state_numbers)
+    history = StateHistory(StageSpec(1, 1, caches=("state",)), spec)
+    for turn in range(20):
+        history.mark(10 + 5 * turn)
+    assert history.marks == {10, 100, 105}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=word)
+def test_reductions_are_those_of_the_statement(reduced: Model, judge: Reference, method: Method) -> None:
+    images, messages = [random_image(0, WIDE)], prompt_messages(QUESTIONS[1])
+    wanted, talk = Statement(judge).answer(judge.inputs(messages, images), method, 6), Talk(reduced)
+    for _ in range(2):  # also with caches that hold another question's
+        found = talk.ask(messages, images, method, 6)
+        assert found.ids == wanted.ids
+        assert {cut: kept for cut, kept in found.kept.items() if kept} == wanted.kept
+        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        talk.ask(prompt_messages("red?"), images, method, 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("fastv:k=3", "reads the attention of layer 3, which has the gated delta rule in this model; .*: 2, 5, 7"),
+        ("dart:keep=8,k=4", "reads the attention of layer 4, which has the gated delta rule"),
+        (
+            "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0",
+            "layers with the gated delta rule keep a state, from which none can be taken",
+        ),
+        ("visionzip:64", "merges patches by the attention of the tower's class token"),
+    ],
+)
+def test_reductions_that_read_what_is_not_there_are_refused_by_name(
+    tiny_checkpoint: Export, spec: str, reason: str
+) -> None:
+    with pytest.raises((UnsupportedModelError, RequestError), match=reason):
+        plan_export(ExportOptions(str(tiny_checkpoint(QWEN35)), (3,), "fp32", reductions=(spec,)))
+
+
+def edited(checkpoint: Path, place: Path, change: dict[str, Any], part: str | None = "text_config") -> Path:
+    """A copy of a checkpoint with other settings in a part of its configuration, or in all of it."""
+    shutil.copytree(checkpoint, place)
+    settings = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    (settings if part is None else settings[part]).update(change)
+    (place / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("text_config", {"layer_types": ["linear_attention"] * 8}, "none of this model's layers has attention"),
+        ("text_config", {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
+        (
+            "text_config", {"layer_types": ["sliding_attention", *["full_attention"] * 7]},
+            "layers of the kind 'sliding_attention' are not supported; vtx exports full_attention, linear_attention",
+        ),
+        ("text_config", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1 is not supported"),
+        ("text_config", {"linear_conv_kernel_dim": 3}, "has shape"),
+        ("text_config", {"linear_num_value_heads": 3}, "is not a multiple of linear_num_key_heads 2"),
+        ("text_config", {"linear_num_value_heads": 0}, "linear_num_value_heads"),
+        ("text_config", {"linear_key_head_dim": 1 << 20}, "linear_key_head_dim is 1048576, not a number from 1"),
+        ("text_config", {"attn_output_gate": False}, "attn_output_gate False is not supported"),
+        ("text_config", {"model_type": "qwen3_5_moe_text"}, "text model|qwen3_5_moe_text"),
+        (
+            "text_config", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.1}},
+            "rotates 1 numbers of a head, not an even number",
+        ),
+        (
+            "text_config", {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 2]}},
+            "mrope_section .* does not divide",
+        ),
+        ("vision_config", {"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes .* is not supported in a"),
+        (
+            None, {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]},
+            "mixture of experts is not supported; use a dense Qwen3.5",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_models_that_do_not_fit_are_refused_by_name(
+    tiny_checkpoint: Export, tmp_path: Path, part: str | None, change: dict[str, Any], reason: str
+) -> None:
+    broken = edited(tiny_checkpoint(replace(QWEN35, names="saved")), tmp_path / "broken", change, part)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
+        plan_export(ExportOptions(str(broken), (), "fp32"))
+
+
+def test_layers_for_drafts_in_the_checkpoint_are_left_out(tiny_checkpoint: Export, tmp_path: Path) -> None:
+    place = edited(tiny_checkpoint(QWEN35), tmp_path / "drafting", {"mtp_num_hidden_layers": 1})
+    tensors = load_file(place / "model.safetensors")
+    tensors |= {f"mtp.layers.0.{name}.weight": torch.ones(4, 4) for name in ("input_layernorm", "self_attn.q_proj")}
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    plan = plan_export(ExportOptions(str(place), (3,), "fp32"))
+    assert not any(name.startswith("mtp") for name in plan.weights.stored)
+
+
+def test_without_kinds_of_layers_each_fourth_has_attention(tmp_path: Path) -> None:
+    place = make(tmp_path / "checkpoint", replace(QWEN35, attending=(3, 7), names="saved"))
+    settings = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    del settings["text_config"]["layer_types"]
+    (place / "config.json").write_text(json.dumps(settings | {}), encoding="utf-8")
+    assert plan_export(ExportOptions(str(place), (), "fp32")).config.text.conv_layers == (1, 2, 3, 5, 6, 7)
+
+
+def test_graphs_for_gpus_are_left_out_and_tuning_is_refused(tiny_checkpoint: Export) -> None:
+    plan = plan_export(ExportOptions(str(tiny_checkpoint(QWEN35)), (3,), "fp32"))
+    assert any("backends of GPUs do not hold" in line for line in plan.warnings)
+    assert [*plan.dialects] == ["ort", "plain"]
+    with pytest.raises(UnsupportedModelError, match="vtx-tune does not know"):
+        check_tunable(plan.config, "this model", original=False)
+
+
+def test_a_plan_counts_the_weights_that_are_there(tiny_checkpoint: Export) -> None:
+    plan = plan_export(ExportOptions(str(tiny_checkpoint(QWEN35)), (), "fp32"))
+    size = model_size(plan.config, "tiny")
+    wanted = sum(
+        int(np.prod(tensor.shape))
+        for name, tensor in plan.weights.stored.items()
+        if name.startswith(("text.", "head."))
+    )
+    planned = [group for group in all_weights(size) if group.name.startswith(("text.", "head."))]
+    assert size.decoder.parameters == wanted
+    assert sum(group.count * int(np.prod(group.shape)) for group in planned) == wanted
+    one, two = (flops.append_flops(size.decoder, [layer], 1, 100) for layer in (1, 2))
+    assert one > 2 * size.decoder.macs_of([1])  # the rule's products beside the matrices
+    assert two == 2 * (size.decoder.macs_of([2]) + 2 * 101 * 4 * 16)
+
+
+def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(model: Model) -> None:
+    options = Options(4, ignore_eos=True, logprobs=True)
+    with model.open([random_image(0, WIDE)]) as conversation:
+        conversation.ask("red?", 5, options)
+        conversation.replace([random_image(1, WIDE)])
+        found = conversation.ask("red?", 5, options)
+    with model.open([random_image(1, WIDE)]) as fresh:
+        assert found.token_ids == fresh.ask("red?", 5, options).token_ids
+
+
+def test_text_alone_is_answered(model: Model, judge: Reference) -> None:
+    messages = prompt_messages(QUESTIONS[2], 0)
+    wanted = judge.greedy(judge.inputs(messages, []), 5, 4)
+    found = answer(Session(model.backend, model.manifest), prompt(model, messages, []), policy(5), 4)
+    np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_k_and_v_in_int8_have_scales_of_the_layers_with_attention(
+    tiny_checkpoint: Export, tmp_path: Path, device: str
+) -> None:
+    options = ExportOptions(str(tiny_checkpoint(QWEN35)), (3,), "fp32", kv_precision="int8", dialects=("ort", "plain"))
+    with load(export_with(options, tmp_path / "bundle").folder, device=device, threads=THREADS) as loaded:
+        assert all(check.passed for check in check_golden(loaded))
+
+
+def test_factors_on_channels_without_rounding_leave_the_decoder_as_it_is(tiny_checkpoint: Export) -> None:
+    checkpoint, rng = open_checkpoint(str(tiny_checkpoint(QWEN35))), np.random.default_rng(0)
+    config = read_config(checkpoint.config)
+    checkpoint = replace(checkpoint, shifts=config.text.shifts)
+    groups = [group for layer in range(1, config.text.layers + 1) for group in channels(config.text, layer)]
+    factors = {g.source: np.exp(rng.standard_normal(g.width // g.sharing)).astype(np.float32) for g in groups}
+    by, plain = scalings(config.text, factors), CheckpointWeights(checkpoint)
+
+    class Scaled:
+        """The weights times their factors."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plain, name)
+
+        def read(self, name: str, rows: Any = slice(None)) -> torch.Tensor:
+            weight = plain.read(name, rows)
+            return torch.from_numpy(by[name].apply(weight.numpy(), 0)) if name in by else weight
+
+    ids, none = np.arange(10, 60), Encoded(torch.zeros((0, config.text.hidden)))
+    with torch.inference_mode():
+        found, wanted = (Plain(checkpoint, config, w).logits(ids, none, (None,)) for w in (Scaled(), plain))
+    np.testing.assert_allclose(found[None], wanted[None], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_of_the_published_sizes_answer_as_transformers(tmp_path: Path, device: str) -> None:
+    tiny = replace(
+        QWEN35, layers=4, attending=(3,), hidden=256, kv_heads=1, head_dim=256, partial=0.25, context=2048,
+        delta=(16, 32, 128, 128),
+    )  # fmt: skip
+    checkpoint = make(tmp_path / "checkpoint", tiny)
+    judge, messages, images = Reference(checkpoint), prompt_messages(QUESTIONS[2] * 10), [random_image(1, WIDE)]
+    folder = export(checkpoint, tmp_path / "bundle", (3,), dialects=("ort", "plain")).folder
+    with load(folder, device=device, threads=THREADS) as loaded:
+        inputs, asked = judge.inputs(messages, images), prompt(loaded, messages, images)
+        for k in (None, 3):
+            wanted = judge.greedy(inputs, k, 3)
+            found = answer(Session(loaded.backend, loaded.manifest), asked, policy(k), 3)
+            assert found.argmax(-1).tolist() == wanted.ids
+            np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
+def test_every_precision_computes_what_the_reference_does_with_the_same_weights(
+    tiny_checkpoint: Export, tmp_path: Path, precision: str
+) -> None:
+    made = export(tiny_checkpoint(QWEN35), tmp_path / "bundle", (3,), precision, dialects=(*ORT, "plain")).folder
+    for device in DEVICES:
+        with load(made, device=device, threads=THREADS) as loaded:
+            for check in check_golden(loaded):
+                assert check.passed, (device, check)
