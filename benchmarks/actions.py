@@ -96,7 +96,7 @@ def measure(model: Model, ks: list[int | None], rounds: int, cameras: int) -> di
 
 
 def main(arguments: argparse.Namespace) -> None:
-    rows, figures = [["device", "K", "step, s", "tower", "prompt", "expert", "processor, s"]], list[dict[str, Any]]()
+    rows, figures = [["device", "K", "step, s", "tower", "prompt", "expert", "CPU s"]], list[dict[str, Any]]()
     with scratch(arguments.scratch) as folder:
         bundle = arguments.bundle or folder / "bundle"
         if not bundle.exists():

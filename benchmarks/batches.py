@@ -69,7 +69,7 @@ def main() -> None:
             for installation, (python, more) in sorted(sides.items(), reverse=bool(number % 2)):
                 found.setdefault((installation, name), []).append(took(python, [*words, *more], out))
     amounts = {"vtx-batch": len(lines), "vtx-eval": len(lines) * len(given.k.split(","))}
-    rows, table = [], [["", "answers", "answers/s", "processor time an answer, s"]]
+    rows, table = [], [["", "answers", "answers/s", "CPU s per answer"]]
     for (installation, name), values in found.items():
         if name == "one":
             continue

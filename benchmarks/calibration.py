@@ -104,7 +104,7 @@ def main() -> None:
         "",
         "s of processor a question",
         "s",
-        "times as fast",
+        "speed-up",
         *(f"KL, K = {k}" for k in ks),
         "answers as measured",
     ]

@@ -75,7 +75,7 @@ def main() -> None:
     if given.measure:
         print(json.dumps(measure(given, None if given.measure == "none" else int(given.measure))))
         return
-    rows, table = [], [["K", "used, MB", "held, MB", "process, MB", "whole context, MB", "conversations a GB"]]
+    rows, table = [], [["K", "used, MB", "held, MB", "process, MB", "whole context, MB", "conversations per GB"]]
     for k in ("none", *map(str, sorted(Bundle.open(given.bundle).manifest.variants, reverse=True))):
         command = [sys.executable, "-m", "benchmarks.conversations", *sys.argv[1:], "--measure", k]
         found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)

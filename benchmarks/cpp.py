@@ -6,7 +6,7 @@
 
 Each round runs a fresh process of each, who goes first in turns, over the same picture, questions and K. Both
 must give the same token ids, or it ends. `load`, `first` and `token` are what the runtimes say; `command` is the time
-from the start of the process to its last answer; `resident` is its memory while it waits after that, and `beside` the
+from the start of the process to its last answer; `resident` is its memory while it waits then, and `overhead MB` the
 same without the weights' files and the KV slots of the answer. OpenVINO GenAI's wheel has no headers of its C++ API, so
 that library is measured through Python, by `benchmarks/peers`.
 """
@@ -94,7 +94,7 @@ def figures_of(found: dict[str, Any], weights: int) -> dict[str, float]:
         "token ms": times["decode_per_token"],
         "command ms": 1000 * found["command"],
         "resident MB": found["resident"] / 1e6,
-        "beside MB": (found["resident"] - weights - last["kv_bytes"]) / 1e6,
+        "overhead MB": (found["resident"] - weights - last["kv_bytes"]) / 1e6,
     }
 
 

@@ -106,7 +106,7 @@ def main() -> None:
     args.add_argument("--threads", type=int)
     given = args.parse_args()
     found = {name: drafted(*pattern, given.most) for name, pattern in patterns().items()}
-    table = [["answer", "tokens", "accepted of drafted", "tokens a pass"]]
+    table = [["answer", "tokens", "accepted of drafted", "tokens per pass"]]
     for name, counts in found.items():
         share = f"{counts['accepted']} of {counts['drafted']}"
         table.append([name, str(counts["tokens"]), share, f"{counts['tokens'] / counts['passes']:.2f}"])
@@ -114,7 +114,7 @@ def main() -> None:
     if given.bundle:
         costs = measured(Passes(given.bundle, given.device, given.compute, given.slots, given.threads), given.rounds)
         figures["cost of a pass, in passes of one token"] = costs
-        table[0].append("times as fast")
+        table[0].append("speed-up")
         for row, counts in zip(table[1:], found.values(), strict=True):
             row.append(f"{counts['tokens'] / passes_in_tokens(counts, costs):.2f}")
         print("\n".join(f"a pass of {n} tokens by one of one: {shown(cost)}" for n, cost in costs.items()))

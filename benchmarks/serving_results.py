@@ -58,11 +58,11 @@ def batches(found: Any) -> Table:
         side = "side by side" if row["installation"] == "vtx" else row["installation"]
         figures = f"{row['answers_a_second']:.2f}", f"{row['cpu_s_an_answer']:.3f}", f"{times:.2f}"
         rows.append([row["command"], side, str(row["answers"]), *figures])
-    return ["", "", "answers", "answers a second", "processor time an answer, s", "of one at a time"], rows
+    return ["", "", "answers", "answers/s", "CPU s per answer", "of one at a time"], rows
 
 
 def deadlines(found: Any) -> Table:
-    columns = ["K and reductions", "requests a second", "kept, %", "refused, %", "expected accuracy", "chosen"]
+    columns = ["K and reductions", "requests/s", "kept, %", "refused, %", "expected accuracy", "chosen"]
     rows = []
     for row in found["rows"]:
         chosen = ", ".join(f"{name}: {count}" for name, count in row["methods"].items())
@@ -73,7 +73,7 @@ def deadlines(found: Any) -> Table:
 
 
 def load(found: Any) -> Table:
-    columns = ["", "requests a second", "requests", "failed", "first token p50, s", "p99", "whole answer p50, s", "p99"]
+    columns = ["", "requests/s", "requests", "failed", "first token p50, s", "p99", "whole answer p50, s", "p99"]
     rows = []
     for row in found["rows"]:
         times = [f"{row[what][share]:.2f}" for what in ("first_s", "whole_s") for share in ("p50", "p99")]
@@ -87,11 +87,11 @@ def towers(found: Any) -> Table:
          f"{row['of_one_a_pass']:.2f}"]
         for row in found["rows"]
     ]  # fmt: skip
-    return ["pictures a pass", "engine", "processor time a picture, ms", "of one a pass"], rows
+    return ["pictures per pass", "engine", "CPU ms per picture", "of one a pass"], rows
 
 
 def conversations(found: Any) -> Table:
-    columns = ["K", "used, MB", "held, MB", "process, MB", "reserved at the whole context, MB", "conversations a GB"]
+    columns = ["K", "used, MB", "held, MB", "process, MB", "reserved at the whole context, MB", "conversations per GB"]
     rows = [
         [row["k"], *(f"{row[part] / 1e6:.1f}" for part in ("used", "held", "process", "context")),
          f"{1e9 / row['process']:.1f}"]

@@ -170,14 +170,14 @@ def compared(args: argparse.Namespace) -> tuple[dict[str, Any], list[list[str]]]
 
 
 HEAD = [
-    "way", "processor s a minute", "fresh / this", "answers", "reused", "right", "changes found", "false",
+    "mode", "CPU s per minute", "speed-up", "answers", "reused", "right", "changes found", "false",
     "frame to events p50, ms", "p99, ms",
 ]  # fmt: skip
 
 
 def live(args: argparse.Namespace) -> tuple[dict[str, Any], list[list[str]]]:
     """The film at its own rate, in each way for itself: frames are dropped, and time passes."""
-    rows = [["way", "frames", "dropped", "answers", "changes found", "false", "latency p50, ms", "p99, ms", "busy"]]
+    rows = [["mode", "frames", "dropped", "answers", "changes found", "false", "latency p50, ms", "p99, ms", "busy"]]
     figures = dict[str, Any]()
     shots = list(film(args.seconds, args.rate, args.seed, args.noise))
     for name, way in WAYS.items():

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 @click.argument("answers", type=PATH)
 @options(
     "bundle", "images", "k", "reduce", "max_new_tokens", "guide",
-    option("--max-bad", 100, "End after more failed lines than this.", type=click.IntRange(0)),
-    option("--parallel", 8, "Lines that are answered at the same time; each needs memory for its K and V.",
+    option("--max-bad", 100, "Stop after more than this many failed lines.", type=click.IntRange(0)),
+    option("--parallel", 8, "Lines answered concurrently; each needs memory for its K and V.",
            type=click.IntRange(1)),
     "cluster", "device", "compute", "threads", "fit", "require_signature",
 )  # fmt: skip
@@ -37,9 +37,9 @@ def batch(
     questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
     max_new_tokens: int, guide: Guide | None, max_bad: int, parallel: int, cluster: Cluster | None, loading: Loading,
 ) -> None:  # fmt: skip
-    """Answer the lines of QUESTIONS, {"image": NAME or list, "question": ...}, into ANSWERS, in order.
+    """Answer each line of QUESTIONS, {"image": NAME or list, "question": ...}, and write ANSWERS in the same order.
 
-    A line may have its own "system" text, "k", "reduce", "about", sampling, "schema", "choices", "regex" or "grammar".
+    A line may set its own "system" text, "k", "reduce", "about", sampling, "schema", "choices", "regex" or "grammar".
     Lines of OpenAI's batch file, {"custom_id", "method", "url", "body"}, get answers in its form. After an interrupt,
     the same command resumes. Failed lines are reported and have an "error" in ANSWERS; with any, the exit code is 1.
     """

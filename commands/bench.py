@@ -48,24 +48,25 @@ Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], No
 )
 @options(
     "bundle", "ks",
-    option("--image", click.Path(), "Image to ask about [default: a drawn one]."),
+    option("--image", click.Path(), "Image to ask about [default: a drawn scene]."),
     option("--video", click.Path(), "Video to ask about instead of an image."),
     option("--frames", int, "Frames sampled from the video [default: the bundle's].", metavar="N"),
     option("--question", str, "Question to ask [default: What is in the picture?]."),
     option("--prompt-tokens", int, "Pad the prompt to this many tokens, image included."),
     option("--new-tokens", 64, "Tokens per answer; EOS is ignored."),
-    option("--repeats", 5, "Measured rounds over all K."),
-    option("--warmup", 1, "Rounds before them that are not measured."),
-    option("--methods", bool, "Compare all methods of the bundle by accuracy and cost instead [default bundle: the "
-           "demo's]."),
-    option("--budgets", str, "With --methods: try a ladder of settings of every method that the bundle can run, and "
-           "name the best of each within these shares of the unreduced cost.", metavar="PERCENT,..."),
-    option("--data", str, "With --methods: questions, as for vtx-calibrate [default: scenes].", metavar="DATA"),
+    option("--repeats", 5, "Measured rounds; each covers all K."),
+    option("--warmup", 1, "Unmeasured rounds before them."),
+    option("--methods", bool, "Compare the accuracy and cost of all methods in the bundle instead [default bundle: "
+           "the demo]."),
+    option("--budgets", str, "With --methods: try several settings of every method that the bundle can run, and "
+           "report the best of each within these shares of the unreduced cost.", metavar="PERCENT,..."),
+    option("--data", str, "With --methods: questions, in the format of vtx-calibrate [default: "
+           "scenes].", metavar="DATA"),
     "images",
     option("--samples", 200, "Questions to ask, sampled from DATA."),
     "device", "compute", "threads", "max_tiles", "max_pixels",
-    option("--json as_json", bool, "All figures as one JSON object on stdout; no tables."),
-    option("--out target", FILE, "Also write all figures to this file.", metavar="FILE.json"),
+    option("--json as_json", bool, "Print one JSON object instead of tables."),
+    option("--out target", FILE, "Also write all results to this JSON file.", metavar="FILE.json"),
     "plot",
 )  # fmt: skip
 def bench(
@@ -74,7 +75,7 @@ def bench(
     loading: Loading, as_json: bool, target: Path | None, plot: Path | None, budgets: str | None, video: str | None,
     frames: int | None,
 ) -> None:  # fmt: skip
-    """Measure a bundle at each K: latency, memory, and the share of what this machine can do.
+    """Measure a bundle at each K: latency, memory, and the share of this machine's peak.
 
     The K take turns within one run, so that other load on the machine falls on all of them. Ctrl-C ends it early and
     keeps what was measured. With --methods, every method of the bundle answers the same questions, and each pruning

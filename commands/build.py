@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 )
 @options(
     "bundle",
-    option("--target targets", "this", "Machines to build for. Engines for RTX cards are built anywhere, others on the "
-           "machine that runs them.", metavar="this|sm89,sm120|jetson-orin|...",
+    option("--target targets", "this", "Machines to build for. Engines for RTX cards can be built anywhere, others "
+           "only on the machine that runs them.", metavar="this|sm89,sm120|jetson-orin|...",
            callback=lambda _, __, value: value.split(",")),
-    option("--dialect", str, "Dialect of the graphs [default: by the target's TensorRT]."),
-    option("--workspace", click.IntRange(min=1), "Device memory for the builder's kernels.", metavar="MiB"),
-    option("--timing-cache", FILE, "File of kernel timings, read and written, for faster builds. Not for RTX, which "
-           "measures no kernels.", metavar="FILE"),
+    option("--dialect", str, "Graph dialect [default: that of the target's TensorRT]."),
+    option("--workspace", click.IntRange(min=1), "Device memory for the builder's workspace.", metavar="MiB"),
+    option("--timing-cache", FILE, "Timing cache, read and written, for faster builds. Not for RTX, which does not "
+           "time kernels.", metavar="FILE"),
     option("--check", bool, "Check the graphs against the rules of the target's TensorRT; build nothing."),
-    option("--json as_json", bool, "The engines, or with --check the findings, as one JSON object."),
-    option("--force", bool, "Build even if the free memory looks too small."),
-    option("--sign", Path, "Sign the engines with this Ed25519 key (PEM), which must have signed the bundle.",
+    option("--json as_json", bool, "Print the engines, or with --check the findings, as one JSON object."),
+    option("--force", bool, "Build even if free memory looks too small."),
+    option("--sign", Path, "Sign the engines with this Ed25519 key (PEM), the one that signed the bundle.",
            metavar="KEY"),
 )  # fmt: skip
 def build(

@@ -20,12 +20,14 @@ from vtx.tools.common import cache as bundles
 @click.argument("action", default="list", type=click.Choice(["list", "remove", "clear"]))
 @click.argument("names", nargs=-1, metavar="[NAME ...]")
 @options(
-    option("--limit", str, "Remove those used least recently until the others fit.", callback=size_of, metavar="SIZE")
+    option(
+        "--limit", str, "Remove the least recently used bundles until the rest fit.", callback=size_of, metavar="SIZE"
+    )
 )
 def cache(action: str, names: tuple[str, ...], limit: int | None) -> None:
-    """List the bundles that vtx-run --model keeps, or remove some; those in use stay.
+    """List or remove the bundles that --model has cached; bundles in use are kept.
 
-    $VTX_CACHE_LIMIT limits their size, 40GB without it.
+    $VTX_CACHE_LIMIT limits their total size (default: 40GB).
     """
     if (action == "remove") != bool(names):
         raise click.UsageError("vtx-cache remove takes NAMEs, and nothing else does")

@@ -31,22 +31,22 @@ SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
 )
 @options(
     "data", "model", "tower", "allow_pickle",
-    option("--bundle", Path, "A bundle to measure instead: its weights in float32; with --device by its own engine, as "
-           "it is deployed, at each K it was cut at."),
+    option("--bundle", Path, "Bundle to measure instead: its weights in float32 or, with --device, its own engine at "
+           "each prebuilt K."),
     "images",
     option("--samples", SAMPLES, "Items to measure, sampled from DATA."),
     "seed",
-    option("--min-kept", 90, "Choose the smallest K at which this share of answers stays the same, at the lower end of "
-           "the interval.", type=float, metavar="PERCENT"),
+    option("--min-kept", 90, "Choose the smallest K at which at least this share of answers stays the same (lower end "
+           "of the confidence interval).", type=float, metavar="PERCENT"),
     option("--max-accuracy-drop", float, "Choose the smallest K that loses at most this much accuracy instead.",
            metavar="POINTS"),
-    option("--eta", 0.003, "Second opinion: the first K with a mean KL below this. It decides only with "
-           "--max-new-tokens 0."),
-    option("--k-from", int, "The first K to measure [default: 5]."),
-    option("--max-new-tokens", 16, "Tokens of the model's own answers; 0: none, which needs the memory of one layer, "
-           "not of the model."),
+    option("--eta", 0.003, "Also report the first K with a mean KL below this. It decides only with --max-new-tokens "
+           "0."),
+    option("--k-from", int, "First K to measure [default: 5]."),
+    option("--max-new-tokens", 16, "Maximum tokens of the model's own answers; 0: no answers, which needs the memory "
+           "of one layer instead of the model."),
     option("--batch", 8, "Items per pass over the weights."),
-    option("--attention", bool, "Also measure attention by layer."),
+    option("--attention", bool, "Also measure attention per layer."),
     "device", "compute", "threads",
     "chat_template",
     option("--out", Path, "Output directory [default: vtx-calibration-MODEL, or -BUNDLE]."),
@@ -58,10 +58,10 @@ def calibrate(
     max_new_tokens: int, batch: int, attention: bool, chat_template: Path | None, loading: Loading, out: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure the effect of withdrawal at every K, and choose a K.
+    """Measure the effect of withdrawal at every K and choose a K.
 
     DATA is a JSONL file of {"image", "question", "answer"}, a directory with one, a file in LLaVA's conversation
-    format, or scenes: drawn pictures with questions. An interrupted run resumes where it stopped.
+    format, or scenes (drawn pictures with questions). An interrupted run resumes where it stopped.
     """
     end_on_sigterm()
     need_exporter()
@@ -190,15 +190,15 @@ def calibrated(
 )
 @options(
     "data", "model", "tower", "allow_pickle",
-    option("--bundle", Path, "A bundle cut at every K to measure instead: its weights in float32; with --device by its "
-           "own engine, as it is deployed."),
+    option("--bundle", Path, "Bundle exported with every K, to measure instead: its weights in float32 or, with "
+           "--device, its own engine."),
     "images", "items",
-    option("--held-out", 250, "Items on other images, to evaluate on."),
+    option("--held-out", 250, "Items to evaluate on, with other images."),
     option("--answers", "own", "Answers that must stay the same: the model's own greedy ones, or those in DATA.",
            type=click.Choice(["own", "reference"])),
-    option("--max-new-tokens", 64, "Tokens of the model's own answers."),
+    option("--max-new-tokens", 64, "Maximum tokens of the model's own answers."),
     option("--batch", 8, "Items per pass over the weights."),
-    option("--alpha", 1.03, "Limit on the growth of cross-entropy; inf: none."),
+    option("--alpha", 1.03, "Limit on the increase of cross-entropy, as a factor; inf: none."),
     option("--width", 2048, "Width of a gate's hidden layer."),
     option("--lr", 4e-5, "Learning rate."),
     option("--epochs", int, "[default: enough for 8,000 items per gate, at least 1]"),
@@ -206,7 +206,7 @@ def calibrated(
     "device", "compute", "threads",
     option("--ray-address", str, "Measure on a Ray cluster: host:port, or auto.", metavar="ADDR"),
     option("--work", Path, "Directory of the measurements [default: OUT.work]."),
-    option("--out", Path, "File of the gates; the report is written next to it [default: "
+    option("--out", Path, "Output file of the gates; the report is written next to it [default: "
            "vtx-gates-MODEL.safetensors]."),
     "report",
 )  # fmt: skip
@@ -216,10 +216,10 @@ def train_gate(
     epochs: int | None, seed: int, loading: Loading, ray_address: str | None, work: Path | None, out: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Train gates that decide per question where the image leaves, and judge them against every fixed K.
+    """Train gates that choose K for each question, and compare them with every fixed K.
 
-    DATA is as for vtx-calibrate. An interrupted run resumes where it stopped; a change of training options repeats no
-    measurement.
+    DATA has the format of vtx-calibrate. An interrupted run resumes where it stopped; changed training options repeat
+    no measurement.
     """
     end_on_sigterm()
     need_exporter()

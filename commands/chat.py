@@ -44,7 +44,7 @@ def chat(
     image: str | None, bundle: str | None, hub_model: str | None, precision: str | None, k: Depth, reduce: str,
     max_new_tokens: int, guide: Guide | None, loading: Loading,
 ) -> None:  # fmt: skip
-    """Talk about an image at a prompt; each turn builds on those before it. /help lists what can be changed."""
+    """Chat about an image; each turn builds on the earlier ones. /help lists the commands."""
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse
     from vtx.runtime.vision.image import load_image

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 @click.argument("bundle", type=click.Path(), required=False)
 @options(
     "device", "compute", "require_signature",
-    option("--compare", str, "Compare each graph of two dialects on onnxruntime (ort, ort-cuda, plain, trt, trt10) or "
-           "devices (openvino, cuda, tensorrt), and find the first difference beyond tolerance.", metavar="A,B"),
+    option("--compare", str, "Compare each graph between two dialects on onnxruntime (ort, ort-cuda, plain, trt, "
+           "trt10) or two devices (openvino, cuda, tensorrt), and report the first difference beyond "
+           "tolerance.", metavar="A,B"),
     option("--json as_json", bool, "Print one JSON object."),
-    option("--write-traces", Path, "Run every kind of case and write its ids, masks, slots, positions and logits.",
+    option("--write-traces", Path, "Run every kind of case and write ids, masks, slots, positions and logits.",
            metavar="DIR"),
-    option("--check-traces", Path, "Check traces of another runtime or device against this one.", metavar="DIR"),
+    option("--check-traces", Path, "Check traces from another runtime or device against this one.", metavar="DIR"),
 )  # fmt: skip
 def doctor(
     bundle: str | None, loading: Loading, compare: str | None, as_json: bool, write_traces: Path | None,

@@ -32,20 +32,20 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedb
 @click.argument("data", type=PATH)
 @options(
     "bundle", "images",
-    option("--protocol", "authors", "Prompts and scores as the benchmark's authors have them, or as the tasks of "
-           "lmms-eval.", type=click.Choice(["authors", "lmms-eval"])),
-    option("--annotations", Path, "File of VQAv2's answers."),
-    option("--split", "test", "Split of ScienceQA."),
+    option("--protocol", "authors", "Prompts and scoring of the "
+           "benchmark's authors, or of lmms-eval's tasks.", type=click.Choice(["authors", "lmms-eval"])),
+    option("--annotations", Path, "VQAv2 answer file."),
+    option("--split", "test", "ScienceQA split."),
     "ks",
-    option("--reduce reduces", str, "A reduction; repeat for more, each with every K [default: all in the bundle; with "
-           "--k, none].", multiple=True, metavar="SPEC|none"),
+    option("--reduce reduces", str, "Token reduction; repeat for more, each measured at every K [default: all in the "
+           "bundle; with --k, none].", multiple=True, metavar="SPEC|none"),
     option("--instruction", str, 'Suffix for each question, "" for none [default: the benchmark\'s].'),
-    option("--samples", int, "Questions at most; an image's questions are kept together [default: all]."),
+    option("--samples", int, "Maximum number of questions; those of one image stay together [default: all]."),
     "seed",
     option("--max-new-tokens", 32),
     "choices",
-    option("--no-times", bool, "Leave out times, e.g. on a busy machine."),
-    option("--parallel", 8, "Answers that are computed at the same time, but for those that are timed.",
+    option("--no-times", bool, "Skip timings, e.g. on a busy machine."),
+    option("--parallel", 8, "Concurrent answers, except while timing.",
            type=click.IntRange(1)),
     "cluster", "device", "compute", "threads", "fit",
     option("--out", Path, "Output directory for answers, report and plot [default: vtx-eval-TASK-BUNDLE]."),
@@ -61,7 +61,7 @@ def evaluate(
 
     TASK is the kind of DATA: a file of POPE, MME's directory, ScienceQA's problems.json, the questions of VQAv2,
     TextVQA, GQA, VizWiz or SEED-Bench, lines of {"image", "question", "choices", "answer"} (choices), or of {"image",
-    "question", "answer"} (exact). An interrupted run resumes where it stopped. On a Ray cluster no times are measured.
+    "question", "answer"} (exact). An interrupted run resumes where it stopped. On a Ray cluster, no times are measured.
     """
     end_on_sigterm()
     from vtx.runtime.units import counted, duration

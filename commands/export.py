@@ -59,50 +59,49 @@ def _chosen_ks(
 )
 @options(
     "model",
-    option("--k ks", ("none",), "First layer without vision tokens, from 2. Several share one set of weights; the "
-           "first is the default.", type=DepthType(several=True), multiple=True, callback=_chosen_ks,
+    option("--k ks", ("none",), "First layer without vision tokens, at least 2. Several K share one set of weights; "
+           "the first is the default.", type=DepthType(several=True), multiple=True, callback=_chosen_ks,
            metavar="N|N,M,...|auto|none"),
     option("--precision", "fp16", "Precision of the decoder weights.", type=PRECISION),
     "vision_precision", "head_precision",
-    option("--int4-block", "64", "Weights that share a scale in int4; 128: smaller and faster, a little coarser.",
+    option("--int4-block", "64", "int4 weights per scale; 128: smaller and faster, slightly less precise.",
            type=click.Choice(["64", "128"])),
     option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
-    option("--max-context", int, "KV slots for prompt and answer [default: 4096, or the model's if fewer]."),
-    option("--out", Path, "The bundle's directory [default: vtx-MODEL-kN-PRECISION]."),
+    option("--max-context", int, "KV slots for prompt and answer [default: 4096, or the model's limit if lower]."),
+    option("--out", Path, "Output directory [default: vtx-MODEL-kN-PRECISION]."),
     "chat_template", "tower", "allow_pickle",
     option("--gates", Path, "Gates from vtx-train-gate; --k auto uses all of them."),
-    option("--calibration", str, "Questions for --k auto, --retain and --activation-aware, as for vtx-calibrate; for "
-           "--k auto also the directory of an earlier calibration.", metavar="DATA"),
+    option("--calibration", str, "Questions for --k auto, --retain and --activation-aware, in the format of "
+           "vtx-calibrate; --k auto also accepts the directory of an earlier calibration.", metavar="DATA"),
     "images",
     option("--allow-changed-answers", bool, "Accept the K of --k auto if fewer than 90% of the answers stay the same, "
            "or if that is unknown."),
-    option("--activation-aware", bool, "With int4 or int8: scale the decoder's channels, without changing its outputs, "
-           "so that rounding loses least on the questions of --calibration [for the demo: scenes]."),
-    option("--arithmetic", "auto", "Measure if bf16 and int8 arithmetic keep the answers on the questions of "
-           "--calibration [else scenes], and use what does by default: auto, if OpenVINO is installed and the faster "
-           "engine; f32, never.", type=click.Choice(["auto", "measured", "f32"])),
-    option("--dialect dialects", str, "Operator sets of the graphs: ort always, ort-cuda for onnxruntime on CUDA, trt "
-           "for TensorRT, trt10 for that of JetPack 6, plain for OpenVINO [default: all].", metavar="ort,...",
+    option("--activation-aware", bool, "With int4 or int8: scale the decoder's channels to minimise the rounding "
+           "error on the questions of --calibration [for the demo: scenes]."),
+    option("--arithmetic", "auto", "measured: check whether bf16 and int8 arithmetic keep the answers to the "
+           "questions of --calibration (else scenes), and if so make it the default; auto: only if OpenVINO is "
+           "installed and the faster engine; f32: never.", type=click.Choice(["auto", "measured", "f32"])),
+    option("--dialect dialects", str, "Graph dialects: ort (always), ort-cuda for onnxruntime on CUDA, trt for "
+           "TensorRT, trt10 for JetPack 6's TensorRT, plain for OpenVINO [default: all].", metavar="ort,...",
            callback=lambda _, __, value: DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))),
-    option("--reduce reductions", str, "Method that leaves out vision tokens, e.g. mustdrop:192 or "
-           "lsm+fastv:k=2,ratio=0.5; repeat for more variants over the same weights. The first is the default.",
+    option("--reduce reductions", str, "Token reduction, e.g. mustdrop:192 or lsm+fastv:k=2,ratio=0.5; repeat for "
+           "more variants over the same weights. The first is the default.",
            multiple=True, metavar="SPEC"),
-    option("--text-tower", str, "Directory or Hugging Face id of the CLIPModel of the vision tower; "
-           "cdpruner:text=tower needs its text tower.", metavar="CLIP"),
+    option("--text-tower", str, "Directory or Hugging Face id of the vision tower's CLIPModel, whose text tower "
+           "cdpruner:text=tower needs.", metavar="CLIP"),
     option("--retain", float, "Scale the thresholds of the first --reduce to keep this many vision tokens, averaged "
            "over layers and the questions of --calibration [for the demo: scenes].", metavar="TOKENS"),
-    option("--max-memory", str, "Refuse an export that is predicted to need more, e.g. 2GB.", callback=size_of,
+    option("--max-memory", str, "Refuse the export if its predicted memory exceeds this, e.g. 2GB.", callback=size_of,
            metavar="SIZE"),
-    option("--cameras", str, "Names of the pictures of a model that answers with actions, in the order of "
-           "its training.",           metavar="NAME,...",
+    option("--cameras", str, "Camera names of a robot policy, in training order.",           metavar="NAME,...",
            callback=lambda _, __, value: tuple(filter(None, map(str.strip, (value or "").split(","))))),
     option("--force", bool, "Replace an existing bundle."),
-    option("--json as_json", bool, "Print the bundle's contents as vtx-inspect --json does."),
+    option("--json as_json", bool, "Print the bundle's contents as one JSON object, like vtx-inspect."),
     option("--sign", Path, "Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.",
            metavar="KEY"),
-    option("--release", str, "Number the signed bundle; devices refuse numbers below the highest they have answered "
-           "with.", metavar="NAME=N"),
-    option("--until", str, "Last day of the signed release, in UTC; devices refuse it after that.",
+    option("--release", str, "Release number of the signed bundle; devices refuse numbers below the highest they have "
+           "run.", metavar="NAME=N"),
+    option("--until", str, "Last valid day of the signed release (UTC); devices refuse it afterwards.",
            metavar="YYYY-MM-DD"),
 )  # fmt: skip
 def export(
@@ -116,7 +115,7 @@ def export(
     tower: str | None, allow_pickle: bool, int4_block: str,
     arithmetic: str, cameras: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Make a bundle from a LLaVA checkpoint: the decoder cut at K, ready for vtx-run.
+    """Export a checkpoint to a bundle, with the decoder split at K, ready for vtx-run.
 
     An interrupted run resumes where it stopped.
     """

@@ -30,25 +30,26 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
 )
 @click.argument("bundles", type=PATH, nargs=-1, required=True, metavar="BUNDLE [BUNDLE ...]")
 @options(
-    option("--questions", str, "Your questions, as for vtx-calibrate; answers are not needed. scenes: drawn ones, for "
-           "the demo.", required=True, metavar="FILE"),
+    option("--questions", str, "Your questions, in the format of vtx-calibrate, answers optional; scenes: drawn "
+           "scenes, for the demo.", required=True, metavar="FILE"),
     "images",
-    option("--samples", int, "Questions to use at most, drawn from the file [default: all]."),
-    option("--keep", "98%", "Share of answers that stay those of the full model.", callback=_share, metavar="SHARE"),
-    option("--accuracy-drop", float, "Instead of --keep, for questions with answers: limit of the share that "
-           "was right and is wrong.", metavar="POINTS"),
-    option("--first-token", float, "Limit of 99 of 100 first tokens.", metavar="MS"),
-    option("--per-token", float, "Limit of 99 of 100 answers' mean time per further token.", metavar="MS"),
-    option("--memory", float, "Memory that a bundle may take.", metavar="GB"),
-    option("--profile", str, "Plan for this device by vtx-plan's estimates of times and memory; --device is an engine "
-           "there.", metavar="NAME"),
-    option("--max-new-tokens", 32, "Tokens of an answer, at most."),
-    option("--seed", 0, "Of the split into questions to search with and to hold out."),
+    option("--samples", int, "Maximum number of questions, sampled from the file [default: all]."),
+    option("--keep", "98%", "Minimum share of answers equal to the full model's.", callback=_share, metavar="SHARE"),
+    option("--accuracy-drop", float, "Instead of --keep, for questions with answers: limit on the share that turns "
+           "from right to wrong.", metavar="POINTS"),
+    option("--first-token", float, "Limit on the 99th percentile of the time to first token.", metavar="MS"),
+    option("--per-token", float, "Limit on the 99th percentile of the time per output token, averaged within an "
+           "answer.", metavar="MS"),
+    option("--memory", float, "Memory limit.", metavar="GB"),
+    option("--profile", str, "Choose for this device, by vtx-plan's estimates of time and memory; --device names its "
+           "engine.", metavar="NAME"),
+    option("--max-new-tokens", 32, "Maximum tokens per answer."),
+    option("--seed", 0, "Seed of the split into search and held-out questions."),
     "device", "compute", "threads",
-    option("--sign", Path, "Sign the card with this private key (Ed25519, PEM), which a signed bundle needs.",
+    option("--sign", Path, "Sign the card with this private Ed25519 key (PEM); required for signed bundles.",
            metavar="KEY"),
-    option("--no-card", bool, "Leave the bundles as they are."),
-    option("--check", bool, "Only compare the bundle's card with these questions."),
+    option("--no-card", bool, "Do not write a card."),
+    option("--check", bool, "Only check the bundle's existing card on these questions."),
     option("--out", Path, "Output directory for answers, report and plot [default: vtx-fit-BUNDLE]."),
     "report",
 )  # fmt: skip
@@ -58,10 +59,10 @@ def fit(
     profile: str | None, max_new_tokens: int, seed: int, loading: Loading, sign: Path | None, no_card: bool,
     check: bool, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Choose the fastest configuration of bundles of one model that keeps a budget, and write it into a card.
+    """Find the fastest configuration of a model's bundles within a budget, and write it into a card.
 
-    Precision (the bundles), arithmetic, K, reductions, tiles or pixels are searched with half of the images. The other
-    half tests what was found. The card makes it the default of vtx-run, vtx-chat, vtx-serve and the APIs. An
+    Half of the images are used to search over precision (the bundles), arithmetic, K, reductions, tiles and pixels.
+    The other half tests the result. The card makes it the default of vtx-run, vtx-chat, vtx-serve and the APIs. An
     interrupted run resumes where it stopped.
     """
     end_on_sigterm()

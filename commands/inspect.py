@@ -12,7 +12,7 @@ from vtx.tools.common.loading import Loading
 
 @command(epilog="vtx-inspect vtx-demo-k16-fp16\nvtx-inspect vtx-demo-k16-fp16 --json")
 @click.argument("bundle", type=click.Path(), required=False, envvar="VTX_BUNDLE")
-@options(option("--json as_json", bool, "The same as one JSON object."), "require_signature")
+@options(option("--json as_json", bool, "Print one JSON object."), "require_signature")
 def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
     """Show the contents of a bundle: stages, precision, sizes, KV bytes per K [default: the last one exported]."""
     from vtx.runtime.bundle.bundle import Bundle

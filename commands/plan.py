@@ -36,25 +36,25 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
 )
 @options(
-    option("--model", str, "A known model, a checkpoint or its config.json, or a bundle.", required=True,
+    option("--model", str, "Known model, checkpoint or its config.json, or bundle.", required=True,
            metavar="NAME|FOLDER"),
-    option("--image-size picture", "1280x720", "Size of the image in pixels, for models whose image tokens depend on "
-           "it.", callback=_image_size, metavar="WxH"),
-    option("--sequence", int, "Tokens of the prompt [default: one image of --image-size and --text]."),
-    option("--text", 64, "Text tokens of the prompt."),
-    option("--k ks", DepthType(several=True, auto=False), "First layer without vision tokens, from 2 [default: none "
-           "and a spread].", multiple=True, callback=joined, metavar="N|none|N,M,..."),
-    option("--reduce reduction", "none", "Method that leaves out vision tokens, as for vtx-export: "
+    option("--image-size picture", "1280x720", "Image size in pixels, for models whose number of image tokens depends "
+           "on it.", callback=_image_size, metavar="WxH"),
+    option("--sequence", int, "Prompt length in tokens [default: one image of --image-size plus --text]."),
+    option("--text", 64, "Text tokens in the prompt."),
+    option("--k ks", DepthType(several=True, auto=False), "First layer without vision tokens, at least 2 [default: "
+           "none and several K].", multiple=True, callback=joined, metavar="N|none|N,M,..."),
+    option("--reduce reduction", "none", "Token reduction, as for vtx-export, e.g. "
            "fastv:k=2,ratio=0.5.", metavar="SPEC"),
-    option("--precision precisions", PRECISION, "Precision of the weights; repeat for more.", multiple=True,
+    option("--precision precisions", PRECISION, "Weight precision; repeat for more.", multiple=True,
            show_default="all"),
     "vision_precision", "head_precision", "max_new_tokens",
-    option("--profile", str, "A device, for its engines, memory and estimated times.", metavar="NAME"),
-    option("--device engine", click.Choice([*ENGINES]), "The engine whose memory and times are counted; needs "
-           "--profile [default: the first that answers]."),
-    option("--jetpack", str, "Release of JetPack, for --profile of a Jetson [default: the newest in it].",
+    option("--profile", str, "Device to estimate times and memory for.", metavar="NAME"),
+    option("--device engine", click.Choice([*ENGINES]), "Engine to estimate for; needs --profile [default: the first "
+           "that can run the model]."),
+    option("--jetpack", str, "JetPack release, if --profile is a Jetson [default: its newest].",
            metavar="VERSION"),
-    option("--json as_json", bool, "One JSON object on stdout, and nothing else."),
+    option("--json as_json", bool, "Print only one JSON object."),
     "plot",
 )  # fmt: skip
 def plan(
@@ -63,7 +63,7 @@ def plan(
     max_new_tokens: int, profile: str | None, engine: str | None, jetpack: str | None,
     as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
-    """Compute the cost of a model: arithmetic, weights, KV cache and memory per K and precision."""
+    """Calculate the cost of a model: FLOPs, weights, KV cache and memory per K and precision."""
     from vtx.exporter.checkpoint.spec import find_size
     from vtx.runtime.host.profiles import load_profile
     from vtx.runtime.policies.spec import parse

@@ -39,30 +39,30 @@ NO_STATE = Path("none")
 @click.argument("arguments", nargs=-1, required=True, metavar="IMAGE|VIDEO QUESTION [QUESTION ...]")
 @options(
     "bundle", "hub_model", "hub_precision", "k", "reduce",
-    option("--about", str, "Choose image tokens by this text, not by the question (cdpruner, dart:k=0)."),
-    option("--show-tokens", Path, "Draw the patches that survive each cut, as PNG."),
-    option("--gate-threshold", 0.5, "With --k auto: exit above this."),
-    option("--image more", click.Path(), "One more image in the same prompt.", multiple=True),
-    option("--video videos", click.Path(), "One more video in the same prompt.", multiple=True),
+    option("--about", str, "Select image tokens by this text instead of the question (cdpruner, dart:k=0)."),
+    option("--show-tokens", Path, "Write a PNG of the patches that survive each cut."),
+    option("--gate-threshold", 0.5, "With --k auto: withdraw when a gate's probability exceeds this."),
+    option("--image more", click.Path(), "Additional image in the same prompt; repeat for more.", multiple=True),
+    option("--video videos", click.Path(), "Additional video in the same prompt; repeat for more.", multiple=True),
     option("--frames", int, "Frames sampled from each video [default: the bundle's].", metavar="N"),
-    option("--text-only", bool, "No IMAGE; all arguments are questions."),
-    option("--chat", bool, "The questions are turns of one conversation, not independent."),
-    option("--json as_json", bool, "One JSON object per question on stdout, and nothing else."),
+    option("--text-only", bool, "Ask without an image; all arguments are questions."),
+    option("--chat", bool, "Treat the questions as turns of one conversation."),
+    option("--json as_json", bool, "Print only JSON, one object per question."),
     "max_new_tokens",
-    option("--ignore-eos", bool, "Go on past end tokens, to --max-new-tokens."),
-    option("--temperature", 0.0, "0: always the most likely token."),
-    option("--top-p", 1.0),
-    option("--top-k", 0, "0: all tokens."),
-    option("--seed", int, "Sampling seed, to repeat an answer when the temperature is above 0."),
-    click.option("--prompt-lookup", type=int, default=0, metavar="N", help="Draft up to N tokens from the prompt and "
-                 "the answer so far and verify them in one pass [default: 0, none]."),
+    option("--ignore-eos", bool, "Continue past end tokens, up to --max-new-tokens."),
+    option("--temperature", 0.0, "Sampling temperature; 0: greedy."),
+    option("--top-p", 1.0, "Nucleus sampling: smallest set of tokens with at least this probability; 1: all."),
+    option("--top-k", 0, "Sample from this many of the most likely tokens; 0: all."),
+    option("--seed", int, "Sampling seed, used if the temperature is above 0."),
+    click.option("--prompt-lookup", type=int, default=0, metavar="N", help="Prompt lookup decoding: draft up to N "
+                 "tokens from the prompt and the answer so far, verify them in one pass [default: 0, off]."),
     "guide",
-    option("--act", Path, "The robot's state, a JSON list of numbers in a file, or none; all arguments but the last, "
-           "the instruction, are pictures of its cameras (or NAME=PICTURE). Prints actions as JSON.", metavar="STATE"),
-    option("--steps", int, "With --act: Euler steps [default: the checkpoint's].", metavar="N"),
-    option("--deadline-ms", float, "With --act: an error where the actions are not ready by then.", metavar="MS"),
-    option("--normalized", bool, "With --act: the state is normalised, and so are the actions."),
-    option("--unnorm-key", str, "With --act: the data set whose units the actions have (OpenVLA).", metavar="NAME"),
+    option("--act", Path, "File with the robot's state, a JSON list of numbers, or none. The arguments are camera "
+           "images (or NAME=IMAGE), then the instruction. Prints actions as JSON.", metavar="STATE"),
+    option("--steps", int, "With --act: number of Euler steps [default: the checkpoint's].", metavar="N"),
+    option("--deadline-ms", float, "With --act: fail if the actions take longer than this.", metavar="MS"),
+    option("--normalized", bool, "With --act: state and actions are in normalised units."),
+    option("--unnorm-key", str, "With --act: dataset whose statistics scale the actions (OpenVLA).", metavar="NAME"),
     "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
 )  # fmt: skip
 def run(
@@ -73,7 +73,7 @@ def run(
     prompt_lookup: int, guide: Guide | None, act: Path | None, steps: int | None,
     deadline_ms: float | None, normalized: bool, unnorm_key: str | None, loading: Loading,
 ) -> None:  # fmt: skip
-    """Answer questions about an image or a video. Several questions reuse it."""
+    """Answer one or more questions about an image or a video, which is encoded once."""
     if act is not None:
         asked = {
             "k": k, "seed": seed, "steps": steps, "deadline_ms": deadline_ms, "normalized": normalized,

@@ -46,37 +46,40 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     f"{KEY}=secret vtx-serve --host 0.0.0.0 --port 8000"
 )
 @options(
-    option("--bundle bundles", str, "A bundle, by its directory's name or NAME; several are loaded on demand [default: "
-           "as vtx-run].", multiple=True, metavar="[NAME=]DIR"),
+    option("--bundle bundles", str, "Bundle to serve, under its directory's name or NAME; repeat for more, loaded on "
+           "demand [default: as vtx-run].", multiple=True, metavar="[NAME=]DIR"),
     "hub_model", "hub_precision",
-    option("--host", "127.0.0.1", "Address to listen on; 0.0.0.0: every interface."),
-    option("--port", 8000, "0: any free port.", type=click.IntRange(0, 65535)),
-    option("--parallel", click.IntRange(1), "Answers of one model that are computed at the same time [default: 4]."),
-    option("--max-batch", click.IntRange(1), "Answers in one pass through the model; 1: in turn [default: 8]."),
-    option("--queue", click.IntRange(0), "Requests that may wait; more get 429 [default: 32]."),
-    option("--max-tokens", click.IntRange(1), "Tokens of an answer, at most [default: 1024]."),
-    option("--max-body", click.IntRange(1), "Size of a request with its images [default: 33.6].", metavar="MB"),
-    option("--timeout", float, "Limit per request, with its wait [default: 600].", callback=_amount,
+    option("--host", "127.0.0.1", "Address to listen on; 0.0.0.0: all interfaces."),
+    option("--port", 8000, "Port to listen on; 0: any free one.", type=click.IntRange(0, 65535)),
+    option("--parallel", click.IntRange(1), "Concurrent answers per model [default: 4]."),
+    option("--max-batch", click.IntRange(1), "Maximum answers per batch; 1: no batching [default: 8]."),
+    option("--queue", click.IntRange(0), "Maximum waiting requests; further ones get status 429 [default: 32]."),
+    option("--max-tokens", click.IntRange(1), "Maximum tokens per answer [default: 1024]."),
+    option("--max-body", click.IntRange(1), "Maximum request size, images included [default: 33.6].", metavar="MB"),
+    option("--timeout", float, "Time limit per request, waiting included [default: 600].", callback=_amount,
            metavar="SECONDS"),
-    option("--stall-timeout", float, "End the process after this time in one run of a graph [default: 600, or "
-           "--timeout if longer].", callback=_amount, metavar="SECONDS"),
-    option("--grace", float, "Time for running answers to end after Ctrl-C or SIGTERM [default: 30].", callback=_amount,
+    option("--stall-timeout", float, "Exit if a single graph run takes longer than this [default: 600, or --timeout "
+           "if longer].", callback=_amount, metavar="SECONDS"),
+    option("--grace", float, "Time for running answers to finish after Ctrl-C or SIGTERM [default: "
+           "30].", callback=_amount,
            metavar="SECONDS"),
-    option("--kv-cache", float, "K and V in use and kept for later turns [default: 2.1].", callback=_amount,
+    option("--kv-cache", float, "Memory for K and V, in use and kept for later turns [default: 2.1].", callback=_amount,
            metavar="GB"),
-    option("--memory", float, "Memory of all loaded bundles [default: free memory].", callback=_amount, metavar="GB"),
-    option("--adapt reports", Path, "Choose K and reductions of requests with a deadline by load, among the methods of "
-           "this report.json of vtx-eval; one for each bundle.", multiple=True, metavar="REPORT"),
-    option("--max-accuracy-drop", 1.0, "Percentage points below the best that these methods may be.",
+    option("--memory", float, "Memory limit of all loaded bundles [default: free "
+           "memory].", callback=_amount, metavar="GB"),
+    option("--adapt reports", Path, "For requests with a deadline, choose K and reductions by load from the methods "
+           "in this report.json of vtx-eval; one report per bundle.", multiple=True, metavar="REPORT"),
+    option("--max-accuracy-drop", 1.0, "With --adapt: accuracy that a method may lose against the best, in percentage "
+           "points.",
            type=click.FloatRange(0, 100)),
-    option("--image-host image_hosts", str, "Also fetch images from https addresses of this host [default: data URLs "
-           "only].", multiple=True, metavar="HOST"),
-    option("--allow-origin origins", str, "Pages of this origin, e.g. http://localhost:3000, may send requests.",
+    option("--image-host image_hosts", str, "Also fetch images over https from this "
+           "host [default: data URLs only].", multiple=True, metavar="HOST"),
+    option("--allow-origin origins", str, "Allow requests from pages of this origin, e.g. http://localhost:3000.",
            multiple=True, metavar="URL"),
-    option("--api-keys", Path, "A file with a key in each line; a client must send one of them.", metavar="FILE"),
-    option("--unix-socket", Path, "Listen at this path instead of --host and --port.", metavar="PATH"),
-    option("--access-log", click.Choice(["text", "json"]), "Write a line of each request to stdout."),
-    option("--lenient", bool, "Ignore fields and values that are not supported; usage.vtx.ignored names them."),
+    option("--api-keys", Path, "File of API keys, one per line; clients must send one of them.", metavar="FILE"),
+    option("--unix-socket", Path, "Listen on this Unix socket instead of --host and --port.", metavar="PATH"),
+    option("--access-log", click.Choice(["text", "json"]), "Write one line per request to stdout."),
+    option("--lenient", bool, "Ignore unsupported fields and values; usage.vtx.ignored lists them."),
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
 def serve(
@@ -88,7 +91,10 @@ def serve(
     origins: tuple[str, ...], api_keys: Path | None, unix_socket: Path | None, access_log: str | None,
     lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
-    """Serve bundles over OpenAI's API and a web page. If $VTX_API_KEY is set, every client must send it as its key."""
+    """Serve bundles over an OpenAI-compatible API and a test page.
+
+    If $VTX_API_KEY is set, clients must send it as their key.
+    """
     require_http()
     import uvicorn
 

@@ -21,34 +21,35 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 )
 @options(
     "data",
-    option("--k", str, "K during training: around N, or from LOW to HIGH.", required=True, metavar="N|LOW-HIGH"),
+    option("--k", str, "K during training: around N, or between LOW and HIGH.", required=True, metavar="N|LOW-HIGH"),
     "model", "images", "items",
-    option("--held-out", 250, "Items to evaluate on, of other images; or 0."),
-    option("--full-share", 0.2, "Share of images that all layers see; 1: the control, the same training without "
-           "withdrawal."),
-    option("--reduce", "none", "Reduction that the student sees the other images through, e.g. divprune.",
+    option("--held-out", 250, "Items to evaluate on, with other images; 0: none."),
+    option("--full-share", 0.2, "Share of images that all layers see; 1: the same training without withdrawal, as a "
+           "control."),
+    option("--reduce", "none", "Token reduction for the student's other images, e.g. divprune.",
            metavar="SPEC"),
-    option("--gates", bool, "Train gates halfway, which choose K from then on, and again at the end."),
-    option("--judge-precision judged", PRECISION, "Judge by the engines of temporary bundles of this precision "
-           "[default: in float32 on the CPU, slower]."),
-    option("--kl-weight", 1.0, "Weight of the KL to the teacher."),
-    option("--ce-weight", 1.0, "Weight of DATA's answers' loss."),
-    option("--hidden-weight", 0.0, "Weight of the final hidden states."),
-    option("--rank", 16, "Rank of the adapters."),
-    option("--alpha", 32, "Scale of the adapters: alpha / rank."),
+    option("--gates", bool, "Train gates halfway through, which choose K from then on, and again at the end."),
+    option("--judge-precision judged", PRECISION, "Evaluate with the engines of temporary bundles of this precision "
+           "[default: float32 on the CPU, slower]."),
+    option("--kl-weight", 1.0, "Loss weight of the KL divergence to the teacher."),
+    option("--ce-weight", 1.0, "Loss weight of the answers in DATA."),
+    option("--hidden-weight", 0.0, "Loss weight of the final hidden states."),
+    option("--rank", 16, "LoRA rank."),
+    option("--alpha", 32, "LoRA alpha; the scale is alpha / rank."),
     option("--layers", str, "Layers to train [default: all].", metavar="N|FIRST-LAST"),
-    option("--full", bool, "Train these layers in full, without adapters."),
-    option("--qlora", bool, "Hold the layers' matrices in 4 bits below the adapters; needs bitsandbytes."),
+    option("--full", bool, "Train all weights of these layers, without adapters."),
+    option("--qlora", bool, "QLoRA: keep the base weights in 4 bits; needs bitsandbytes."),
     option("--lr", 2e-4, "Learning rate."),
     option("--epochs", 1.0),
-    option("--steps", int, "Number of steps, instead of --epochs.", metavar="N"),
-    option("--batch", 8, "Rows of questions per step, over all processes."),
+    option("--steps", int, "Training steps, instead of --epochs.", metavar="N"),
+    option("--batch", 8, "Rows per step, over all processes."),
     option("--questions", 8, "Questions per row, about one image."),
-    option("--max-tokens", 2048, "Max tokens per row."),
-    option("--max-new-tokens", 64, "Max tokens per answer."),
-    option("--dtype", "auto", "Arithmetic; auto: bf16 on a GPU.", type=click.Choice(["auto", "fp32", "bf16"])),
+    option("--max-tokens", 2048, "Maximum tokens per row."),
+    option("--max-new-tokens", 64, "Maximum tokens per answer."),
+    option("--dtype", "auto", "Training arithmetic; auto: bf16 on a "
+           "GPU, else fp32.", type=click.Choice(["auto", "fp32", "bf16"])),
     option("--gradient-checkpointing/--no-gradient-checkpointing checkpointing", True,
-           "Recompute layers to save memory."),
+           "Recompute layers in the backward pass to save memory."),
     option("--save-every", 50, "Steps between checkpoints."),
     option("--seed", 0, "Seed of sampling, order, K and adapters."),
     option("--out", Path, "Output directory [default: vtx-tuned-MODEL]."),
@@ -61,10 +62,10 @@ def tune(
     questions: int, max_tokens: int, max_new_tokens: int, dtype: str, checkpointing: bool,
     save_every: int, seed: int, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Fine-tune a model for an earlier K, with the model itself as the teacher.
+    """Fine-tune a model for an earlier K, distilled from the model itself.
 
-    DATA is as for vtx-calibrate; answers are optional. An interrupted run resumes where it stopped. The result is
-    a checkpoint, its adapters, and a report of every K before and after.
+    DATA has the format of vtx-calibrate; answers are optional. An interrupted run resumes where it stopped. The
+    result is a checkpoint, its adapters, and a report of every K before and after.
     """
     end_on_sigterm()
     need_exporter()

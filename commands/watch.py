@@ -25,22 +25,23 @@ from vtx.tools.common.loading import Loading, about_model
 @click.argument("bundle", type=PATH)
 @click.argument("config", type=FILE)
 @options(
-    option("--check", bool, "Judge the configuration, open each source and show its first frame's size; ask nothing."),
-    option("--parallel", 4, "Answers that are computed at the same time.", type=click.IntRange(1, 64)),
-    option("--tile-cache", 256, "Encoded tiles that are kept for frames in which they did not change; 0: none.",
+    option("--check", bool, "Validate the configuration, open each source and show the size of its first frame; ask "
+           "nothing."),
+    option("--parallel", 4, "Concurrent answers.", type=click.IntRange(1, 64)),
+    option("--tile-cache", 256, "Cache of encoded tiles, reused in frames where they did not change; 0: off.",
            type=click.IntRange(0, 1_000_000), metavar="MB"),
-    option("--page port", click.IntRange(0, 65535), "Show pictures and answers as they come on a page at this port; 0: "
-           "any free one.", metavar="PORT"),
-    option("--host", "127.0.0.1", f"Address of the page; for another than this machine's own {KEY} must be set."),
+    option("--page port", click.IntRange(0, 65535), "Serve a live page of frames and answers at this port; 0: any "
+           "free one.", metavar="PORT"),
+    option("--host", "127.0.0.1", f"Address of the page; any but a loopback address needs {KEY}."),
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "force", "require_signature",
 )  # fmt: skip
 def watch(
     bundle: Path, config: Path, check: bool, parallel: int, tile_cache: int, port: int | None, host: str,
     loading: Loading,
 ) -> None:  # fmt: skip
-    """Ask the standing questions of CONFIG about the newest frames of its sources; events are lines of JSON.
+    """Ask the standing questions of CONFIG about the latest frames of its sources; write events as JSON lines.
 
-    It ends with its sources: a video's end, or Ctrl-C. SIGHUP takes over a changed CONFIG; a wrong one changes nothing.
+    Ends when all sources have ended, or with Ctrl-C. SIGHUP reloads CONFIG; an invalid one changes nothing.
     """
     from vtx.runtime.scheduler.engine import Engine
     from vtx.runtime.server.watchdog import systemd

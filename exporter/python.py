@@ -28,22 +28,22 @@ def export(
     """Export a checkpoint to the bundle directory `out`, as `vtx-export` does.
 
     Args:
-        model: a directory in Hugging Face's layout, a repository's name on the hub, or "demo".
-        out: the bundle's directory; it must not exist, unless `force` is set.
-        k: the Ks to prebuild, each the first layer without image tokens; none by default.
-        precision: of the weights: "fp32", "fp16", "bf16", "int8" or "int4".
-        reduce: specs of the reductions to prepare for, the default first.
-        max_context: KV slots for prompt and answer; by default 4096, or the model's own limit if that is less.
+        model: a directory in Hugging Face's layout, a Hugging Face id, or "demo".
+        out: output directory; it must not exist unless `force` is set.
+        k: values of K to prebuild, each the first layer without image tokens; default: none.
+        precision: weight precision: "fp32", "fp16", "bf16", "int8" or "int4".
+        reduce: specs of the token reductions to support; the first is the default.
+        max_context: KV slots for prompt and answer; default: 4096, or the model's limit if lower.
         force: replace an existing bundle at `out`.
-        progress: gets (phase, done, total) as the work proceeds.
+        progress: called with (phase, done, total) as the export proceeds.
 
     Returns:
-        The bundle, which `vtx.load` opens by its `folder`.
+        The bundle; pass its `folder` to `vtx.load`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of a model that vtx does not export.
-        ExportError: `out` exists, or the disk or the memory is too small.
-        RequestError: a K or a reduction that this model does not have, or a value of another kind.
+        CheckpointError: the checkpoint is damaged, or its model is not supported.
+        ExportError: `out` exists, or disk or memory is too small.
+        RequestError: this model does not support a K or a reduction, or a value has the wrong type.
 
     """
     reductions = _several(reduce)

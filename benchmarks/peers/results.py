@@ -19,7 +19,7 @@ FIGURES = {
     "vision": ("image encoder, s", 0.001, 2),
     "first": ("first token, s", 0.001, 2),
     "second": ("second question, s", 0.001, 2),
-    "decode": ("a token, ms", 1, 1),
+    "decode": ("per token, ms", 1, 1),
     "rss": ("peak memory, MiB", 1, 0),
 }
 HEADLINE = ("first", "second", "decode", "rss")

@@ -16,7 +16,7 @@ from benchmarks.peers.table import Rounds, series
 
 FIGURES = {
     "first": ("first token, s", 0.001, 2),
-    "decode": ("decode, ms a token", 1, 1),
+    "decode": ("decode, ms per token", 1, 1),
     "second": ("second question, s", 0.001, 2),
     "rss": ("peak RSS, MiB", 1, 0),
 }

@@ -11,7 +11,7 @@ from benchmarks.peers.contract import Result
 from vtx.tools.bench.series import shown, spread
 
 Rounds = Mapping[Contender, Sequence[Result]]
-HEAD = ("contender", "load, s", "image encoder, s", "first token, cold, s", "first token, s", "decode, ms a token",
+HEAD = ("contender", "load, s", "image encoder, s", "first token, cold, s", "first token, s", "decode, ms per token",
         "second question, s", "peak RSS, MiB", "ids as vtx fp32", "first / decode / second to vtx")  # fmt: skip
 
 

@@ -96,67 +96,71 @@ class DeviceType(click.ParamType):  # type: ignore[type-arg]
 
 
 _LOADING: dict[str, Declare] = {  # by the field of `Loading` that each fills
-    "device": option("--device", "auto", "Where to compute; cuda:1 and tensorrt:1: on the second GPU.",
+    "device": option("--device", "auto", "Device to run on; cuda:1 and tensorrt:1 select the second GPU.",
                      type=DeviceType()),
     "compute": option("--compute", click.Choice([AUTO, *COMPUTE], case_sensitive=False), "Arithmetic: f32, bf16 or "
-                      "int8 with openvino, f16 with tensorrt; auto: the fastest that kept the answers at export "
+                      "int8 (openvino), f16 (tensorrt); auto: the fastest that left the answers unchanged at export "
                       "[default: auto].",
                       callback=lambda _, __, value: None if value == AUTO else value),
-    "threads": option("--threads", int, "[default: all cores]"),
-    "fit": option("--fit", click.Choice(["crop", "pad", "squash", "released"]), "Images that are not square: crop "
-                  "their sides, pad with bars, or squash them; released: LLaVA-NeXT's tiles as in CDPruner's code "
-                  "[default: as the checkpoint's image processor does]."),
-    "max_tiles": option("--max-tiles", int, "For models that see images in tiles: at most N tiles per image, including "
-                        "the one of the whole image.", metavar="N"),
-    "max_pixels": option("--max-pixels", int, "For models that see images at their own resolution: shrink images of "
-                         "more than N pixels.", metavar="N"),
-    "image_formats": option("--image-formats", "jpeg,png,webp,bmp,gif", "Formats that are read; also ppm.",
+    "threads": option("--threads", int, "CPU threads [default: all cores]."),
+    "fit": option("--fit", click.Choice(["crop", "pad", "squash", "released"]), "Handling of non-square images: crop "
+                  "the sides, pad with bars, or squash; released: LLaVA-NeXT tiling as in CDPruner's code [default: "
+                  "as the checkpoint's image processor]."),
+    "max_tiles": option("--max-tiles", int, "For tiling models: at most N tiles per image, including the overview of "
+                        "the whole image.", metavar="N"),
+    "max_pixels": option("--max-pixels", int, "For models with native image resolution: downscale images above N "
+                         "pixels.", metavar="N"),
+    "image_formats": option("--image-formats", "jpeg,png,webp,bmp,gif", "Accepted image formats; ppm is also possible.",
                             callback=lambda _, __, value: tuple(name.strip() for name in value.split(","))),
-    "force": option("--force", bool, "Load even if the free memory looks too small."),
-    "require_signature": option("--require-signature", Path, "Use the bundle only if the private half of this Ed25519 "
-                                "key (PEM) signed it; every file is hashed first.", metavar="PUBKEY"),
+    "force": option("--force", bool, "Load even if free memory looks too small."),
+    "require_signature": option("--require-signature", Path, "Load the bundle only if it was signed with the private "
+                                "half of this Ed25519 key (PEM); every file is hashed first.", metavar="PUBKEY"),
 }  # fmt: skip
 _GUIDING: dict[str, Declare] = {  # by the argument of `_guide` that each fills
-    "json_schema": option("--json-schema", str, "The answer is JSON that this schema allows.", metavar="FILE|JSON"),
-    "choices": option("--choices", str, "The answer is one of these, also as a JSON list.", metavar="A,B,..."),
-    "regex": option("--regex", str, "The answer matches this regular expression."),
-    "grammar": option("--grammar", FILE, "The answer is of this grammar, in llguidance's Lark.", metavar="FILE"),
+    "json_schema": option("--json-schema", str, "Constrain the answer to JSON of this schema.", metavar="FILE|JSON"),
+    "choices": option(
+        "--choices", str, "Constrain the answer to one of these; a JSON list is also accepted.", metavar="A,B,..."
+    ),
+    "regex": option("--regex", str, "Constrain the answer to this regular expression."),
+    "grammar": option(
+        "--grammar", FILE, "Constrain the answer to this grammar (llguidance's Lark syntax).", metavar="FILE"
+    ),
 }
 _CLUSTER: dict[str, Declare] = {  # by the argument of `_cluster` that each fills
     "ray_address": option("--ray-address", str, "Answer on a Ray cluster: host:port, or auto.", metavar="ADDR"),
-    "ray_gpus": option("--ray-gpus", float, "GPUs of each worker of the cluster, also 0.5 [default: 1 with a --device "
-                       "that is a GPU, else 0].", metavar="N"),
+    "ray_gpus": option("--ray-gpus", float, "GPUs per Ray worker, may be fractional [default: 1 if --device is a GPU, "
+                       "else 0].", metavar="N"),
 }  # fmt: skip
 _SHARED: dict[str, Declare] = {
     "data": click.argument("data", default="scenes", metavar="[DATA]"),
     "bundle": option("--bundle", click.Path(), "Bundle directory [default: $VTX_BUNDLE, else the last one exported].",
                      envvar="VTX_BUNDLE"),
-    "hub_model": option("--model hub_model", str, "Hugging Face id in place of a bundle: fetched and exported at its "
-                        "first use, then kept in the cache (vtx-cache).", metavar="ORG/NAME[@REVISION]"),
+    "hub_model": option("--model hub_model", str, "Hugging Face id, instead of a bundle; downloaded and exported on "
+                        "first use, then cached (vtx-cache).", metavar="ORG/NAME[@REVISION]"),
     "hub_precision": option("--precision", PRECISION, "With --model: precision of the decoder weights [default: "
                             "fp16]."),
     "k": click.option("--k", type=DepthType(default=True), default="default", metavar="N|auto|none",
-                      help="A prebuilt K [default: the bundle's]."),
+                      help="Prebuilt K [default: the bundle's]."),
     "ks": option("--k ks", DepthType(several=True), "Prebuilt K, none or auto [default: all in the bundle; with "
                  "--reduce, none].", multiple=True, callback=joined, metavar="K,K,..."),
     "reduce": click.option("--reduce", default="default", metavar="SPEC|none",
-                           help="Leave out vision tokens: fastv, mustdrop:192, lsm:tau=0.9+fastv:ratio=0.75 "
-                           "[default: the bundle's first]."),
-    "max_new_tokens": option("--max-new-tokens", 256, "Tokens of the answer, at most."),
-    "images": option("--images", Path, "Directory of the images [default: the data file's]."),
+                           help="Token reduction, e.g. fastv, mustdrop:192 or lsm:tau=0.9+fastv:ratio=0.75 [default: "
+                           "the bundle's first]."),
+    "max_new_tokens": option("--max-new-tokens", 256, "Maximum tokens per answer."),
+    "images": option("--images", Path, "Image directory [default: that of the data file]."),
     "seed": option("--seed", 0, "Sampling seed."),
-    "model": option("--model", "demo", "Checkpoint directory or Hugging Face id; demo: built in."),
+    "model": option("--model", "demo", "Checkpoint directory or Hugging Face id; demo: the built-in model."),
     "vision_precision": option("--vision-precision", PRECISION, "Precision of tower and projector [default: "
                                "--precision; int8 for int8 and int4]."),
     "head_precision": option("--head-precision", PRECISION, "Precision of the output matrix [default: --precision; "
                              "int8 for int8 and int4]."),
-    "tower": option("--tower", str, "Directory or Hugging Face id of the vision tower, for a checkpoint that only "
-                    "names one.", metavar="PATH"),
-    "allow_pickle": option("--allow-pickle", bool, "Also read the tensors of pickled weights; nothing is unpickled."),
-    "chat_template": option("--chat-template", Path, "A Jinja file, or a template of original LLaVA by name, e.g. "
-                            "llava_v1; for a checkpoint without one."),
+    "tower": option("--tower", str, "Directory or Hugging Face id of the vision tower, if the checkpoint only names "
+                    "it.", metavar="PATH"),
+    "allow_pickle": option("--allow-pickle", bool, "Also read the tensors in pickle files; nothing is unpickled."),
+    "chat_template": option("--chat-template", Path, "Jinja file, or name of an original LLaVA template, e.g. "
+                            "llava_v1; for checkpoints without a template."),
     "items": option("--items", 1000, "Items to train on, sampled from DATA."),
-    "report": option("--json as_json", bool, "The report as one JSON object on stdout, and nothing else."),
+    "report": option("--json as_json", bool, "Print only the report, as one JSON object."),
     "plot": option("--plot", FILE, "Also draw a plot.", metavar="FILE.png"),
 }  # fmt: skip
 

@@ -32,14 +32,14 @@ one file in `exporter/checkpoint/families/`. This page is generated from the cod
 a test compares them.
 
 Text models: {", ".join(TEXT_FAMILIES)}, gemma3, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
-InternVL's, Qwen's, Gemma 4's, FastViTHD, SigLIP 2's for native resolutions, DINOv2 with registers and SigLIP side by
-side.
+those of InternVL, Qwen-VL and Gemma 4, FastViTHD, SigLIP 2 at native resolution, and DINOv2 with registers together
+with SigLIP.
 Precisions, K, gates, calibration and streaming export work in the same way for every family. onnxruntime and OpenVINO
 give the same answers *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs for TensorRT come from the same
-builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; TensorRT-RTX engines were built of random
+builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; TensorRT-RTX engines were built from random
 models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila` and `internvl_chat` *(built without a
-GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM, `vtx-tune` on SmolVLM and LLaVA-OneVision
-*(run on a CPU, random models of eight layers)*.
+GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM, `vtx-tune` on SmolVLM, LLaVA-OneVision,
+Qwen2.5-VL and Qwen3-VL *(run on a CPU, small random models)*.
 """
 # The shapes of published checkpoints, most with a CLIP tower, from which the cells are computed.
 _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
@@ -143,7 +143,7 @@ def _config(family: Family) -> ModelConfig:
 def _tokens(_: Family, config: ModelConfig) -> str:
     layout = config.layout
     if config.vision.native:
-        return f"up to {layout.max_tokens:,} by the image's size, in one pass of the tower"
+        return f"up to {layout.max_tokens:,} depending on the image size, in one pass of the tower"
     if layout.max_views == 1:
         return f"{layout.max_tokens}, in one pass of the tower"
     return f"up to {layout.max_tokens:,}, in up to {layout.max_views} passes of the tower"
@@ -155,7 +155,7 @@ def _video(_: Family, config: ModelConfig) -> str:
         return "no"
     frames = config.video.layout
     if isinstance(frames, Pairs):
-        return f"by its size and length: {frames.a_second:g} frames a second, at most {frames.frames}, two in a token"
+        return f"by size and length: {frames.a_second:g} frames/s, at most {frames.frames}, two frames per token"
     each, ending = frames.count(2) - frames.count(1), " and a newline" if frames.newline else ""
     return f"{frames.count(frames.frames):,}: {frames.frames} frames of {each}{ending}; other numbers by `--frames`"
 
@@ -164,12 +164,12 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     """Support by libvtx, which refuses by name the parts of a manifest that it does not know."""
     layout, spec = spec_of(config.layout), model_spec(config, "")
     if spec.sliding:
-        return "no: sliding-window layers (`sliding`) are refused"
+        return "no: libvtx does not support sliding-window layers (`sliding`)"
     if spec.conv_layers:
-        return "no: convolution layers (`conv_layers`) are refused"
+        return "no: libvtx does not support convolution layers (`conv_layers`)"
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
-        return f"no: the layout `{layout.name}` is refused"
+        return f"no: libvtx does not support the layout `{layout.name}`"
     known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
     fields = {
         *json_value(spec.tower), *json_value(spec.projector), *layout.parameters, *(["video"] if config.video else []),
@@ -177,7 +177,7 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     fields |= {"seg_token_id"} if family.seg_token else set()
     later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
     if later:
-        return f"no: `{'`, `'.join(later)}` of the manifest is refused"
+        return f"no: libvtx does not support `{'`, `'.join(later)}` in the manifest"
     return "yes" if config.video is None else "images"
 
 
@@ -229,7 +229,7 @@ TOKENS: Columns = {"tokens of an image": _tokens, "tokens of a video": _video}
 
 def _shown(_: Family, config: ModelConfig) -> str:
     if config.action:
-        return "no: the model answers with actions"
+        return "no: the model outputs actions"
     return "no: images have variable sizes" if config.vision.native or config.vision.naflex else "yes"
 
 

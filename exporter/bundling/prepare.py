@@ -336,7 +336,7 @@ def _check_states(part: Reduction, c: TextConfig) -> None:
     if wrong := sorted(read & set(convolved)):
         others = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
         raise UnsupportedModelError(
-            f"{part.name} reads the attention of layer {wrong[0]}, which {verb} {kind} in this model; name a layer "
+            f"{part.name} reads the attention of layer {wrong[0]}, which {verb} {kind} in this model; use a layer "
             f"with attention: {', '.join(map(str, others))}"
         )
 
@@ -378,7 +378,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
     """Read and check the specs of `--reduce`. Raises RequestError, UnsupportedModelError."""
     needs, specs, vision = Needs(), list[str](), config.vision
     if texts and config.action is not None:
-        raise UnsupportedModelError("models that answer with actions take no reductions, but --k; leave --reduce out")
+        raise UnsupportedModelError("models that output actions support --k, but no reductions; leave --reduce out")
     for text in texts:
         parts = parse(text)
         check_depth(parts, config.text.layers)
@@ -388,52 +388,51 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                 raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
             if config.text.two_way == "prompt" and own.scored:
                 raise UnsupportedModelError(
-                    f"{part.name} goes by the attention of the question, which here begins to see the image while the "
-                    "image sees the question; use a method that chooses before the decoder, such as divprune or "
-                    "cdpruner, or --k"
+                    f"{part.name} ranks tokens by the question's attention, but in this model the image also attends "
+                    "to the question; use a method that selects before the decoder, e.g. divprune or cdpruner, or --k"
                 )
             if part.of_videos and config.video is None:
                 raise UnsupportedModelError(f"{part.name} {NO_VIDEOS}")
             if windowed := [layer for layer in own.scored if config.text.slides(layer)]:
                 full = [n for n in range(1, config.text.shared or config.text.layers) if not config.text.slides(n)]
                 raise UnsupportedModelError(
-                    f"{part.name} goes by the attention of layer {windowed[0]}, which sees a window of "
-                    f"{config.text.sliding.window if config.text.sliding else 0} positions; name one that sees all: "
-                    f"{', '.join(map(str, full)) or 'none'}"
+                    f"{part.name} reads the attention of layer {windowed[0]}, which has a sliding window of "
+                    f"{config.text.sliding.window if config.text.sliding else 0} positions; use one with full "
+                    f"attention: {', '.join(map(str, full)) or 'none'}"
                 )
             beyond = [cut for cut in own.boundaries if config.text.shared is not None and cut > config.text.shared]
             if beyond:
                 raise UnsupportedModelError(
-                    f"{part.name} drops tokens after layer {beyond[0] - 1}, and this model's layers from "
-                    f"{config.text.shared} on keep nothing of a prompt; give it layers before {config.text.shared}"
+                    f"{part.name} drops tokens after layer {beyond[0] - 1}, but this model's layers from "
+                    f"{config.text.shared} on have no K and V of their own; use layers before {config.text.shared}"
                 )
             side, two_towers = max(vision.shuffle, vision.pool), vision.beside is not None
             check_patches(part, side, class_token=vision.class_token, two_towers=two_towers)
             if vision.stage_blocks and (own.tower_layers or own.merging):
                 raise UnsupportedModelError(
-                    f"{part.name} looks into the tower's blocks of patches, and this model's tower is one of "
-                    "convolutions; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
+                    f"{part.name} reads a transformer tower's blocks, but this model's tower is "
+                    "convolutional; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
                 )
             _check_states(part, config.text)
             if own.tower_layers and max(own.tower_layers) > (used := max(config.feature_layers)):
                 raise UnsupportedModelError(
-                    f"{part.name} looks at block {max(own.tower_layers)} of the tower, and this model uses {used} of "
-                    f"its blocks; give layer, from 1 to {used}"
+                    f"{part.name} reads block {max(own.tower_layers)} of the tower, but this model uses only {used} "
+                    f"blocks; set layer to a number from 1 to {used}"
                 )
             if own.merging and vision.grid < SIDE:
                 raise UnsupportedModelError(
-                    f"{part.name} merges windows of {SIDE} x {SIDE} patches, the tower has {vision.grid} x "
-                    f"{vision.grid}; leave merging out (mustdrop:...,tau=off)"
+                    f"{part.name} merges windows of {SIDE} x {SIDE} patches, but the tower has only {vision.grid} x "
+                    f"{vision.grid}; disable merging (mustdrop:...,tau=off)"
                 )
             if own.merging and config.layout.max_views > 1:
                 raise UnsupportedModelError(
-                    f"{part.name} merges windows of patches, and this model's images come in tiles that form one grid; "
-                    "leave merging out (mustdrop:...,tau=off)"
+                    f"{part.name} merges windows of patches, but this model joins its tiles into one grid; "
+                    "disable merging (mustdrop:...,tau=off)"
                 )
             if own.merging and 0 in config.feature_layers:
                 raise UnsupportedModelError(
-                    f"{part.name} merges patches after the tower's first layer, and the model also uses the hidden "
-                    "states before it (vision_feature_layer 0); leave merging out (mustdrop:...,tau=off)"
+                    f"{part.name} merges patches after the tower's first layer, but the model also uses the hidden "
+                    "states before it (vision_feature_layer 0); disable merging (mustdrop:...,tau=off)"
                 )
         check_layout(parts, config.layout)
         if (canonical := to_spec(parts)) in specs:

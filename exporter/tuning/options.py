@@ -16,7 +16,8 @@ from vtx.runtime.policies import parse
 from vtx.runtime.policies.base import Entry, Needs
 from vtx.tools.data.items import SCENES
 
-NO_GAPS = "this model's image tokens have text among them or positions of three parts, so that none can be left out"
+TUNED = "use a model with a llama, mistral, qwen2 or qwen3 text model"
+NO_GAPS = "this model has text between its image tokens or three-part positions, so no token can be dropped"
 AROUND = 2  # layers on either side of a single K
 _SPAN = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 Dtype = Literal["auto", "fp32", "bf16"]
@@ -204,19 +205,14 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
     """Raise UnsupportedModelError for a model that is not tuned; `original`: in its authors' layout."""
     if original:
         raise UnsupportedModelError(
-            f"{name} is in its authors' layout, and vtx-tune writes Hugging Face's; use a checkpoint in that layout"
+            f"{name} is in its authors' layout, but vtx-tune writes Hugging Face's; use one in Hugging Face's"
         )
     if config.text.sliding is not None:
-        raise UnsupportedModelError(
-            f"{name} has layers with sliding windows, which vtx-tune does not know; tune a llama, mistral or qwen"
-        )
+        raise UnsupportedModelError(f"{name} has sliding-window layers, which vtx-tune does not support; {TUNED}")
     if config.text.factors or config.text.shifts:
         raise UnsupportedModelError(
-            f"{name} has a text model with multipliers or norms of its own ({config.text.family}), which vtx-tune does "
-            "not know; tune a "
-            "llama, mistral, qwen2 or qwen3"
+            f"{name} has a text model ({config.text.family}) with its own multipliers or norms, which vtx-tune does "
+            f"not support; {TUNED}"
         )
     if config.text.conv_layers:
-        raise UnsupportedModelError(
-            f"{name} has layers that keep a state, which vtx-tune does not know; tune a llama, mistral or qwen"
-        )
+        raise UnsupportedModelError(f"{name} has layers that keep a state, which vtx-tune does not support; {TUNED}")

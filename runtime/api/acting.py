@@ -81,7 +81,9 @@ class Actor:
         if unnorm_key is not None:
             raise RequestError("unnorm_key: this model has the statistics of one robot; leave it out")
         if reduce not in (DEFAULT, None, "none"):
-            raise RequestError(f"reduce={reduce!r:.40}: models with an expert take no reductions, but K; leave it out")
+            raise RequestError(
+                f"reduce={reduce!r:.40}: models with an action expert support K, but no reductions; leave it out"
+            )
         if state is None:
             raise RequestError("no state is given, and this model reads the robot's state")
         pictures = self._ordered(images)

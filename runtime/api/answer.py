@@ -101,7 +101,7 @@ class Answer:
         return self.text
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that `vtx-run --json` prints, less `question`, `image` and `bundle`."""
+        """The object that `vtx-run --json` prints, without `question`, `image` and `bundle`."""
         facts: dict[str, Any] = {"text": self.text, "token_ids": self.token_ids, "stopped": self.stopped}
         facts |= dataclasses.asdict(self.stats)
         facts |= facts.pop("reduced") or {}

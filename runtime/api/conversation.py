@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 class Conversation:
     """Questions about the same images. The images' part of the caches is computed once and reused.
 
-    `ask` and `stream` put independent questions; `chat` starts a conversation that remembers its turns.
+    `ask` and `stream` answer independent questions; `chat` starts a conversation that remembers its turns.
 
     One answer is computed at a time. Calls of `ask` from several threads wait for each other. A stream holds the
     conversation until its end: the next question of its own reader ends it, as `cancel()` from any thread does; other
-    threads get a `ConversationBusyError` at once. For answers side by side open the image once for each thread.
+    threads get a `ConversationBusyError` at once. For concurrent answers, open the image once per thread.
     """
 
     _encoded: EncodedImages
@@ -84,16 +84,15 @@ class Conversation:
         return f"<vtx.Conversation about {' and '.join(counts) or '0 images'} with {self.loaded.manifest.model.name}>"
 
     def close(self) -> None:
-        """End a running answer and free the caches. The conversation can be used again and then starts afresh."""
+        """Stop a running answer and free the caches. If used again, the conversation starts from scratch."""
         with self._turns.hold(Request(), closing=True):
             self._forget()
 
     def replace(self, images: Images, *, fit: str | None = None) -> None:
         """Ask about other images from now on, e.g. the next frame of a camera; `images` and `fit` are as in `open`.
 
-        A running answer is ended. What the caches hold of the prompt up to the first token that differs is not
-        computed again: system text, images that stay, and of images in tiles those before the first changed one. Chats
-        that were begun before cannot go on.
+        A running answer is stopped. The cached prompt is reused up to the first token that differs: system text,
+        unchanged images, and the tiles before the first changed one. Earlier chats cannot be continued.
         """
         self.replace_prepared(self.loaded.prepare_all(as_list(images), fit))
 
@@ -114,13 +113,12 @@ class Conversation:
             k: a prebuilt K, "none" or None for no withdrawal; the bundle's default when left out.
             options: sampling and limits.
             keywords: fields of `Options` and `Sampling`, e.g. `max_new_tokens=64, temperature=0.7`, which override
-                `options`; and `reduce`, a spec of reductions such as "mustdrop:192", "none" or None for none, the
-                bundle's first when left out.
+                `options`; and `reduce`, a spec of reductions such as "mustdrop:192", "none" or None for none; default:
+                the bundle's first.
 
         Raises:
-            RequestError: an empty question, a wrong option, a K the bundle was not cut at, a reduction it was not
-                exported for.
-            ContextError: the question does not fit.
+            RequestError: an empty question, a wrong option, a K or a reduction that the bundle was not exported for.
+            ContextError: the question does not fit into the context.
             ConversationBusyError: another thread reads a stream of this conversation.
 
         """
@@ -129,33 +127,33 @@ class Conversation:
     def stream(
         self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
     ) -> AnswerStream:
-        """As `ask`, giving the text piece by piece."""
+        """Like `ask`, but yield the text piece by piece."""
         return self.stream_messages(self.opening(question), Settings.of(k, options, keywords))
 
     async def aask(
         self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
     ) -> Answer:
-        """As `ask`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
+        """Like `ask`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
         return await self.astream(question, k, options, **keywords).read()
 
     def astream(
         self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
     ) -> AsyncAnswerStream:
-        """As `stream`, for `async for`."""
+        """Like `stream`, for `async for`."""
         return AsyncAnswerStream(self.stream(question, k, options, **keywords))
 
     def chat(self, k: K = DEFAULT, *, reduce: str | None = DEFAULT) -> Chat:
         """Start a conversation of several turns about these images.
 
         Raises:
-            RequestError: a K the bundle was not cut at, a reduction it was not exported for.
+            RequestError: a K or a reduction that the bundle was not exported for.
 
         """
         self.loaded.policy(k, None, reduce, self.images)
         return Chat(self, k, reduce)
 
     def opening(self, question: str) -> list[Message]:
-        """The messages of a first question: the system prompt, if there is one, the images, and the question."""
+        """The messages of a first question: system prompt (if any), images and question."""
         check_text("the question", question)
         return opening_messages(self.system, self.images, question)
 
@@ -263,7 +261,7 @@ class Conversation:
 
 
 class Chat:
-    """Turns that build on each other; K, and which image tokens stay, are the first turn's.
+    """A conversation with memory. The first turn determines K and the image tokens that remain.
 
     `messages` are the turns so far. A turn counts once its answer is complete, not when it was cancelled or ran out of
     time.
@@ -284,7 +282,7 @@ class Chat:
         return self.stream(question, options, **keywords).read()
 
     def stream(self, question: str, options: Options | None = None, **keywords: Unpack[OptionKeywords]) -> AnswerStream:
-        """As `ask`, giving the text piece by piece."""
+        """Like `ask`, but yield the text piece by piece."""
         check_text("the question", question)
         if self._conversation.images is not self._images:
             raise RequestError("the images of this chat were replaced; start another one with chat()")
@@ -308,11 +306,11 @@ class Chat:
         return self._conversation.stream_messages(messages, settings, after=self._selection, completed=completed)
 
     async def aask(self, question: str, options: Options | None = None, **keywords: Unpack[OptionKeywords]) -> Answer:
-        """As `ask`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
+        """Like `ask`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
         return await self.astream(question, options, **keywords).read()
 
     def astream(
         self, question: str, options: Options | None = None, **keywords: Unpack[OptionKeywords]
     ) -> AsyncAnswerStream:
-        """As `stream`, for `async for`."""
+        """Like `stream`, for `async for`."""
         return AsyncAnswerStream(self.stream(question, options, **keywords))

@@ -39,37 +39,36 @@ def load(
     max_pixels: int | None = None,
     image_formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> Model:
-    """Load a bundle that `vtx-export` made.
+    """Load a bundle exported by `vtx-export`.
 
-    The settings of its card, if `vtx-fit` gave it one, are the defaults: device, arithmetic and the limits of images
-    here, K and reductions of its questions. A card whose engine is not possible here, or not the one asked for, is
-    ignored with a warning.
+    If `vtx-fit` wrote a card, its settings are the defaults: device, arithmetic, image limits, K and reductions. A
+    card for an engine that is not available here, or not the requested one, is ignored with a warning.
 
     Args:
         bundle: its directory.
         device: "cpu" (onnxruntime), "openvino", "cuda" (onnxruntime), "tensorrt" (engines of vtx-build), or "auto" for
-            the best of those that are possible here. "cuda:1" and "tensorrt:1" are on the second GPU.
-        compute: type of the arithmetic: "f32", on TensorRT also "f16", on OpenVINO also "bf16" and "int8", which
-            multiplies integers (docs/how-to/openvino.md). When left out, the fastest on this processor that kept the
-            bundle's answers when it was exported, else the device's first.
-        threads: threads to compute with; all cores when left out.
-        force: load even if the free memory looks too small for the weights.
-        require_signature: a public key (Ed25519, PEM); only a bundle that the private half has signed is loaded. All
-            its files are hashed before it is used, about a second for each 0.5 GB.
-        fit: the treatment of images of another shape than the model's: "crop" cuts off the sides, "pad" puts bars
-            around them, "squash" stretches them, "released" sees LLaVA-NeXT's tiles as CDPruner's code does; when left
-            out, as the checkpoint's processor says.
-        max_tiles: if the model sees images in tiles, the most of an image, the whole image in one tile counted.
-        max_pixels: if the model sees images at their own resolution, the most of an image; larger ones are shrunk.
-        image_formats: formats of image files that are read, of "JPEG", "PNG", "WEBP", "BMP", "GIF" and "PPM"; all but
-            the last when left out.
+            the best one available here. "cuda:1" and "tensorrt:1" select the second GPU.
+        compute: arithmetic: "f32", on TensorRT also "f16", on OpenVINO also "bf16" and "int8" (integer products,
+            docs/how-to/openvino.md). Default: the fastest on this processor that left the answers unchanged at export,
+            else the device's first.
+        threads: CPU threads; default: all cores.
+        force: load even if free memory looks too small for the weights.
+        require_signature: a public key (Ed25519, PEM); the bundle must be signed with its private half. All files are
+            hashed before use, about one second per 0.5 GB.
+        fit: handling of images with another aspect ratio than the model's: "crop" cuts off the sides, "pad" adds bars,
+            "squash" stretches, "released" tiles LLaVA-NeXT images as CDPruner's code does. Default: as the
+            checkpoint's image processor.
+        max_tiles: for tiling models, the maximum number of tiles per image, including the overview of the whole image.
+        max_pixels: for models with native image resolution, the maximum per image; larger images are downscaled.
+        image_formats: accepted image file formats, of "JPEG", "PNG", "WEBP", "BMP", "GIF" and "PPM"; default: all but
+            the last.
 
     Raises:
-        BundleError: no bundle, a damaged one, or one without the signature that is required.
-        DeviceError: the device, its package, its graphs or its arithmetic are not there, or the memory is too small.
+        BundleError: the bundle is missing, damaged, or lacks the required signature.
+        DeviceError: the device, its package, its graphs or its arithmetic is not available, or memory is too small.
         ImageError: an unknown format in `image_formats`.
-        RequestError: `threads` is not a whole number from 1 to 1024, or `fit`, `max_tiles` or `max_pixels` is
-            nothing that this model knows.
+        RequestError: `threads` is not a whole number from 1 to 1024, or this model does not support the given `fit`,
+            `max_tiles` or `max_pixels`.
 
     """
     start = time.perf_counter()

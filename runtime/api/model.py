@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class Model:
     """A loaded bundle. One model serves any number of conversations and threads.
 
-    Use it in a `with` block, or call `close`, to free the engine. `manifest` describes the bundle; `loaded` is what
-    conversations use of it.
+    Use it in a `with` block, or call `close`, to free the engine. `manifest` describes the bundle; `loaded` is the
+    state shared by its conversations.
     """
 
     def __init__(
@@ -69,33 +69,34 @@ class Model:
         return f"<vtx.Model {manifest.model.name}, {manifest.precision} weights, K {ks}, on {device}{state}>"
 
     def close(self) -> None:
-        """End running answers and free the engine; the model cannot be used afterwards. Closing twice does nothing."""
+        """Stop running answers and free the engine; the model cannot be used afterwards. Idempotent."""
         self.loaded.close()
 
     def open(
         self, images: Images = (), *, system: str | None = None, fit: str | None = None,
         prefix_file: str | os.PathLike[str] | None = None,
     ) -> Conversation:  # fmt: skip
-        """Open one image or video, several, or none, for questions about them.
+        """Open any number of images and videos for questions about them.
 
         Args:
             images: a path, a data URL, bytes, an open file, a PIL image or an array of uint8 ([height, width, 3] RGB,
                 `vtx.bgr(array)` BGR, [height, width] grey); or a list of these. A video is the path or the bytes of
                 its file, an array [frames, height, width, 3], or `vtx.video` of these.
             system: a system prompt, which precedes every question.
-            fit: the treatment of images of another shape than the model's: "crop", "pad" or "squash"; when left out,
-                the value that `load` was given, else that of the checkpoint's image processor.
-            prefix_file: a file for what the caches hold of the prompt before the last image, such as a system prompt
-                and images to compare with, so that another process need not compute it. It is written after the first
-                answer, also if it is of another prompt; take one only from where you would take a bundle. Where bundles
-                must be signed, one without a signature by the same key, PATH.sig, is not used, and none is written.
+            fit: handling of images with another aspect ratio than the model's: "crop", "pad" or "squash"; default: the
+                value given to `load`, else that of the checkpoint's image processor.
+            prefix_file: file that saves the KV cache of the prompt before the last image (e.g. a system prompt and
+                reference images), so that other processes need not compute it. It is written after the first answer,
+                and overwritten if it holds another prompt. Only use files from a source that you would trust with a
+                bundle. If bundles must be signed, a file without a signature by the same key (PATH.sig) is ignored,
+                and none is written.
 
-        If the chat template prints images before videos, they are in that order.
+        If the chat template puts images before videos, they are reordered accordingly.
 
         Raises:
             ImageError: an image or video cannot be read or is beyond the limits.
-            RequestError: the chat template has no place for a system prompt, the model takes no videos, or a
-                `prefix_file` serves no prompt of it.
+            RequestError: the chat template does not support system prompts, the model does not support videos, or
+                `prefix_file` cannot be used with this model.
 
         """
         self.loaded.check_open()
@@ -112,37 +113,37 @@ class Model:
         noise: ArrayLike | None = None, seed: int | None = None, steps: int | None = None, normalized: bool = False,
         deadline_ms: float | None = None, unnorm_key: str | None = None, reduce: str | None = DEFAULT,
     ) -> NDArray[np.float32]:  # fmt: skip
-        """The next actions of a robot, [horizon, numbers of an action] float32, of a model that answers with actions.
+        """Predict a robot's next actions, [horizon, action size] float32, with a model that outputs actions.
 
-        A model with an expert (pi0) makes them of pictures, an instruction, the state and noise; a model whose tokens
-        are actions (OpenVLA) of one picture and an instruction, and its horizon is 1.
+        A model with an action expert (pi0) uses images, an instruction, the state and noise. A model with action
+        tokens (OpenVLA) uses one image and an instruction; its horizon is 1.
 
         Args:
-            images: the pictures of the cameras, as `open` takes them, in the order of training, or by the names that
-                the bundle was exported with. One that has not changed since the last call keeps its tokens.
-            instruction: what to do, in words.
-            state: the robot's state, in its own units; only for a model with an expert, as are `noise`, `seed` and
-                `steps`.
-            k: the first layer without image tokens, for the prompt and the expert, or None; the bundle's default.
-            noise: [horizon, width] from which the actions are made; drawn when left out.
-            seed: draws the same noise again.
-            steps: Euler steps from noise to actions, 1 to 1000; when left out, the checkpoint's number. Fewer take less
-                time and give other actions, which nobody has judged but by your own measurement.
-            normalized: `state` is normalised, and so are the actions; both have the model's full widths.
-            deadline_ms: milliseconds from the call to the actions, waiting for another thread's included. It is looked
-                at before the tower, each stage of the decoder and each step of the expert, and after the last step.
-                Once it has passed a `DeadlineError` is raised: actions are whole and in time, or there are none. The
-                tokens of pictures and K and V of the prompt that are there by then are kept for the next call.
-            unnorm_key: of a model whose tokens are actions, the data set whose units the actions are in; it may be left
-                out if the checkpoint has the statistics of one.
-            reduce: of such a model, a spec of reductions, as `ask` takes it.
+            images: camera images, in the formats of `open`, in training order or by the camera names given at export.
+                The tokens of an image that has not changed since the last call are reused.
+            instruction: the task, as text.
+            state: the robot's state, in its own units. `state`, `noise`, `seed` and `steps` are only for models with
+                an expert.
+            k: the first layer without image tokens, for the prompt and the expert, or None; default: the bundle's.
+            noise: initial noise [horizon, width]; default: random.
+            seed: seed of the random noise.
+            steps: Euler steps from noise to actions, 1 to 1000; default: the checkpoint's. Fewer steps are faster and
+                change the actions; measure their quality yourself.
+            normalized: `state` and the actions are in normalised units; both have the model's full widths.
+            deadline_ms: time limit from call to actions in milliseconds, including waiting for other threads. It is
+                checked before the tower, each decoder stage and each step of the expert, and after the last step. Once
+                it has passed, `DeadlineError` is raised and no actions are returned. Image tokens and K and V computed
+                by then are kept for the next call.
+            unnorm_key: for models with action tokens, the dataset whose statistics scale the actions; optional if the
+                checkpoint has only one.
+            reduce: for models with action tokens, a reduction spec as in `ask`.
 
         Raises:
             DeadlineError: the deadline has passed.
-            RequestError: other cameras, a state or noise of another shape or with NaN, no statistics in the bundle or
-                another name of them, what this model does not read, or a model that answers in words.
-            ContextError: the pictures and the instruction do not fit.
-            BundleError: the actions are not numbers, or an answer of tokens ended too early; nothing is given out.
+            RequestError: wrong cameras, a state or noise with the wrong shape or NaN, missing or unknown statistics,
+                an argument that this model does not read, or a model that outputs text.
+            ContextError: images and instruction do not fit into the context.
+            BundleError: the actions are not finite, or the action tokens ended too early; nothing is returned.
 
         """
         return self.actor.act(
@@ -152,7 +153,7 @@ class Model:
 
     @property
     def actor(self) -> Actor | TokenActor:
-        """The actor that `act` uses, with the seconds of its last actions, and the number of new pictures."""
+        """The actor behind `act`, with the timings (s) of its last call and the number of newly encoded images."""
         if self._actor is None:
             from vtx.runtime.api.acting import Actor
 
@@ -178,18 +179,18 @@ class Model:
         options: Options | None = None,
         **keywords: Unpack[QuestionKeywords],
     ) -> Answer:
-        """Answer a list of messages, images among them, as OpenAI's and Hugging Face's libraries write them.
+        """Answer a list of messages with images, in the format of OpenAI's and Hugging Face's libraries.
 
             model.generate([{"role": "user", "content": [
                 {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,..."}},
                 {"type": "text", "text": "What is on the table?"}]}])
 
-        Images are data URLs, paths, bytes, arrays or PIL images; nothing is downloaded. Each call starts afresh: to
-        ask several questions about an image, `open` it. With `tools` the answer has `tool_calls`; their results are
+        Images are data URLs, paths, bytes, arrays or PIL images; nothing is downloaded. Calls are independent: to ask
+        several questions about an image, `open` it. With `tools` the answer has `tool_calls`; their results are
         messages {"role": "tool", "tool_call_id": ..., "content": ...} after the assistant's with its `tool_calls`.
 
         Raises:
-            RequestError: messages of another form, or that do not end with a question.
+            RequestError: malformed messages, or messages that do not end with a question.
             ImageError: an image cannot be read or is beyond the limits.
 
         """
@@ -202,7 +203,7 @@ class Model:
         options: Options | None = None,
         **keywords: Unpack[QuestionKeywords],
     ) -> AnswerStream:
-        """As `generate`, giving the text piece by piece."""
+        """Like `generate`, but yield the text piece by piece."""
         from vtx.runtime.api.messages import split_images
 
         images, turns = split_images(messages)
@@ -221,7 +222,7 @@ class Model:
         options: Options | None = None,
         **keywords: Unpack[QuestionKeywords],
     ) -> Answer:
-        """As `generate`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
+        """Like `generate`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
         return await AsyncAnswerStream(self.stream(messages, k, options, **keywords)).read()
 
     def batch(
@@ -233,10 +234,10 @@ class Model:
         threads: int = 2,
         **keywords: Unpack[QuestionKeywords],
     ) -> Iterator[Answer]:
-        """Answer many (image, question) pairs, `threads` of them at a time, in their order.
+        """Answer many (image, question) pairs, `threads` at a time, and yield the answers in order.
 
-        Items are read as they are needed, so they may come from a generator. The first error ends the batch; leaving
-        the loop early cancels the running answers.
+        Items are read lazily, so they may come from a generator. The first error ends the batch; leaving the loop
+        early cancels the running answers.
 
         Raises:
             RequestError: a wrong option.

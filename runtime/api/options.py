@@ -29,23 +29,23 @@ class Options:
     """Limits and sampling of one answer.
 
     Args:
-        max_new_tokens: the most tokens of an answer.
+        max_new_tokens: maximum tokens per answer.
         ignore_eos: continue past end tokens.
         sampling: how tokens are drawn.
-        gate_threshold: with K "auto", the probability above which the image is withdrawn.
-        stop: strings at whose first occurrence the answer ends; they are not part of its text.
-        logprobs: give the log probability of each token of the answer.
-        top_logprobs: with it, that of this many of the most likely tokens in its place.
-        prompt_lookup: look up what may come next in the prompt and the answer so far, and verify drafts of at most
-            this many tokens in one pass; 0: do not. The tokens are those without it, up to logits that differ in their
-            last digits.
-        about: text by which CDPruner, and DART before layer 1, choose image tokens in place of the question; in a chat
-            the first turn's. None: by the question.
-        guide: the form that the answer is held to: a JSON schema, choices, a regular expression or a grammar.
-        timeout: seconds from the first read of an answer, waiting for others included, to its end; None: no limit.
+        gate_threshold: with K "auto", the gate probability above which the image tokens are dropped.
+        stop: stop strings; the answer ends before the first one found.
+        logprobs: return the log probability of each answer token.
+        top_logprobs: with `logprobs`, also return this many of the most likely tokens at each position.
+        prompt_lookup: draft up to this many tokens by looking them up in the prompt and the answer so far, and verify
+            them in one pass; 0: off. The tokens are the same as without it, unless logits are tied within rounding.
+        about: text by which CDPruner, and DART before layer 1, select image tokens instead of the question; in a chat,
+            that of the first turn. None: the question.
+        guide: constraint on the answer: a JSON schema, choices, a regular expression or a grammar.
+        timeout: time limit in seconds from the first read of an answer to its end, including waiting for others; None:
+        no limit.
 
     Raises:
-        RequestError: a value of another type or out of range.
+        RequestError: a value of the wrong type or out of range.
 
     """
 

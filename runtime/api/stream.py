@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class AnswerStream:
-    """An iterator over pieces of text; `answer` is there when it is exhausted.
+    """An iterator over pieces of text; `answer` is available once it is exhausted.
 
     It holds its conversation from its first piece to its end. Its reader's next question in the same conversation ends
     it, as `cancel` does: `answer` is then the part so far, with `stopped` "cancelled".
@@ -40,9 +40,9 @@ class AnswerStream:
         return piece
 
     def step(self) -> str:
-        """Compute the prompt, or one token more, and return the text that is certain now, maybe none.
+        """Compute the prompt or one more token, and return the text that is now final, possibly empty.
 
-        For a program that computes several answers in turn. Raises StopIteration at the end, as `next` does.
+        For programs that interleave several answers. Raises StopIteration at the end, like `next`.
         """
         self._answering.reader = self.reader or threading.current_thread()
         try:
@@ -144,7 +144,7 @@ class AnswerStream:
 
 
 class AsyncAnswerStream:
-    """`async for` over pieces of text; `answer` is there when it is exhausted.
+    """An asynchronous iterator over pieces of text; `answer` is available once it is exhausted.
 
     The engine runs in a thread of the event loop's default executor. Cancelling the task cancels the answer.
     """

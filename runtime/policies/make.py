@@ -122,8 +122,8 @@ def check_layout(reductions: Sequence[Reduction], layout: Layout) -> None:
     for part in reductions:
         if layout.has_text and part.entry() is not None:
             raise RequestError(
-                f"{part.name} leaves out tokens before the decoder, and this model's tiles have text among them; use "
-                "fastv, dart behind a layer, or mustdrop:...,tau=off,key=0"
+                f"{part.name} drops tokens before the decoder, but this model has text between its tiles; use "
+                "fastv, dart after a layer, or mustdrop:...,tau=off,key=0"
             )
 
 
@@ -137,23 +137,23 @@ def _never_there(needs: Needs, side: int, *, class_token: bool, two_towers: bool
     """The reason why no export of this model meets `needs`, and what to use; empty: one can."""
     if two_towers and (needs.of_patches or needs.projector):
         return (
-            "looks at the patches of one tower, and this model has two side by side; use fastv, cdpruner, divprune, "
-            "dart, or mustdrop:...,tau=off,key=0"
+            "reads the patches of a single tower, but this model has two towers; use fastv, cdpruner, divprune, dart, "
+            "or mustdrop:...,tau=off,key=0"
         )
     if (needs.of_patches and not needs.text_tower) and side > 1:
         return (
-            f"looks at patches one by one, and this model's tokens are of {side} x {side} patches each; "
+            f"works on single patches, but each token of this model covers {side} x {side} patches; "
             "use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0"
         )
     if needs.projector and (side > 1 or not class_token):
-        lacks = "its tower has no class token" if side == 1 else f"its tokens are of {side} x {side} patches each"
+        lacks = "its tower has no class token" if side == 1 else f"each of its tokens covers {side} x {side} patches"
         return (
-            "merges patches by the attention of the tower's class token and projects them one by one, and "
-            f"this model does otherwise: {lacks}; use divprune, cdpruner or dart"
+            "merges patches by the attention of the tower's class token and projects each patch by itself, but this "
+            f"model does not: {lacks}; use divprune, cdpruner or dart"
         )
     if (needs.attention or needs.last_attention) and not class_token:
         return (
-            "ranks patches by the class token's attention, and this model's tower has no class token; "
+            "ranks patches by the class token's attention, but this model's tower has no class token; "
             "use mustdrop without key tokens (mustdrop:...,key=0), lsm or fastv"
         )
     return ""
@@ -175,13 +175,13 @@ def check_images(reductions: Sequence[Reduction], kinds: Sequence[str], *, betwe
         needs = part.needs()
         if needs.of_patches or needs.projector:
             raise RequestError(
-                f"{part.name} looks at the patches of images, and is not built for the frames of videos; use fastv, "
+                f"{part.name} reads the patches of images and does not support video frames; use fastv, "
                 "cdpruner, dart, or mustdrop:...,tau=off,key=0"
             )
         if between and part.entry() is not None:
             raise RequestError(
-                f"{part.name} leaves out tokens before the decoder, and this model's videos have text between frames; "
-                "use fastv, dart behind a layer, or mustdrop:...,tau=off,key=0"
+                f"{part.name} drops tokens before the decoder, but this model's videos have text between frames; "
+                "use fastv, dart after a layer, or mustdrop:...,tau=off,key=0"
             )
 
 

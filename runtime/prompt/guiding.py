@@ -43,17 +43,17 @@ JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The form of an answer, exactly one of the five.
+    """A constraint on the answer; give exactly one of the five.
 
     Args:
-        schema: a JSON schema, as an object or as JSON text; the answer is JSON that it allows. True: any JSON.
-        choices: the answer is one of these texts. The answer has the probability of each if they are at most 64.
+        schema: a JSON schema, as an object or JSON text; the answer is valid JSON for it. True: any JSON.
+        choices: the answer is one of these texts. With at most 64, `Answer.choices` has the probability of each.
         regex: a regular expression (in Rust's syntax) that matches the whole answer.
         grammar: a grammar in llguidance's variant of Lark.
-        tools: functions that the answer may call, as a list in OpenAI's form or as `vtx.Tools`.
+        tools: functions that the answer may call, as a list in OpenAI's format or as `vtx.Tools`.
 
     Raises:
-        RequestError: none or several of them, a value of another type or beyond the limits.
+        RequestError: none or more than one is given, or a value has the wrong type or exceeds a limit.
 
     """
 
@@ -106,12 +106,12 @@ class Guide:
 
     @property
     def kind(self) -> str:
-        """The name of the one that is given."""
+        """The name of the given constraint."""
         return next(name for name in BYTES if getattr(self, name) is not None)
 
     @property
     def listed_tools(self) -> list[dict[str, Any]]:
-        """The tools that an answer in this form may call, as a template prints them."""
+        """The tools that the answer may call, as the template prints them."""
         return self.tools.listed if isinstance(self.tools, Tools) else []
 
 

@@ -18,14 +18,14 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool: the function's `name`, and its `arguments` as JSON text."""
+    """A tool call: the function's `name`, and its `arguments` as JSON text."""
 
     name: str
     arguments: str
 
     @property
     def is_complete(self) -> bool:
-        """False for the last call of an answer that was cut."""
+        """False for the last call of a truncated answer."""
         try:
             json.loads(self.arguments)
         except ValueError:
@@ -122,12 +122,12 @@ class Tools:
     """Functions that an answer may call.
 
     Args:
-        functions: in OpenAI's form, {"type": "function", "function": {"name", "description", "parameters"}}.
+        functions: in OpenAI's format, {"type": "function", "function": {"name", "description", "parameters"}}.
         choice: "auto", text or calls; "required", at least one call; or the name of the function to call.
-        parallel: several calls may be in one answer, if the template has a form for them.
+        parallel: allow several calls in one answer, if the template supports them.
 
     Raises:
-        RequestError: none, more than the limit, one of another form, or two of the same name.
+        RequestError: no function, more than the limit, a malformed one, or a duplicate name.
 
     """
 
@@ -165,7 +165,7 @@ class Tools:
 
     @property
     def listed(self) -> list[dict[str, Any]]:
-        """The functions in OpenAI's form, as a template prints them."""
+        """The functions in OpenAI's format, as the template prints them."""
         listed: list[dict[str, Any]] = json.loads(str(self.functions))
         return listed
 

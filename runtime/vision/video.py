@@ -90,7 +90,7 @@ class Rate:
 def video(source: VideoFile | NDArray[np.uint8], *, frames: int | None = None, fps: float | None = None) -> Video:
     """Mark a path, bytes or an array as a video: `model.open(vtx.video("clip.mp4", frames=16))`.
 
-    `fps`: frames a second of an array, for models that are told the time; 24 if left out.
+    `fps`: frames per second of an array, for models that read timestamps; default: 24.
     """
     return Video(source, frames, fps)
 

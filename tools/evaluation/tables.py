@@ -28,7 +28,7 @@ def in_tables(report: Evaluation) -> list[str | WideTable]:
     heads = [
         "method", *(f"{name.replace('_', ' ')}{', %' if name in task.shares else ''}" for name in factors),
         f"{task.main} to {first.name}", *(["first token, ms"] if first.first_token_ms else []), "KV cache", "GFLOPs",
-        "of the first", "image tokens a layer",
+        "of the first", "image tokens per layer",
     ]  # fmt: skip
     rows = [
         [

@@ -46,9 +46,9 @@ def load_flavour(flavour: str) -> Any:
         raise DeviceError(f'{known.title} is not installed; pip install "vtx-edge[{known.extra}]"') from e
 
 
-NOT_BUILT = "TensorRT does not run images at their own resolution for this model"
-WINDOWS = "vtx has no TensorRT engines of models whose layers slide"
-BOTH_WAYS = "vtx builds engines of models whose tokens see each other both ways, and does not run them yet"
+NOT_BUILT = "TensorRT does not support native image resolution for this model"
+WINDOWS = "vtx has no TensorRT engines for models with sliding-window layers"
+BOTH_WAYS = "vtx builds TensorRT engines for models with bidirectional attention, but does not run them yet"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 
 

@@ -94,8 +94,8 @@ def test_what_is_no_budget_is_refused_in_the_same_words(models: Models, picture:
         (Tiny(vision="siglip"), "cls", "this model's tower has no class token; use mustdrop without key tokens"),
         (Tiny(vision="siglip"), "visionzip", "its tower has no class token; use divprune"),
         (Tiny(vision="siglip"), "mustdrop:layers=2/4,tau=off", "this model's tower has no class token"),
-        (INTERNVL, "cls+fastv:k=2", "cls looks at patches one by one, and this model's tokens are of 2 x 2 patches"),
-        (INTERNVL, "visionzip", "its tokens are of 2 x 2 patches each; use divprune"),
+        (INTERNVL, "cls+fastv:k=2", "cls works on single patches, but each token of this model covers 2 x 2 patches"),
+        (INTERNVL, "visionzip", "each of its tokens covers 2 x 2 patches; use divprune"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )

@@ -104,7 +104,7 @@ def test_what_cannot_be_asked_is_refused_in_the_words_of_python(
     with pytest.raises(ContextError) as room, model.open([pictures[8]] * 16) as conversation:
         conversation.ask("red?")
     assert "--max-tiles" in str(room.value)
-    with pytest.raises(RequestError, match="leaves out tokens before the decoder") as entry:
+    with pytest.raises(RequestError, match="drops tokens before the decoder") as entry:
         model.loaded.policy(None, reduce="cdpruner:keep=0.5")
     many = [word for _ in range(15) for word in ("--image", pictures[8])]
     for arguments, message in (

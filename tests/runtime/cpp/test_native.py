@@ -259,7 +259,7 @@ def test_videos_and_tensorrt_are_refused_by_name(models: Models, pictures: list[
     folder = models(QWEN3, (3, 5)).bundle.folder
     for options, message in (
         (("--video", "a.mp4"), "libvtx takes no videos; give frames of it as images"),
-        (("--device", "tensorrt"), "TensorRT has no engine for models that see images at their own resolution"),
+        (("--device", "tensorrt"), "TensorRT does not support native image resolution for this model"),
     ):
         assert message in run("run", "--bundle", folder, pictures[0], "red?", *options).stderr.decode()
 

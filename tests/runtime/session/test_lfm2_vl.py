@@ -156,14 +156,14 @@ def test_reductions_behind_a_layer_with_attention_are_those_of_the_statement(
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("fastv:k=3", "reads the attention of layer 3, which is a convolution in this model; name .*: 2, 5, 7"),
+        ("fastv:k=3", "reads the attention of layer 3, which is a convolution in this model; use .*: 2, 5, 7"),
         ("dart:keep=8,k=4", "reads the attention of layer 4, which is a convolution"),
         (
             "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0",
             "layers with a convolution keep a state, from which none can be taken",
         ),
-        ("cdpruner:64", "this model's tiles have text among them"),
-        ("lsm", "looks at patches one by one"),
+        ("cdpruner:64", "this model has text between its tiles"),
+        ("lsm", "works on single patches"),
         ("visionzip:64", "merges patches by the attention of the tower's class token"),
     ],
 )

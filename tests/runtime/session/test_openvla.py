@@ -162,7 +162,7 @@ def test_a_reduction_leaves_the_tokens_that_the_statement_leaves(model: Model, j
 
 @pytest.mark.parametrize("spec", ["cls", "mustdrop:layers=3/5", "visionzip", "hiprune"])
 def test_methods_that_look_into_one_tower_are_refused_by_name(checkpoint: Path, spec: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{spec.partition(':')[0]} looks at the patches of one tower"):
+    with pytest.raises(UnsupportedModelError, match=f"{spec.partition(':')[0]} reads the patches of a single tower"):
         plan_export(ExportOptions(str(checkpoint), (3,), "fp32", reductions=(spec,), dialects=ORT))
 
 
@@ -221,7 +221,7 @@ def test_several_data_sets_need_a_name(tmp_path: Path) -> None:
         ({"unnorm_key": 3}, "unnorm_key 3 is not"),
         ({"deadline_ms": 0}, "deadline_ms is 0; it must be milliseconds above 0"),
         ({"k": 4}, "4"),
-        ({"reduce": "cls"}, "cls looks at the patches of one tower"),
+        ({"reduce": "cls"}, "cls reads the patches of a single tower"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(model: Model, changed: dict[str, Any], message: str) -> None:

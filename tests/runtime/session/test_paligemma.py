@@ -108,7 +108,7 @@ def test_a_second_turn_is_refused(models: Models) -> None:
 def test_methods_that_go_by_the_questions_attention_are_refused(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match="fastv goes by the attention"):
+    with pytest.raises(UnsupportedModelError, match="fastv ranks tokens by the question's attention"):
         export(tiny_checkpoint(PALIGEMMA), tmp_path / "bundle", reductions=("fastv:k=3",))
 
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL, 2.5-VL and 3-VL: images at their own resolution and positions of three parts, against transformers."""
+"""Qwen2-VL, 2.5-VL and 3-VL: images native image resolution and positions of three parts, against transformers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_reductions_equal_the_statement(
 def test_what_the_tower_or_the_positions_do_not_give_is_refused(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, spec: str
 ) -> None:
-    refused = "tokens are of 2 x 2 patches each|positions of three parts, which cannot be renumbered"
+    refused = "each token of this model covers 2 x 2 patches|positions of three parts, which cannot be renumbered"
     with pytest.raises(UnsupportedModelError, match=refused):
         export(tiny_checkpoint(QWEN2), tmp_path / "bundle", reductions=(spec,))
 
@@ -124,7 +124,7 @@ def test_a_prompt_that_does_not_fit_says_how_many_pixels_would(
     with load(folder, device="cpu", threads=1, max_pixels=22736) as model, model.open(images) as conversation:
         assert conversation.ask("red?", None, Options(2)).stats.vision_tokens == 2 * 5 * 5
     for option in ({"max_tiles": 2}, {"fit": "pad"}, {"max_pixels": 700}):
-        wanted = r"at their own resolution|in one piece; use max_pixels|one token takes 28 x 28"
+        wanted = r"native image resolution|in one piece; use max_pixels|one token takes 28 x 28"
         with pytest.raises(RequestError, match=wanted):
             load(folder, device="cpu", **option)  # type: ignore[arg-type]
 
@@ -181,7 +181,7 @@ def test_graphs_of_other_dialects_compute_the_same(models: Models, tiny: Tiny, d
 
 
 def test_tensorrt_is_refused_by_name(models: Models) -> None:
-    with pytest.raises(DeviceError, match="at their own resolution"):
+    with pytest.raises(DeviceError, match="native image resolution"):
         load(models(QWEN25, (3, 5)).bundle.folder, device="tensorrt")
-    with pytest.raises(RequestError, match="at their own resolution"):
+    with pytest.raises(RequestError, match="native image resolution"):
         dialect_graphs(models(QWEN25, (3, 5)).bundle, "trt")

@@ -164,9 +164,9 @@ def test_fastv_ranks_the_tokens_of_all_marked_tiles(models: Models, reference: C
 def test_what_leaves_out_tokens_before_the_decoder_is_refused_where_text_stands_among_them(
     tiny_checkpoint: Callable[..., Path], models: Models, tmp_path: Path, spec: str
 ) -> None:
-    with pytest.raises(RequestError, match="this model's tiles have text among them"):
+    with pytest.raises(RequestError, match="this model has text between its tiles"):
         export(tiny_checkpoint(SMOLVLM), tmp_path / "bundle", reductions=(spec,))
-    with pytest.raises(RequestError, match="this model's tiles have text among them"):
+    with pytest.raises(RequestError, match="this model has text between its tiles"):
         models(SMOLVLM, (3, 5)).loaded.policy(None, reduce=spec)
 
 
@@ -186,12 +186,12 @@ def test_a_prompt_of_marked_tiles_says_which_number_of_them_would_fit(
 def test_what_looks_at_single_patches_is_refused_where_a_token_has_four(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, spec: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match="this model's tokens are of 2 x 2 patches each"):
+    with pytest.raises(UnsupportedModelError, match="each token of this model covers 2 x 2 patches"):
         export(tiny_checkpoint(INTERNVL), tmp_path / "bundle", reductions=(spec,))
 
 
 def test_merging_is_refused_at_export(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="tiles that form one grid; leave merging out"):
+    with pytest.raises(UnsupportedModelError, match="joins its tiles into one grid; disable merging"):
         export(tiny_checkpoint(LLAVA_NEXT), tmp_path / "bundle", reductions=("lsm",))
 
 

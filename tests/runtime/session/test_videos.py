@@ -292,7 +292,7 @@ def test_reductions_rank_the_tokens_of_frames_or_are_refused(models: Models) -> 
         for spec, left in (("fastv", 68), ("cdpruner:keep=20", 20), ("dart:keep=24,k=0", 24)):
             answer = conversation.ask("red?", None, reduce=spec, max_new_tokens=2)
             assert answer.stats.vision_tokens_kept[-1] == left
-        with pytest.raises(RequestError, match="not built for the frames of videos; use fastv"):
+        with pytest.raises(RequestError, match="does not support video frames; use fastv"):
             conversation.ask("red?", None, reduce="cls")
     assert model.open(random_image(0)).ask("red?", None, reduce="cls").stats.vision_tokens_kept[-1] > 0
 
@@ -350,7 +350,7 @@ def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_cli
         plan_export(ExportOptions(str(tiny_checkpoint()), (), "fp32", reductions=("evs",)))
     marked = models(VILA, (3, 5))
     for spec in ("evs", "divprune", "cdpruner:keep=0.5"):
-        with pytest.raises(RequestError, match="this model's videos have text between frames; use fastv, dart behind"):
+        with pytest.raises(RequestError, match="this model's videos have text between frames; use fastv, dart after"):
             marked.open(HIGH).ask("red?", reduce=spec)
     assert marked.open(random_image(0)).ask("red?", reduce="divprune:keep=4", max_new_tokens=1).stats.vision_tokens == 4
 

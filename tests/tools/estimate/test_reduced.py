@@ -98,9 +98,9 @@ def test_what_depends_on_the_data_is_counted_in_full_and_said() -> None:
     ("spec", "model", "error", "message"),
     [
         ("fastv:k=32", "llava-1.5-7b", RequestError, "after layer 32, and this model has 32 layers"),
-        ("cls", "qwen2.5-vl-3b", UnsupportedModelError, "tokens are of 2 x 2 patches each"),
-        ("cls", "smolvlm2-500m", UnsupportedModelError, "tokens are of 4 x 4 patches each"),
-        ("cdpruner", "smolvlm2-500m", RequestError, "tiles have text among them"),
+        ("cls", "qwen2.5-vl-3b", UnsupportedModelError, "each token of this model covers 2 x 2 patches"),
+        ("cls", "smolvlm2-500m", UnsupportedModelError, "each token of this model covers 4 x 4 patches"),
+        ("cdpruner", "smolvlm2-500m", RequestError, "text between its tiles"),
     ],
 )
 def test_what_an_export_would_refuse_is_refused(spec: str, model: str, error: type[Exception], message: str) -> None:

@@ -92,8 +92,8 @@ Actions ExpertActor::act(const std::vector<Picture>& pictures, const std::string
   Deadline deadline(options.deadline_ms, "fewer steps or a smaller K");
   if (options.unnorm_key) fail(Kind::request, "unnorm_key: this model has the statistics of one robot; leave it out");
   if (options.reduce != "default" && options.reduce != "none")
-    fail(Kind::request, "reduce='", options.reduce.substr(0, 38), "': models with an expert take no reductions, but K; ",
-         "leave it out");
+    fail(Kind::request, "reduce='", options.reduce.substr(0, 38), "': models with an action expert support K, but no ",
+         "reductions; leave it out");
   std::vector<size_t> order = this->order(pictures.size(), options.cameras);
   Floats given = normalised(state, options.normalized), noise;
   if (options.noise) {

@@ -149,8 +149,8 @@ Policy Model::policy(const Options& options) const {
   for (const MethodPtr& part : policy.reductions())
     if (layout_->has_marks() && part->entry())
       fail(Kind::request, part->name(),
-           " leaves out tokens before the decoder, and this model's tiles have text among them; ",
-           "use fastv, dart behind a layer, or mustdrop:...,tau=off,key=0");
+           " drops tokens before the decoder, but this model has text between its tiles; ",
+           "use fastv, dart after a layer, or mustdrop:...,tau=off,key=0");
   auto entries = policy.entries();
   if (options.about && std::none_of(entries.begin(), entries.end(), [](const auto& e) { return e->uses_question(); }))
     fail(Kind::request,

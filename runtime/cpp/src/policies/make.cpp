@@ -101,20 +101,18 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
 // The reason why no export of this model meets `needs`, and what to use; empty: one can.
 std::string never_there(const Needs& needs, const TowerSpec& tower) {
   if (tower.paired && (needs.of_patches() || needs.projector))
-    return "looks at the patches of one tower, and this model has two side by side; use fastv, cdpruner, divprune, dart, or "
+    return "reads the patches of a single tower, but this model has two towers; use fastv, cdpruner, divprune, dart, or "
            "mustdrop:...,tau=off,key=0";
-  const std::string patches = cat(tower.shuffle, " x ", tower.shuffle, " patches each");
+  const std::string patches = cat(tower.shuffle, " x ", tower.shuffle, " patches");
   if (needs.of_patches() && !needs.text_tower && tower.shuffle > 1)
-    return cat("looks at patches one by one, and this model's tokens are of ", patches,
+    return cat("works on single patches, but each token of this model covers ", patches,
                "; use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0");
   if (needs.projector && (tower.shuffle > 1 || !tower.class_token))
-    return cat(
-        "merges patches by the attention of the tower's class token and projects them one by one, and this model does ",
-        "otherwise: ", tower.shuffle == 1 ? "its tower has no class token" : "its tokens are of " + patches,
-        "; use divprune, cdpruner or dart");
+    return cat("merges patches by the attention of the tower's class token and projects each patch by itself, but this ",
+               "model does not: ", tower.shuffle == 1 ? "its tower has no class token" : "each of its tokens covers " + patches,
+               "; use divprune, cdpruner or dart");
   if ((needs.attention || needs.last_attention) && !tower.class_token)
-    return "ranks patches by the class token's attention, and this model's tower has no class token; use mustdrop without "
-           "key "
+    return "ranks patches by the class token's attention, but this model's tower has no class token; use mustdrop without key "
            "tokens (mustdrop:...,key=0), lsm or fastv";
   return "";
 }
