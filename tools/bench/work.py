@@ -24,7 +24,8 @@ from vtx.tools.estimate.flops import (
     prefill_flops,
     text_tower_flops,
 )  # fmt: skip
-from vtx.tools.estimate.sizes import ModelSize, NaflexSize, NativeSize, bundle_size
+from vtx.tools.estimate.sizes import ModelSize, bundle_size
+from vtx.tools.estimate.towers import NaflexSize, NativeSize
 
 FLOATING = ("F32", "F16", "BF16")
 # Weights of a bundle have vtx's names, or those of the checkpoint if its files are used unchanged.

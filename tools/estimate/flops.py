@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.runtime.errors import RequestError
-from vtx.tools.estimate.sizes import DecoderSize, VisionSize
+from vtx.tools.estimate.sizes import DecoderSize
+from vtx.tools.estimate.towers import VisionSize
 
 MAX_TOKENS = 1 << 24
 

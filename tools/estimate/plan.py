@@ -22,7 +22,8 @@ from vtx.runtime.policies.make import check_depth, check_layout, check_patches
 from vtx.runtime.policies.spec import to_spec
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.tools.estimate import flops, weights
-from vtx.tools.estimate.sizes import ModelSize, PairedSize
+from vtx.tools.estimate.sizes import ModelSize
+from vtx.tools.estimate.towers import PairedSize
 
 SPREAD = 8  # rows of the table over K
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +19,20 @@ from vtx.runtime.bundle.spec.model_spec import ByLayer, DeltaSpec, ModelSpec, Sl
 from vtx.runtime.strict import Strict, optional
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
+from vtx.tools.estimate.towers import (
+    AxialSize,
+    ConvolutionalSize,
+    NaflexSize,
+    NativeSize,
+    PairedSize,
+    PooledSize,
+    VisionSize,
+)
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
 
-STEM, ATTENDING, KERNEL, WIDER, SQUEEZED = (
-    4,
-    2,
-    49,
-    4,
-    16,
-)  # of a convolutional tower (exporter/graphs/convolutional.py)
 CAMERAS = 3  # of a robot, where a model does not name them: pi0 was trained with up to three
-MOMENTS = 2  # of a video that a patch's kernel covers; an image fills both
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,309 +156,6 @@ class DecoderSize(DecoderShape):
         """All weights: layers, embedding, final norm, and the head unless it is the embedding."""
         tables = self.head_macs * (1 if self.tied else 2) + self.vocab * self.layers * (self.per_layer or 0)
         return self.macs_of(self.every) + self.input_macs + self.small_parameters + tables
-
-
-@dataclass(frozen=True, slots=True)
-class VisionSize:
-    """A CLIP or SigLIP tower, and the projector behind it.
-
-    One view is one pass of a tower: `patches` patches of `patch` x `patch` RGB pixels. `layers` are all layers
-    of the tower, `used` those up to the last feature layer, which alone are exported. `view_tokens` tokens of
-    `features` hidden states each are projected to `out` columns. One image takes `views` views and `image_tokens`
-    tokens of the prompt. `towers` counts towers with weights of their own, `projector_layers` the projector's matrices.
-    """
-
-    layers: int
-    used: int
-    hidden: int
-    ffn: int
-    patches: int
-    patch: int
-    class_token: bool
-    features: int
-    view_tokens: int
-    image_tokens: int
-    out: int
-    views: int = 1
-    towers: int = 1
-    projector_bias: bool = True
-    projector_layers: int = 2
-
-    def seeing(self, tokens: int) -> VisionSize:
-        """The tower as it sees an image of that many tokens: the same for every image."""
-        return self
-
-    @property
-    def tower_tokens(self) -> int:
-        return self.patches + self.class_token
-
-    @property
-    def widest(self) -> int:
-        """Numbers that a layer holds for one view: two residual vectors a token, and q, k, v or the MLP's vectors."""
-        return self.tower_tokens * (2 * self.hidden + max(4 * self.hidden, 2 * self.ffn))
-
-    @property
-    def layer_macs(self) -> int:
-        """One layer of the tower for one view, attention products included."""
-        return self.layer_macs_on(self.tower_tokens)
-
-    def layer_macs_on(self, tokens: int) -> int:
-        h = self.hidden
-        return tokens * (4 * h * h + 2 * h * self.ffn) + 2 * tokens * tokens * h
-
-    @property
-    def patch_macs(self) -> int:
-        return self.patches * self.hidden * 3 * self.patch * self.patch
-
-    @property
-    def projector_token_macs(self) -> int:
-        return self.features * self.hidden * self.out + (self.projector_layers - 1) * self.out * self.out
-
-    @property
-    def parameters(self) -> int:
-        """Weights of the exported part of the towers, and of the projector."""
-        h = self.hidden
-        layer = 4 * h * h + 2 * h * self.ffn + 4 * h + self.ffn + h + 4 * h
-        embeddings = h * 3 * self.patch * self.patch + self.tower_tokens * h + (3 * h if self.class_token else h)
-        projector = self.projector_token_macs + self.projector_bias * self.projector_layers * self.out
-        return self.towers * (self.used * layer + embeddings) + projector + self.further_norms
-
-    @property
-    def further_norms(self) -> int:
-        """Weights of norms behind the tower's blocks and before the projector."""
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class NativeSize(VisionSize):
-    """A tower with rotary positions, windows of up to `window` patches in all but `whole` layers, and a merger.
-
-    `gated`: three matrices in place of two between the attentions, and norms without biases. `maps`: further mergers,
-    for the first layers of the decoder. `positions`: of a learned table; patches then have a bias. `patches`,
-    `view_tokens` and `image_tokens` describe the largest image.
-    """
-
-    gated: bool = False
-    window: int = 1
-    whole: int = 1
-    maps: int = optional(0)
-    positions: int = optional(0)
-
-    def seeing(self, tokens: int) -> NativeSize:
-        tokens = max(1, min(tokens, self.image_tokens))
-        return replace(self, patches=self.features * tokens, view_tokens=tokens, image_tokens=tokens)
-
-    @property
-    def tower_tokens(self) -> int:
-        return self.patches
-
-    def layer_macs_on(self, tokens: int) -> int:
-        """One layer of the tower for that number of patches: the mean of those with windows and those without."""
-        h = self.hidden
-        seen = (self.whole * tokens + (self.layers - self.whole) * min(tokens, self.window)) // self.layers
-        return tokens * (4 * h * h + (2 + self.gated) * h * self.ffn) + 2 * tokens * seen * h
-
-    @property
-    def wide(self) -> int:
-        """Width between the merger's matrices."""
-        return self.features * self.hidden
-
-    @property
-    def projector_token_macs(self) -> int:
-        return (1 + self.maps) * self.wide * (self.wide + self.out)
-
-    @property
-    def parameters(self) -> int:
-        h, norm = self.hidden, self.hidden * (1 if self.gated else 2)
-        matrices = 4 * h * h + (2 + self.gated) * h * self.ffn
-        layer = matrices + 4 * h + (1 + self.gated) * self.ffn + h + 2 * norm
-        biases = (1 + self.maps) * (self.wide + self.out)
-        mergers = self.projector_token_macs + biases + norm + self.maps * 2 * self.wide
-        learned = (self.positions + 1) * h if self.positions else 0
-        return self.layers * layer + MOMENTS * h * 3 * self.patch**2 + learned + mergers
-
-
-@dataclass(frozen=True, slots=True)
-class NaflexSize(VisionSize):
-    """A SigLIP tower of images at their own resolution or in tiles, with a table of `positions` and a final norm.
-
-    The projector has a width of `between` between its matrices, and a norm before them if `projector_norm`. `patches`
-    and `view_tokens` describe a tile.
-    """
-
-    between: int = 1
-    positions: int = 1
-    projector_norm: bool = True
-
-    def seeing(self, tokens: int) -> NaflexSize:
-        views = max(1, -(-tokens // self.view_tokens))
-        each = max(1, -(-tokens // views))
-        return replace(self, patches=self.features * each, view_tokens=each, image_tokens=views * each, views=views)
-
-    @property
-    def projector_token_macs(self) -> int:
-        return self.between * (self.features * self.hidden + self.out)
-
-    @property
-    def parameters(self) -> int:
-        h, wide = self.hidden, self.features * self.hidden
-        layer = 4 * h * h + 2 * h * self.ffn + 4 * h + self.ffn + h + 4 * h
-        embeddings = h * 3 * self.patch**2 + h + self.positions * h
-        projector = self.projector_token_macs + self.projector_bias * (self.between + self.out)
-        return self.used * layer + embeddings + 2 * h + projector + self.projector_norm * 2 * wide
-
-
-@dataclass(frozen=True, slots=True)
-class PooledSize(VisionSize):
-    """A SigLIP tower with a norm behind it, whose states are averaged in squares to tokens, which have a norm, too.
-
-    `pool` is the side of a square, in patches.
-    """
-
-    pool: int = 1
-
-    @property
-    def further_norms(self) -> int:
-        return 3 * self.hidden
-
-
-@dataclass(frozen=True, slots=True)
-class AxialSize(VisionSize):
-    """A tower of images at their own resolution, with tables of `axis_positions` for rows and for columns.
-
-    A token is the mean of `square` patches. Blocks have four norms, no biases, and an MLP of three matrices; `clipped`:
-    each matrix has four bounds; `standardised`: means have a bias and a scale. `patches`, `view_tokens` and
-    `image_tokens` describe the largest image.
-    """
-
-    axis_positions: int = 1
-    square: int = 1
-    heads: int = 1
-    clipped: bool = False
-    standardised: bool = False
-
-    def seeing(self, tokens: int) -> AxialSize:
-        tokens = max(1, min(tokens, self.image_tokens))
-        return replace(self, patches=self.square * tokens, view_tokens=tokens, image_tokens=tokens)
-
-    @property
-    def tower_tokens(self) -> int:
-        return self.patches
-
-    def layer_macs_on(self, tokens: int) -> int:
-        h = self.hidden
-        return tokens * (4 * h * h + 3 * h * self.ffn) + 2 * tokens * tokens * h
-
-    @property
-    def parameters(self) -> int:
-        h = self.hidden
-        layer = 4 * h * h + 3 * h * self.ffn + 4 * h + 2 * h // self.heads + self.clipped * 7 * 4
-        embeddings = h * 3 * self.patch**2 + 2 * self.axis_positions * h + self.standardised * 2 * h
-        return self.layers * layer + embeddings + self.projector_token_macs
-
-
-@dataclass(frozen=True, slots=True)
-class PairedSize(VisionSize):
-    """A tower with `registers` and a second one beside it, whose features are joined; `layers` are the first one's.
-
-    The projector has the widths `projected` between its matrices.
-    """
-
-    beside: VisionSize | None = None
-    registers: int = 0
-    projected: tuple[int, ...] = ()
-
-    @property
-    def second(self) -> VisionSize:
-        assert self.beside is not None, "a pair has two towers"
-        return self.beside
-
-    @property
-    def tower_tokens(self) -> int:
-        return self.patches + self.class_token + self.registers
-
-    def layer_macs_on(self, tokens: int) -> int:
-        """A layer of the first tower, with its share of the second's."""
-        other = self.second.used * self.second.layer_macs // self.used
-        return VisionSize.layer_macs_on(self, tokens) + other
-
-    @property
-    def patch_macs(self) -> int:
-        return self.patches * (self.hidden + self.second.hidden) * 3 * self.patch * self.patch
-
-    def projector_shapes(self) -> Iterator[tuple[int, int]]:
-        """The projector's matrices, [out, in]."""
-        widths = self.features * self.hidden + self.second.hidden, *self.projected, self.out
-        yield from ((out, into) for into, out in pairwise(widths))
-
-    @property
-    def projector_token_macs(self) -> int:
-        return sum(out * into for out, into in self.projector_shapes())
-
-    @property
-    def parameters(self) -> int:
-        towers = 0
-        for size, scales, prefix in ((self, 2, 1 + self.registers), (self.second, 0, 0)):
-            h = size.hidden
-            layer = 4 * h * h + 2 * h * size.ffn + 4 * h + size.ffn + h + 4 * h + scales * h
-            towers += size.used * layer + h * (3 * self.patch * self.patch + 1) + (self.patches + prefix) * h
-        biases = sum(out for out, _ in self.projector_shapes()) if self.projector_bias else 0
-        return towers + self.projector_token_macs + biases
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionalSize(VisionSize):
-    """A tower of convolutions in stages, which counts as one layer; the last `ATTENDING` stages have attention."""
-
-    blocks: tuple[int, ...] = ()
-    widths: tuple[int, ...] = ()
-
-    def matrices(self) -> Iterator[tuple[tuple[int, int], int]]:
-        """Shapes of the matrices of attention, and their numbers."""
-        for blocks, width in [*zip(self.blocks, self.widths, strict=True)][-ATTENDING:]:
-            yield from (((3 * width, width), blocks), ((width, width), blocks))
-
-    def _parts(self) -> Iterator[tuple[int, int, int]]:
-        """Weights of convolutions and matrices, the places that they are at, and other weights: biases and norms."""
-        side = self.patch * math.isqrt(self.patches) // STEM
-        first = self.widths[0]
-        yield 27 * first, 4 * side**2, first
-        yield 9 * first + first * first, side**2, 2 * first
-        for stage, (blocks, width) in enumerate(zip(self.blocks, self.widths, strict=True)):
-            places, attends = (side >> stage) ** 2, stage >= len(self.blocks) - ATTENDING
-            if stage:
-                yield (KERNEL + width) * width, places, 2 * width
-            if attends:
-                yield KERNEL * width, places, width
-            mixer = 4 * width * width if attends else 9 * width
-            weights = mixer + (KERNEL + 2 * WIDER * width) * width
-            small = 4 * width + WIDER * width + 2 * width + (4 * width if attends else width)
-            yield blocks * weights, places, blocks * small
-        squeezed = self.hidden // SQUEEZED
-        yield 9 * self.hidden, self.patches, self.hidden
-        yield 2 * squeezed * self.hidden, 1, squeezed + self.hidden
-
-    def layer_macs_on(self, tokens: int) -> int:
-        """The whole tower for one view, attention products included."""
-        products, stages = 0, len(self.blocks)
-        for stage in range(stages - ATTENDING, stages):
-            places = self.patches << 2 * (stages - 1 - stage)
-            products += 2 * places**2 * self.widths[stage] * self.blocks[stage]
-        return products + sum(weights * places for weights, places, _ in self._parts())
-
-    @property
-    def widest(self) -> int:
-        side = self.patch * math.isqrt(self.patches) // STEM
-        return side**2 * self.widths[0] * (2 + 2 * WIDER)
-
-    @property
-    def patch_macs(self) -> int:
-        return 0
-
-    @property
-    def parameters(self) -> int:
-        projector = self.projector_token_macs + self.projector_bias * self.projector_layers * self.out
-        return sum(weights + small for weights, _, small in self._parts()) + projector
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,8 @@ from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_head
-from vtx.tools.estimate.sizes import (
-    ActionSize,
-    AxialSize,
-    ConvolutionalSize,
-    DecoderSize,
-    ModelSize,
-    NaflexSize,
-    NativeSize,
-    PairedSize,
-    VisionSize,
-)
+from vtx.tools.estimate.sizes import ActionSize, DecoderSize, ModelSize
+from vtx.tools.estimate.towers import AxialSize, ConvolutionalSize, NaflexSize, NativeSize, PairedSize, VisionSize
 
 SCALE_BYTES = 2
 PER_LAYER = "text.embed_tokens_per_layer.weight"

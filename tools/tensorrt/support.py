@@ -14,7 +14,8 @@ from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.profiles import Profile
-from vtx.tools.estimate.sizes import ModelSize, NaflexSize
+from vtx.tools.estimate.sizes import ModelSize
+from vtx.tools.estimate.towers import NaflexSize
 from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS
 

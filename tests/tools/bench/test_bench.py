@@ -37,7 +37,8 @@ from vtx.tools.bench.stopwatch import split, timed
 from vtx.tools.bench.work import WorkCount, WorkCounter, shares, weights_read
 from vtx.tools.common.memory import resident
 from vtx.tools.estimate.flops import attention_macs, encode_flops
-from vtx.tools.estimate.sizes import VisionSize, bundle_size
+from vtx.tools.estimate.sizes import bundle_size
+from vtx.tools.estimate.towers import VisionSize
 
 NEW, REPEATS = 4, 3
 

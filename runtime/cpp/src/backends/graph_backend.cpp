@@ -1,6 +1,7 @@
 #include "backends/graph_backend.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "backends/loading.hpp"
 #include "backends/tables.hpp"
@@ -165,7 +166,7 @@ ExpertStep GraphBackend::expert(const std::vector<SavedSlots>& prompt, Floats st
 }
 
 Step Backend::step(const std::vector<StageCache*>&, int64_t, const Ids&, bool) {
-  fail(Kind::device, device, " runs no token in one step");
+  throw std::logic_error("steps() is false");
 }
 
 Rows Backend::views(const std::vector<const Pixels*>&) {
