@@ -168,7 +168,7 @@ def test_what_the_student_sees_through_a_reduction_is_what_the_bundle_sees(
     [
         (GQA, "fastv:k=2,ratio=0.5", "reads more than an image's tokens"),
         (GQA, "cls:keep=0.5", "reads more than an image's tokens"),
-        (VL25, "divprune", "positions of three parts"),
+        (VL25, "divprune", "three-part positions"),
     ],
 )
 def test_a_reduction_that_is_not_trained_with_is_refused(

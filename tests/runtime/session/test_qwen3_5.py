@@ -334,7 +334,7 @@ def test_graphs_for_gpus_are_left_out_and_tuning_is_refused(tiny_checkpoint: Exp
     plan = plan_export(ExportOptions(str(tiny_checkpoint(QWEN35)), (3,), "fp32"))
     assert any(STATES in line for line in plan.warnings)
     assert [*plan.dialects] == ["ort", "plain"]
-    with pytest.raises(UnsupportedModelError, match="vtx-tune does not know"):
+    with pytest.raises(UnsupportedModelError, match="vtx-tune does not support"):
         check_tunable(plan.config, "this model", original=False)
 
 
