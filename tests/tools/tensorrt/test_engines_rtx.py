@@ -123,7 +123,9 @@ def test_a_prompt_that_sees_itself_both_ways_and_an_expert_become_engines(family
     outcomes = list(build_engines(plan(bundle, "sm89"), IGNORE))
     assert all(outcome.built is not None for outcome in outcomes)
     assert {*fingerprint.read_engines(bundle, "sm89").engines} == {*bundle.manifest.dialects["trt"].all}
-    with pytest.raises(DeviceError, match="bidirectional attention, but does not run them yet; run the bundle with --device cpu"):
+    with pytest.raises(
+        DeviceError, match="bidirectional attention, but does not run them yet; run the bundle with --device cpu"
+    ):
         load(bundle.folder, device="tensorrt")
 
 
