@@ -260,8 +260,10 @@ def main() -> None:
     lines.append({"table": args.name, "machine": json_value(describe())})
     (args.out / "results.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     print(f"{describe().in_words()}\n\n{markdown(table)}\n\n{json.dumps(choices, indent=1)}")
-    write_json(args.out / "fit.json", {"machine": json_value(describe()), "name": args.name, "runs": runs,
-                                       "table": table, "times": choices})  # fmt: skip
+    figures = {"machine": json_value(describe()), "name": args.name, "runs": runs, "table": table, "times": choices}
+    for target in (args.out / "fit.json", args.json):
+        if target is not None:
+            write_json(target, figures)
 
 
 if __name__ == "__main__":
