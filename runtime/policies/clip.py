@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, TypeAlias
 
@@ -13,7 +14,7 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens
 Choose: TypeAlias = Callable[[HiddenStates], Ids]
 
 
-class Clip(Reduction, Entry):
+class Clip(Reduction, Entry, ABC):
     """A method that looks at the frames of a video, `at_once` of them together, and leaves images whole.
 
     `begin` starts on a video of that many frames: what it returns gets the tokens [frames, n, width] of window after
@@ -24,12 +25,12 @@ class Clip(Reduction, Entry):
     of_videos: ClassVar[bool] = True
 
     @property
+    @abstractmethod
     def at_once(self) -> int:
         """Frames of a window; 0: all of the video."""
-        raise NotImplementedError
 
-    def begin(self, frames: int) -> Choose:
-        raise NotImplementedError
+    @abstractmethod
+    def begin(self, frames: int) -> Choose: ...
 
     def entry(self) -> Entry | None:
         return self
