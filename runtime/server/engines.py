@@ -30,6 +30,7 @@ from vtx.runtime.vision.preprocess import trained_fit
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.05  # between two looks if an engine is still used
+ROOM_SECONDS = 1.0  # a client has its answer a moment before the engine counts as unused
 
 
 def close(engine: Engine) -> None:
@@ -185,7 +186,11 @@ class Engines:
         return Engine(name, model, self._limits, self._choosers.get(name))
 
     def _make_room(self, name: str, needed: int) -> None:
-        """Close engines that nobody uses, the least recently used first, until a bundle of this name fits."""
+        """Close engines that nobody uses, the least recently used first, until a bundle of this name fits.
+
+        Waits up to ROOM_SECONDS for an engine in use, then raises Refusal (503).
+        """
+        end = time.monotonic() + ROOM_SECONDS
         while (
             self._memory is not None
             and sum(self._needed[engine.name] for engine in self.loaded) + needed > self._memory
@@ -195,14 +200,18 @@ class Engines:
                     engine for engine in self._loaded.values()
                     if not (engine.users or engine.scheduler.active or engine.name == name)
                 ]  # fmt: skip
-                if not idle:
+                if idle:
+                    oldest = min(idle, key=lambda engine: engine.used_at)
+                    del self._loaded[oldest.name]
+                    self._count(oldest)
+            if not idle:
+                if time.monotonic() >= end:
                     raise Refusal(
                         503, f"{name} does not fit into memory next to the models in use; try again later",
                         code="model_busy", kind="server_error", retry_after=10,
                     )  # fmt: skip
-                oldest = min(idle, key=lambda engine: engine.used_at)
-                del self._loaded[oldest.name]
-                self._count(oldest)
+                time.sleep(LOOK_SECONDS)
+                continue
             log.info("closing %s to make room for %s", oldest.name, name)
             close(oldest)
 

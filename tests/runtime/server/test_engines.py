@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +68,20 @@ def test_the_bundle_that_nobody_uses_makes_room(bundles: dict[str, Path]) -> Non
         engines.close()
     with pytest.raises(Refusal, match="shutting down"):
         engines.acquire("tiny")
+
+
+def test_a_bundle_that_is_given_back_within_a_moment_makes_room(bundles: dict[str, Path]) -> None:
+    engines = Engines(bundles, load_on_cpu, Limits(), memory=int(1.5 * needed(bundles)))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            with engines.use(engines.acquire("tiny")):
+                other = pool.submit(engines.acquire, "other")
+                time.sleep(0.2)  # longer than a look, shorter than the wait
+                assert not other.done()
+            with engines.use(other.result(WAIT)):
+                assert [engine.name for engine in engines.loaded] == ["other"]
+    finally:
+        engines.close()
 
 
 def test_of_bundles_that_nobody_uses_the_least_recently_used_makes_room(
