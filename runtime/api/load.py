@@ -17,7 +17,7 @@ from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.checks import MOST_THREADS, check_whole
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
-from vtx.runtime.units import size
+
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_layout

@@ -22,16 +22,13 @@ from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.policies.make import check_images, check_layout, make_policy
+from vtx.runtime.policies.make import check_layout, check_videos, make_policy
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
-from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import limited_layout, settings_for
-from vtx.runtime.vision.layouts import read_frames, read_layout
-from vtx.runtime.vision.layouts.frames import Frames
-from vtx.runtime.vision.layouts.pairs import Pairs
+from vtx.runtime.vision.layouts import PAIRS, read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_HELD_FRAMES
 from vtx.runtime.vision.preprocess import fitted, note_discarded
 from vtx.runtime.vision.tokens import PromptImage
@@ -43,6 +40,9 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.card import Card
     from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
     from vtx.runtime.prompt.text_tower import TextTower
+    from vtx.runtime.vision.frame_file import FrameFile
+    from vtx.runtime.vision.layouts.frames import Frames
+    from vtx.runtime.vision.layouts.pairs import Pairs
 
 log = logging.getLogger(__name__)
 Picture: TypeAlias = "ImageSource | Video"
@@ -186,10 +186,9 @@ class LoadedBundle:
         )
         if policy.reductions:
             check_layout(policy.reductions, self.layout)
-        videos = [image for image in images if image.kind == "video"]
-        between = any(any(video.in_prompt.texts) for video in videos if not video.counted)
-        frames = max((video.frames for video in videos), default=0)
-        check_images(policy.reductions, [image.kind for image in images], between=between, frames=frames)
+        if videos := [image for image in images if image.kind == "video"]:
+            between = any(any(video.in_prompt.texts) for video in videos if not video.counted)
+            check_videos(policy.reductions, between=between, frames=max(video.frames for video in videos))
         if options is not None and options.about is not None and not policy.uses_question:
             raise RequestError(
                 "about is the text by which image tokens are chosen before the decoder, and reduce="
@@ -229,6 +228,8 @@ class LoadedBundle:
         """Read some frames of a video and preprocess them, until `stopped` returns True."""
         if self.manifest.video is None:
             raise RequestError(f"{self.manifest.model.name} takes no videos; give frames of it as images")
+        from vtx.runtime.vision.frame_file import FrameFile
+
         layout = self.frames_layout()
         settings, fit = self.manifest.video.image, self.fit if fit is None else fit
         settings = settings_for(self.layout, settings, fit) if settings.own_size else fitted(settings, fit)
@@ -273,27 +274,26 @@ class LoadedBundle:
             return smaller.prompt_image(replace(clip, numbers=layout.sampled(clip.count, frames)), *size)
 
         arrange = partial(layout.arrange, clip=clip, width=size[0], height=size[1], newline=self._newline)
-        counted = isinstance(layout, Pairs)
+        counted = self.manifest.video.layout.name == PAIRS
         return PreparedImage(views, key, form, size, arrange, "video", len(clip.numbers), refitted, counted=counted)
 
     def prepare(self, source: ImageSource, fit: str | None = None, *, of_images: int = 1) -> PreparedImage:
         """Read and preprocess an image of a prompt with `of_images` images."""
         fit = self.fit if fit is None else fit
-        key = self._key(source, fit, of_images)
-        if self.picture_cache is None or key is None:
-            return self._prepare(source, fit, of_images)
-        return self.picture_cache.prepared(key, partial(self._prepare, source, fit, of_images))
+        if self.picture_cache is not None and (key := self._key(source, fit, of_images)) is not None:
+            return self.picture_cache.prepared(key, partial(self._prepare, source, fit, of_images))
+        return self._prepare(source, fit, of_images)
 
     def is_kept(self, source: ImageSource, *, of_images: int = 1) -> bool:
         """True if `prepare` need not read the image, since the `picture_cache` has it."""
-        key = self._key(source, self.fit, of_images)
-        return self.picture_cache is not None and key is not None and key in self.picture_cache
+        cache = self.picture_cache
+        return cache is not None and (key := self._key(source, self.fit, of_images)) is not None and key in cache
 
     def _key(self, source: ImageSource, fit: str | None, of_images: int) -> tuple[bytes, str | None, int] | None:
         """Equal for files that give the same picture; None if it is neither bytes nor a data URL."""
         if isinstance(source, str) and source.startswith("data:"):
             source = source.encode(errors="surrogatepass")
-        if self.picture_cache is None or not isinstance(source, bytes):
+        if not isinstance(source, bytes):
             return None
         return hashlib.sha256(source).digest(), fit, of_images
 
@@ -364,6 +364,8 @@ class LoadedBundle:
 
     def _fitting(self, videos: Sequence[PreparedImage], sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
         """The largest `max_pixels` at which videos, and images of these sizes, take at most `tokens` in total."""
+        from vtx.runtime.vision.layouts.pairs import Pairs
+
         layout = self.frames_layout()
         if not isinstance(layout, Pairs):
             return None

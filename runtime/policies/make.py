@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from vtx.runtime.bundle.spec.manifest import FINAL_NORM, Manifest
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Policy, Reduction
-from vtx.runtime.policies.clip import Clip
 from vtx.runtime.policies.methods.withdraw import Full, Withdraw
 from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.vision.layout import Layout
@@ -159,19 +158,21 @@ def _never_there(needs: Needs, side: int, *, class_token: bool, two_towers: bool
     return ""
 
 
-def check_images(reductions: Sequence[Reduction], kinds: Sequence[str], *, between: bool, frames: int) -> None:
-    """Raise RequestError for reductions that videos, if there are any, cannot have.
+def check_videos(reductions: Sequence[Reduction], *, between: bool, frames: int) -> None:
+    """Raise RequestError for reductions that videos cannot have.
 
     The graph of frames lacks outputs that they need, or, with `between`, there is text between the frames; or the
     longest has more `frames` than may be in memory, and no method chooses from them in windows.
     """
+    from vtx.runtime.policies.clip import Clip
+
     first = reductions[0] if reductions else None
     if frames > MAX_SAMPLED_FRAMES and not (isinstance(first, Clip) and first.at_once):
         raise RequestError(
             f"the video has {frames} sampled frames, and beyond {MAX_SAMPLED_FRAMES} their tokens must be chosen in "
             f"windows; use evs, or vidcom2 with window=32, or at most {MAX_SAMPLED_FRAMES} frames"
         )
-    for part in reductions if "video" in kinds else ():
+    for part in reductions:
         needs = part.needs()
         if needs.of_patches or needs.projector:
             raise RequestError(

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, Policy, PromptText
-from vtx.runtime.policies.clip import Clip
 from vtx.runtime.session.prefix import Check, Prompt, no_check
 from vtx.runtime.session.session import Selection
-from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.layout import Views
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage, concatenated
+
+if TYPE_CHECKING:
+    from vtx.runtime.policies.clip import Clip
+    from vtx.runtime.vision.frame_file import FrameFile
 
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
 PROJECTED = "projected by"  # of an image's derived arrays, the merged tokens that its next question takes again
@@ -86,7 +88,8 @@ class PreparedImage:
             )
             tokens = None if kept is None else kept.get(key)
             if tokens is None:
-                tokens = backend.video(_pixels(view)) if self.kind == "video" else backend.vision(_pixels(view), extras)
+                pixels = view if view.ndim == 4 else view[None]
+                tokens = backend.video(pixels) if self.kind == "video" else backend.vision(pixels, extras)
                 if kept is not None:
                     kept.put(key, tokens)
             views.append(tokens)
@@ -100,7 +103,8 @@ class PreparedImage:
             views = list[ImageTokens]()
             for place in frames[first : first + clip.at_once]:
                 check()
-                views.append(backend.video(_pixels(self.views[place])))
+                view = self.views[place]
+                views.append(backend.video(view if view.ndim == 4 else view[None]))
             tokens = self.arrange(views, first=first)
             shown, patches = tokens.patches.of_frames(), tokens.patches
             assert shown is not None
@@ -115,11 +119,6 @@ class PreparedImage:
             kept = [concatenated([*before, replace(tokens, patches=own).take(entering)])]
             numbers, count = stays, count + shown.size
         return replace(kept[0], key=self.key[:64])
-
-
-def _pixels(view: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The input of the vision graph for a view [3, height, width], or for a pair of frames [2, 3, height, width]."""
-    return view if view.ndim == 4 else view[None]
 
 
 def _values(extras: Extras) -> tuple[tuple[str, bytes], ...]:
@@ -300,7 +299,7 @@ class EncodedImages:
         and may raise, to stop there.
         """
         settings = " ".join(["", *map(repr, policy.entries)])
-        skipped = sum(max(0, image.in_prompt.span - image.tokens) for image in self.images)
+        skipped = sum(max(0, image.in_prompt.span - image.tokens) for image in self.images if image.in_prompt.span)
         if question is not None and policy.uses_question:
             settings += f" {question.key}"
         encoders = tuple(
@@ -323,14 +322,24 @@ class EncodedImages:
         """The tokens of an image that enter the decoder."""
         start = perf_counter()
         tokens = self.encoded(image, entries, check)
-        entering = enter(tokens, entries[_clip(image, entries) is not None :], question, self.backend.project)
+        entering = enter(tokens, entries[image.frames > MAX_SAMPLED_FRAMES :], question, self.backend.project)
         self.seconds += perf_counter() - start
         return entering
 
     def encoded(self, image: PreparedImage, entries: Sequence[Entry], check: Check = no_check) -> ImageTokens:
         """The tokens of an image before `entries` choose from them; of a long video those that the first one chose."""
-        clip, extras = _clip(image, entries), vision_extras(entries)
-        key = (image.key, *_values(extras)) if clip is None else (image.key, repr(clip))
+        clip: Clip | None = None
+        if image.frames > MAX_SAMPLED_FRAMES:  # too many for memory
+            from vtx.runtime.policies.clip import Clip
+
+            assert isinstance(entries[0], Clip), "other policies are refused for long videos"
+            clip = entries[0]
+        extras = vision_extras(entries) if entries else NO_EXTRAS
+        key: tuple[Hashable, ...] = (image.key,)
+        if clip is not None:
+            key += (repr(clip),)
+        elif extras:
+            key += _values(extras)
         tokens = self._encoded.get(key)
         if tokens is None:
             tokens = None if self.shared is None else self.shared.get(key)
@@ -349,14 +358,6 @@ class EncodedImages:
                     self.shared.put(key, tokens)
             self._encoded = dict([*self._encoded.items(), (key, tokens)][-MAX_SETS * len(self.images) :])
         return tokens
-
-
-def _clip(image: PreparedImage, entries: Sequence[Entry]) -> Clip | None:
-    """The entry that chooses from the frames of a video that is too long for memory, window by window."""
-    if image.frames <= MAX_SAMPLED_FRAMES:
-        return None
-    assert isinstance(entries[0], Clip), "other policies are refused for long videos"
-    return entries[0]
 
 
 def selecting_text(

@@ -68,11 +68,8 @@ class Sampler:
         self._given = Counter[int]()
         added = (settings.presence_penalty, settings.frequency_penalty, settings.logit_bias)
         self._adds = added != (0, 0, ())
-
-    @property
-    def greedy(self) -> bool:
-        """True if it chooses the largest logit as the model gives them."""
-        return self._settings.temperature == 0 and self._settings.repetition_penalty == 1 and not self._adds
+        # It chooses the largest logit as the model gives them.
+        self.greedy = settings.temperature == 0 and settings.repetition_penalty == 1 and not self._adds
 
     @cached_property
     def rng(self) -> np.random.Generator:

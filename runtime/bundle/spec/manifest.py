@@ -85,7 +85,7 @@ class StageSpec:
     @property
     def cached(self) -> tuple[int, ...]:
         """The layers that keep K and V in slots."""
-        return self._keeping(SLOTTED)
+        return self._keeping(SLOTTED) if self.caches else tuple(range(self.first, self.last + 1))
 
     @property
     def keeps(self) -> bool:
@@ -95,12 +95,10 @@ class StageSpec:
     @property
     def stateful(self) -> tuple[int, ...]:
         """The layers that keep a state."""
-        return self._keeping(STATEFUL)
+        return self._keeping(STATEFUL) if self.caches else ()
 
     def _keeping(self, wanted: str) -> tuple[int, ...]:
-        layers = range(self.first, self.last + 1)
-        kinds = self.caches or (SLOTTED,) * self.layers
-        return tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind == wanted)
+        return tuple(self.first + number for number, kind in enumerate(self.caches) if kind == wanted)
 
 
 @dataclass(frozen=True, slots=True)
