@@ -17,7 +17,6 @@ from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.checks import MOST_THREADS, check_whole
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
-
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_layout
@@ -117,6 +116,8 @@ def _check_memory(bundle: Bundle, chosen: DeviceChoice) -> None:
     floats = float_bytes(chosen)
     needed, free = needed_memory(bundle, floats), available_memory()
     if free is not None and needed > free:
+        from vtx.runtime.units import size
+
         wider = ", which expands fp16 and bf16 to float32" if floats is EXPANDED else ""
         raise DeviceError(
             f"{bundle.manifest.model.name} needs about {size(needed)} of memory on "

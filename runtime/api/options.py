@@ -166,6 +166,8 @@ class Settings:
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(Sampling))
 _GUIDE = frozenset(GuideKeywords.__annotations__)
+_KNOWN = _OPTIONS | _SAMPLING | _GUIDE
+_DEFAULTS = Options()
 
 
 def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
@@ -173,15 +175,17 @@ def combined(options: Options | None, keywords: Mapping[str, Any]) -> Options:
 
     Raises RequestError: a keyword that names no option, or a wrong value.
     """
-    base = Options() if options is None else options
+    base = _DEFAULTS if options is None else options
     if not isinstance(base, Options):
         raise RequestError(f"options is {base!r:.40}; it must be a vtx.Options, or write keywords: max_new_tokens=64")
-    changes, sampling, guide = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    changes: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    guide: dict[str, Any] = {}
     for name, value in sorted(keywords.items()):
-        if name not in _OPTIONS | _SAMPLING | _GUIDE:
+        if name not in _KNOWN:
             from difflib import get_close_matches
 
-            near = get_close_matches(name, sorted(_OPTIONS | _SAMPLING | _GUIDE), 1)
+            near = get_close_matches(name, sorted(_KNOWN), 1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise RequestError(f"there is no option {name!r:.40}; {meant}help(vtx.Options) and vtx.Sampling list them")
         (changes if name in _OPTIONS else sampling if name in _SAMPLING else guide)[name] = value

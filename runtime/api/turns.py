@@ -51,12 +51,8 @@ class Request:
         self.cancelled = False
         self.stream: weakref.ref[Stream] | None = None
         self.beat: Callable[[], None] | None = None  # called at every check
-        self._deadline: float | None = None
+        self.deadline: float | None = None  # by `monotonic`, once it runs
         self._waiting_at: threading.Condition | None = None
-
-    def start(self) -> None:
-        """Start the timeout."""
-        self._deadline = None if self.timeout is None else monotonic() + self.timeout
 
     def check(self) -> None:
         """Raise `Ended` if the question was cancelled or its time is over."""
@@ -64,7 +60,7 @@ class Request:
             self.beat()
         if self.cancelled:
             raise Ended("cancelled")
-        if self._deadline is not None and monotonic() >= self._deadline:
+        if self.deadline is not None and monotonic() >= self.deadline:
             raise Ended("timeout")
 
     def cancel(self) -> None:
@@ -80,7 +76,7 @@ class Request:
         self._waiting_at = condition
         try:
             self.check()
-            remaining = None if self._deadline is None else self._deadline - monotonic()
+            remaining = None if self.deadline is None else self.deadline - monotonic()
             condition.wait(remaining)
             self.check()
         finally:

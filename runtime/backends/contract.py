@@ -35,7 +35,7 @@ def vision_extras(
     m: Manifest, dialect: str, extras: Mapping[str, NDArray[np.float32]]
 ) -> dict[str, NDArray[np.float32]]:
     """Every extra input of the vision graph, [1] float32: the given value, else the one that changes nothing."""
-    inputs = dict[str, NDArray[np.float32]]()
+    inputs: dict[str, NDArray[np.float32]] = {}
     for name, value in names.VISION_DEFAULTS.items() if m.dialects[dialect].vision_merges else ():
         inputs[name] = extras.get(name, np.array([value], np.float32))
     assert extras.keys() <= inputs.keys(), f"the vision graph takes {[*inputs]}, not {sorted(extras)}"
@@ -44,7 +44,7 @@ def vision_extras(
 
 def embedded(graph: str, outputs: Mapping[str, NDArray[np.float32]], count: int) -> TokenStates:
     """The outputs of the embed graph for `count` tokens; raises BundleError if it gives another number."""
-    inputs = dict[str, NDArray[np.float32]]()
+    inputs: dict[str, NDArray[np.float32]] = {}
     for name, output in outputs.items():
         inputs[name.removeprefix(names.TOKEN_INPUT)] = of_each(graph, output, count)
     return TokenStates(inputs.pop(names.HIDDEN), inputs)

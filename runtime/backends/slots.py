@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,7 @@ class SlotCounter(ABC):
     """
 
     selects_outputs = False
+    run_limit: int | None = None  # tokens of a run, unless queries are kept; a group goes in one all the same
     reserved_whole = False
     lane: Lane | None = None
 
@@ -135,10 +137,21 @@ class SlotCounter(ABC):
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         """See `StageCache`."""
-        filled = self.length + len(tokens.hidden)
+        count = len(tokens.hidden)
+        if self.run_limit is not None and count > self.run_limit and not query:
+            parts: list[HiddenStates] = []
+            for first, end in pairwise([0, *run_ends(tokens, 0, count, self.run_limit)]):
+                part, at = tokens.part(first, end), positions[first:end]
+                self.place(at)
+                parts.append(self._run(part, at, query=False).copy())
+                self.fill(self.length + end - first)
+            whole = np.concatenate(parts)
+            return whole if outputs is None else whole[outputs]
+        filled = self.length + count
         if filled > self.capacity:
             raise AssertionError(f"{filled} tokens in a cache of {self.capacity} slots, {self.length} of them before")
-        self.place(positions)
+        if self.positions is not None:
+            self.place(positions)
         if outputs is None:
             out = self._run(tokens, positions, query=query)
         else:

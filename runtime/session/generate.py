@@ -48,11 +48,13 @@ def generate(
     may stay on a device that chooses it.
     """
     chosen: int | None = None
+    greedy = greedy and session.chooses
     for left in reversed(range(max_new_tokens)):
         token = sample(logits) if chosen is None else chosen
         complete = drafts is not None and drafts.push(token)
         ends = complete or not left or token in end_ids or session.length + 1 >= session.capacity
-        foreseen, draft = None, list[int]()
+        foreseen: NDArray[np.float32] | None = None
+        draft: Sequence[int] = ()
         if ends:
             session.forget_draft()
         elif drafts is not None:

@@ -93,8 +93,9 @@ class Sampler:
             with np.errstate(over="ignore"):
                 logits[used] = np.where(logits[used] < 0, logits[used] * penalty, logits[used] / penalty)
         token = self._draw(logits)
-        self._used.add(token)
-        self._given[token] += 1
+        if not self.greedy:
+            self._used.add(token)
+            self._given[token] += 1
         return token
 
     def _draw(self, logits: NDArray[np.float32]) -> int:

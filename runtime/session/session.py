@@ -97,6 +97,7 @@ class Session:
         self._backend, self._stages, self._image_token = backend, manifest.stages, manifest.text.image_token_id
         self._manifest = manifest
         self._run_step: Callable[..., Step] | None = getattr(backend, "step", None)  # of a `SteppingBackend`
+        self.chooses = self._run_step is not None  # so that `choose` can run a token
         self.caches, self.capacity = PrefixCaches(backend, manifest), manifest.max_context
         self._suffix: list[int] = []  # ids after the prefix that the caches hold
         self.selection: Selection | None = None  # the question that selected the cached image tokens
@@ -411,8 +412,8 @@ class Session:
         image_ran = any(count for count, stage in zip(kept[first_run:], stages[first_run:], strict=True) if stage.keeps)
         slots, vision_kept = list[int](), list[int]()
         for number, stage in enumerate(stages):
-            length = self.caches.cache(number).length
-            slots += [length * (layer in stage.cached) for layer in range(stage.first, stage.last + 1)]
+            length, cached = self.caches.cache(number).length, stage.cached
+            slots += [length * (layer in cached) for layer in range(stage.first, stage.last + 1)]
             vision_kept += [kept[number]] * stage.layers
         return PrefillResult(
             logits=logits,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.slots import LanePool, SlotCounter, StateHistory, run_ends, seen_slots
+from vtx.runtime.backends.slots import LanePool, SlotCounter, StateHistory, seen_slots
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
@@ -121,6 +120,7 @@ class OrtStageCache(SlotCounter):
         if pool is not None and self.lane is not None:
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
         model = stage.context.model
+        self.run_limit = MASKED if model.two_way == "images" else None
         self.query = np.zeros((0, stage.query_width), np.float32)
         self._last = np.zeros(1, np.int32)
         self._total = np.zeros(1, np.int32)
@@ -149,18 +149,6 @@ class OrtStageCache(SlotCounter):
         }  # fmt: skip
         outputs = {names.HIDDEN_OUT: self._row_out, **self._row_state_out}
         return self.stage.bind(inputs, outputs, buffers)
-
-    def append(
-        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
-    ) -> HiddenStates:
-        """See `StageCache`. Many tokens of a prompt with images that see themselves both ways go in several runs."""
-        if len(tokens) <= MASKED or query or self._context.model.two_way != "images":
-            return super().append(tokens, positions, query=query, outputs=outputs)
-        parts = list[HiddenStates]()
-        for first, end in pairwise([0, *run_ends(tokens, 0, len(tokens), MASKED)]):
-            parts.append(super().append(tokens.part(first, end), positions[first:end]).copy())
-        out = np.concatenate(parts)
-        return out if outputs is None else out[outputs]
 
     def filled(self) -> list[NDArray[Any]]:
         """A copy of K and V of the filled slots."""
