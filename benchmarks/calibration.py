@@ -26,11 +26,11 @@ import torch
 from common import parser, report
 
 from vtx.exporter.calibration.calibrate import BatchMeasurer, CalibrationOptions
-from vtx.exporter.calibration.report import ItemResult
 from vtx.exporter.calibration.source import answering, open_source
 from vtx.exporter.reference.engine import EngineReference
 from vtx.exporter.reference.prompts import prepare
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.tools.calibration.report import ItemResult
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.items import Data, scene_items
 
@@ -93,7 +93,7 @@ def main() -> None:
             source = open_source("", path, engine=Loading(device, compute or None, args.threads))
             reference = source.reference()
             measurer = BatchMeasurer(source, reference, reference, ks, chosen)
-            sides[f"{path.name}: {source.measured_by}"] = Timed(measurer, 1)
+            sides[f"{path.name}: {source.calibrated.engine}"] = Timed(measurer, 1)
         items, skipped = prepare(full, Data("scenes", tuple(scene_items(args.questions))), args.max_new_tokens)
         assert not skipped, skipped
         for at in range(0, len(items), args.batch):

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
-from vtx.exporter.calibration.choosing import Choosing
-from vtx.exporter.calibration.report import CalibrationReport, make_report
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.tuning.judge import MAX_DROP, compared
 from vtx.exporter.tuning.options import Depths, LossWeights, Packing, Schedule, TuneOptions
 from vtx.exporter.tuning.tune import open_workspace, run
 from vtx.runtime.strict import json_value
+from vtx.tools.calibration.choosing import Choosing
+from vtx.tools.calibration.report import CalibrationReport, make_report
 from vtx.tools.common.files import write_json
 from vtx.tools.data.items import read_data
 
@@ -70,7 +70,7 @@ def judge_all(model: Path, data: Path, out: Path, names: list[str]) -> Iterator[
 def _curve(model: Path, data: Path, out: Path) -> CalibrationReport:
     source, questions = open_source(str(model)), read_data(str(data), None, samples=10**6)
     measured = calibrate(source, questions, CalibrationOptions(k_from=2, max_new_tokens=8), out)
-    return make_report(source, questions.source, measured, Choosing(max_drop=MAX_DROP))
+    return make_report(source.calibrated, questions.source, measured, Choosing(max_drop=MAX_DROP))
 
 
 def judged_line(name: str, judged: dict[str, Any]) -> str:

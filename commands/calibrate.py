@@ -13,10 +13,10 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 
 if TYPE_CHECKING:
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.choosing import Choosing
-    from vtx.exporter.calibration.report import CalibrationReport
     from vtx.exporter.calibration.source import OpenedModel
     from vtx.exporter.gates.report import Judgement, Outcome
+    from vtx.tools.calibration.choosing import Choosing
+    from vtx.tools.calibration.report import CalibrationReport
     from vtx.tools.common.loading import Loading
     from vtx.tools.data.choice import RecordedChoice
 
@@ -67,9 +67,9 @@ def calibrate(
     need_exporter()
     from vtx.exporter.bundling.prepare import load_template
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.choosing import Choosing
-    from vtx.exporter.calibration.plots import draw_report
     from vtx.exporter.calibration.source import open_source
+    from vtx.tools.calibration.choosing import Choosing
+    from vtx.tools.calibration.plots import draw_report
 
     choosing = Choosing(eta, max_accuracy_drop, min_kept)
     options = CalibrationOptions(k_from, max_new_tokens, batch, attention)
@@ -112,9 +112,9 @@ def _measure(
     """Measure with a prediction of memory before and a bar during, and write the report into `folder`."""
     from vtx.exporter.calibration.calibrate import calibrate as measure
     from vtx.exporter.calibration.calibrate import predict_memory
-    from vtx.exporter.calibration.report import make_report, write_report
     from vtx.exporter.reference.prompts import prepare
     from vtx.runtime.units import size
+    from vtx.tools.calibration.report import make_report, write_report
     from vtx.tools.common.memory import peak
     from vtx.tools.data.items import read_data
 
@@ -123,12 +123,13 @@ def _measure(
     for line in skipped:
         note(f"skipped {line}")
     memory = predict_memory(source, asked, options)
-    by = f" by its engine: {source.measured_by}" if source.measured_by else ""
+    engine = source.calibrated.engine
+    by = f" by its engine: {engine}" if engine else ""
     note(f"{source.name}{by}: {len(asked)} items of {questions.source}; predicted, roughly: {size(memory)} of memory")
     with bar() as report:
         measured = measure(source, questions, options, folder, report)
     note(f"measured: {size(peak() or 0)} of memory")
-    made = make_report(source, questions.source, measured, choosing)
+    made = make_report(source.calibrated, questions.source, measured, choosing)
     write_report(made, folder)
     return made
 
@@ -167,9 +168,9 @@ def calibrated(
 ) -> RecordedChoice:
     """The K of a calibration on `data`, or of an earlier one in that directory."""
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.choosing import Choosing
-    from vtx.exporter.calibration.report import chosen, find_report, read_choice
     from vtx.exporter.calibration.source import open_source
+    from vtx.tools.calibration.choosing import Choosing
+    from vtx.tools.calibration.report import chosen, find_report, read_choice
 
     source = open_source(model, None, template, tower, allow_pickle=allow_pickle)
     if earlier := find_report(Path(data)):

@@ -122,17 +122,17 @@ def export(
     end_on_sigterm()
     need_exporter()
     from vtx.exporter.bundling.activation_aware import SAMPLES as AWARE_SAMPLES
-    from vtx.exporter.bundling.arithmetic import SAMPLES as ARITHMETIC_SAMPLES
     from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
     from vtx.exporter.bundling.predict import check_memory
     from vtx.exporter.bundling.prepare import load_template, plan_export
-    from vtx.exporter.bundling.retain import SAMPLES as RETAIN_SAMPLES
-    from vtx.exporter.bundling.retain import Retain
     from vtx.exporter.bundling.staging import check_target
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.runtime.bundle.spec.manifest import BundleRelease
     from vtx.runtime.errors import BundleError
     from vtx.tools.data.items import SCENES, read_data
+    from vtx.tools.fit.arithmetic import SAMPLES as ARITHMETIC_SAMPLES
+    from vtx.tools.fit.retain import SAMPLES as RETAIN_SAMPLES
+    from vtx.tools.fit.retain import Retain
 
     if out is not None:
         check_target(out.expanduser().absolute(), force)

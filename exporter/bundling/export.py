@@ -12,10 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from vtx.exporter.bundling import staging
-from vtx.exporter.bundling.arithmetic import SAMPLES, candidates, measure_arithmetic
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.prepare import Plan
-from vtx.exporter.bundling.retain import fit_thresholds
 from vtx.exporter.bundling.staging import check_target
 from vtx.exporter.weights.journal import ExportJournal, begin
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
@@ -24,6 +22,8 @@ from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
 from vtx.runtime.units import Progress
 from vtx.tools.data.items import Data, scene_items
+from vtx.tools.fit.arithmetic import SAMPLES, candidates, measure_arithmetic
+from vtx.tools.fit.retain import fit_thresholds
 
 
 def run_export(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from vtx.exporter.bundling.predict import QUESTION_TOKENS
-from vtx.exporter.bundling.retain import Retain
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.runtime.bundle.spec.manifest import BundleRelease
 from vtx.runtime.bundle.spec.names import DIALECTS
@@ -16,6 +15,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.precision import PRECISIONS
 from vtx.tools.data.choice import RecordedChoice
 from vtx.tools.data.items import Data, image_tokens
+from vtx.tools.fit.retain import Retain
 
 DEMO = "demo"
 

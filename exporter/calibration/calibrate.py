@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.bundling.predict import export_base
-from vtx.exporter.calibration.report import ItemResult, Measurement, read_result
 from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.reference.attention import AttentionMeter
@@ -31,6 +30,7 @@ from vtx.runtime.backends.memory import RUN_BASE, needed_memory
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, counter
+from vtx.tools.calibration.report import ItemResult, Measurement, read_result
 from vtx.tools.data.items import Data, image_key, plain
 from vtx.tools.data.journal import ResultJournal
 

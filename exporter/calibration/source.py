@@ -28,6 +28,7 @@ from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress
+from vtx.tools.calibration.report import CalibratedModel
 from vtx.tools.common.loading import Loading
 
 
@@ -56,12 +57,13 @@ class OpenedModel(Source):
         return [self.fingerprint, json_value([files, manifest.variants, backend.device, backend.compute])]
 
     @property
-    def measured_by(self) -> str | None:
-        """The engine in words, None for the reference in float32."""
-        if self.engine is None:
-            return None
-        backend = self.engine.backend
-        return f"{self.engine.manifest.precision} on {backend.device} in {backend.compute}"
+    def calibrated(self) -> CalibratedModel:
+        """The model as reports of its measurements name it."""
+        engine = None
+        if self.engine is not None:
+            backend = self.engine.backend
+            engine = f"{self.engine.manifest.precision} on {backend.device} in {backend.compute}"
+        return CalibratedModel(self.name, self.fingerprint, self.config.text.layers, engine)
 
     def reference(self) -> Reference | EngineReference:
         return Reference(self.checkpoint, self.config) if self.engine is None else EngineReference(self.engine)

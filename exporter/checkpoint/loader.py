@@ -24,10 +24,11 @@ from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
 from vtx.exporter.checkpoint.family import OriginalParts
 from vtx.exporter.checkpoint.hub import check_blob, checkpoint_files, revision_of, snapshot
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
-from vtx.runtime.bundle.files import Folder, read_named, reason
-from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, parse_json, shown
+from vtx.runtime.bundle.files import Folder, reason
+from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
 from vtx.runtime.units import counted
+from vtx.tools.common.files import json_object
 
 MAX_CONFIG = 2**20
 MAX_INDEX = 8 * 2**20  # a 13B LLaVA's index is 80 kB
@@ -208,19 +209,6 @@ def canonical_name(name: str) -> str:
         if found:
             return renamed
     return name
-
-
-def read_json_object(path: Path, limit: int, *, error: type[VtxError] = CheckpointError) -> dict[str, Any]:
-    """Read a JSON object of at most `limit` bytes from a file that the user named; raises `error` for anything else."""
-    return json_object(read_named(path, limit, error=error), path.name, error=error)
-
-
-def json_object(content: bytes, name: str, *, error: type[VtxError] = CheckpointError) -> dict[str, Any]:
-    """Parse the JSON object in the file `name`; raises `error` for anything else."""
-    value = parse_json(content, name, error=error)
-    if not isinstance(value, dict):
-        raise error(f"{name} is a JSON {type(value).__name__}, not an object")
-    return value
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
-from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_json_object, read_settings
+from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_settings
 from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.bundle import Bundle
@@ -22,6 +22,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, ProjectorSpec, TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layouts import read_layout
+from vtx.tools.common.files import read_json_object
 from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size, spec_size
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.calibration.source import OpenedModel
-from vtx.exporter.checkpoint.loader import read_json_object
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.strict import Strict
+from vtx.tools.common.files import read_json_object
 from vtx.tools.data.items import MAX_SKIPPED, Item
 
 FORMAT = "2"

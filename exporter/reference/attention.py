@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,21 +10,7 @@ from torch import Tensor
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.reference.model import Sample
-
-KINDS = ("system", "vision", "question", "answer")
-Shares = tuple[tuple[float, ...], ...]  # [layers or tokens][KINDS]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShares:
-    """Shares of attention from 0 to 1, in the order of `KINDS`.
-
-    `question` and `answer` have one entry a layer, `steps` one an output token, mean over the layers.
-    """
-
-    question: Shares
-    answer: Shares
-    steps: Shares
+from vtx.tools.calibration.report import KINDS, AttentionShares
 
 
 class AttentionMeter:

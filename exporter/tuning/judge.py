@@ -13,12 +13,12 @@ import numpy as np
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
-from vtx.exporter.calibration.choosing import Choice, Choosing, choose_by_accuracy
-from vtx.exporter.calibration.report import CalibrationReport, Measurement, images_of, make_report, write_report
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.gates.report import THRESHOLDS, HeldOut, best_fixed
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.units import Progress
+from vtx.tools.calibration.choosing import Choice, Choosing, choose_by_accuracy
+from vtx.tools.calibration.report import CalibrationReport, Measurement, images_of, make_report, write_report
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.intervals import MeanInterval, ShareInterval, grouped_share, mean_intervals
 from vtx.tools.data.items import Data, Item
@@ -87,7 +87,7 @@ def judge(
     reports, measured = dict[str, CalibrationReport](), dict[str, Measurement]()
     for name, source in models.items():
         measured[name] = calibrate(source, answered, options, out / name, _phase(report, name))
-        reports[name] = make_report(source, answered.source, measured[name], Choosing(max_drop=MAX_DROP))
+        reports[name] = make_report(source.calibrated, answered.source, measured[name], Choosing(max_drop=MAX_DROP))
         write_report(reports[name], out / name)
     made = compared(reports["before"], reports["after"])
     if gating is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,7 +111,7 @@ class AnswerInProgress(Request):
     def pieces(self) -> Generator[str]:
         """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
         self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
-        self.deadline = None if self.timeout is None else monotonic() + self.timeout
+        self.start()
         loaded, policy, token = self._loaded, self._policy, self._loaded.manifest.text.image_token_id
         try:
             with self._lease(self) as (session, images):

@@ -51,8 +51,12 @@ class Request:
         self.cancelled = False
         self.stream: weakref.ref[Stream] | None = None
         self.beat: Callable[[], None] | None = None  # called at every check
-        self.deadline: float | None = None  # by `monotonic`, once it runs
+        self._deadline: float | None = None
         self._waiting_at: threading.Condition | None = None
+
+    def start(self) -> None:
+        """Start the timeout."""
+        self._deadline = None if self.timeout is None else monotonic() + self.timeout
 
     def check(self) -> None:
         """Raise `Ended` if the question was cancelled or its time is over."""
@@ -60,7 +64,7 @@ class Request:
             self.beat()
         if self.cancelled:
             raise Ended("cancelled")
-        if self.deadline is not None and monotonic() >= self.deadline:
+        if self._deadline is not None and monotonic() >= self._deadline:
             raise Ended("timeout")
 
     def cancel(self) -> None:
@@ -76,7 +80,7 @@ class Request:
         self._waiting_at = condition
         try:
             self.check()
-            remaining = None if self.deadline is None else self.deadline - monotonic()
+            remaining = None if self._deadline is None else self._deadline - monotonic()
             condition.wait(remaining)
             self.check()
         finally:

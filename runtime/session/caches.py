@@ -33,11 +33,11 @@ class PrefixCaches:
         self._backend, self._token_inputs, self._model = backend, manifest.token_inputs, manifest.model
         self.two_way = manifest.model.two_way == "prompt"  # all of its tokens see each other
         self._groups = manifest.model.two_way is not None  # tokens of a group do
-        self._stateful = bool(manifest.model.conv_layers)
+        self.stateful = bool(manifest.model.conv_layers)
         self.stages, self.capacity, self._width = manifest.stages, manifest.max_context, manifest.model.hidden
         self.keeping = [stage.keeps for stage in self.stages]  # the others read the K and V of earlier stages
         # all can be cut back anywhere, and a suffix runs behind the prefix as any other tokens do
-        self.cuts = all(self.keeping) and not self.two_way and not self._stateful
+        self.cuts = all(self.keeping) and not self.two_way and not self.stateful
         self.full: dict[int, StageCache] = {}
         self.pruned: dict[int, StageCache] = {}
         self.first_pruned = len(self.stages)
@@ -80,7 +80,7 @@ class PrefixCaches:
         Their K and V come from a run of another length, so they are equal up to rounding.
         """
         prefix = self._embed(prompt, key, check)
-        if self.continues and not self.two_way and not self._stateful:
+        if self.continues and not self.two_way and not self.stateful:
             prefix = prefix.after(self.prefix)
         self._former, self.pruned_prefix = self.pruned_prefix if prefix.common else None, None
         self.prefix, self.continues = prefix, False
@@ -227,7 +227,8 @@ class PrefixCaches:
         cache = self.cache(number)
         start = prefix.start
         cache.keep(start)
-        cache.mark(prefix.size)
+        if self.stateful:
+            cache.mark(prefix.size)
         inputs = {name: each[start:] for name, each in prefix.inputs.items()}
         states = prefix.boundaries[-1]
         tokens = TokenStates(states[len(states) - prefix.size + start :], inputs)

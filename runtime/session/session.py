@@ -220,7 +220,7 @@ class Session:
         ahead, self._ahead = self._ahead, None
         if self.waiting:
             self._run_waiting(check)
-        for cache in self.decoding_caches:
+        for cache in self.decoding_caches if self.caches.stateful else ():
             cache.mark(cache.length)
         return self._result(self._backend.head(self.state[None])[0] if ahead is None else ahead, *self._begun)
 

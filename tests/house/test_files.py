@@ -16,7 +16,8 @@ else:
 ROOT = Path(__file__).parents[2]
 ROOMS = [
     "runtime/bundle", "runtime/prompt", "runtime/session", "runtime/api", "runtime/report", "runtime/policies",
-    "runtime/backends", "exporter/checkpoint", "exporter/graphs", "exporter/calibration", "tools/estimate",
+    "runtime/backends", "exporter/checkpoint", "exporter/graphs", "exporter/calibration",
+    "tools/calibration", "tools/estimate",
 ]  # fmt: skip
 READS = {"open", "read_text", "read_bytes", "memmap", "fromfile", "from_file", "copyfile", "copytree"}
 OWN = {"open": {"Bundle", "model", "Conversation", "files", "self", "folder", "cls", "Image"}}
@@ -27,7 +28,7 @@ ALLOWED = {
     "runtime/bundle/safetensors.py": "reads open files, and writes",
     "runtime/backends/openvino/narrow.py": "/proc/self/maps",
     "runtime/backends/openvino/integers.py": "a nameless file of its own",
-    "exporter/calibration/report.py": "a report that the user names",
+    "tools/calibration/report.py": "a report that the user names",
     "tools/estimate/sizes.py": "published sizes, of the package",
     "runtime/report/doctor.py": "/proc/cpuinfo",
     "runtime/report/traces/files.py": "traces that the user names",

@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
-from vtx.exporter.calibration.report import Measurement
 from vtx.exporter.calibration.source import open_source
+from vtx.tools.calibration.report import Measurement
 from vtx.tools.data.items import Data, Item
 
 GQA = Tiny(layers=6)

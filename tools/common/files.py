@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.bundle.files import replacing
-from vtx.runtime.errors import ExportError, RequestError
+from vtx.runtime.bundle.files import read_named, replacing
+from vtx.runtime.bundle.safetensors import parse_json
+from vtx.runtime.errors import CheckpointError, ExportError, RequestError, VtxError
 
 
 def check_folder(path: Path) -> None:
@@ -21,6 +22,19 @@ def check_folder(path: Path) -> None:
         raise RequestError(f"cannot write {path}: {folder} is not a directory; make it, or name another file")
     if not os.access(folder, os.W_OK):
         raise RequestError(f"cannot write {path}: {folder} may not be written to; name another file")
+
+
+def read_json_object(path: Path, limit: int, *, error: type[VtxError] = CheckpointError) -> dict[str, Any]:
+    """Read a JSON object of at most `limit` bytes from a file that the user named; raises `error` for anything else."""
+    return json_object(read_named(path, limit, error=error), path.name, error=error)
+
+
+def json_object(content: bytes, name: str, *, error: type[VtxError] = CheckpointError) -> dict[str, Any]:
+    """Parse the JSON object in the file `name`; raises `error` for anything else."""
+    value = parse_json(content, name, error=error)
+    if not isinstance(value, dict):
+        raise error(f"{name} is a JSON {type(value).__name__}, not an object")
+    return value
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

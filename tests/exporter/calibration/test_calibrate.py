@@ -22,13 +22,13 @@ from tests.support.families.qwen import QWEN3
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate, predict_memory
-from vtx.exporter.calibration.choosing import Choosing
-from vtx.exporter.calibration.report import make_report
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.reference import prompts
 from vtx.exporter.reference.engine import EngineReference
 from vtx.exporter.reference.prompts import prepare
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.tools.calibration.choosing import Choosing
+from vtx.tools.calibration.report import make_report
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.items import Data, Item
 from vtx.tools.data.journal import as_line
@@ -312,7 +312,9 @@ def test_an_engine_measures_what_the_reference_does(
             values = getattr(truth, name)
             assert getattr(row, name) == (values and (values[0], *(values[1 + n] for n in at)))
     assert np.mean([row.kl for row in measured.results]) > 0.01
-    assert make_report(source, "q", measured, Choosing(min_kept=1)).model.engine == f"fp32 on {device} in f32"
+    assert (
+        make_report(source.calibrated, "q", measured, Choosing(min_kept=1)).model.engine == f"fp32 on {device} in f32"
+    )
 
 
 def test_an_engines_measurement_resumes_and_belongs_to_one_arithmetic(

@@ -16,10 +16,10 @@ from tests.support.calibrating import GQA, KS, QUESTIONS, Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bundling.build import fill
-from vtx.exporter.calibration.choosing import Choosing
-from vtx.exporter.calibration.report import ItemResult, Measurement, make_report, write_report
 from vtx.exporter.calibration.source import open_source
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.tools.calibration.choosing import Choosing
+from vtx.tools.calibration.report import ItemResult, Measurement, make_report, write_report
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def write_calibration(model: Path, kept: int | None, count: int) -> None:
         for row in range(count)
     ]  # fmt: skip
     choosing = Choosing(min_kept=1)
-    write_report(make_report(source, "q", Measurement((2, 3), tuple(rows), ()), choosing), Path("c"))
+    write_report(make_report(source.calibrated, "q", Measurement((2, 3), tuple(rows), ()), choosing), Path("c"))
 
 
 EXPORT = ("export", "--k", "auto", "--calibration", "c", "--precision", "fp32", "--dialect", "ort", "--out", "bundle")
@@ -256,7 +256,7 @@ def test_an_export_calibrates_on_data_and_stops_where_no_k_fits(
     assert "calibration picks no K" in done.stderr
     assert "to show 90% takes at least 35 answers, all unchanged; give more --samples" in done.stderr
     assert not (workplace / "bundle").exists()
-    monkeypatch.setattr("vtx.exporter.calibration.choosing.Choosing", lambda: Choosing(min_kept=1e-9))
+    monkeypatch.setattr("vtx.tools.calibration.choosing.Choosing", lambda: Choosing(min_kept=1e-9))
     done = vtx(*words)
     assert done.exit_code == 1
     assert "calibration chooses K = 5 (at least 1e-09% of the answers kept, 5 items of questions.jsonl)" in done.stderr
@@ -300,7 +300,7 @@ def test_k_auto_alone_names_both_ways_to_choose(workplace: Path) -> None:
 def test_a_broken_report_chooses_nothing(tiny_checkpoint: Checkpoints, workplace: Path, broken: Any) -> None:
     source = open_source(str(tiny_checkpoint(GQA)))
     row = ItemResult(None, kl=(1.0,), kl_reverse=(1.0,), top1=(True,), agree=None, right=None)
-    report = make_report(source, "q", Measurement((5,), (row,), ()), Choosing(2.0)).to_dict()
+    report = make_report(source.calibrated, "q", Measurement((5,), (row,), ()), Choosing(2.0)).to_dict()
     (workplace / "report.json").write_text(json.dumps({**report, **broken}, indent=1))
     done = vtx("export", "--model", str(tiny_checkpoint(GQA)), "--k", "auto", "--calibration", "report.json")
     assert done.exit_code == 1

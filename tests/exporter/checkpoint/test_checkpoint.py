@@ -13,10 +13,11 @@ import safetensors.numpy
 from tests.support.checkpoints import COMMIT, CONFIG, Q_PROJ, SHARDS, WEIGHTS, make, make_cache, make_sharded, put_index
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.hub import checkpoint_files
-from vtx.exporter.checkpoint.loader import INDEX, SINGLE, canonical_name, check_finite, read_json_object
+from vtx.exporter.checkpoint.loader import INDEX, SINGLE, canonical_name, check_finite
 from vtx.exporter.checkpoint.original.pickled import PICKLE
 from vtx.runtime.bundle.safetensors import read_bits, read_header
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.tools.common.files import read_json_object
 
 # Names
 

@@ -26,7 +26,6 @@ from tests.support.families import qwen
 from tests.support.faults import Disk, failing
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
-from vtx.exporter.calibration.report import ItemResult, Measurement
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.gates.fit import FitOptions
 from vtx.exporter.gates.report import THRESHOLDS, HeldOut
@@ -38,6 +37,7 @@ from vtx.exporter.tuning.packing import pack
 from vtx.exporter.tuning.tune import open_workspace, run
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
+from vtx.tools.calibration.report import ItemResult, Measurement
 from vtx.tools.data.items import Item
 
 pytestmark = pytest.mark.skipif(

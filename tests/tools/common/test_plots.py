@@ -9,14 +9,6 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from vtx.exporter.calibration.choosing import Point
-from vtx.exporter.calibration.plots import draw_report as draw_calibration
-from vtx.exporter.calibration.report import (
-    CalibratedModel,
-    CalibrationData,
-    CalibrationReport,
-    MeanAttention,
-)
 from vtx.exporter.gates.report import FixedOutcome, FixedRival, GatesOutcome, Judgement, draw_judgement
 from vtx.runtime.host.profiles import load_profile
 from vtx.tools.bench.compare import Comparison, MethodResult
@@ -25,6 +17,14 @@ from vtx.tools.bench.plots import draw_comparison
 from vtx.tools.bench.plots import draw_report as draw_bench
 from vtx.tools.bench.report import BenchReport, Depth
 from vtx.tools.bench.series import Series
+from vtx.tools.calibration.choosing import Point
+from vtx.tools.calibration.plots import draw_report as draw_calibration
+from vtx.tools.calibration.report import (
+    CalibratedModel,
+    CalibrationData,
+    CalibrationReport,
+    MeanAttention,
+)
 from vtx.tools.common.plots import draw, lines
 from vtx.tools.data.intervals import MeanInterval, ShareInterval
 from vtx.tools.estimate.plan import CostPlan, Workload, make_plan

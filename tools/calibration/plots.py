@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.calibration.choosing import Point
-from vtx.exporter.calibration.report import CalibrationReport
+from vtx.tools.calibration.choosing import Point
+from vtx.tools.calibration.report import CalibrationReport
 from vtx.tools.common.plots import GREY, draw, headline, integer_axis, lines, percent_axis
 from vtx.tools.data.intervals import MeanInterval
 

@@ -9,19 +9,30 @@ from typing import Any
 
 import numpy as np
 
-from vtx.exporter.calibration.choosing import Choice, Choosing, Point, choose
-from vtx.exporter.calibration.source import OpenedModel
-from vtx.exporter.checkpoint.loader import read_json_object
-from vtx.exporter.reference.attention import KINDS, AttentionShares, Shares
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, json_value, optional
-from vtx.tools.common.files import write_json
+from vtx.tools.calibration.choosing import Choice, Choosing, Point, choose
+from vtx.tools.common.files import read_json_object, write_json
 from vtx.tools.data.choice import RecordedChoice, changed_answers
 from vtx.tools.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, grouped_share, mean_intervals
 
 FORMAT = "vtx-calibration-1"
 REPORT = "report.json"
 MAX_REPORT = 1 << 28
+KINDS = ("system", "vision", "question", "answer")
+Shares = tuple[tuple[float, ...], ...]  # [layers or tokens][KINDS]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShares:
+    """Shares of attention from 0 to 1, in the order of `KINDS`.
+
+    `question` and `answer` have one entry a layer, `steps` one an output token, mean over the layers.
+    """
+
+    question: Shares
+    answer: Shares
+    steps: Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +87,11 @@ class CalibrationReport:
         return None if self.k is None else changed_answers(self.k, kept[0])
 
 
-def make_report(source: OpenedModel, data: str, measured: Measurement, choosing: Choosing) -> CalibrationReport:
+def make_report(model: CalibratedModel, data: str, measured: Measurement, choosing: Choosing) -> CalibrationReport:
     curve = make_curve(measured)
     choices = choose(curve, choosing, len(measured.results))
     return CalibrationReport(
-        model=CalibratedModel(source.name, source.fingerprint, source.config.text.layers, source.measured_by),
+        model=model,
         data=CalibrationData(data, len(measured.results), measured.skipped), k=choices[-1].k, eta=choosing.eta,
         min_kept=choosing.min_kept, choices=choices, curve=curve, attention=mean_attention(measured.results),
         samples=measured.results,

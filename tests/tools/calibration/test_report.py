@@ -8,7 +8,8 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from vtx.exporter.calibration.choosing import (
+from vtx.runtime.errors import RequestError
+from vtx.tools.calibration.choosing import (
     Choosing,
     Point,
     choose,
@@ -16,8 +17,7 @@ from vtx.exporter.calibration.choosing import (
     choose_by_eta,
     choose_by_kept,
 )
-from vtx.exporter.calibration.report import ItemResult, Measurement, make_curve
-from vtx.runtime.errors import RequestError
+from vtx.tools.calibration.report import ItemResult, Measurement, make_curve
 from vtx.tools.data.choice import RecordedChoice, changed_answers
 from vtx.tools.data.intervals import MeanInterval, ShareInterval, mean_intervals, wilson
 

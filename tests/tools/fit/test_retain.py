@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-
 from tests.support.bundles import IGNORE
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny, random_image
+
 from vtx.cli import export as export_command
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
-from vtx.exporter.bundling.retain import Retain
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.items import Data, Item
+from vtx.tools.fit.retain import Retain
 
 TINY = Tiny(layers=6, image=126, context=512)
 WORD = "mustdrop:gamma=0.004,alpha=0.01,tau=off,key=0.1,layers=2/4"

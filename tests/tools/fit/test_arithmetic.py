@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-
 from tests.support.bundles import IGNORE, copy, export
 from tests.support.tiny import Tiny
+
 from vtx.exporter.bundling import arithmetic
-from vtx.exporter.bundling.arithmetic import candidates, measure_arithmetic
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
 from vtx.exporter.bundling.prepare import plan_export
@@ -25,6 +24,7 @@ from vtx.runtime.backends.devices import choose, default_compute
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
 from vtx.tools.data.items import Data, scene_items
+from vtx.tools.fit.arithmetic import candidates, measure_arithmetic
 
 pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
 ENOUGH = 36  # questions: if every answer stays the same, the interval begins at 0.904
