@@ -14,8 +14,8 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 if TYPE_CHECKING:
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.source import OpenedModel
-    from vtx.exporter.gates.report import Judgement, Outcome
     from vtx.tools.calibration.choosing import Choosing
+    from vtx.tools.calibration.gates import Judgement, Outcome
     from vtx.tools.calibration.report import CalibrationReport
     from vtx.tools.common.loading import Loading
     from vtx.tools.data.choice import RecordedChoice

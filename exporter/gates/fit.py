@@ -23,6 +23,8 @@ from vtx.exporter.graphs.gates import FEATURES, gate_tensors
 from vtx.exporter.training import learning_rate_factor
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import RequestError, VtxError
+from vtx.tools.calibration.gates import HeldOut
+from vtx.tools.data.items import image_key
 
 MIN_AGREEMENT = 0.99
 FIT_BATCH = 16
@@ -133,3 +135,18 @@ def write_gates(
     training = {**asdict(options), "alpha": alpha, **record, "versions": versions}
     fields = {"model_fingerprint": model_fingerprint, "features": FEATURES, "training": json.dumps(training)}
     write_safetensors(path, tensors, fields)
+
+
+def all_odds(work: WorkDirectory, gates: Mapping[int, GateWeights], *, held_out: bool) -> NDArray[np.float32]:
+    """The odds of each gate [items, K], in the order of K."""
+    return np.stack([gate_odds(work.read(f"inputs.{k - 2}", held_out=held_out), gates[k]) for k in sorted(gates)], 1)
+
+
+def held_out_of(work: WorkDirectory, gates: Mapping[int, GateWeights]) -> HeldOut:
+    """The held-out items of measurements, with the odds of each gate."""
+    same, right, tokens = (work.read(name, held_out=True) for name in ("same", "right", "rows"))
+    numbers: dict[object, int] = {}
+    about = [tuple(map(image_key, item.images)) for item in work.items(held_out=True)]
+    images = [numbers.setdefault(key, len(numbers)) for key in about]
+    odds = all_odds(work, gates, held_out=True)
+    return HeldOut(tuple(sorted(gates)), odds, same.astype(bool), right, tokens, images)

@@ -26,11 +26,11 @@ from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirec
 from vtx.exporter.reference.model import Encoded, Sample
 from vtx.exporter.reference.prompts import answer_ids, prompt_ids
 from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, VtxError
+from vtx.tools.calibration.gates import UNKNOWN
 from vtx.tools.common.cluster import connected, cores
 from vtx.tools.data.items import Item, plain
 
 HEAD_TOKENS = 512  # tokens whose logits are in memory at once
-UNKNOWN = 2
 Ids = NDArray[np.int64]
 
 

@@ -11,12 +11,12 @@ from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.spec import model_size
-from vtx.exporter.gates.fit import FitOptions, GateWeights, fit_gates, write_gates
+from vtx.exporter.gates.fit import FitOptions, GateWeights, fit_gates, held_out_of, write_gates
 from vtx.exporter.gates.measure import Measurer, Origin, measure, measure_on_cluster
-from vtx.exporter.gates.report import GatesReport, HeldOut, draw_judgement, judge
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.units import Progress, counter
+from vtx.tools.calibration.gates import GatesReport, draw_judgement, judge
 from vtx.tools.common.files import write_json
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.items import SCENES, Item, read_data, split_items
@@ -76,7 +76,7 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     measured_by = measure if options.ray_address is None else on_cluster
     work, gates = gates_of(source, learn, held_out, options.measure, options.fit, work_folder, report, measured_by)
     measured = len(work.items(held_out=False))
-    judgement = judge(HeldOut.measure(work, gates), model_size(source.config, source.name))
+    judgement = judge(held_out_of(work, gates), model_size(source.config, source.name))
     training = {
         "items": measured, "epochs": options.fit.epochs_for(measured), "answers": options.measure.answers,
         "data": data.source, "verdict": judgement.verdict,

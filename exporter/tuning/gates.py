@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.calibration.source import OpenedModel, open_source
-from vtx.exporter.gates.fit import FitOptions, write_gates
-from vtx.exporter.gates.report import THRESHOLDS, HeldOut, all_odds, exits
+from vtx.exporter.gates.fit import FitOptions, all_odds, held_out_of, write_gates
 from vtx.exporter.gates.train import gates_of
 from vtx.exporter.gates.workdir import MeasureOptions
 from vtx.exporter.reference.prompts import Source
@@ -20,6 +19,7 @@ from vtx.exporter.tuning.options import TuneOptions
 from vtx.exporter.tuning.write import Changed, write_merged
 from vtx.runtime.errors import RequestError
 from vtx.runtime.units import Progress
+from vtx.tools.calibration.gates import THRESHOLDS, HeldOut, exits
 from vtx.tools.common.files import write_json
 from vtx.tools.data.items import Item
 
@@ -67,7 +67,7 @@ def train(
     measured = len(work.items(held_out=False))
     record: dict[str, Any] = {"items": measured, "epochs": FITTED.epochs_for(measured), "answers": "own", "data": data}
     write_gates(out / GATES, gates, model.fingerprint, FITTED, record)
-    return HeldOut.measure(work, gates), work.items(held_out=True)
+    return held_out_of(work, gates), work.items(held_out=True)
 
 
 def _measuring(options: TuneOptions) -> MeasureOptions:

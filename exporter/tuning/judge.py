@@ -14,10 +14,10 @@ from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate
 from vtx.exporter.calibration.source import OpenedModel, open_source
-from vtx.exporter.gates.report import THRESHOLDS, HeldOut, best_fixed
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.units import Progress
 from vtx.tools.calibration.choosing import Choice, Choosing, choose_by_accuracy
+from vtx.tools.calibration.gates import THRESHOLDS, HeldOut, best_fixed
 from vtx.tools.calibration.report import CalibrationReport, Measurement, images_of, make_report, write_report
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.intervals import MeanInterval, ShareInterval, grouped_share, mean_intervals

@@ -27,12 +27,12 @@ from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels
 from vtx.exporter.gates.measure import Measurer, Origin, gate_input, measure
-from vtx.exporter.gates.report import FixedRival, HeldOut, judge
 from vtx.exporter.gates.train import TrainOptions, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.tools.calibration.gates import FixedRival, HeldOut, judge
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.items import Item
 

@@ -28,7 +28,6 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.gates.fit import FitOptions
-from vtx.exporter.gates.report import THRESHOLDS, HeldOut
 from vtx.exporter.graphs.gates import read_gates
 from vtx.exporter.tuning import gates, train
 from vtx.exporter.tuning.judge import gated, judge
@@ -37,6 +36,7 @@ from vtx.exporter.tuning.packing import pack
 from vtx.exporter.tuning.tune import open_workspace, run
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
+from vtx.tools.calibration.gates import THRESHOLDS, HeldOut
 from vtx.tools.calibration.report import ItemResult, Measurement
 from vtx.tools.data.items import Item
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from vtx.exporter.gates.report import FixedOutcome, FixedRival, GatesOutcome, Judgement, draw_judgement
 from vtx.runtime.host.profiles import load_profile
 from vtx.tools.bench.compare import Comparison, MethodResult
 from vtx.tools.bench.machine import Machine
@@ -18,6 +17,7 @@ from vtx.tools.bench.plots import draw_report as draw_bench
 from vtx.tools.bench.report import BenchReport, Depth
 from vtx.tools.bench.series import Series
 from vtx.tools.calibration.choosing import Point
+from vtx.tools.calibration.gates import FixedOutcome, FixedRival, GatesOutcome, Judgement, draw_judgement
 from vtx.tools.calibration.plots import draw_report as draw_calibration
 from vtx.tools.calibration.report import (
     CalibratedModel,

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 from tests.support.bundles import IGNORE, copy, export
 from tests.support.tiny import Tiny
 
-from vtx.exporter.bundling import arithmetic
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
 from vtx.exporter.bundling.prepare import plan_export
@@ -24,6 +23,7 @@ from vtx.runtime.backends.devices import choose, default_compute
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
 from vtx.tools.data.items import Data, scene_items
+from vtx.tools.fit import arithmetic
 from vtx.tools.fit.arithmetic import candidates, measure_arithmetic
 
 pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)

@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.gates.fit import GateWeights, gate_odds
-from vtx.exporter.gates.measure import UNKNOWN
-from vtx.exporter.gates.workdir import WorkDirectory
 from vtx.runtime.strict import json_value, optional
 from vtx.tools.common.plots import COLORS, draw, headline, integer_axis, percent_axis
 from vtx.tools.data.intervals import Groups, grouped_share, mean_intervals
-from vtx.tools.data.items import image_key
 from vtx.tools.estimate.flops import total_flops, withdrawal_schedule
 from vtx.tools.estimate.sizes import ModelSize
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+UNKNOWN = 2  # whether an answer is right, without one in the data
 Bools = NDArray[np.bool_]
 
 
@@ -28,7 +25,7 @@ Bools = NDArray[np.bool_]
 class HeldOut:
     """Held-out items: the odds of each gate [items, K], and per K (last: none) the effect of withdrawal.
 
-    `same` [items, K and none]: the answer is the full model's; `right` likewise, 2 if the data have no answer;
+    `same` [items, K and none]: the answer is the full model's; `right` likewise, `UNKNOWN` if the data have no answer;
     `tokens` [items, 2]: text and vision tokens of the prompt. `images` numbers what each item is about.
     """
 
@@ -38,15 +35,6 @@ class HeldOut:
     right: NDArray[np.uint8]
     tokens: NDArray[np.int64]
     images: Groups
-
-    @classmethod
-    def measure(cls, work: WorkDirectory, gates: Mapping[int, GateWeights]) -> HeldOut:
-        ks = tuple(sorted(gates))
-        same, right, tokens = (work.read(name, held_out=True) for name in ("same", "right", "rows"))
-        numbers: dict[object, int] = {}
-        about = [tuple(map(image_key, item.images)) for item in work.items(held_out=True)]
-        images = [numbers.setdefault(key, len(numbers)) for key in about]
-        return cls(ks, all_odds(work, gates, held_out=True), same.astype(bool), right, tokens, images)
 
     @property
     def layers(self) -> int:
@@ -59,11 +47,6 @@ class HeldOut:
     def full_layers(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
         """Layers that see the image tokens: K - 1, or all."""
         return np.array([*(k - 1 for k in self.ks), self.layers])[columns]
-
-
-def all_odds(work: WorkDirectory, gates: Mapping[int, GateWeights], *, held_out: bool) -> NDArray[np.float32]:
-    """The odds of each gate [items, K], in the order of K."""
-    return np.stack([gate_odds(work.read(f"inputs.{k - 2}", held_out=held_out), gates[k]) for k in sorted(gates)], 1)
 
 
 def exits(odds: NDArray[np.float32], threshold: float) -> NDArray[np.int64]:
