@@ -34,6 +34,7 @@ READING = "loading PyTorch and the checkpoint"  # seconds in which nothing else 
 if TYPE_CHECKING:
     from vtx.exporter.bundling.prepare import Plan
     from vtx.runtime.bundle.seal import SigningKey
+    from vtx.runtime.bundle.spec.manifest import BundleRelease
     from vtx.tools.data.items import Data
 
 
@@ -127,8 +128,6 @@ def export(
     from vtx.exporter.bundling.prepare import load_template, plan_export
     from vtx.exporter.bundling.staging import check_target
     from vtx.runtime.bundle.seal import SigningKey
-    from vtx.runtime.bundle.spec.manifest import BundleRelease
-    from vtx.runtime.errors import BundleError
     from vtx.tools.data.items import SCENES, read_data
     from vtx.tools.fit.arithmetic import SAMPLES as ARITHMETIC_SAMPLES
     from vtx.tools.fit.retain import SAMPLES as RETAIN_SAMPLES
@@ -136,19 +135,8 @@ def export(
 
     if out is not None:
         check_target(out.expanduser().absolute(), force)
-    key, numbered = SigningKey.load(sign) if sign else None, None
-    if release is not None:
-        named, _, number = release.rpartition("=")
-        if not (named and number.isdecimal() and len(number) < 16 and int(number)):
-            raise click.UsageError(f"--release is {release!r:.60}; it must be a name and a number, e.g. kitchen=7")
-        if key is None:
-            raise click.UsageError("--release has no effect without --sign; add it")
-        try:
-            numbered = BundleRelease(named, int(number), until)
-        except BundleError as e:
-            raise click.UsageError(f"--until is {until!r:.60}; it must be a day, e.g. 2027-06-30") from e
-    elif until is not None:
-        raise click.UsageError("--until is the end of a release; add --release NAME=N")
+    key = SigningKey.load(sign) if sign else None
+    numbered = _numbered(release, until, signed=key is not None)
     template = load_template(chat_template) if chat_template else None
     one_k = ks == "auto" and gates is None
     if calibration is not None and not one_k and retain is None and not activation_aware and arithmetic != "measured":
@@ -198,6 +186,26 @@ def export(
         from vtx.runtime.report.inspect import describe
 
         say_json(describe(Bundle.open(made)))
+
+
+def _numbered(release: str | None, until: str | None, *, signed: bool) -> BundleRelease | None:
+    """The release that --release NAME=N and --until describe."""
+    from vtx.runtime.bundle.spec.manifest import BundleRelease
+    from vtx.runtime.errors import BundleError
+
+    if release is None:
+        if until is not None:
+            raise click.UsageError("--until is the end of a release; add --release NAME=N")
+        return None
+    named, _, number = release.rpartition("=")
+    if not (named and number.isdecimal() and len(number) < 16 and int(number)):
+        raise click.UsageError(f"--release is {release!r:.60}; it must be a name and a number, e.g. kitchen=7")
+    if not signed:
+        raise click.UsageError("--release has no effect without --sign; add it")
+    try:
+        return BundleRelease(named, int(number), until)
+    except BundleError as e:
+        raise click.UsageError(f"--until is {until!r:.60}; it must be a day, e.g. 2027-06-30") from e
 
 
 def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, force: bool) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +13,13 @@ from vtx.commands.shared.options import PATH, given, option, options
 from vtx.runtime.errors import BundleError, DeviceError, ExportError, RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, say_report
 from vtx.tools.common.loading import Loading
+
+if TYPE_CHECKING:
+    from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.card import Card
+    from vtx.runtime.bundle.seal import SigningKey
+    from vtx.tools.fit.asking import Questions
+    from vtx.tools.fit.settings import LoadedOn
 
 
 def _share(_: click.Context, __: click.Parameter, value: str) -> float:
@@ -66,11 +75,9 @@ def fit(
     interrupted run resumes where it stopped.
     """
     end_on_sigterm()
-    from vtx.runtime.bundle.bundle import CARD, Bundle
-    from vtx.runtime.bundle.card import read_card, write_card
+    from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import SIGNATURE, SigningKey
     from vtx.runtime.host.machine import cores
-    from vtx.runtime.host.profiles import load_profile
     from vtx.runtime.units import counted, duration
     from vtx.tools.bench.machine import describe
     from vtx.tools.common.files import write_json
@@ -81,7 +88,7 @@ def fit(
     from vtx.tools.fit.fit import fit as search
     from vtx.tools.fit.report import data_of, draw_front, in_tables, make_card, to_dict
     from vtx.tools.fit.search import Budget
-    from vtx.tools.fit.settings import engines_of, find_settings, planned_on
+    from vtx.tools.fit.settings import find_settings
 
     if accuracy_drop is not None and given("keep"):
         raise RequestError("--keep and --accuracy-drop are mutually exclusive; give one of them")
@@ -93,16 +100,7 @@ def fit(
         raise RequestError("--questions scenes draws as many scenes as it is told; give a number, e.g. --samples 1200")
     asked = Questions.of(read_data(questions, images, 1 << 30 if samples is None else samples, seed))
     if check:
-        for bundle in opened:
-            card = read_card(bundle)
-            if card is None:
-                raise BundleError(f"{bundle.folder} has no {CARD}; run vtx-fit without --check")
-            if card.data.sha256 != asked.sha256:
-                raise RequestError(
-                    f"the questions or images changed since {CARD} of {bundle.folder} was made of "
-                    f"{counted(card.data.questions, 'question')}, now {len(asked.digests)}; run vtx-fit again"
-                )
-            note(f"{bundle.folder}: {card.in_words}; made of these questions")
+        _check_cards(opened, asked)
         return
     signed = [bundle for bundle in opened if bundle.files.exists("vtx.json" + SIGNATURE)]
     if signed and key is None and not no_card:
@@ -114,15 +112,8 @@ def fit(
         note(f"skipped {line}")
     check_enough(asked, split(asked, seed)[1], budget)
     threads = cores() if loading.threads is None else loading.threads
-    most = None if memory is None else int(memory * 1e9)
-    if profile is None:
-        engines = [on for bundle in opened for on in engines_of(bundle, loading.device, loading.compute)]
-    else:
-        if loading.compute is not None:
-            raise RequestError("--compute has no effect on the estimates of --profile; leave it out")
-        device = load_profile(profile)
-        engines = [planned_on(bundle, device, loading.device, max_new_tokens) for bundle in opened]
-        most = device.usable_bytes if most is None else min(most, device.usable_bytes)
+    engines, usable = _engines(opened, loading, profile, max_new_tokens)
+    most = usable if memory is None else min(int(memory * 1e9), usable or int(memory * 1e9))
     reference, settings = find_settings(engines, most, cache(asked.sizes))
     target, machine = out or Path(f"vtx-fit-{opened[0].folder.name}"), describe()
     identity = {
@@ -145,22 +136,60 @@ def fit(
         note(f"skipped {line}")
     found = to_dict(fitted, asked, machine)
     write_json(target / "report.json", found)
+    data = data_of(fitted, asked)
+    title = f"{data.held_out_questions} questions of {data.source} held out; bars: upper ends; {machine.cpu}"
     try:
-        data = data_of(fitted, asked)
-        draw_front(
-            fitted, f"{data.held_out_questions} questions of {data.source} held out; bars: upper ends; {machine.cpu}",
-            target / "front.png",
-        )  # fmt: skip
+        draw_front(fitted, title, target / "front.png")
     except DeviceError as e:
         note(f"plot skipped: {e}; rerun to draw it, answers are kept")
     say_json(found) if as_json else say_report(in_tables(fitted, asked, machine))
     if fitted.chosen is None:
         raise RequestError("; ".join(fitted.verdict[:2]))
     if not no_card:
-        folder = fitted.chosen.on.bundle.folder
-        try:
-            write_card(folder, make_card(fitted, fitted.chosen, asked, machine, max_new_tokens, threads), key)
-        except OSError as e:
-            raise ExportError(f"cannot write {folder / CARD} ({e.strerror}); check the disk and run again") from e
-        note(f"{folder / CARD} makes it the default of this bundle; remove the file to undo it")
+        card = make_card(fitted, fitted.chosen, asked, machine, max_new_tokens, threads)
+        _write_card(fitted.chosen.on.bundle.folder, card, key)
     note(f"answers, report and plot are in {target}")
+
+
+def _check_cards(bundles: Sequence[Bundle], asked: Questions) -> None:
+    """Raise BundleError, RequestError unless each bundle has a card that was made of these questions."""
+    from vtx.runtime.bundle.bundle import CARD
+    from vtx.runtime.bundle.card import read_card
+    from vtx.runtime.units import counted
+
+    for bundle in bundles:
+        card = read_card(bundle)
+        if card is None:
+            raise BundleError(f"{bundle.folder} has no {CARD}; run vtx-fit without --check")
+        if card.data.sha256 != asked.sha256:
+            raise RequestError(
+                f"the questions or images changed since {CARD} of {bundle.folder} was made of "
+                f"{counted(card.data.questions, 'question')}, now {len(asked.digests)}; run vtx-fit again"
+            )
+        note(f"{bundle.folder}: {card.in_words}; made of these questions")
+
+
+def _engines(
+    bundles: Sequence[Bundle], loading: Loading, profile: str | None, max_new_tokens: int
+) -> tuple[list[LoadedOn], int | None]:
+    """The engines to search on: this machine's, or those of a profile's device, with the memory that it has."""
+    from vtx.runtime.host.profiles import load_profile
+    from vtx.tools.fit.settings import engines_of, planned_on
+
+    if profile is None:
+        return [on for bundle in bundles for on in engines_of(bundle, loading.device, loading.compute)], None
+    if loading.compute is not None:
+        raise RequestError("--compute has no effect on the estimates of --profile; leave it out")
+    device = load_profile(profile)
+    return [planned_on(bundle, device, loading.device, max_new_tokens) for bundle in bundles], device.usable_bytes
+
+
+def _write_card(folder: Path, card: Card, key: SigningKey | None) -> None:
+    from vtx.runtime.bundle.bundle import CARD
+    from vtx.runtime.bundle.card import write_card
+
+    try:
+        write_card(folder, card, key)
+    except OSError as e:
+        raise ExportError(f"cannot write {folder / CARD} ({e.strerror}); check the disk and run again") from e
+    note(f"{folder / CARD} makes it the default of this bundle; remove the file to undo it")

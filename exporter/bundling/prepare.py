@@ -217,19 +217,12 @@ def plan_export(options: ExportOptions) -> Plan:
             f"--max-context is {context}; one image takes up to {must_fit} tokens and a question more; raise it"
         )
     image = _image_settings(checkpoint, config, family)
-    chat_template = options.template
-    if chat_template is None and original is not None:
-        chat_template = original.template
-    elif chat_template is None and family.prompt is not None:
-        chat_template = family.prompt
-    elif family.template is not None:  # adds the text that the family's processor in transformers adds
-        read = read_template(checkpoint.folder) if chat_template is None else chat_template
-        chat_template = family.template(read, config)
     tokenizer, template, text = read_text(
         original.text_folder if original else checkpoint.folder,
-        config.image_token_id, checkpoint.config.get("text_config") or {}, checkpoint.config, chat_template,
-        original=original is not None, video_token_id=config.video.token_id if config.video else None,
-        seg_token=family.seg_token, end_ids=original.end_ids if original else None, whole=family.prompt is not None,
+        config.image_token_id, checkpoint.config.get("text_config") or {}, checkpoint.config,
+        _chat_template(options, checkpoint, family, config), original=original is not None,
+        video_token_id=config.video.token_id if config.video else None, seg_token=family.seg_token,
+        end_ids=original.end_ids if original else None, whole=family.prompt is not None,
     )  # fmt: skip
     if family.check is not None and options.template is None:
         family.check(Text(parse_tokenizer(tokenizer, ExportError), template, text))
@@ -263,6 +256,18 @@ def plan_export(options: ExportOptions) -> Plan:
         predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config)),
         precisions, text_tower, reductions, _video(checkpoint, config, family), tuple(disagreements),
     )  # fmt: skip
+
+
+def _chat_template(options: ExportOptions, checkpoint: Checkpoint, family: Family, config: ModelConfig) -> str | None:
+    """The template of prompts: the one given, the family's or the checkpoint's own; None: to be read there."""
+    if options.template is None and checkpoint.original is not None:
+        return checkpoint.original.template
+    if options.template is None and family.prompt is not None:
+        return family.prompt
+    if family.template is None:
+        return options.template
+    # adds the text that the family's processor in transformers adds
+    return family.template(read_template(checkpoint.folder) if options.template is None else options.template, config)
 
 
 def _acting(config: ModelConfig, options: ExportOptions) -> ModelConfig:

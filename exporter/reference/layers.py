@@ -47,13 +47,7 @@ def decoder_layer(
 
     y = rms(x, weight("input_layernorm.weight"), c.eps)
     if weights("conv.in_proj.weight") is not None:
-        first, gate, last = linear(y, "conv.in_proj").chunk(3, -1)
-        columns = F.pad((first * last).transpose(1, 2), (c.conv_taps - 1, 0))
-        if cache is not None:
-            columns = torch.cat((cache[0], columns[..., c.conv_taps - 1 :]), 2) if cache else columns
-            cache[:] = [columns]
-        mixed = F.conv1d(columns, weight("conv.conv.weight"), weights("conv.conv.bias"), groups=c.hidden)
-        x = x + linear(gate * mixed[..., -x.shape[1] :].transpose(1, 2), "conv.out_proj")
+        x = x + linear(_short_convolution(c, linear, weights, y, cache), "conv.out_proj")
         return x + _mlp(c, x, weight, linear)
     if weights("linear_attn.A_log") is not None:
         x = x + linear(_delta_rule(c, linear, weight, y, cache), "linear_attn.out_proj")
@@ -106,6 +100,22 @@ def decoder_layer(
         gated = activate(linear(x, "per_layer_input_gate"), c.activation) * given
         x = x + rms(linear(gated, "per_layer_projection"), weight("post_per_layer_input_norm.weight"), c.eps)
     return x * weight("layer_scalar") if c.layer_scale else x
+
+
+def _short_convolution(
+    c: TextConfig, linear: Callable[[Tensor, str], Tensor], weights: LayerWeights, x: Tensor,
+    cache: list[Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """The gated convolution of LFM2 over a token and those before it; `cache` holds its inputs so far."""
+    first, gate, last = linear(x, "conv.in_proj").chunk(3, -1)
+    columns = F.pad((first * last).transpose(1, 2), (c.conv_taps - 1, 0))
+    if cache is not None:
+        columns = torch.cat((cache[0], columns[..., c.conv_taps - 1 :]), 2) if cache else columns
+        cache[:] = [columns]
+    kernel = weights("conv.conv.weight")
+    assert kernel is not None, "conv.conv.weight"
+    mixed = F.conv1d(columns, kernel, weights("conv.conv.bias"), groups=c.hidden)
+    return gate * mixed[..., -x.shape[1] :].transpose(1, 2)
 
 
 def _delta_rule(
