@@ -77,7 +77,7 @@ def main() -> None:
              f"{work / flops[whole]:.0%}", [f"{value:.2f}" for value in (middle, min(of), max(of))],
              f"{middle / spread(seconds[whole]).median:.0%}", f"{stats[spec, k].kv_bytes / 1e6:.1f} MB"]
         )  # fmt: skip
-    head = ["method", "tokens that enter", "GFLOPs", "of none", "CPU s", "of none", "KV cache"]
+    head = ["method", "tokens that enter", "GFLOPs", "relative GFLOPs", "CPU s", "relative CPU s", "KV cache"]
     cells = [[cell if isinstance(cell, str) else " ".join(cell) for cell in row] for row in rows]
     report({"clips": rows}, [head, *cells], given.json)
     if given.rows:

@@ -87,7 +87,7 @@ def towers(found: Any) -> Table:
          f"{row['of_one_a_pass']:.2f}"]
         for row in found["rows"]
     ]  # fmt: skip
-    return ["pictures per pass", "engine", "CPU ms per picture", "of one a pass"], rows
+    return ["pictures per pass", "engine", "CPU ms per picture", "vs. one per pass"], rows
 
 
 def conversations(found: Any) -> Table:

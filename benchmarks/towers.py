@@ -50,7 +50,7 @@ def main() -> None:
         }
         for number, values in found.items()
     ]  # fmt: skip
-    table = [["pictures per pass", "device", "CPU ms per picture", "of one a pass"]]
+    table = [["pictures per pass", "device", "CPU ms per picture", "vs. one per pass"]]
     for row in rows:
         milliseconds = f"{1000 * row['cpu_s_a_picture']:.2f}"
         table.append([str(row["pictures"]), f"{device}, {compute}", milliseconds, f"{row['of_one_a_pass']:.2f}"])

@@ -51,7 +51,7 @@ WITHDRAWAL, UNCUT = "withdrawal (K)", "none"
 
 def scatter(columns: Sequence[str], results: Sequence[Sequence[Any]]) -> str:
     """An SVG with a marker and its interval for each method, the settings of one method joined by a line."""
-    right, cost = columns.index("right, %"), columns.index("FLOPs of none")
+    right, cost = columns.index("right, %"), columns.index("relative FLOPs")
     families: dict[str, list[tuple[float, list[float]]]] = {}  # cost; share, least, most
     for row in results:
         method, _, setting = row[0].partition(":")
@@ -69,7 +69,7 @@ def scatter(columns: Sequence[str], results: Sequence[Sequence[Any]]) -> str:
 
     line = '<path d="M{:.1f},{:.1f}L{:.1f},{:.1f}" stroke="{}" stroke-width="{}" {}/>'
     parts = [TEXT.format(LEFT, 18, 'class="h"', "right answers, %")]
-    parts.append(TEXT.format((LEFT + RIGHT) // 2, 448, 'class="h" text-anchor="middle"', "arithmetic, % of none"))
+    parts.append(TEXT.format((LEFT + RIGHT) // 2, 448, 'class="h" text-anchor="middle"', "arithmetic, % of full"))
     for share in range(10 * (int(floor) // 10 + 1), 101, 10):
         parts.append(line.format(LEFT, y(share), RIGHT, y(share), "#e4e4e4", 1, ""))
         parts.append(TEXT.format(LEFT - 8, f"{y(share) + 4:.1f}", 'text-anchor="end"', share))

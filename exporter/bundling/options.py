@@ -40,7 +40,7 @@ class ExportOptions:
     text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and
     `allow_pickle` allows weights that are pickles. `int4_block`: the most weights that share a scale in int4.
     `arithmetic`: the questions with which narrower arithmetic is measured. `release` numbers a signed bundle.
-    `cameras` name the pictures of a model that answers with actions.
+    `cameras` name the pictures of a model that outputs actions.
     """
 
     model: str = DEMO

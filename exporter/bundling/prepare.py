@@ -274,7 +274,7 @@ def _acting(config: ModelConfig, options: ExportOptions) -> ModelConfig:
     """The configuration with the names of `--cameras`, and a refusal of what needs answers in words."""
     if config.action is None:
         if options.cameras:
-            raise RequestError("--cameras names the pictures of a model that answers with actions; leave it out")
+            raise RequestError("--cameras names the pictures of a model that outputs actions; leave it out")
         return config
     check_activation(config.action.activation)
     if options.gates or options.text_tower or options.aware or options.calibration:
@@ -336,7 +336,7 @@ def _check_states(part: Reduction, c: TextConfig) -> None:
     if convolved and needs.shrinks is not None:
         raise UnsupportedModelError(
             f"{part.name} takes tokens out of the caches after the prompt, and layers with {kind} keep a state, "
-            "from which none can be taken; use fastv, or dart behind a layer"
+            "from which none can be taken; use fastv, or dart after a layer"
         )
     if wrong := sorted(read & set(convolved)):
         others = [layer for layer in range(1, c.layers + 1) if layer not in convolved]

@@ -92,7 +92,7 @@ def open_source(
 
 def _check_answers(name: str, config: ModelConfig) -> None:
     if config.action is not None:
-        raise RequestError(f"{name} answers with actions, and what is measured here are answers in words")
+        raise RequestError(f"{name} outputs actions, and only text answers are measured")
 
 
 def _of_bundle(bundle: Bundle, engine: Model | None) -> OpenedModel:

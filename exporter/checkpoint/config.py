@@ -33,13 +33,13 @@ class VisionConfig:
     together, and of the keys. `position_grid`: side of the table of positions if it is resized to the patches.
     `post_norm`: a norm follows the last block.
 
-    `native`: images keep their own resolution, positions are rotary, and the projector is the tower's merger; `image`
+    `native`: images keep native resolution, positions are rotary, and the projector is the tower's merger; `image`
     is then the side of the largest square image. `gated`: a block's MLP has three matrices instead of two. `window`:
     side, in patches, of the windows that blocks attend within, except `full_blocks`, counted from 0. `maps`: blocks,
     counted from 0, of whose output a merger of its own makes a map; the first is added to the image's tokens after
     decoder layer 1, the second after layer 2, and so on (deepstack). `patch_bias`: patches have a bias.
 
-    `naflex`: images keep their own resolution, and the table of positions is stretched to each image's patches,
+    `naflex`: images keep native resolution, and the table of positions is stretched to each image's patches,
     bilinear; `image` is then the side of a tile.
 
     `stage_blocks` and `stage_widths`: the numbers of blocks and of channels of the stages of a convolutional tower,
@@ -137,7 +137,7 @@ class ModelConfig:
     of a norm on the features, None without a norm, `projector_rms`: it has no mean and no bias; `projector_layers` is
     the number of the projector's matrices, and
     `projector_hidden` their width in between, if it is not the decoder's; `projector_widths` the widths between each
-    two of them, if they differ. `action`: the expert of a model that answers with actions; `bins`: its tokens are
+    two of them, if they differ. `action`: the expert of a model that outputs actions; `bins`: its tokens are
     actions.
     """
 

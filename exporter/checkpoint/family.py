@@ -44,7 +44,7 @@ SIGLIP_DEFAULTS: Config = {
 class ImageProcessor:
     """An image processor class of transformers, without its backend; `defaults` are for keys that its file lacks.
 
-    `own_size`: images keep their own resolution, which the image layout rounds. `tiled`: its size is the size of a
+    `own_size`: images keep native resolution, which the image layout rounds. `tiled`: its size is the size of a
     tile, which neither resizing nor cropping may change. `pads`: `do_pad` makes each image square with the mean colour,
     instead of padding a batch to one size. `within`: images keep their shape in a square of its size, at the top left.
     `size` is the key of the size.

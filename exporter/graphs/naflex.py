@@ -1,4 +1,4 @@
-"""Parts of SigLIP 2's tower for images at their own resolution (NaFlex): patches, positions, and squares of patches."""
+"""Parts of SigLIP 2's tower for images at native resolution (NaFlex): patches, positions, and squares of patches."""
 
 from __future__ import annotations
 

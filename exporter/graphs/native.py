@@ -1,4 +1,4 @@
-"""The vision graph of towers that see images at their own resolution: rotary positions, windows, and mergers.
+"""The vision graph of towers that see images at native resolution: rotary positions, windows, and mergers.
 
 The patches of a square become one token, so the tower's hidden states are in the order of squares: row by row, and row
 by row within a square. The size of the image determines their number.

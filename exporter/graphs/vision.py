@@ -115,7 +115,7 @@ def build_vision(
     the number of tokens is known only at run time, or an output marks the removed ones. `attention` adds an output of
     the class token's attention to each token in the last used block, `last_attention` in the tower's last block,
     `text_tower` each token in the space of that CLIP's text tower, `tower_tokens` the tower's own tokens,
-    `received` the attention that each token gets in that block and in the last used one. Images at their own
+    `received` the attention that each token gets in that block and in the last used one. Images at native
     resolution: `build_native`.
     """
     v = c.vision

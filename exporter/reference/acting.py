@@ -90,7 +90,7 @@ def record_golden_actions(
     path: Path, reference: Reference, text: Text, settings: ImageSettings, ks: Sequence[int | None],
     report: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """As `record_golden`, for a model that answers with actions: a fixed state and noise, and the actions at each K."""
+    """As `record_golden`, for a model that outputs actions: a fixed state and noise, and the actions at each K."""
     config, image, spec = reference.config, golden.golden_image(), reference.config.action
     assert spec is not None
     ids, pixels = golden_ids(text, config.layout), golden.golden_pixels(config.layout.views(image, settings))

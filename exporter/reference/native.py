@@ -1,4 +1,4 @@
-"""A tower of images at their own resolution in plain PyTorch: patches in raster order, windows by their positions."""
+"""A tower of images at native resolution in plain PyTorch: patches in raster order, windows by their positions."""
 
 from __future__ import annotations
 

@@ -67,10 +67,10 @@ def images_seen(facts: Mapping[str, Any]) -> str:
         least, most = (f"{parameters[name]:,}" for name in ("min_pixels", "max_pixels"))
         if facts["max_tiles"] > 1:
             return (
-                f"images: at their own resolution, {least} to {most} pixels, larger ones in up to {facts['max_tiles']} "
+                f"images: at native resolution, {least} to {most} pixels, larger ones in up to {facts['max_tiles']} "
                 "tiles, the whole image one of them (--max-tiles)"
             )
-        return f"images: at their own resolution, {least} to {most} pixels (--max-pixels)"
+        return f"images: at native resolution, {least} to {most} pixels (--max-pixels)"
     size = f"{image['width']}x{image['height']} pixels"
     if facts["max_tiles"] > 1:
         return f"images: up to {facts['max_tiles']} tiles of {size}, the whole image in one of them (--max-tiles)"

@@ -43,7 +43,7 @@ class ActionSeconds:
 
 
 class Acting:
-    """The caches of a model that answers with actions. Not safe for two threads at once.
+    """The caches of a model that outputs actions. Not safe for two threads at once.
 
     A picture that was there last time, at whatever place, keeps its tokens; a prompt of the same pictures, words and K
     its K and V. `seconds` are of the last answer, and `encoded` the pictures that ran through the tower for it.

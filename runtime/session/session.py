@@ -93,7 +93,7 @@ class Session:
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         if manifest.action is not None:
-            raise RequestError(f"{manifest.model.name} answers with actions, not in words; use act, or vtx-run --act")
+            raise RequestError(f"{manifest.model.name} outputs actions, not text; use act, or vtx-run --act")
         self._backend, self._stages, self._image_token = backend, manifest.stages, manifest.text.image_token_id
         self._manifest = manifest
         self._run_step: Callable[..., Step] | None = getattr(backend, "step", None)  # of a `SteppingBackend`

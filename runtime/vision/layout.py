@@ -38,7 +38,7 @@ class Layout(ABC):
 
     @property
     def min_tokens(self) -> int | None:
-        """Tokens of the smallest image, if images are seen at their own resolution; else None."""
+        """Tokens of the smallest image, if images are seen at native resolution; else None."""
         return None
 
     @property
@@ -58,10 +58,10 @@ class Layout(ABC):
     def within(self, max_pixels: int) -> Layout:
         """The layout with images of at most `max_pixels` pixels after they are resized.
 
-        Raises RequestError if not even one token has so few, or images are not seen at their own resolution.
+        Raises RequestError if not even one token has so few, or images are not seen at native resolution.
         """
         raise RequestError(
-            "max_pixels has no effect here: this model does not see images at their own resolution; leave it out"
+            "max_pixels has no effect here: this model does not see images at native resolution; leave it out"
         )
 
     def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
@@ -149,14 +149,14 @@ def limited_layout(layout: Layout, max_tiles: int | None, max_pixels: int | None
 
 
 def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:
-    """`fit.fitted`. Raises RequestError for a fit that images seen in tiles or at their own resolution do not have."""
+    """`fit.fitted`. Raises RequestError for a fit that images seen in tiles or at native resolution do not have."""
     if fit == "released":
         layout.released()
         return settings
     if fit is None:
         return settings
     if layout.max_views > 1 or settings.own_size:
-        seen = "at their own resolution" if settings.own_size else "in tiles"
+        seen = "at native resolution" if settings.own_size else "in tiles"
         raise RequestError(
             f"fit {fit!r:.20} has no effect here: this model sees images of any shape {seen}; leave it out"
         )

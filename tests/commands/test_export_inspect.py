@@ -156,7 +156,7 @@ def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(
     [
         ("llava", "images: 56x56 pixels; other shapes: crop (--fit)"),
         ("llava_next", "images: up to 5 tiles of 56x56 pixels, the whole image in one of them (--max-tiles)"),
-        ("qwen2_vl", "images: at their own resolution, 3,136 to 31,360 pixels (--max-pixels)"),
+        ("qwen2_vl", "images: at native resolution, 3,136 to 31,360 pixels (--max-pixels)"),
     ],
 )
 def test_inspect_says_what_is_seen_of_an_image(tiny_checkpoint: Make, tmp_path: Path, family: Any, seen: str) -> None:

@@ -1,4 +1,4 @@
-"""Random questions under PyramidDrop: of 8 layers, of images in one piece, in tiles, and at their own resolution."""
+"""Random questions under PyramidDrop: of 8 layers, of images in one piece, in tiles, and at native resolution."""
 
 from __future__ import annotations
 

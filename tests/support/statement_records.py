@@ -48,7 +48,7 @@ class Image:
 
     The class token, where it is a row, has place -1. `attention` is what the class token gives to each row,
     `similarity` the mean cosine of a merged window, None of other rows. `offsets` are positions behind the image's
-    first one, of which it takes `span`; empty where they have no gaps; arrays of three parts at their own resolution.
+    first one, of which it takes `span`; empty where they have no gaps; arrays of three parts at native resolution.
     `maps`, alike, are added to the rows after a layer each, from the first on.
     `of_tile`: the tile of each row, -1 a newline's;
     empty for an image in one piece, whose `placeholders` in the prompt the configuration says.

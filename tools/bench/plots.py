@@ -63,7 +63,7 @@ def draw_comparison(report: Comparison, path: Path) -> None:
         _costs(right, report, lambda method: method.first_token)
         left.set(
             title="by arithmetic",
-            xlabel="arithmetic of tower and prompt, % of none",
+            xlabel="arithmetic of tower and prompt, % of full",
             ylabel="right answers, %" if report.score == "right" else "answers as without any method, %",
         )
         right.set(title="by latency", xlabel="first token, ms, median")

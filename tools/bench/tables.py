@@ -135,8 +135,8 @@ def comparison_tables(report: Comparison) -> list[str | WideTable]:
 
 
 METHOD_HEADS = (
-    "method", "right, %", "as none, %", "full layers", "vision tokens", "GFLOPs", "of none", "vision", "prefill",
-    "first token", "second question", "per token", "layers reused", "KV cache",
+    "method", "right, %", "as none, %", "full layers", "vision tokens", "GFLOPs", "relative GFLOPs", "vision",
+    "prefill", "first token", "second question", "per token", "layers reused", "KV cache",
 )  # fmt: skip
 COMPARED_HEADS = (
     "method", "withdrawal at its cost", "FLOPs, of the method's", "method better by, points", "the method is",

@@ -189,7 +189,7 @@ class ActionSize:
 class ModelSize:
     """The sizes of one model; `vision` is None without a tower, `layout` for a model planned with a video.
 
-    `action`: the expert of a model that answers with actions; `action_tokens`: the tokens of an action where each is a
+    `action`: the expert of a model that outputs actions; `action_tokens`: the tokens of an action where each is a
     number of it, 0 for a model that answers in words. Of several data sets it is the longest action.
     """
 

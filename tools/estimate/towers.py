@@ -135,7 +135,7 @@ class NativeSize(VisionSize):
 
 @dataclass(frozen=True, slots=True)
 class NaflexSize(VisionSize):
-    """A SigLIP tower of images at their own resolution or in tiles, with a table of `positions` and a final norm.
+    """A SigLIP tower of images at native resolution or in tiles, with a table of `positions` and a final norm.
 
     The projector has a width of `between` between its matrices, and a norm before them if `projector_norm`. `patches`
     and `view_tokens` describe a tile.
@@ -179,7 +179,7 @@ class PooledSize(VisionSize):
 
 @dataclass(frozen=True, slots=True)
 class AxialSize(VisionSize):
-    """A tower of images at their own resolution, with tables of `axis_positions` for rows and for columns.
+    """A tower of images at native resolution, with tables of `axis_positions` for rows and for columns.
 
     A token is the mean of `square` patches. Blocks have four norms, no biases, and an MLP of three matrices; `clipped`:
     each matrix has four bounds; `standardised`: means have a bias and a scale. `patches`, `view_tokens` and

@@ -4,7 +4,7 @@ embed    one profile: any number of tokens
 stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory. For
          TensorRT two: decode, one token, and prefill, two tokens and more; for TensorRT-RTX one, because it
          specialises kernels for the tokens at run time, and stores most weights once per profile
-vision   one image; of a model that answers with actions, those of all its cameras; of one that sees images at their own
+vision   one image; of a model that outputs actions, those of all its cameras; of one that sees images at native
          resolution, any sides up to those of an image of the most pixels that is twice as wide as high, or as high as
          wide, and of one that sees videos too, a pair of frames
 head     a few tokens: only the last one is sampled; one step of an expert, over any prompt in each layer
@@ -30,7 +30,7 @@ SLOTS = "slots"  # of a cache
 PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
 SCORE_TOKENS = 256
-WIDEST = 2  # the longer side of an image at its own resolution, by the shorter one, if it has the most pixels
+WIDEST = 2  # the longer side of an image at native resolution, by the shorter one, if it has the most pixels
 LIKELY_CAMERAS = 2  # of a bundle that names none
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 

@@ -1,4 +1,4 @@
-"""LFM2-VL: a decoder most of whose layers are short convolutions, and SigLIP 2's tower at images' own resolution."""
+"""LFM2-VL: a decoder most of whose layers are short convolutions, and SigLIP 2's tower at native resolution."""
 
 from __future__ import annotations
 

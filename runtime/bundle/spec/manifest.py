@@ -30,7 +30,7 @@ KV_SCALES = "kv_scales.safetensors"  # of int8 K and V
 class LayoutSpec:
     """The layout of an image's tokens: its name and parameters, and the most tokens of any one image.
 
-    `min_tokens`: the tokens of the smallest image, if images keep their own resolution; the largest then need not fit
+    `min_tokens`: the tokens of the smallest image, if images keep native resolution; the largest then need not fit
     the bundle's context.
     """
 

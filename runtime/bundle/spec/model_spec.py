@@ -178,7 +178,7 @@ class TowerSpec:
     patches, of a square whose states become one token, `pool` of one whose states are averaged to one before the
     projector. `window`: side, in patches, of the windows within which layers
     attend, but for `full_blocks`, counted from 0. `maps`: the layers, counted from 0, that give maps for the first
-    layers of the decoder. `flags` as in `ModelSpec`; with "native" among them images keep their own resolution, and
+    layers of the decoder. `flags` as in `ModelSpec`; with "native" among them images keep native resolution, and
     `image` is the side of the largest square one. `stage_blocks` and `stage_widths`: blocks and channels of the stages
     of a convolutional tower, which counts as one layer. `axis_positions`: entries of the tables of positions, one by
     row and one by column, of a tower whose tokens are means of squares of `shuffle` x `shuffle` patches. `registers`:

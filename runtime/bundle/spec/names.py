@@ -70,7 +70,7 @@ Several conversations run with one token each:
              state_ends [ends] int64, numbers of the run's tokens
                                                              -> state_out [layers, conversations, ends, numbers] f32
 
-In a bundle whose model answers with actions, the head is one step of its expert:
+In a bundle whose model outputs actions, the head is one step of its expert:
 
     head     robot_state [1, size] f32, actions [horizon, width] f32, time [1, 1] f32,
              position_ids [1 + horizon] int64, cos, sin,

@@ -1,4 +1,4 @@
-"""Small images at their own resolution, large ones in tiles row by row and then as a whole: LFM2-VL."""
+"""Small images at native resolution, large ones in tiles row by row and then as a whole: LFM2-VL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames of a video in pairs, each one pass of the tower at its own resolution: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
+"""Frames of a video in pairs, each one pass of the tower at native resolution: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
 
 A patch covers a square of both frames. Each token has a time, a row and a column as position.
 """

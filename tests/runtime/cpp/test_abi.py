@@ -171,9 +171,7 @@ def test_token_ids_are_asked_about_without_a_tokenizer(library: c.CDLL, model: c
     library.vtx_answer_free(answer)
     chosen = options_of(library, reduce=b"cdpruner:keep=4", about=b"the dog")
     assert library.vtx_ask_ids(conversation, array, len(ids), c.byref(chosen), c.byref(answer)) == REQUEST
-    assert (
-        b"about stands in place of the question, and only token ids are given; ask by text" in library.vtx_last_error()
-    )
+    assert b"about is given with token ids instead of text; ask by text, or leave about out" in library.vtx_last_error()
     found = asked(library, conversation, "red?", reduce=b"cdpruner:keep=4", about=b"the dog")
     with python.open(image) as other:
         want = other.ask("red?", reduce="cdpruner:keep=4", about="the dog", max_new_tokens=8).to_dict()

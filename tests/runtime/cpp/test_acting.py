@@ -182,7 +182,7 @@ def test_words_and_actions_are_not_asked_of_the_wrong_model(
     assert (status, facts["error"]) == (REQUEST, str(refused.value))
     PICTURES[0].save(tmp_path / "a.png")
     done = run("run", "--bundle", folder, tmp_path / "a.png", "red?")
-    assert b"answers with actions, not in words; use act, or vtx-run --act" in done.stderr
+    assert b"outputs actions, not text; use act, or vtx-run --act" in done.stderr
 
 
 def test_cameras_have_names_and_a_bundle_may_lack_statistics(loaded: Callable[..., Loaded], tmp_path: Path) -> None:

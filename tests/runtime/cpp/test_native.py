@@ -1,4 +1,4 @@
-"""Images at their own resolution: libvtx answers for Qwen2-VL, Qwen2.5-VL and Qwen3-VL as Python does."""
+"""Images at native resolution: libvtx answers for Qwen2-VL, Qwen2.5-VL and Qwen3-VL as Python does."""
 
 from __future__ import annotations
 

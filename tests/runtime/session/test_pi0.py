@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_refused_by_name(model: Model, changed: dict[str, A
 
 
 def test_words_and_actions_are_not_asked_of_the_wrong_model(model: Model, models: Models) -> None:
-    with pytest.raises(RequestError, match="answers with actions"), model.open(PICTURES) as conversation:
+    with pytest.raises(RequestError, match="outputs actions"), model.open(PICTURES) as conversation:
         conversation.ask("red?")
     with pytest.raises(RequestError, match="answers in words"):
         models().act(PICTURES, WORDS, [0.0])

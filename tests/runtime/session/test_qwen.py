@@ -123,7 +123,7 @@ def test_a_prompt_that_does_not_fit_says_how_many_pixels_would(
     with load(folder, device="cpu", threads=1, max_pixels=22736) as model, model.open(images) as conversation:
         assert conversation.ask("red?", None, Options(2)).stats.vision_tokens == 2 * 5 * 5
     for option in ({"max_tiles": 2}, {"fit": "pad"}, {"max_pixels": 700}):
-        wanted = r"at their own resolution|in one piece; use max_pixels|one token takes 28 x 28"
+        wanted = r"at native resolution|in one piece; use max_pixels|one token takes 28 x 28"
         with pytest.raises(RequestError, match=wanted):
             load(folder, device="cpu", **option)  # type: ignore[arg-type]
 

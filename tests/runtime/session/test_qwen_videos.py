@@ -302,7 +302,7 @@ def test_what_is_no_video_for_these_models_is_refused(models: Models, tiny_check
         video(random_video(0, 4), frames=257)
     with pytest.raises(RequestError, match=r"has 130 sampled frames, and beyond 64 .* use evs"):
         model.open(replace(SMALL, frames=130)).ask("red?")
-    with pytest.raises(RequestError, match="at their own resolution"):
+    with pytest.raises(RequestError, match="at native resolution"):
         model.open(SMALL, fit="pad")
 
 

@@ -1,1 +1,1 @@
-"""Qwen's vision-language families: images at their own resolution, positions of three parts."""
+"""Qwen's vision-language families: images at native resolution, positions of three parts."""

@@ -1,4 +1,4 @@
-"""Qwen2-VL in Hugging Face's layout: images at their own resolution, and positions of three parts."""
+"""Qwen2-VL in Hugging Face's layout: images at native resolution, and positions of three parts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_qwen(
 
 
 def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text: TextConfig) -> VisionConfig:
-    """A tower of images at their own resolution; `out` is the width of its tokens."""
+    """A tower of images at native resolution; `out` is the width of its tokens."""
     rope = dict(config.rope_parameters or {})
     found = {name: getattr(config, name) for name in SUPPORTED} | {"rope_theta": rope.get("rope_theta", 10000.0)}
     for name, built in {**SUPPORTED, "rope_theta": 10000.0}.items():

@@ -72,7 +72,7 @@ typedef struct vtx_load_options {
   const char* require_signature; /* the file of a public key (Ed25519, PEM): only a bundle that the private half signed
                                     is loaded, after all its files were hashed. Needs OpenSSL's libcrypto, which is
                                     found at run time. NULL: no signature is asked for */
-  int64_t max_pixels; /* where images are seen at their own resolution, the most pixels of an image after it is resized; 0:
+  int64_t max_pixels; /* where images are seen at native resolution, the most pixels of an image after it is resized; 0:
                          the model's own */
 } vtx_load_options;
 

@@ -206,7 +206,7 @@ Prompt Conversation::prompt(const Turn& turn, const Policy& policy, const std::o
   };
   Ids ids = turn.messages ? turn.ids : expanded(turn.ids, placed(images_));
   if (about && !turn.messages)
-    fail(Kind::request, "about stands in place of the question, and only token ids are given; ask by text");
+    fail(Kind::request, "about is given with token ids instead of text; ask by text, or leave about out");
   std::vector<Message> asked;
   Ids chosen_by = ids;
   if (about) {

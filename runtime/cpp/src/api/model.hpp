@@ -25,7 +25,7 @@ struct LoadOptions {
   std::string compute;          // the type of the arithmetic; empty: the engine's default
   std::string fit;              // what becomes of images of another shape: "crop", "pad", "squash", or as in training
   int max_tiles = 0;            // most views of an image; 0: as many as the layout has
-  int64_t max_pixels = 0;       // most pixels of an image at its own resolution; 0: as many as the layout has
+  int64_t max_pixels = 0;       // most pixels of an image at native resolution; 0: as many as the layout has
   std::optional<std::string> require_signature;  // the file of the public key that must have signed the bundle
 };
 

@@ -1,4 +1,4 @@
-// The manifest's sections on a model that answers with actions: its expert, or its tokens that are bins.
+// The manifest's sections on a model that outputs actions: its expert, or its tokens that are bins.
 #include <algorithm>
 #include <cmath>
 #include <set>

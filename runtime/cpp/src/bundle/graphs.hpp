@@ -22,7 +22,7 @@ struct GraphIO {
 
 // Names of what each layer of a stage has contain "{layer}", or the number where a `stage` is given.
 GraphIO embed_io(const Manifest& m);
-GraphIO head_io(const Manifest& m, const std::string& dialect);  // of a model that answers with actions one step of its expert
+GraphIO head_io(const Manifest& m, const std::string& dialect);  // of a model that outputs actions one step of its expert
 GraphIO gate_io(const Manifest& m);
 GraphIO text_tower_io(const Manifest& m);  // where there is one
 GraphIO projector_io(const Manifest& m);   // where there is one

@@ -22,7 +22,7 @@ struct TowerSpec {
   int64_t shuffle;                   // patches a side that become one token
   bool class_token;
   bool paired;  // another tower is beside it, and the features of both are joined
-  bool native;  // images keep their own resolution, and `image` is the side of the largest square one
+  bool native;  // images keep native resolution, and `image` is the side of the largest square one
 };
 
 // Sizes of the decoder and of the vision tower, as far as the runtime needs them.
@@ -46,7 +46,7 @@ struct TextTowerSpec {
 };
 
 // How images become views and tokens: the layout's name and parameters, and the most tokens of any one image. `min_tokens`:
-// of the smallest, if images keep their own resolution; the largest then need not fit the bundle's context.
+// of the smallest, if images keep native resolution; the largest then need not fit the bundle's context.
 struct LayoutSpec {
   std::string name;
   int64_t max_tokens;
@@ -190,7 +190,7 @@ struct Manifest {
   std::optional<std::string> kv_scales;
   std::optional<TextTowerSpec> text_tower;
   std::optional<VideoSpec> video;
-  std::optional<ActionSpec> action;  // the model answers with actions, and the head is its expert
+  std::optional<ActionSpec> action;  // the model outputs actions, and the head is its expert
   std::optional<ActionBins> bins;    // its tokens are actions
   ImageSettings image;
   TextSettings text;

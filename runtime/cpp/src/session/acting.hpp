@@ -20,7 +20,7 @@ struct ActionSeconds {
 // Throws Error(bundle) unless all are finite.
 void check_actions(const Floats& actions);
 
-// The caches of a model that answers with actions. Not safe for two threads at once. A picture that was there last time,
+// The caches of a model that outputs actions. Not safe for two threads at once. A picture that was there last time,
 // at whatever place, keeps its tokens; a prompt of the same pictures, words and K its K and V.
 class Acting {
  public:

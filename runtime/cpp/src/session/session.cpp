@@ -21,7 +21,7 @@ size_t common_prefix(const Ids& cached, const Ids& wanted) {
 Session::Session(Backend& backend, const Manifest& manifest)
     : backend_(backend), m_(manifest), stages_(manifest.stages), first_pruned_(manifest.stages.size()) {
   if (manifest.action)
-    fail(Kind::request, manifest.model.name, " answers with actions, not in words; use act, or vtx-run --act");
+    fail(Kind::request, manifest.model.name, " outputs actions, not text; use act, or vtx-run --act");
   prefix_ = empty_prefix();
 }
 

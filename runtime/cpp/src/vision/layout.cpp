@@ -37,7 +37,7 @@ LayoutPtr Layout::limited(int64_t) const {
 }
 
 LayoutPtr Layout::within(int64_t) const {
-  fail(Kind::request, "max_pixels has no effect here: this model does not see images at their own resolution; leave it out");
+  fail(Kind::request, "max_pixels has no effect here: this model does not see images at native resolution; leave it out");
 }
 
 LayoutPtr Layout::released() const {
@@ -52,7 +52,7 @@ ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, 
   }
   if (!fit.empty() && (layout.max_views() > 1 || settings.own_size()))
     fail(Kind::request, "fit '", fit.substr(0, 20), "' has no effect here: this model sees images of any shape ",
-         settings.own_size() ? "at their own resolution" : "in tiles", "; leave it out");
+         settings.own_size() ? "at native resolution" : "in tiles", "; leave it out");
   return fitted(settings, fit);
 }
 

@@ -23,7 +23,7 @@ class Layout {
  public:
   virtual ~Layout() = default;
   virtual int64_t max_tokens() const = 0;  // that any image gives
-  // Of the smallest image, where images are seen at their own resolution.
+  // Of the smallest image, where images are seen at native resolution.
   virtual std::optional<int64_t> min_tokens() const { return std::nullopt; }
   virtual int64_t max_views() const { return 1; }
   virtual bool newline() const { return false; }  // whether a learned newline stands among the tokens
@@ -32,7 +32,7 @@ class Layout {
   // The layout with at most so many views an image. Throws Error(request): fewer than 1, or images have one view anyway.
   virtual std::shared_ptr<const Layout> limited(int64_t max_views) const;
   // The layout with images of at most so many pixels after they are resized. Throws Error(request): not even one token has
-  // so few, or images are not seen at their own resolution.
+  // so few, or images are not seen at native resolution.
   virtual std::shared_ptr<const Layout> within(int64_t max_pixels) const;
   // The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total, if there is one.
   virtual std::optional<int64_t> fitting(const std::vector<std::pair<int64_t, int64_t>>&, int64_t) const {
@@ -59,7 +59,7 @@ using LayoutPtr = std::shared_ptr<const Layout>;
 // The layout that a bundle declares, checked against its tower. Throws Error(bundle).
 LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower);
 
-// `fitted`, and Error(request) for a fit where images are seen in tiles or at their own resolution, which show all of any
+// `fitted`, and Error(request) for a fit where images are seen in tiles or at native resolution, which show all of any
 // shape.
 ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, const std::string& fit);
 

@@ -1,4 +1,4 @@
-"""Images at their own resolution: pixels, grids and counts as transformers' processor has them, whatever the shape."""
+"""Images at native resolution: pixels, grids and counts as transformers' processor has them, whatever the shape."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_limits_are_refused_where_they_have_no_meaning() -> None:
         limited_layout(TINY, 3, None)
     with pytest.raises(RequestError, match="max_pixels has no effect here"):
         limited_layout(Single(16), None, 9999)
-    with pytest.raises(RequestError, match="of any shape at their own resolution; leave it out"):
+    with pytest.raises(RequestError, match="of any shape at native resolution; leave it out"):
         settings_for(TINY, SETTINGS, "pad")
     with pytest.raises(ImageError, match="its sides may differ at most 200-fold"):
         TINY.count(603, 3)

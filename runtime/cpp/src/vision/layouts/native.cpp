@@ -1,4 +1,4 @@
-// The image at its own resolution, to the nearest multiple of a token's square: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
+// The image at native resolution, to the nearest multiple of a token's square: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
 //
 // The number of an image's tokens depends on its size; each has a row and a column as position, in addition to the time.
 #include <algorithm>
