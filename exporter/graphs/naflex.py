@@ -105,5 +105,5 @@ def merge_squares(b: Builder, v: VisionConfig, x: ir.Value, grid: Grid) -> tuple
     squares = b.op("Add", squares, b.reshape(y, -1, each, hidden))
     joined = b.dialect.layer_norm(b, b.reshape(squares, -1, each * hidden), f"{MERGER}.pre_norm", v.eps)
     y = b.linear(activate(b, b.linear(joined, f"{MERGER}.linear_1", bias=True), MERGER_ACTIVATION), LAST, bias=True)
-    means = b.op("ReduceMean", squares, b.constant([1]), keepdims=0)
+    means = b.op("Mul", b.op("ReduceSum", squares, b.constant([1]), keepdims=0), b.scalar(1 / each))
     return b.op("Unsqueeze", b.op("Add", y, means), b.constant([0])), grid
