@@ -40,8 +40,9 @@ class VisionConfig:
     decoder layer 1, the second after layer 2, and so on (deepstack). `patch_bias`: patches have a bias.
 
     `naflex`: images keep their own resolution, and the table of positions is stretched to each image's patches,
-    bilinear, or with `nearest` each patch has the entry at its place; `image` is then the side of a tile. `merged_after`:
-    after that many blocks squares of `MERGED` x `MERGED` patches attend within themselves and become one.
+    bilinear, or with `nearest` each patch has the entry at its place; `image` is then the side of a tile.
+    `merged_after`: after that many blocks squares of `MERGED` x `MERGED` patches attend within themselves and become
+    one.
 
     `stage_blocks` and `stage_widths`: the numbers of blocks and of channels of the stages of a convolutional tower,
     which counts as one layer.

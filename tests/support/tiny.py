@@ -607,7 +607,11 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _rename(name: str, tiny: Tiny) -> str:
-    if tiny.names == "new" or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6") or tiny.family.startswith("qwen"):
+    if (
+        tiny.names == "new"
+        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6")
+        or tiny.family.startswith("qwen")
+    ):
         return name
     name = name.removeprefix("model.")
     if name.startswith("language_model."):

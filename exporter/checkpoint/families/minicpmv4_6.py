@@ -101,5 +101,5 @@ FAMILY = Family(
         (r"^model\.merger\.mlp\.0\.pre_norm\.", "projector.norm."),
         (r"^model\.merger\.mlp\.0\.", "projector."),
     ),
-    adjust=_adjust, check=_check,
+    adjust=_adjust, check=_check, downsampling=MODES,
 )  # fmt: skip
