@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.activations import activate
@@ -27,7 +28,7 @@ def naflex_embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> tuple[ir
         kernel, bias = (b.weight(f"{PATCHES}.{part}") for part in ("weight", "bias"))
         found = b.op("Conv", pixels, kernel, bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
         patches = b.op("Transpose", b.reshape(found, 1, v.hidden, -1), perm=[0, 2, 1])
-        down, across = (_places(b, v.position_grid, count) for count in (rows, columns))
+        down, across = (places(b, v.position_grid, count) for count in (rows, columns))
         before = b.op("Unsqueeze", b.op("Mul", down, b.constant([v.position_grid])), b.constant([1]))
         positions = b.op("Gather", b.weight(POSITIONS), b.reshape(b.op("Add", before, across), -1))
         return b.op("Add", patches, positions), (rows, columns)
@@ -42,10 +43,29 @@ def naflex_embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> tuple[ir
     return b.op("Unsqueeze", b.op("Add", patches, b.reshape(positions, -1, v.hidden)), b.constant([0])), (rows, columns)
 
 
-def _places(b: Builder, side: int, count: ir.Value) -> ir.Value:
-    """The entry [count], int64, of each of `count` places along a table with `side` entries."""
+def later_edges(side: int) -> NDArray[np.int64]:
+    """1 for each edge k / side, k from 1 to side, that is above this fraction in transformers' float32 sums, else 0.
+
+    A place that is exactly there has the entry before.
+    """
+    import torch
+
+    edges = torch.arange(1 / side, 1.0, 1 / side).numpy()[: side - 1]
+    later = np.zeros(side, np.int64)
+    later[: len(edges)] = edges > (np.arange(1, len(edges) + 1) / side).astype(np.float32)
+    return later
+
+
+def places(b: Builder, side: int, count: ir.Value) -> ir.Value:
+    """The entry [count], int64, of each of `count` places along a table with `side` entries: the edges before it.
+
+    In whole numbers, as engines divide in different ways.
+    """
     every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", count), b.constant(np.array(1)))
-    return b.op("Div", b.op("Mul", every, b.constant([side])), count)
+    reached = b.op("Unsqueeze", b.op("Mul", every, b.constant([side])), b.constant([1]))
+    edges = b.op("Add", b.op("Mul", b.constant(np.arange(1, side + 1)), count), b.constant(later_edges(side)))
+    before = b.op("Cast", b.op("GreaterOrEqual", reached, edges), to=ir.DataType.INT64.value)
+    return b.op("ReduceSum", before, b.constant([1]), keepdims=0)
 
 
 def _stretching(b: Builder, side: int, count: ir.Value) -> ir.Value:
