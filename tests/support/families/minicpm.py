@@ -12,7 +12,7 @@ MINICPM = Tiny(
     family="minicpmv4_6", text="qwen3_5", tokenizer="bytes", vision="siglip", head_dim=16, attending=(1, 4, 6), taps=4,
     context=512, vocab=330, image=48, patch=8, vision_layers=4, slices=4,
 )  # fmt: skip
-SIDE = 64  # of a slice
+SIDE = 64  # of a slice: one token of 16 or four times 4 patches of 16 pixels
 MARKS = ("image_start", "image_end", "slice_start", "slice_end", "image_id_start", "image_id_end", "video")
 
 
@@ -25,7 +25,7 @@ def settings(tiny: Tiny, image_token: int) -> dict[str, Any]:
     vision = {
         "model_type": "minicpmv4_6_vision", "hidden_size": tiny.vision_hidden, "intermediate_size": tiny.vision_ffn,
         "num_hidden_layers": tiny.vision_layers, "num_attention_heads": tiny.vision_heads, "image_size": tiny.image,
-        "patch_size": tiny.patch,
+        "patch_size": tiny.patch, **({} if tiny.vision_act is None else {"hidden_act": tiny.vision_act}),
     }  # fmt: skip
     mode = {} if tiny.names == "hub" and tiny.downsample == "16x" else {"downsample_mode": tiny.downsample}
     return {
