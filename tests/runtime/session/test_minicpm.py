@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from click.testing import CliRunner
 
 from tests.support.bundles import ORT, export, export_with
 from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
@@ -24,6 +25,7 @@ from tests.support.reduced import word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import prompt_messages, random_image
+from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.spec import find_size
@@ -32,19 +34,32 @@ from vtx.exporter.graphs.naflex import places
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import MAX_DRAFT, Options
+from vtx.runtime.backends.memory import weights_in_memory
+from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.tensors import read_final_norm
-from vtx.runtime.errors import BundleError, CheckpointError, ImageError, RequestError, UnsupportedModelError
+from vtx.runtime.errors import (
+    BundleError,
+    CheckpointError,
+    ImageError,
+    RequestError,
+    TemplateError,
+    UnsupportedModelError,
+)
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.layouts import read_layout
 from vtx.runtime.vision.layouts.slices import Slices
+from vtx.tools.estimate.sizes import bundle_size
+from vtx.tools.estimate.towers import NaflexSize
+from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
 
 TOLERANCE = 1e-4  # as of Qwen3.5
 KS = (2, 3, 5, 8)
 FINE = replace(MINICPM, downsample="4x", numbered=False)
 WIDE, HIGH, SMALL = (150, 61), (70, 190), (40, 40)  # two with 3 slices, one without
 METHODS = (Method(fastv=(2, 0.5)), Method(fastv=(5, 0.5)), Method(fastv=(2, 0.75), k=5), Method(dart=(8, 2, 2, 2)))
+HEADERS = 32_768  # of a tiny bundle's weight files, at most
 Export = Callable[..., Path]
 
 
@@ -368,6 +383,45 @@ def test_without_slice_mode_images_have_one_view(tiny_checkpoint: Export, tmp_pa
     assert (layout.most, layout.max_views, layout.passes(1000, 700)) == (1, 1, 1)
 
 
+def test_an_image_of_one_token_is_answered_as_by_transformers(tiny_checkpoint: Export, tmp_path: Path) -> None:
+    changes = {"scale_resolution": 32, "slice_mode": False}
+    small = edited(tiny_checkpoint(MINICPM), tmp_path / "small", "preprocessor_config.json", changes)
+    judge, images, messages = Reference(small), [random_image(0, SMALL)], prompt_messages(QUESTIONS[1])
+    inputs = judge.inputs(messages, images)
+    with load(export(small, tmp_path / "bundle", (3,), dialects=ORT).folder, device="cpu", threads=THREADS) as model:
+        asked = prompt(model, messages, images)
+        assert int(asked.is_vision.sum()) == 1
+        assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
+        for k in (None, 3):
+            found = answer(Session(model.backend, model.manifest), asked, policy(k), 3)
+            np.testing.assert_allclose(found, judge.greedy(inputs, k, 3).logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_template_that_prints_an_image_not_once_is_refused(
+    tiny_checkpoint: Export, tmp_path: Path, times: int
+) -> None:
+    place = tmp_path / "twice"
+    shutil.copytree(tiny_checkpoint(MINICPM), place)
+    template = (place / "chat_template.jinja").read_text(encoding="utf-8")
+    (place / "chat_template.jinja").write_text(
+        template.replace(MINICPM.image_token, MINICPM.image_token * times), encoding="utf-8"
+    )
+    with pytest.raises(TemplateError, match=rf"prints <\|image_pad\|> {times} times for 1 images"):
+        plan_export(ExportOptions(str(place), (), "fp32")).source().text.prompt(prompt_messages("red?"), 4)
+
+
+def test_the_command_exports_four_patches_a_token(tiny_checkpoint: Export, tmp_path: Path) -> None:
+    made = tmp_path / "bundle"
+    asked = ["--model", str(tiny_checkpoint(MINICPM)), "--downsample", "4x", "--arithmetic", "f32", "--dialect", "ort"]
+    done = CliRunner().invoke(cli.export, [*asked, "--out", str(made)])
+    assert done.exit_code == 0, done.output
+    assert Bundle.open(made).manifest.layout.parameters["merge"] == 2
+    done = CliRunner().invoke(cli.export, [*asked[:2], "--downsample", "none", "--out", str(tmp_path / "other")])
+    assert done.exit_code == 1
+    assert "this model has 16x, 4x; use one of these" in done.output
+
+
 def test_a_tokenizer_without_the_marks_is_refused(tiny_checkpoint: Export, tmp_path: Path) -> None:
     place = tmp_path / "unmarked"
     shutil.copytree(tiny_checkpoint(MINICPM), place)
@@ -404,6 +458,33 @@ def test_parameters_of_a_plan_are_those_of_the_weights(tiny_checkpoint: Export, 
     checkpoint = tiny_checkpoint(tiny)
     plan = plan_export(ExportOptions(str(checkpoint), (), "fp32"))
     assert find_size(str(checkpoint)).parameters == plan.weights.parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "vision"), [("fp16", None), ("int8", None), ("int4", "int4")])
+def test_a_plan_counts_the_bytes_of_weights_and_the_memory_of_a_bundle(
+    tiny_checkpoint: Export, tmp_path: Path, precision: str, vision: str | None
+) -> None:
+    checkpoint = tiny_checkpoint(replace(MINICPM, dtype="bfloat16" if precision == "fp16" else "float16"))
+    bundle = export_with(ExportOptions(str(checkpoint), (), precision, vision_precision=vision), tmp_path / "bundle")
+    stored = sum(r.bytes for name, r in bundle.manifest.files.items() if name.startswith("weights/"))
+    size = find_size(str(checkpoint))
+    parts = precisions_of(size, precision, vision, None)
+    assert bundle_size(bundle).vision == size.vision
+    assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
+    assert resident(size, parts) == weights_in_memory(bundle)
+
+
+def test_the_merger_s_work_is_counted(tiny_checkpoint: Export) -> None:
+    """Of 4 layers two see all patches and two a quarter; without it all see all."""
+    coarse, fine = (find_size(str(tiny_checkpoint(tiny))).seeing(4).vision for tiny in (MINICPM, FINE))
+    assert isinstance(coarse, NaflexSize)
+    assert isinstance(fine, NaflexSize)
+    assert (coarse.patches, fine.patches) == (64, 16)
+    h, ffn, patches = coarse.hidden, coarse.ffn, 64
+    layers = sum(2 * (n * (4 * h * h + 2 * h * ffn) + 2 * n * n * h) for n in (patches, patches // 4))
+    merger = patches * (4 * h * h + 2 * 4 * h) + patches // 4 * (16 * h * ffn + 4 * h * ffn)
+    assert coarse.layer_macs == (layers + merger) // 4
 
 
 @pytest.mark.slow
