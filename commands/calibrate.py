@@ -164,15 +164,16 @@ def _show_calibration(report: CalibrationReport) -> None:
 
 
 def calibrated(
-    data: str, images: Path | None, model: str, template: str | None, tower: str | None, *, allow_pickle: bool
-) -> RecordedChoice:
+    data: str, images: Path | None, model: str, template: str | None, tower: str | None, *, allow_pickle: bool,
+    downsample: str | None,
+) -> RecordedChoice:  # fmt: skip
     """The K of a calibration on `data`, or of an earlier one in that directory."""
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.source import open_source
     from vtx.tools.calibration.choosing import Choosing
     from vtx.tools.calibration.report import chosen, find_report, read_choice
 
-    source = open_source(model, None, template, tower, allow_pickle=allow_pickle)
+    source = open_source(model, None, template, tower, allow_pickle=allow_pickle, downsample=downsample)
     if earlier := find_report(Path(data)):
         choice = read_choice(earlier, source.fingerprint)
     else:

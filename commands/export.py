@@ -94,6 +94,8 @@ def _chosen_ks(
            "over layers and the questions of --calibration [for the demo: scenes].", metavar="TOKENS"),
     option("--max-memory", str, "Refuse the export if its predicted memory exceeds this, e.g. 2GB.", callback=size_of,
            metavar="SIZE"),
+    option("--downsample", str, "Patches per image token of MiniCPM-V 4.6: 16x, or 4x for four times the tokens "
+           "[default: the checkpoint's].", metavar="16x|4x"),
     option("--cameras", str, "Camera names of a robot policy, in training order.",           metavar="NAME,...",
            callback=lambda _, __, value: tuple(filter(None, map(str.strip, (value or "").split(","))))),
     option("--force", bool, "Replace an existing bundle."),
@@ -114,7 +116,7 @@ def export(
     activation_aware: bool, allow_changed_answers: bool,
     sign: Path | None, release: str | None, until: str | None, text_tower: str | None,
     tower: str | None, allow_pickle: bool, int4_block: str,
-    arithmetic: str, cameras: tuple[str, ...],
+    arithmetic: str, cameras: tuple[str, ...], downsample: str | None,
 ) -> None:  # fmt: skip
     """Export a checkpoint to a bundle, with the decoder split at K, ready for vtx-run.
 
@@ -165,12 +167,14 @@ def export(
     if calibration is not None and one_k:
         from vtx.commands.calibrate import calibrated
 
-        chosen = calibrated(calibration, images, model, template, tower, allow_pickle=allow_pickle)
+        chosen = calibrated(
+            calibration, images, model, template, tower, allow_pickle=allow_pickle, downsample=downsample
+        )
     ks = (chosen.k,) if chosen else ks
     options = ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
         head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
-        allow_changed_answers, measured, numbered, cameras,
+        allow_changed_answers, measured, numbered, cameras, downsample,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")

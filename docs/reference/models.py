@@ -32,8 +32,8 @@ one file in `exporter/checkpoint/families/`. This page is generated from the cod
 a test compares them.
 
 Text models: {", ".join(TEXT_FAMILIES)}, gemma3, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
-those of InternVL, Qwen-VL and Gemma 4, FastViTHD, SigLIP 2 at native resolution, and DINOv2 with registers together
-with SigLIP.
+those of InternVL, Qwen-VL and Gemma 4, FastViTHD, SigLIP 2 at native resolution, MiniCPM-V 4.6's, and DINOv2 with
+registers together with SigLIP.
 Precisions, K, gates, calibration and streaming export work in the same way for every family. onnxruntime and OpenVINO
 give the same answers *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs for TensorRT come from the same
 builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; TensorRT-RTX engines were built from random
@@ -122,6 +122,10 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "text_config": {"vocab_size": 151936, "hidden_size": 2560}, "vision_config": {"out_hidden_size": 2560},
     },
     "qwen3_5": {"text_config": {}, "vision_config": {"out_hidden_size": 4096}},
+    "minicpmv4_6": {
+        "image_token_id": 248056, "text_config": {"model_type": "qwen3_5_text"},
+        "vision_config": {"model_type": "minicpmv4_6_vision", "image_size": 448, "patch_size": 16},
+    },
 }  # fmt: skip
 _QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 _QWEN3_PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}

@@ -196,6 +196,7 @@ def _manifest(
             **({"int4_block": precisions.block} if precisions.block != BLOCK else {}),
             **({"tower": options.tower} if options.tower else {}),
             **({"allow_pickle": True} if options.allow_pickle else {}),
+            **({"downsample": options.downsample} if options.downsample else {}),
             **({"allow_changed_answers": True} if options.allow_changed_answers else {}),
         },
         **({"text_tower": {"fingerprint": plan.text_tower.checkpoint.fingerprint()}} if plan.text_tower else {}),

@@ -40,7 +40,8 @@ class ExportOptions:
     text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and
     `allow_pickle` allows weights that are pickles. `int4_block`: the most weights that share a scale in int4.
     `arithmetic`: the questions with which narrower arithmetic is measured. `release` numbers a signed bundle.
-    `cameras` name the pictures of a model that outputs actions.
+    `cameras` name the pictures of a model that outputs actions. `downsample` is the number of patches in an image
+    token, of a model that leaves the choice: `Family.downsampling`.
     """
 
     model: str = DEMO
@@ -65,6 +66,7 @@ class ExportOptions:
     arithmetic: MeasuredArithmetic | None = None
     release: BundleRelease | None = None
     cameras: tuple[str, ...] = ()
+    downsample: str | None = None
 
     def __post_init__(self) -> None:
         precisions = self.precisions()

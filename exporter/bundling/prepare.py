@@ -185,10 +185,11 @@ def plan_export(options: ExportOptions) -> Plan:
     layers = (checkpoint.config.get("text_config") or checkpoint.config).get("num_hidden_layers")
     if isinstance(layers, int) and options.ks != "auto":
         _check_ks(options.ks, layers)
-    stated = read_config(checkpoint.config)
+    chosen = _downsampling(options, family)
+    stated = read_config({**checkpoint.config, **chosen})
     checkpoint = replace(checkpoint, factors=stated.text.factors, shifts=stated.text.shifts)
     if family.adjust is not None:
-        stated = family.adjust(stated, read_image_processor(checkpoint.folder))
+        stated = family.adjust(stated, {**read_image_processor(checkpoint.folder), **chosen})
     if family.statistics is not None:
         stated = family.statistics(stated, read_settings(checkpoint.folder, "processor_config.json"))
     stated = _acting(stated, options)
@@ -283,6 +284,19 @@ def _acting(config: ModelConfig, options: ExportOptions) -> ModelConfig:
             "activation-aware scaling are for answers in words; leave them out"
         )
     return replace(config, action=replace(config.action, cameras=options.cameras))
+
+
+def _downsampling(options: ExportOptions, family: Family) -> dict[str, str]:
+    """The setting of `--downsample`, which replaces that of both files of the checkpoint."""
+    if options.downsample is None:
+        return {}
+    if options.downsample not in family.downsampling:
+        known = ", ".join(family.downsampling)
+        raise RequestError(
+            f"--downsample is {options.downsample!r:.40}; "
+            + (f"this model has {known}; use one of these" if known else "this model leaves no choice; leave it out")
+        )
+    return {"downsample_mode": options.downsample}
 
 
 def _check_ks(ks: Sequence[int], layers: int) -> None:
@@ -411,7 +425,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                     f"{part.name} drops tokens after layer {beyond[0] - 1}, but this model's layers from "
                     f"{config.text.shared} on have no K and V of their own; use layers before {config.text.shared}"
                 )
-            side, two_towers = max(vision.shuffle, vision.pool), vision.beside is not None
+            side, two_towers = max(vision.square, vision.pool), vision.beside is not None
             check_patches(part, side, class_token=vision.class_token, two_towers=two_towers)
             if vision.stage_blocks and (own.tower_layers or own.merging):
                 raise UnsupportedModelError(

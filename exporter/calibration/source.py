@@ -71,17 +71,19 @@ class OpenedModel(Source):
 
 def open_source(
     model: str, bundle: Path | None = None, template: str | None = None, tower: str | None = None, *,
-    allow_pickle: bool = False, engine: Loading | None = None,
+    allow_pickle: bool = False, engine: Loading | None = None, downsample: str | None = None,
 ) -> OpenedModel:  # fmt: skip
     """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle if one is given.
 
     `template` is a chat template for a checkpoint without one, `tower` the vision tower of one that only names it;
-    `allow_pickle` allows weights that are pickles; `engine` loads the bundle, to be measured as it is deployed. Raises
-    CheckpointError, BundleError, DeviceError.
+    `allow_pickle` allows weights that are pickles; `downsample` is that of `ExportOptions`; `engine` loads the bundle,
+    to be measured as it is deployed. Raises CheckpointError, BundleError, DeviceError.
     """
     if bundle is not None:
         return _of_bundle(Bundle.open(bundle), None if engine is None else engine.load(bundle))
-    options = ExportOptions(model, precision="fp32", template=template, tower=tower, allow_pickle=allow_pickle)
+    options = ExportOptions(
+        model, precision="fp32", template=template, tower=tower, allow_pickle=allow_pickle, downsample=downsample
+    )
     plan = plan_export(options)
     _check_answers(plan.name, plan.config)
     if all(entry.source.dtype == "F16" for file in plan.weights.files for entry in file.entries):

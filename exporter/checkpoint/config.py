@@ -13,7 +13,7 @@ from vtx.exporter.checkpoint.fields import number, size
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, TextConfig
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
 from vtx.runtime.bundle.spec.manifest import TokenInput
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MERGED
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
@@ -40,7 +40,9 @@ class VisionConfig:
     decoder layer 1, the second after layer 2, and so on (deepstack). `patch_bias`: patches have a bias.
 
     `naflex`: images keep native resolution, and the table of positions is stretched to each image's patches,
-    bilinear; `image` is then the side of a tile.
+    bilinear, or with `nearest` each patch has the entry at its place; `image` is then the side of a tile.
+    `merged_after`: after that many blocks squares of `MERGED` x `MERGED` patches attend within themselves and become
+    one.
 
     `stage_blocks` and `stage_widths`: the numbers of blocks and of channels of the stages of a convolutional tower,
     which counts as one layer.
@@ -81,6 +83,8 @@ class VisionConfig:
     stage_blocks: tuple[int, ...] = ()
     stage_widths: tuple[int, ...] = ()
     naflex: bool = False
+    nearest: bool = False
+    merged_after: int | None = None
     axis_positions: int | None = None
     clipped: bool = False
     standardised: bool = False
@@ -92,6 +96,11 @@ class VisionConfig:
     @property
     def grid(self) -> int:
         return self.image // self.patch
+
+    @property
+    def square(self) -> int:
+        """Side, in patches, of the square that becomes one token."""
+        return self.shuffle * (1 if self.merged_after is None else MERGED)
 
     @property
     def states(self) -> int:
@@ -171,8 +180,8 @@ class ModelConfig:
     def view_tokens(self) -> int:
         """Tokens of one pass of the tower: one a square, or one a hidden state that is not left out."""
         vision = self.vision
-        if vision.shuffle > 1:
-            return (-(-vision.grid // vision.shuffle)) ** 2
+        if vision.square > 1:
+            return (-(-vision.grid // vision.square)) ** 2
         return (vision.states - self.left_out) // vision.pool**2
 
     @property

@@ -121,7 +121,8 @@ class Family:
     transformers' processor; it prints the whole prompt, and the tokenizer adds nothing. `statistics` adds those of
     `processor_config.json`. `seg_token` marks a segment of the image, whose state answers give out. `check` raises
     CheckpointError if tokenizer and template do not make prompts as in training. `transposed` are canonical names of
-    matrices that its checkpoints hold as [in, out]. A family with an `original` layout is
+    matrices that its checkpoints hold as [in, out]. `downsampling`: the values of `downsample_mode` in its files, among
+    which an export may choose. A family with an `original` layout is
     recognised by its `architecture` alone.
     """
 
@@ -140,6 +141,7 @@ class Family:
     seg_token: str | None = None
     check: Callable[[Text], None] | None = None
     transposed: tuple[str, ...] = ()
+    downsampling: tuple[str, ...] = ()
 
 
 def read_llava_like(

@@ -36,7 +36,7 @@ def number(parameters: Mapping[str, Any], name: str, default: float | None = Non
     return float(value)
 
 
-def check_patches(processor: Mapping[str, Any], tower: Mapping[str, int]) -> None:
+def check_patches(processor: Mapping[str, Any], tower: Mapping[str, int | str]) -> None:
     """Raise CheckpointError if sizes that an image processor gives are not the tower's, by the same names."""
     for name, value in tower.items():
         if processor.get(name, value) != value:

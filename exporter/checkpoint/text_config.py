@@ -68,7 +68,8 @@ class TextConfig(DecoderShape):
         return [*range(turned), *first, *range(turned, 2 * turned), *second]
 
 
-def text_config_of(parsed: Any) -> TextConfig:
+def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
+    """`three_part`: positions have three parts if the text model can have them."""
     config = parsed.text_config
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -108,7 +109,8 @@ def text_config_of(parsed: Any) -> TextConfig:
         o_bias=(biases or family in ("qwen3", "qwen3_5")) and bool(getattr(config, "attention_bias", False)),
         mlp_bias=biases and bool(getattr(config, "mlp_bias", False)), tied=bool(parsed.tie_word_embeddings),
         rope=read_rope(
-            config, head_dim, three_part=config.model_type in THREE_PART, interleaved=family in ("qwen3", "qwen3_5"),
+            config, head_dim, three_part=three_part and config.model_type in THREE_PART,
+            interleaved=family in ("qwen3", "qwen3_5"),
             partial=family == "qwen3_5",
         ),
         max_positions=positions,

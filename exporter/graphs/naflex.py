@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.config import VisionConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, norm_tensors
+from vtx.exporter.graphs.encoder import projected
 from vtx.exporter.graphs.native import Grid
+from vtx.runtime.bundle.spec.model_spec import MERGED
 
 PATCHES, POSITIONS = "vision.embeddings.patch_embedding", "vision.embeddings.position_embedding.weight"
+MERGER, MERGER_ACTIVATION = "vision.vit_merger", "gelu_pytorch_tanh"
+LAST = f"{MERGER}.linear_2"
 
 
 def naflex_embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> tuple[ir.Value, Grid]:
@@ -17,16 +23,49 @@ def naflex_embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> tuple[ir
     side = b.constant([v.patch])
     grid = tuple(b.op("Div", b.op("Shape", pixels, start=axis, end=axis + 1), side) for axis in (2, 3))
     rows, columns = grid
+    assert v.position_grid is not None
+    if v.nearest:
+        kernel, bias = (b.weight(f"{PATCHES}.{part}") for part in ("weight", "bias"))
+        found = b.op("Conv", pixels, kernel, bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
+        patches = b.op("Transpose", b.reshape(found, 1, v.hidden, -1), perm=[0, 2, 1])
+        down, across = (places(b, v.position_grid, count) for count in (rows, columns))
+        before = b.op("Unsqueeze", b.op("Mul", down, b.constant([v.position_grid])), b.constant([1]))
+        positions = b.op("Gather", b.weight(POSITIONS), b.reshape(b.op("Add", before, across), -1))
+        return b.op("Add", patches, positions), (rows, columns)
     split = b.op("Concat", b.constant([3]), rows, side, columns, side, axis=0)
     squares = b.op("Transpose", b.op("Reshape", pixels, split), perm=[1, 3, 2, 4, 0])
     patches = b.linear(b.reshape(squares, -1, 3 * v.patch**2), PATCHES, bias=True)
-    assert v.position_grid is not None
     table = b.reshape(b.weight(POSITIONS), v.position_grid, v.position_grid, v.hidden)
     down, across = (b.from_float32(_stretching(b, v.position_grid, count)) for count in (rows, columns))
     # [rows, grid] x [grid, grid * hidden], then [columns, grid] x [rows, grid, hidden]
     tall = b.op("MatMul", down, b.reshape(table, v.position_grid, -1))
     positions = b.op("MatMul", across, b.reshape(tall, -1, v.position_grid, v.hidden))
     return b.op("Unsqueeze", b.op("Add", patches, b.reshape(positions, -1, v.hidden)), b.constant([0])), (rows, columns)
+
+
+def later_edges(side: int) -> NDArray[np.int64]:
+    """1 for each edge k / side, k from 1 to side, that is above this fraction in transformers' float32 sums, else 0.
+
+    A place that is exactly there has the entry before.
+    """
+    import torch
+
+    edges = torch.arange(1 / side, 1.0, 1 / side).numpy()[: side - 1]
+    later = np.zeros(side, np.int64)
+    later[: len(edges)] = edges > (np.arange(1, len(edges) + 1) / side).astype(np.float32)
+    return later
+
+
+def places(b: Builder, side: int, count: ir.Value) -> ir.Value:
+    """The entry [count], int64, of each of `count` places along a table with `side` entries: the edges before it.
+
+    In whole numbers, as engines divide in different ways.
+    """
+    every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", count), b.constant(np.array(1)))
+    reached = b.op("Unsqueeze", b.op("Mul", every, b.constant([side])), b.constant([1]))
+    edges = b.op("Add", b.op("Mul", b.constant(np.arange(1, side + 1)), count), b.constant(later_edges(side)))
+    before = b.op("Cast", b.op("GreaterOrEqual", reached, edges), to=ir.DataType.INT64.value)
+    return b.op("ReduceSum", before, b.constant([1]), keepdims=0)
 
 
 def _stretching(b: Builder, side: int, count: ir.Value) -> ir.Value:
@@ -50,9 +89,41 @@ def _stretching(b: Builder, side: int, count: ir.Value) -> ir.Value:
     return b.op("Div", near, b.op("ReduceSum", near, b.constant([1]), keepdims=1))
 
 
-def naflex_squares(b: Builder, v: VisionConfig, features: ir.Value, grid: Grid) -> ir.Value:
-    """Features [1, patches, hidden] in squares of `shuffle` x `shuffle` patches, row by row and so within a square."""
-    side, width = b.constant([v.shuffle]), v.hidden
-    rows, columns = (b.op("Div", count, side) for count in grid)
-    split = b.op("Concat", rows, side, columns, side, b.constant([width]), axis=0)
-    return b.op("Transpose", b.op("Reshape", features, split), perm=[0, 2, 1, 3, 4])
+def naflex_squares(b: Builder, side: int, width: int, features: ir.Value, grid: Grid) -> tuple[ir.Value, Grid]:
+    """Features [1, patches, width] in squares of `side` x `side` patches, and the grid of squares.
+
+    [rows, columns, side, side, width]: row by row, and so within a square.
+    """
+    sides = b.constant([side])
+    rows, columns = (b.op("Div", count, sides) for count in grid)
+    split = b.op("Concat", rows, sides, columns, sides, b.constant([width]), axis=0)
+    return b.op("Transpose", b.op("Reshape", features, split), perm=[0, 2, 1, 3, 4]), (rows, columns)
+
+
+def merger_tensors(v: VisionConfig) -> Shapes:
+    """Names and shapes of the weights of `merge_squares`."""
+    wide, ffn = MERGED**2 * v.hidden, MERGED**2 * v.ffn
+    yield from norm_tensors(f"{MERGER}.layer_norm1", v.hidden)
+    for part in ("q", "k", "v", "out"):
+        yield from linear_tensors(f"{MERGER}.self_attn.{part}_proj", v.hidden, v.hidden, bias=True)
+    yield from norm_tensors(f"{MERGER}.pre_norm", wide)
+    yield from linear_tensors(f"{MERGER}.linear_1", ffn, wide, bias=True)
+    yield from linear_tensors(f"{MERGER}.linear_2", v.hidden, ffn, bias=True)
+
+
+def merge_squares(b: Builder, v: VisionConfig, x: ir.Value, grid: Grid) -> tuple[ir.Value, Grid]:
+    """Hidden states [1, patches, hidden] with one patch for each square, and their grid.
+
+    The patches of a square attend to each other; the new one is their mean and what an MLP makes of all together.
+    """
+    each, hidden = MERGED**2, v.hidden
+    apart, grid = naflex_squares(b, MERGED, hidden, x, grid)
+    squares = b.reshape(apart, -1, each, hidden)
+    q, k, w = projected(b, v, squares, MERGER, (-1, each, hidden), "qkv")
+    y = b.dialect.tower_attention(b, q, k, w, v.heads, hidden // v.heads)
+    y = b.linear(b.reshape(y, -1, hidden), f"{MERGER}.self_attn.out_proj", bias=True)
+    squares = b.op("Add", squares, b.reshape(y, -1, each, hidden))
+    joined = b.dialect.layer_norm(b, b.reshape(squares, -1, each * hidden), f"{MERGER}.pre_norm", v.eps)
+    y = b.linear(activate(b, b.linear(joined, f"{MERGER}.linear_1", bias=True), MERGER_ACTIVATION), LAST, bias=True)
+    means = b.op("Mul", b.op("ReduceSum", squares, b.constant([1]), keepdims=0), b.scalar(1 / each))
+    return b.op("Unsqueeze", b.op("Add", y, means), b.constant([0])), grid

@@ -15,7 +15,7 @@ from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, 
 from vtx.exporter.graphs.convolutional import build_convolutional, convolutional_tensors
 from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows, received_attention
-from vtx.exporter.graphs.naflex import naflex_embeddings, naflex_squares
+from vtx.exporter.graphs.naflex import merge_squares, merger_tensors, naflex_embeddings, naflex_squares
 from vtx.exporter.graphs.native import Grid, build_native, native_tensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
@@ -48,7 +48,7 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
 
 
 def _tower_tensors(v: VisionConfig, used: int, last_attention: bool, tower: str = TOWER) -> Shapes:
-    kernel = (3 * v.patch**2,) if v.naflex else (3, v.patch, v.patch)
+    kernel = (3 * v.patch**2,) if v.naflex and not v.nearest else (3, v.patch, v.patch)
     yield f"{tower}.embeddings.patch_embedding.weight", (v.hidden, *kernel)
     batch = (1,) if v.batch_axis else ()
     positions = v.position_grid**2 + v.class_token if v.position_grid else v.states
@@ -68,6 +68,8 @@ def _tower_tensors(v: VisionConfig, used: int, last_attention: bool, tower: str 
         last = f"vision.encoder.layers.{v.layers - 1}"
         used_parts = f"{last}.layer_norm1", f"{last}.self_attn.q_", f"{last}.self_attn.k_"
         yield from (tensor for tensor in block_tensors(v, last) if tensor[0].startswith(used_parts))
+    if v.merged_after is not None:
+        yield from merger_tensors(v)
     if v.post_norm:
         yield from norm_tensors(POST_NORM, v.hidden)
 
@@ -145,12 +147,14 @@ def build_vision(
         if layer == 0 and tau is not None:
             tower.merged = merge_windows(b, v, x, tau)
             x = tower.merged.hidden
+        if grid is not None and layer + 1 == v.merged_after:
+            x, grid = merge_squares(b, v, x, grid)
         tower.states.append(x)
     chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
     features = _features(b, c, chosen)
     if v.beside is not None:
         features = b.op("Concat", features, _beside(b, v.beside, given), axis=-1)
-    grouped = _grouped(b, c, features) if grid is None else naflex_squares(b, v, features, grid)
+    grouped = _grouped(b, c, features) if grid is None else naflex_squares(b, v.shuffle, v.hidden, features, grid)[0]
     hidden = _project(b, c, b.reshape(grouped, -1, feature_width(c)))
     removes = (merges and b.dialect.sizes_from_values) or v.naflex
     out = b.to_float32(b.reshape(hidden, *((1, -1) if removes else (-1, c.view_tokens)), c.text.hidden))

@@ -36,7 +36,7 @@ from vtx.exporter.reference.layers import LayerWeights, activate, decoder_layer,
 from vtx.exporter.reference.native import NativeTower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import PARTS
+from vtx.runtime.bundle.spec.model_spec import MERGED, PARTS
 from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask
@@ -254,7 +254,7 @@ class Reference:
         kernel = w(f"{name}.patch_embedding.weight")
         bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
         seen = pixels.to(kernel.device)
-        if v.naflex:
+        if v.naflex and not v.nearest:
             kernel = kernel.reshape(-1, v.patch, v.patch, 3).permute(0, 3, 1, 2)
         x = F.conv2d(seen, kernel, bias, stride=v.patch)
         high, wide = x.shape[2:]
@@ -262,7 +262,11 @@ class Reference:
         if v.class_token and not v.registers:
             x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)
         table = w(f"{name}.position_embedding.weight")
-        if v.naflex and v.position_grid:
+        if v.nearest and v.position_grid:
+            edges = torch.arange(1 / v.position_grid, 1.0, 1 / v.position_grid)
+            down, across = (torch.bucketize(torch.arange(n) / n, edges, right=True) for n in (high, wide))
+            x = x + table[(down[:, None] * v.position_grid + across).flatten()]
+        elif v.naflex and v.position_grid:
             square = table.T.reshape(1, v.hidden, v.position_grid, v.position_grid)
             stretched = F.interpolate(square, (high, wide), mode="bilinear", antialias=True)
             x = x + stretched.flatten(2).transpose(1, 2)
@@ -275,8 +279,21 @@ class Reference:
             x = torch.cat((before.expand(len(x), -1, -1), x), 1)
         states = [x]
         for layer in range(used):
-            states.append(self._vision_layer(v, states[-1], f"{tower}.encoder.layers.{layer}"))
+            x = self._vision_layer(v, states[-1], f"{tower}.encoder.layers.{layer}")
+            if layer + 1 == v.merged_after:
+                x, high, wide = self._merged(v, x, high, wide), high // MERGED, wide // MERGED
+            states.append(x)
         return states, (high, wide)
+
+    def _merged(self, v: VisionConfig, x: Tensor, high: int, wide: int) -> Tensor:
+        """The hidden states [views, patches, hidden] of a grid of patches, one patch for each square."""
+        name, views = "vision.vit_merger", len(x)
+        squares = x.reshape(views, high // MERGED, MERGED, wide // MERGED, MERGED, -1).transpose(2, 3)
+        squares = squares.reshape(-1, MERGED**2, v.hidden)
+        squares = squares + self._tower_attention(v, squares, name)
+        joined = self._layer_norm(squares.flatten(1), f"{name}.pre_norm")
+        y = self._linear(activate(self._linear(joined, f"{name}.linear_1"), "gelu_pytorch_tanh"), f"{name}.linear_2")
+        return (y + squares.mean(1)).reshape(views, -1, v.hidden)
 
     def _projected(self, chosen: Tensor) -> Tensor:
         c = self.config
@@ -465,16 +482,19 @@ class Reference:
         grid = F.interpolate(grid, (v.grid, v.grid), mode="bicubic", align_corners=False)
         return torch.cat((table[:, :first], grid.flatten(2).transpose(1, 2)), 1)
 
-    def _vision_layer(self, v: VisionConfig, x: Tensor, name: str) -> Tensor:
+    def _tower_attention(self, v: VisionConfig, x: Tensor, name: str) -> Tensor:
         y = self._layer_norm(x, f"{name}.layer_norm1")
         parts = [self._linear(y, f"{name}.self_attn.{part}_proj") for part in "qkv"]
         if v.qk_norm:
             for number, part in enumerate("qk"):
                 parts[number] = rms(parts[number], self._weights.read(f"{name}.self_attn.{part}_norm.weight"), v.eps)
         q, k, w = (part.reshape(*y.shape[:2], v.heads, -1).transpose(1, 2) for part in parts)
-        scales = [self._weights.read(f"{name}.{scale}") for scale in LAYER_SCALES] if v.layer_scale else [1.0, 1.0]
         y = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
-        x = x + scales[0] * self._linear(y, f"{name}.self_attn.out_proj")
+        return self._linear(y, f"{name}.self_attn.out_proj")
+
+    def _vision_layer(self, v: VisionConfig, x: Tensor, name: str) -> Tensor:
+        scales = [self._weights.read(f"{name}.{scale}") for scale in LAYER_SCALES] if v.layer_scale else [1.0, 1.0]
+        x = x + scales[0] * self._tower_attention(v, x, name)
         y = self._linear(self._layer_norm(x, f"{name}.layer_norm2"), f"{name}.mlp.fc1")
         return x + scales[1] * self._linear(activate(y, v.activation), f"{name}.mlp.fc2")
 

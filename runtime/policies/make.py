@@ -104,7 +104,7 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
         tower = manifest.model.tower
         two = tower.beside is not None
         if reason := _never_there(
-            part.needs(), max(tower.shuffle, tower.pool), class_token=tower.class_token, two_towers=two
+            part.needs(), max(tower.square, tower.pool), class_token=tower.class_token, two_towers=two
         ):
             raise RequestError(f"{part.name} {reason}")
         lacking = _lacking(part.needs(), manifest, dialect)

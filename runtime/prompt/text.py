@@ -134,7 +134,8 @@ class Text:
         if images:
             tokens = sorted({self.settings.image_token, self.settings.video_token or ""} - {""}, key=len, reverse=True)
             first, *parts = re.split(f"({'|'.join(map(re.escape, tokens))})", rendered)
-            printed = (image.text(token) for image, token in zip(images, parts[::2], strict=True))
+            numbered = enumerate(zip(images, parts[::2], strict=True))
+            printed = (image.text(token, number) for number, (image, token) in numbered)
             rendered = first + "".join(image + text for image, text in zip(printed, parts[1::2], strict=True))
         bos = self.settings.bos_token
         add = self.settings.add_special_tokens and not (bos and rendered.startswith(bos))

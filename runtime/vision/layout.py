@@ -114,10 +114,10 @@ def check_squares(tower: TowerSpec, patch: int, side: int, *, any_shape: bool) -
 
     Or if it is not one for images of `any_shape`.
     """
-    if (patch, side) != (tower.patch, tower.shuffle) or not any_shape:
+    if (patch, side) != (tower.patch, tower.square) or not any_shape:
         raise BundleError(
             f"vtx.json: the image layout has tokens of {side} x {side} patches of {patch} pixels, "
-            f"the tower of {tower.shuffle} x {tower.shuffle} of {tower.patch}; export the bundle again"
+            f"the tower of {tower.square} x {tower.square} of {tower.patch}; export the bundle again"
         )
 
 

@@ -216,21 +216,24 @@ class PromptImage:
     """An image in a prompt: the number of image tokens in each of its `spans`, and the layout's text among them.
 
     `texts` come before, between and after the spans: one more than these. `span`: the positions of all tokens, if they
-    are more than these.
+    are more than these. `number`: the texts before and after the image's number in the prompt, from 0, which comes
+    before all else.
     """
 
     spans: tuple[int, ...]
     texts: tuple[str, ...] = ("", "")
     span: int = 0
+    number: tuple[str, str] | None = None
 
     @property
     def tokens(self) -> int:
         """Image tokens, in total."""
         return sum(self.spans)
 
-    def text(self, image_token: str) -> str:
-        """The prompt's text for the image, one image token a span."""
-        return image_token.join(self.texts)
+    def text(self, image_token: str, number: int = 0) -> str:
+        """The prompt's text for image `number`, one image token a span."""
+        before = "" if self.number is None else str(number).join(self.number)
+        return before + image_token.join(self.texts)
 
 
 def joined(views: Sequence[ImageTokens], columns: int = 1) -> ImageTokens:

@@ -13,6 +13,7 @@ import torch
 from tests.support.families.fast_vlm import load_fast_vlm
 from tests.support.families.gemma import gemma3_logits, gemma4_logits, with_layer_inputs
 from tests.support.families.lfm2_vl import PillowProcessor, with_common_names
+from tests.support.families.minicpm import processor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tests.support.tiny import Message
 
 Inputs = dict[str, Any]
-OF_PATCHES = ("pixel_attention_mask", "spatial_shapes")
+OF_PATCHES = ("pixel_attention_mask", "spatial_shapes", "target_sizes")
 Answers = TypeVar("Answers", bound="Callable[..., Any]")
 
 
@@ -129,6 +130,8 @@ class Reference:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
             return OnPillow(PillowProcessor(settings), tokenizer, chat_template=template)
+        if config.model_type == "minicpmv4_6":
+            return processor_of(folder)
         if config.model_type not in processors:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
         of_images, of_all = (getattr(transformers, name) for name in processors[config.model_type])

@@ -54,6 +54,7 @@ ARCHITECTURES = {
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "minicpmv4_6": "MiniCPMV4_6ForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -75,6 +76,7 @@ PROCESSORS = {
     "lfm2_vl": "Lfm2VlProcessor",
     "gemma3": "Gemma3Processor",
     "gemma4": "Gemma4Processor",
+    "minicpmv4_6": "MiniCPMV4_6Processor",
 }
 MARKED = ("smolvlm", "idefics3")
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -101,6 +103,7 @@ class Tiny:
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "lisa",
         "internvl_chat", "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
+        "minicpmv4_6",
     ] = "llava"  # fmt: skip
     text: Literal[
         "llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "gemma3_text", "gemma4_text", "qwen3_5"
@@ -157,12 +160,18 @@ class Tiny:
     budget: int = 70  # tokens of an image, of gemma4
     softcap: float | None = None
     clipped: bool = False
+    insert: int = 1  # minicpmv4_6's block of the tower, from 0, after which patches merge
+    downsample: str = "16x"
+    slices: int = 4  # of an image, at most
+    numbered: bool = True  # images in a prompt
 
     @property
     def image_token(self) -> str:
         """What stands for an image in a prompt."""
         if self.family.startswith("gemma"):
             return "<|image|>" if self.family == "gemma4" else "<image_soft_token>"
+        if self.family == "minicpmv4_6":
+            return "<|image_pad|>"
         return "<IMG_CONTEXT>" if self.family in ("internvl", "internvl_chat") else IMAGE_TOKEN
 
     @property
@@ -193,6 +202,8 @@ class Tiny:
             return ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"]
         if self.family == "internvl_chat":
             return ["<img>", "</img>", "<|im_start|>", "<|im_end|>"]
+        if self.family == "minicpmv4_6":
+            return ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<|video_pad|>"]
         if self.family in MARKED:
             return [*MARKS, *["<global-img>"] * (self.family == "smolvlm")]
         if self.family == "lfm2_vl":
@@ -236,6 +247,10 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         return _make_qwen(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family == "lfm2_vl":
         return _make_lfm2(folder, tiny, seed, write_tokenizer(folder, tiny))
+    if tiny.family == "minicpmv4_6":
+        from tests.support.families.minicpm import make_minicpm
+
+        return make_minicpm(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family.startswith("gemma"):
         from tests.support.families.gemma import make_gemma
 
@@ -468,7 +483,7 @@ def _weights(config: Any, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
     dtype = getattr(torch, tiny.dtype)
     tensors = {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
     for name in tensors:
-        of_text = name.endswith("norm.weight") and not re.search("vis|linear_attn", name)
+        of_text = name.endswith("norm.weight") and not re.search("vis|linear_attn|merger", name)
         if tiny.text in ("gemma", "qwen3_5") and of_text:
             tensors[name] -= 1  # its norms multiply by 1 more
     return {name: torch.from_numpy(tensor).to(dtype) for name, tensor in tensors.items()}
@@ -513,7 +528,11 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _rename(name: str, tiny: Tiny) -> str:
-    if tiny.names == "new" or tiny.family in (*MARKED, "lfm2_vl", "gemma4") or tiny.family.startswith("qwen"):
+    if (
+        tiny.names == "new"
+        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6")
+        or tiny.family.startswith("qwen")
+    ):
         return name
     name = name.removeprefix("model.")
     if name.startswith("language_model."):

@@ -79,6 +79,11 @@ def write_tokenizer(folder: Path, tiny: Tiny) -> int:
         pairs = zip(("boi", "eoi", "audio", "boa", "eoa"), tiny.around, strict=False)
         settings["extra_special_tokens"] = {f"{name}_token": token for name, token in pairs}
         settings["extra_special_tokens"] |= {"image_token": tiny.image_token}
+    if tiny.family == "minicpmv4_6":
+        from tests.support.families.minicpm import MARKS
+
+        pairs = zip((*MARKS, "image"), (*tiny.around, tiny.image_token), strict=True)
+        settings["extra_special_tokens"] = {f"{name}_token": token for name, token in pairs}
     if tiny.family == "internvl":
         settings["extra_special_tokens"] = AROUND | {"context_image_token": tiny.image_token}
     if tiny.template_place == "tokenizer_config":

@@ -297,7 +297,7 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
     if "naflex" in tower.flags:
         kind = partial(
             NaflexSize, between=m.projector.intermediate, positions=(tower.position_grid or 1) ** 2,
-            projector_norm=m.projector.norm_eps is not None,
+            projector_norm=m.projector.norm_eps is not None, merged_after=tower.merged_after,
         )  # fmt: skip
     if tower.pool > 1:
         kind = partial(PooledSize, pool=tower.pool)

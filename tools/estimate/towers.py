@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from vtx.runtime.bundle.spec.model_spec import MERGED
 from vtx.runtime.strict import optional
 
 STEM, ATTENDING, KERNEL, WIDER, SQUEEZED = 4, 2, 49, 4, 16  # as in exporter/graphs/convolutional.py
@@ -138,17 +139,36 @@ class NaflexSize(VisionSize):
     """A SigLIP tower of images at native resolution or in tiles, with a table of `positions` and a final norm.
 
     The projector has a width of `between` between its matrices, and a norm before them if `projector_norm`. `patches`
-    and `view_tokens` describe a tile.
+    and `view_tokens` describe a tile. `merged_after`: after that many layers squares of `MERGED` x `MERGED` patches
+    attend within themselves and become one.
     """
 
     between: int = 1
     positions: int = 1
     projector_norm: bool = True
+    merged_after: int | None = optional(None)
 
     def seeing(self, tokens: int) -> NaflexSize:
         views = max(1, -(-tokens // self.view_tokens))
         each = max(1, -(-tokens // views))
-        return replace(self, patches=self.features * each, view_tokens=each, image_tokens=views * each, views=views)
+        patches = self.features * each * (1 if self.merged_after is None else MERGED**2)
+        return replace(self, patches=patches, view_tokens=each, image_tokens=views * each, views=views)
+
+    def merger(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of the matrices of the MLP that makes one patch of those of a square."""
+        if self.merged_after is None:
+            return ()
+        wide, ffn = MERGED**2 * self.hidden, MERGED**2 * self.ffn
+        return (ffn, wide), (self.hidden, ffn)
+
+    def layer_macs_on(self, tokens: int) -> int:
+        """One layer of the tower: the mean of those before and behind the merger, with its share of the merger."""
+        if self.merged_after is None:
+            return VisionSize.layer_macs_on(self, tokens)
+        h, each = self.hidden, MERGED**2
+        before, behind = (VisionSize.layer_macs_on(self, count) for count in (tokens, tokens // each))
+        merger = tokens * (4 * h * h + 2 * each * h) + tokens // each * sum(a * b for a, b in self.merger())
+        return (self.merged_after * before + (self.used - self.merged_after) * behind + merger) // self.used
 
     @property
     def projector_token_macs(self) -> int:
@@ -160,7 +180,9 @@ class NaflexSize(VisionSize):
         layer = 4 * h * h + 2 * h * self.ffn + 4 * h + self.ffn + h + 4 * h
         embeddings = h * 3 * self.patch**2 + h + self.positions * h
         projector = self.projector_token_macs + self.projector_bias * (self.between + self.out)
-        return self.used * layer + embeddings + 2 * h + projector + self.projector_norm * 2 * wide
+        merger = sum(out * (into + 1) for out, into in self.merger())
+        merger += 4 * h * (h + 1) + 2 * h + 2 * MERGED**2 * h if merger else 0
+        return self.used * layer + embeddings + 2 * h + projector + self.projector_norm * 2 * wide + merger
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,9 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
         WeightGroup("projector.linear_1.weight", (between, wide)),
         WeightGroup("projector.linear_2.weight", (size.out, between), min(1, size.projector_layers - 1)),
     ]
+    if isinstance(size, NaflexSize) and size.merger():
+        tower.append(WeightGroup("vision.vit_merger.self_attn.weight", (hidden, hidden), 4))
+        tower += [WeightGroup("vision.vit_merger.linear.weight", shape) for shape in size.merger()]
     if isinstance(size, PairedSize):
         tower += _blocks(size.second.hidden, size.second.ffn, size.second.used)
         projector = [WeightGroup("projector.linear_1.weight", shape) for shape in size.projector_shapes()]

@@ -10,6 +10,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import UPGRADE, optional
 
 MAX_LAYERS = 512
+MERGED = 2  # patches a side of a square that becomes one inside a tower
 MAX_SIZE = (1 << 31) - 1
 MAX_TAPS = 16  # of a convolution in the decoder
 MAX_SEGMENT = 1 << 12  # ids of the text tower; CLIP has 77
@@ -183,6 +184,7 @@ class TowerSpec:
     of a convolutional tower, which counts as one layer. `axis_positions`: entries of the tables of positions, one by
     row and one by column, of a tower whose tokens are means of squares of `shuffle` x `shuffle` patches. `registers`:
     tokens between the class token and the patches, which have no positions, and are left out with the class token.
+    `merged_after`: after that many layers squares of `MERGED` x `MERGED` patches become one.
     `beside`: a second tower over the same patches, whose features are joined to those of the first; `pixel_scale` and
     `pixel_shift` of a channel make its pixel values of the first one's.
     """
@@ -212,6 +214,7 @@ class TowerSpec:
     stage_widths: tuple[int, ...] = optional(())
     axis_positions: int | None = optional(None)
     registers: int | None = optional(None)
+    merged_after: int | None = optional(None)
     beside: TowerSpec | None = optional(None)
     pixel_scale: tuple[float, ...] = optional(())
     pixel_shift: tuple[float, ...] = optional(())
@@ -246,6 +249,10 @@ class TowerSpec:
             f"maps of the layers {list(self.maps)!s:.60} do not fit a tower of {self.layers} layers",
         )
         require(
+            self.merged_after is None or self.merged_after <= self.layers,
+            f"model.tower: patches merge after layer {self.merged_after} of {self.layers}",
+        )
+        require(
             self.patch <= self.image and self.hidden % self.heads == 0,
             f"model.tower: images of {self.image} pixels in patches of {self.patch}, hidden size {self.hidden} with "
             f"{self.heads} heads: sizes are inconsistent",
@@ -267,6 +274,11 @@ class TowerSpec:
         return self.grid**2 + self.class_token + (self.registers or 0)
 
     @property
+    def square(self) -> int:
+        """Side, in patches, of the square that becomes one token."""
+        return self.shuffle * (1 if self.merged_after is None else MERGED)
+
+    @property
     def feature_width(self) -> int:
         """Numbers of one of these tokens that go into the projector."""
         return self.hidden * len(self.feature_layers) + (0 if self.beside is None else self.beside.feature_width)
@@ -279,8 +291,8 @@ class TowerSpec:
     @property
     def tokens(self) -> int:
         """Tokens of one pass of the tower, as they leave it."""
-        if self.shuffle > 1:
-            return (-(-self.grid // self.shuffle)) ** 2
+        if self.square > 1:
+            return (-(-self.grid // self.square)) ** 2
         return (self.states - (1 + (self.registers or 0) if self.select == "default" else 0)) // self.pool**2
 
 

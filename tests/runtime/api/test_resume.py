@@ -10,6 +10,7 @@ import pytest
 from tests.support.exported import Models
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_onevision import ONEVISION
+from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny, random_image
@@ -61,7 +62,9 @@ def test_a_chat_sent_whole_each_time_gives_the_ids_of_fresh_runs(model: Model, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", [QWEN25, QWEN3, QWEN35, SMOLVLM, ONEVISION, LFM2], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize(
+    "tiny", [QWEN25, QWEN3, QWEN35, SMOLVLM, ONEVISION, LFM2, MINICPM], ids=lambda tiny: tiny.family
+)
 def test_a_chat_of_other_layouts_sent_whole_each_time_gives_the_ids_of_fresh_runs(models: Models, tiny: Tiny) -> None:
     """Positions of three parts go on behind an image; text stands among the tokens of tiles; images share a prompt."""
     model, images, texts = models(tiny, (3, 5)), [random_image(0, (150, 60)), random_image(1, (40, 90))], ["red?"]

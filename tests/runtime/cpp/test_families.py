@@ -28,7 +28,7 @@ from vtx.runtime.api.model import Model
 pytestmark = needs_cpp
 
 QUESTIONS = ("What is  the picture?", "red?")
-REFUSED = {"qwen3_5", "lfm2_vl", "gemma3", "gemma4"}  # by name: test_layouts
+REFUSED = {"qwen3_5", "minicpmv4_6", "lfm2_vl", "gemma3", "gemma4"}  # by name: test_layouts
 SIZES = ((60, 60), (150, 60), (40, 90))
 FAMILIES = {
     "vila": VILA,

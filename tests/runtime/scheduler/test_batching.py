@@ -13,6 +13,7 @@ from tests.support.bundles import export_with
 from tests.support.exported import THREADS, Models
 from tests.support.families.gemma import GEMMA4
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.serving import asking, serving, user
@@ -33,6 +34,7 @@ LISA = Tiny(family="lisa", context=512)
 DUAL = "mustdrop:gamma=0.011,alpha=1,layers=2/4/6"
 TOLERANCE = 1e-4
 ENGINES = ("cpu", "openvino")
+OTHERS = QWEN25, QWEN3, QWEN35, MINICPM, SMOLVLM, LFM2, GEMMA4
 
 
 class Case(NamedTuple):
@@ -136,7 +138,7 @@ def test_conversations_of_any_k_and_reduction_that_join_and_leave_answer_as_alon
 
 @pytest.mark.parametrize(
     "tiny",
-    [LISA, *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (QWEN25, QWEN3, QWEN35, SMOLVLM, LFM2, GEMMA4))],
+    [LISA, *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in OTHERS)],
     ids=lambda tiny: tiny.family,
 )  # fmt: skip
 def test_answers_of_other_families_decoded_together_are_those_of_each_alone(models: Models, tiny: Tiny) -> None:

@@ -20,6 +20,7 @@ from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import GRANITE
+from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
 from tests.support.parity import CLOSE, STEPS, assert_chat_as_reference, assert_later_equal_fresh
 from tests.support.reference import Reference
@@ -73,14 +74,23 @@ def lfm2_vl(draw: random.Random) -> Tiny:
     )  # fmt: skip
 
 
-def qwen3_5(draw: random.Random) -> Tiny:
-    tiny, key_heads = _text(draw, QWEN35), draw.choice([1, 2, 4])
+def qwen3_5(draw: random.Random, family: Tiny = QWEN35) -> Tiny:
+    tiny, key_heads = _text(draw, family), draw.choice([1, 2, 4])
     attending, width = draw.sample(range(tiny.layers), draw.randint(1, tiny.layers - 1)), draw.choice([16, 32])
     return replace(
         tiny, rope="default", head_dim=width, attending=tuple(sorted(attending)), taps=draw.randint(2, 5),
         delta=(key_heads, key_heads * draw.choice([1, 2, 3]), draw.choice([16, 32]), draw.choice([16, 24, 32])),
         partial=draw.choice([0.5, 1.0] if width == 16 else [0.25, 0.5, 1.0]), attention_bias=draw.random() < 0.4,
         names=draw.choice(["hub", "saved"]), vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
+    )  # fmt: skip
+
+
+def minicpm(draw: random.Random) -> Tiny:
+    tiny, patch = qwen3_5(draw, MINICPM), draw.choice([8, 16])
+    return replace(
+        tiny, patch=patch, image=patch * draw.randint(1, 9), insert=draw.randrange(tiny.vision_layers),
+        downsample=draw.choice(["4x", "16x"]), slices=draw.choice([1, 2, 4, 9]), numbered=draw.random() < 0.5,
+        vision_act=draw.choice([None, "gelu"]),
     )  # fmt: skip
 
 
@@ -107,7 +117,7 @@ def gemma4(draw: random.Random) -> Tiny:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(COUNT))
-@pytest.mark.parametrize("family", [granite, fast_vlm, lfm2_vl, qwen3_5, gemma3, gemma4])
+@pytest.mark.parametrize("family", [granite, fast_vlm, lfm2_vl, qwen3_5, minicpm, gemma3, gemma4])
 def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statement(
     tmp_path: Path, family: Callable[[random.Random], Tiny], seed: int
 ) -> None:
@@ -136,7 +146,7 @@ def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statemen
                     ids, logits = judge.generate_hf(inputs, STEPS)
                     assert ids == wanted.ids or wanted.margin < CLOSE
                     worst = max(worst, float(np.abs(found.logits - logits.numpy()).max()))
-        tolerance = TOLERANCE if family is qwen3_5 else CLOSE / 2
+        tolerance = TOLERANCE if tiny.text == "qwen3_5" else CLOSE / 2
         assert_later_equal_fresh(model, images[:1], draw.choice([None, *ks]), tolerance=tolerance)
         assert_chat_as_reference(model, judge, images, draw.choice([None, *ks]), tolerance)
     print(f"{family.__name__} {seed}: largest difference {worst:.1e}, {sure} of {2 * len(ks) + 2} answers sure")

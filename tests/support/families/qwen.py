@@ -74,7 +74,7 @@ def video_settings(tiny: Tiny) -> dict[str, Any]:
 
 def of_delta(tiny: Tiny) -> dict[str, Any]:
     """What the configuration of Qwen3.5's decoder has beyond others."""
-    if tiny.family != "qwen3_5":
+    if tiny.text != "qwen3_5":
         return {}
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     sizes = {f"linear_{name}": size for name, size in zip(names, tiny.delta, strict=True)}

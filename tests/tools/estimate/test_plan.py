@@ -172,6 +172,7 @@ def test_wrong_usage_is_exit_2(words: list[str]) -> None:
         ("qwen3-vl-2b", 2.128, 16_384),
         ("qwen3-vl-4b", 4.438, 16_384),
         ("qwen3-vl-8b", 8.767, 16_384),
+        ("qwen3.5-9b", 9.410, 16_384),
         ("smolvlm2-500m", 0.507, 1088),
         ("gemma-3-4b", 4.3, 256),
         ("gemma-3-12b", 12.187, 256),

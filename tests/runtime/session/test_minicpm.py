@@ -1,0 +1,500 @@
+"""MiniCPM-V 4.6: images and their slices, a tower whose patches merge between its blocks, and Qwen3.5's decoder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.support.bundles import ORT, export, export_with
+from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
+from tests.support.families.minicpm import MINICPM
+from tests.support.graphs import session
+from tests.support.parity import QUESTIONS, assert_answers_as_reference, assert_chat_as_reference
+from tests.support.parity import assert_later_equal_fresh as assert_later
+from tests.support.reduced import word
+from tests.support.reference import Reference
+from tests.support.statement import Method, Statement
+from tests.support.tiny import prompt_messages, random_image
+from vtx import cli
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.spec import find_size
+from vtx.exporter.graphs.builder import Builder
+from vtx.exporter.graphs.naflex import places
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import MAX_DRAFT, Options
+from vtx.runtime.backends.memory import weights_in_memory
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.tensors import read_final_norm
+from vtx.runtime.errors import (
+    BundleError,
+    CheckpointError,
+    ImageError,
+    RequestError,
+    TemplateError,
+    UnsupportedModelError,
+)
+from vtx.runtime.policies.make import make_policy
+from vtx.runtime.report.golden import check_golden
+from vtx.runtime.session.session import Session
+from vtx.runtime.vision.layouts import read_layout
+from vtx.runtime.vision.layouts.slices import Slices
+from vtx.tools.estimate.sizes import bundle_size
+from vtx.tools.estimate.towers import NaflexSize
+from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
+
+TOLERANCE = 1e-4  # as of Qwen3.5
+KS = (2, 3, 5, 8)
+FINE = replace(MINICPM, downsample="4x", numbered=False)
+WIDE, HIGH, SMALL = (150, 61), (70, 190), (40, 40)  # two with 3 slices, one without
+METHODS = (Method(fastv=(2, 0.5)), Method(fastv=(5, 0.5)), Method(fastv=(2, 0.75), k=5), Method(dart=(8, 2, 2, 2)))
+HEADERS = 32_768  # of a tiny bundle's weight files, at most
+Export = Callable[..., Path]
+
+
+def edited(checkpoint: Path, place: Path, name: str, changes: dict[str, Any], part: str | None = None) -> Path:
+    """A copy of a checkpoint with other settings in one of its files, or in a part of it; None takes one out."""
+    shutil.copytree(checkpoint, place)
+    settings = json.loads((place / name).read_text(encoding="utf-8"))
+    own = settings if part is None else settings[part]
+    own.update(changes)
+    for key in [key for key, value in own.items() if value is None]:
+        del own[key]
+    (place / name).write_text(json.dumps(settings), encoding="utf-8")
+    return place
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tiny_checkpoint(MINICPM), tmp_path_factory.mktemp("minicpm") / "bundle", KS, "fp32").folder
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
+    with load(folder, device=request.param, threads=THREADS) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def reduced(
+    request: pytest.FixtureRequest, tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    words = tuple(dict.fromkeys(word(replace(method, k=None)) for method in METHODS))
+    place = tmp_path_factory.mktemp("reduced") / "bundle"
+    made = export(tiny_checkpoint(MINICPM), place, (5,), "fp32", reductions=words).folder
+    with load(made, device=request.param, threads=THREADS) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def judge(reference: Callable[..., Reference]) -> Reference:
+    return reference(MINICPM)
+
+
+@pytest.mark.parametrize("shapes", [(WIDE,), (HIGH, SMALL)], ids=["slices", "two images"])
+def test_a_bundle_answers_as_transformers_and_at_k_as_layers_that_are_fed_the_text_alone(
+    model: Model, judge: Reference, shapes: tuple[tuple[int, int], ...]
+) -> None:
+    images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
+    messages = prompt_messages(QUESTIONS[1], len(images))
+    assert_answers_as_reference(model, judge, messages, images, TOLERANCE)
+
+
+@pytest.mark.parametrize("k", [None, 2, 3, 5])
+def test_at_every_k_the_answer_is_that_of_the_plain_statement(model: Model, judge: Reference, k: int | None) -> None:
+    messages, images = prompt_messages(QUESTIONS[2]), [random_image(3, WIDE)]
+    wanted = Statement(judge).answer(judge.inputs(messages, images), Method(k=k), 4)
+    found = answer(Session(model.backend, model.manifest), prompt(model, messages, images), policy(k), 4)
+    assert found.argmax(-1).tolist() == wanted.ids
+    np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("k", [None, *KS])
+def test_later_questions_and_turns_go_back_to_the_state_behind_the_image(
+    model: Model, judge: Reference, k: int | None
+) -> None:
+    images = [random_image(0, HIGH), random_image(1, SMALL)]
+    assert_later(model, images, k, tolerance=TOLERANCE)
+    assert_chat_as_reference(model, judge, images, k, TOLERANCE)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_four_patches_a_token_as_transformers(
+    tiny_checkpoint: Export, reference: Callable[..., Reference], tmp_path: Path, device: str
+) -> None:
+    judge, folder = reference(FINE), export(tiny_checkpoint(FINE), tmp_path / "bundle", (3, 5), "fp32").folder
+    images = [random_image(0, WIDE), random_image(1, SMALL)]
+    with load(folder, device=device, threads=THREADS) as model:
+        assert_answers_as_reference(model, judge, prompt_messages(QUESTIONS[1], 2), images, TOLERANCE)
+
+
+def test_the_export_chooses_the_patches_of_a_token_whatever_the_checkpoint_says(
+    tiny_checkpoint: Export, reference: Callable[..., Reference], tmp_path: Path
+) -> None:
+    """Two checkpoints of the same weights, whose files name the other number, and the number that is chosen."""
+    numbered = replace(FINE, numbered=True)
+    image, messages = random_image(0, WIDE), prompt_messages(QUESTIONS[1])
+    for tiny, chosen, like in ((MINICPM, "4x", numbered), (numbered, "16x", MINICPM)):
+        options = ExportOptions(str(tiny_checkpoint(tiny)), (), "fp32", dialects=ORT, downsample=chosen)
+        folder = export_with(options, tmp_path / chosen).folder
+        judge = reference(like)
+        with load(folder, device="cpu", threads=THREADS) as model:
+            asked, inputs = prompt(model, messages, [image]), judge.inputs(messages, [image])
+            assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
+            found = answer(Session(model.backend, model.manifest), asked, policy(None), 3)
+            np.testing.assert_allclose(found, judge.greedy(inputs, None, 3).logits, atol=TOLERANCE, rtol=0)
+            assert model.manifest.record["options"]["downsample"] == chosen
+    with pytest.raises(RequestError, match=r"--downsample is '8x'; this model has 16x, 4x; use one of these"):
+        plan_export(ExportOptions(str(tiny_checkpoint(MINICPM)), downsample="8x"))
+    with pytest.raises(RequestError, match="this model leaves no choice; leave it out"):
+        plan_export(ExportOptions(downsample="4x"))
+
+
+@pytest.mark.parametrize("right", [0, 2, MAX_DRAFT])
+def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(model: Model, right: int) -> None:
+    asked = prompt(model, prompt_messages("red?"), [random_image(0, WIDE)])
+    wanted = answer(Session(model.backend, model.manifest), asked, policy(3), MAX_DRAFT + 4)
+    ids, session = wanted.argmax(-1).tolist(), Session(model.backend, model.manifest)
+    session.prefill(asked, policy(3))
+    wrong = [(id + 1) % model.manifest.model.vocab for id in ids[1 + right : 1 + MAX_DRAFT]]
+    found = [session.decode(ids[0], [*ids[1 : 1 + right], *wrong])]
+    while (logits := session.accept(ids[len(found)])) is not None:
+        found.append(logits)
+    assert len(found) == 1 + right
+    found += [session.decode(ids[number]) for number in range(len(found), len(found) + 2)]
+    np.testing.assert_allclose(found, wanted[1 : 1 + len(found)], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=word)
+def test_reductions_are_those_of_the_statement(reduced: Model, judge: Reference, method: Method) -> None:
+    images, messages = [random_image(0, WIDE)], prompt_messages(QUESTIONS[1])
+    wanted = Statement(judge).answer(judge.inputs(messages, images), method, 6)
+    how = make_policy(
+        method.k, reduced.manifest, reduced.backend.gate, reduce=word(method), dialect=reduced.backend.dialect,
+        final_norm=lambda: read_final_norm(reduced.bundle),
+    )  # fmt: skip
+    session, asked = Session(reduced.backend, reduced.manifest), prompt(reduced, messages, images)
+    for _ in range(2):  # also with caches that hold another question's
+        found = answer(session, asked, how, 6)
+        assert found.argmax(-1).tolist() == wanted.ids
+        np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        answer(session, prompt(reduced, prompt_messages("red?"), images), policy(None), 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("fastv:k=3", "reads the attention of layer 3, which has the gated delta rule in this model"),
+        (
+            "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0",
+            "layers with the gated delta rule keep a state, from which none can be taken",
+        ),
+        ("cdpruner:64", "this model has text between its tiles"),
+        ("divprune:keep=64", "this model has text between its tiles"),
+        ("lsm", "works on single patches"),
+        ("visionzip:64", "merges patches by the attention of the tower's class token"),
+    ],
+)
+def test_reductions_without_a_meaning_here_are_refused_by_name(tiny_checkpoint: Export, spec: str, reason: str) -> None:
+    with pytest.raises((UnsupportedModelError, RequestError), match=reason):
+        plan_export(ExportOptions(str(tiny_checkpoint(MINICPM)), (3,), "fp32", reductions=(spec,)))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (160, 10), (10, 160), (64, 64), (65, 64), (1, 150), (199, 201)], ids=str)
+def test_images_of_extreme_shapes_are_answered_as_by_transformers(
+    model: Model, judge: Reference, shape: tuple[int, int]
+) -> None:
+    messages, images = prompt_messages(QUESTIONS[0]), [random_image(0, shape)]
+    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
+    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
+    wanted = judge.greedy(inputs, None, 2)
+    found = answer(Session(model.backend, model.manifest), asked, policy(None), 2)
+    np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
+def test_text_alone_is_answered_and_a_strip_of_300_to_1_is_refused(model: Model, judge: Reference) -> None:
+    messages = prompt_messages(QUESTIONS[2], 0)
+    wanted = judge.greedy(judge.inputs(messages, []), 5, 4)
+    found = answer(Session(model.backend, model.manifest), prompt(model, messages, []), policy(5), 4)
+    np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    with pytest.raises(ImageError, match="its sides may differ at most 200-fold"):
+        model.open([random_image(0, (600, 2))])
+
+
+def test_eleven_images_have_their_numbers_and_users_cannot_write_marks(model: Model, judge: Reference) -> None:
+    images = [random_image(number, (20, 20)) for number in range(11)]
+    messages = prompt_messages("red?", 11)
+    asked = prompt(model, messages, images)
+    assert asked.ids.tolist() == judge.inputs(messages, images)["input_ids"][0].tolist()
+    text = model.loaded.text
+    marked = text.prompt(prompt_messages("<slice> <image_id>7</image_id>", 0), [])
+    assert not {*marked.tolist()} & {text.tokenizer.token_to_id(mark) for mark in ("<slice>", "<image_id>")}
+
+
+@pytest.mark.parametrize("shape", [WIDE, HIGH, SMALL, (300, 300), (1, 1)], ids=str)
+def test_pixels_are_those_of_transformers_processor_on_pillow(
+    model: Model, judge: Reference, shape: tuple[int, int]
+) -> None:
+    image = random_image(2, shape)
+    inputs = judge.inputs(prompt_messages("red?"), [image])
+    patch, at, pixels = MINICPM.patch, 0, inputs["pixel_values"][0].numpy()
+    views = model.loaded.prepare(image).views
+    assert [[view.shape[1] // patch, view.shape[2] // patch] for view in views] == inputs["target_sizes"].tolist()
+    for view in views:
+        rows, columns = view.shape[1] // patch, view.shape[2] // patch
+        own = pixels[:, :, at : at + rows * columns * patch]
+        at += rows * columns * patch
+        wanted = own.reshape(3, patch, rows, columns, patch).transpose(0, 2, 1, 3, 4).reshape(view.shape)
+        np.testing.assert_allclose(view, wanted, atol=1e-6, rtol=0)
+    assert at == pixels.shape[-1]
+
+
+@pytest.mark.parametrize("mode", ["16x", "4x"])
+@pytest.mark.parametrize("most", [1, 2, 5, 9, 64])
+def test_sizes_slices_and_tokens_are_those_of_transformers_functions(mode: str, most: int) -> None:
+    from transformers import MiniCPMV4_6ImageProcessorPil
+
+    theirs, merge = MiniCPMV4_6ImageProcessorPil(), 2 if mode == "4x" else 4
+    layout = Slices(14, merge, 448, most, True)
+    rng = np.random.default_rng(most)
+    sizes = [(640, 480), (448, 448), (449, 448), (1920, 1080), (3000, 15), (15, 3000), (9000, 45), (3, 3), (1, 199)]
+    sizes += [(int(width), int(width * 2 ** rng.uniform(-4, 4)) or 1) for width in rng.integers(1, 4000, 400)]
+    for width, height in sizes:
+        grid = theirs.get_sliced_grid((height, width), most, 448)
+        views = [theirs.find_best_resize((height, width), 448, 14, mode, allow_upscale=grid is None)]
+        if grid is not None:
+            high, wide = theirs.get_refine_size((height, width), grid, 448, 14, mode, allow_upscale=True)
+            views += [(high // grid[0], wide // grid[1])] * (grid[0] * grid[1])
+        tokens = [high * wide // (14 * merge) ** 2 for high, wide in views]
+        form = layout.prompt_image(width, height)
+        assert form.spans == tuple(tokens)
+        assert layout.count(width, height) == sum(tokens) <= layout.max_tokens
+        assert layout.passes(width, height) == len(tokens) <= layout.max_views
+        assert form.text("?").count("\n") == (0 if grid is None else grid[0] - 1)
+
+
+def test_a_square_image_of_the_published_size_has_49_tokens_and_196() -> None:
+    for merge, tokens in ((4, 49), (2, 196)):
+        layout = Slices(16, merge, 448, 9, True)
+        assert layout.count(448, 448) == tokens
+        assert layout.count(1344, 1344) == 10 * tokens
+        assert layout.prompt_image(448, 448).text("?", 3) == "<image_id>3</image_id><image>?</image>"
+    wide = replace(layout, numbered=False).prompt_image(1344, 896).text("?")
+    assert wide == "<image>?</image>" + "\n".join(["<slice>?</slice>" * 3] * 2)
+
+
+def test_fewer_slices_are_as_transformers_has_them_with_fewer(model: Model) -> None:
+    layout = read_layout(model.manifest.layout, model.manifest.model.tower)
+    assert layout.passes(150, 150) == 5
+    assert layout.limited(3).passes(150, 150) == 3
+    assert layout.limited(1).passes(150, 150) == layout.limited(2).passes(150, 150) == 1
+    with pytest.raises(RequestError, match="use max_tiles"):
+        layout.within(4096)
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 5, 27, 32, 70, 72])
+def test_places_in_the_table_of_positions_are_those_of_transformers(tmp_path: Path, side: int) -> None:
+    """Also at exact fractions, which its float32 edges of 27 and 72 entries miss by a last digit."""
+    ov = pytest.importorskip("openvino")
+    from transformers.vision_utils import get_vision_nearest_position_ids
+
+    def build(b: Builder) -> None:
+        counts = b.input("count", ir.DataType.INT64, [1])
+        b.output(places(b, side, counts), "places", ir.DataType.INT64, ["places"])
+
+    onnxruntime = session(tmp_path, build)
+    compiled = ov.Core().compile_model(tmp_path / "graph.onnx", "CPU")
+    for count in (*range(1, 100), side, 2 * side, 3 * side):
+        wanted = get_vision_nearest_position_ids(torch.tensor([[1, count]]), side).tolist()
+        given = {"count": np.array([count])}
+        assert onnxruntime.run(None, given)[0].tolist() == wanted
+        assert compiled(given)[0].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        (None, {"downsample_mode": "8x"}, "downsample_mode '8x' is not supported in a MiniCPM-V 4.6 model"),
+        (None, {"merger_times": 2}, "merger_times 2 is not supported"),
+        (None, {"merge_kernel_size": [4, 4]}, r"merge_kernel_size \[4, 4\] is not supported"),
+        (None, {"drop_vision_last_layer": True}, "drop_vision_last_layer True is not supported"),
+        (None, {"insert_layer_id": -1}, "insert_layer_id is -1, not the number of a block of the tower, 0 to 3"),
+        (None, {"insert_layer_id": 4}, "insert_layer_id is 4, not the number of a block"),
+        (None, {"insert_layer_id": "6"}, "insert_layer_id"),
+        (None, {"image_token_id": None}, "image_token_index None is not a token id"),
+        (None, {"image_token_id": 99_999}, "is not a token id below the vocabulary's 330"),
+        ("vision_config", {"window_kernel_size": [3, 3]}, r"window_kernel_size \[3, 3\] is not supported"),
+        ("vision_config", {"num_channels": 4}, "a tower of 4 channels is not supported"),
+        ("vision_config", {"model_type": "siglip_vision_model"}, "the vision tower 'siglip_vision_model'"),
+        ("text_config", {"model_type": "qwen3"}, "the text model 'qwen3'"),
+        ("text_config", {"linear_num_value_heads": 3}, "is not a multiple of linear_num_key_heads 2"),
+    ],
+    ids=str,
+)
+def test_configurations_that_do_not_fit_are_refused_by_name(
+    tiny_checkpoint: Export, tmp_path: Path, part: str | None, change: dict[str, Any], reason: str
+) -> None:
+    broken = edited(tiny_checkpoint(MINICPM), tmp_path / "broken", "config.json", change, part)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
+        plan_export(ExportOptions(str(broken), (), "fp32"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"max_slice_nums": 0}, "max_slice_nums is 0, not a number from 1"),
+        ({"max_slice_nums": 10_000}, "it needs 1 to 64 slices"),
+        ({"max_slice_nums": 1 << 20}, "max_slice_nums is 1048576, not a number from 1 to 16384"),
+        ({"scale_resolution": 16}, "slices of 16 x 16 pixels in tokens of 32 x 32"),
+        ({"scale_resolution": 16_000}, "at most 33,554,432 pixels in all"),
+        ({"downsample_mode": "4x"}, "downsample_mode is '4x', the tower's is 16x; correct it"),
+        ({"downsample_mode": "2x"}, "downsample_mode is '2x'"),
+        ({"patch_size": 16}, "patch_size is 16, the tower's is 8"),
+        ({"patch_size": None}, "patch_size is 14, the tower's is 8"),
+        ({"slice_mode": 1}, "slice_mode and use_image_id must be true or false"),
+        ({"use_image_id": "no"}, "slice_mode and use_image_id must be true or false"),
+        ({"do_resize": False}, "without do_resize"),
+    ],
+    ids=str,
+)
+def test_image_processors_that_do_not_fit_are_refused_by_name(
+    tiny_checkpoint: Export, tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    broken = edited(tiny_checkpoint(MINICPM), tmp_path / "broken", "preprocessor_config.json", change)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
+        plan_export(ExportOptions(str(broken), (), "fp32"))
+
+
+def test_without_slice_mode_images_have_one_view(tiny_checkpoint: Export, tmp_path: Path) -> None:
+    whole = edited(tiny_checkpoint(MINICPM), tmp_path / "whole", "preprocessor_config.json", {"slice_mode": False})
+    layout = plan_export(ExportOptions(str(whole), (), "fp32")).config.layout
+    assert isinstance(layout, Slices)
+    assert (layout.most, layout.max_views, layout.passes(1000, 700)) == (1, 1, 1)
+
+
+def test_an_image_of_one_token_is_answered_as_by_transformers(tiny_checkpoint: Export, tmp_path: Path) -> None:
+    changes = {"scale_resolution": 32, "slice_mode": False}
+    small = edited(tiny_checkpoint(MINICPM), tmp_path / "small", "preprocessor_config.json", changes)
+    judge, images, messages = Reference(small), [random_image(0, SMALL)], prompt_messages(QUESTIONS[1])
+    inputs = judge.inputs(messages, images)
+    with load(export(small, tmp_path / "bundle", (3,), dialects=ORT).folder, device="cpu", threads=THREADS) as model:
+        asked = prompt(model, messages, images)
+        assert int(asked.is_vision.sum()) == 1
+        assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
+        for k in (None, 3):
+            found = answer(Session(model.backend, model.manifest), asked, policy(k), 3)
+            np.testing.assert_allclose(found, judge.greedy(inputs, k, 3).logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_template_that_prints_an_image_not_once_is_refused(
+    tiny_checkpoint: Export, tmp_path: Path, times: int
+) -> None:
+    place = tmp_path / "twice"
+    shutil.copytree(tiny_checkpoint(MINICPM), place)
+    template = (place / "chat_template.jinja").read_text(encoding="utf-8")
+    (place / "chat_template.jinja").write_text(
+        template.replace(MINICPM.image_token, MINICPM.image_token * times), encoding="utf-8"
+    )
+    with pytest.raises(TemplateError, match=rf"prints <\|image_pad\|> {times} times for 1 images"):
+        plan_export(ExportOptions(str(place), (), "fp32")).source().text.prompt(prompt_messages("red?"), 4)
+
+
+def test_the_command_exports_four_patches_a_token(tiny_checkpoint: Export, tmp_path: Path) -> None:
+    made = tmp_path / "bundle"
+    asked = ["--model", str(tiny_checkpoint(MINICPM)), "--downsample", "4x", "--arithmetic", "f32", "--dialect", "ort"]
+    done = CliRunner().invoke(cli.export, [*asked, "--out", str(made)])
+    assert done.exit_code == 0, done.output
+    assert Bundle.open(made).manifest.layout.parameters["merge"] == 2
+    done = CliRunner().invoke(cli.export, [*asked[:2], "--downsample", "none", "--out", str(tmp_path / "other")])
+    assert done.exit_code == 1
+    assert "this model has 16x, 4x; use one of these" in done.output
+
+
+def test_a_tokenizer_without_the_marks_is_refused(tiny_checkpoint: Export, tmp_path: Path) -> None:
+    place = tmp_path / "unmarked"
+    shutil.copytree(tiny_checkpoint(MINICPM), place)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        marked = (place / name).read_text(encoding="utf-8")
+        (place / name).write_text(marked.replace("<slice>", "<piece>"), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="the tokenizer has no token <slice>, which stand"):
+        plan_export(ExportOptions(str(place), (), "fp32"))
+
+
+def test_a_bundle_whose_slices_are_not_the_tower_s_is_refused(folder: Path, model: Model) -> None:
+    spec, tower = model.manifest.layout, model.manifest.model.tower
+    for change in ({"merge": 2}, {"patch": 16}, {"most": 0}, {"most": 65}):
+        broken = replace(spec, parameters={**spec.parameters, **change})
+        with pytest.raises(BundleError):
+            read_layout(broken, tower)
+    with pytest.raises(BundleError, match="patches merge after layer 9 of 4"):
+        replace(tower, merged_after=9)
+
+
+def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(model: Model) -> None:
+    options = Options(4, ignore_eos=True, logprobs=True)
+    with model.open([random_image(0, HIGH)]) as conversation:
+        conversation.ask("red?", 5, options)
+        conversation.replace([random_image(1, WIDE)])
+        found = conversation.ask("red?", 5, options)
+    with model.open([random_image(1, WIDE)]) as fresh:
+        assert found.token_ids == fresh.ask("red?", 5, options).token_ids
+
+
+@pytest.mark.parametrize("tiny", [MINICPM, FINE, replace(MINICPM, tied=True)], ids=["16x", "4x", "tied"])
+def test_parameters_of_a_plan_are_those_of_the_weights(tiny_checkpoint: Export, tiny: Any) -> None:
+    """Of the checkpoint's directory, whose image processor tells the rest."""
+    checkpoint = tiny_checkpoint(tiny)
+    plan = plan_export(ExportOptions(str(checkpoint), (), "fp32"))
+    assert find_size(str(checkpoint)).parameters == plan.weights.parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "vision"), [("fp16", None), ("int8", None), ("int4", "int4")])
+def test_a_plan_counts_the_bytes_of_weights_and_the_memory_of_a_bundle(
+    tiny_checkpoint: Export, tmp_path: Path, precision: str, vision: str | None
+) -> None:
+    checkpoint = tiny_checkpoint(replace(MINICPM, dtype="bfloat16" if precision == "fp16" else "float16"))
+    bundle = export_with(ExportOptions(str(checkpoint), (), precision, vision_precision=vision), tmp_path / "bundle")
+    stored = sum(r.bytes for name, r in bundle.manifest.files.items() if name.startswith("weights/"))
+    size = find_size(str(checkpoint))
+    parts = precisions_of(size, precision, vision, None)
+    assert bundle_size(bundle).vision == size.vision
+    assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
+    assert resident(size, parts) == weights_in_memory(bundle)
+
+
+def test_the_merger_s_work_is_counted(tiny_checkpoint: Export) -> None:
+    """Of 4 layers two see all patches and two a quarter; without it all see all."""
+    coarse, fine = (find_size(str(tiny_checkpoint(tiny))).seeing(4).vision for tiny in (MINICPM, FINE))
+    assert isinstance(coarse, NaflexSize)
+    assert isinstance(fine, NaflexSize)
+    assert (coarse.patches, fine.patches) == (64, 16)
+    h, ffn, patches = coarse.hidden, coarse.ffn, 64
+    layers = sum(2 * (n * (4 * h * h + 2 * h * ffn) + 2 * n * n * h) for n in (patches, patches // 4))
+    merger = patches * (4 * h * h + 2 * 4 * h) + patches // 4 * (16 * h * ffn + 4 * h * ffn)
+    assert coarse.layer_macs == (layers + merger) // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiny", [MINICPM, FINE], ids=["16x", "4x"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
+def test_every_precision_computes_what_the_reference_does_with_the_same_weights(
+    tiny_checkpoint: Export, tmp_path: Path, precision: str, tiny: Any
+) -> None:
+    made = export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,), precision).folder
+    for device in DEVICES:
+        with load(made, device=device, threads=THREADS) as loaded:
+            for check in check_golden(loaded):
+                assert check.passed, (device, check)

@@ -1,0 +1,75 @@
+"""Small random MiniCPM-V 4.6 checkpoints in Hugging Face's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.tiny import ARCHITECTURES, Tiny, _text_fields, _weights, write_json, write_weights
+
+MINICPM = Tiny(
+    family="minicpmv4_6", text="qwen3_5", tokenizer="bytes", vision="siglip", head_dim=16, attending=(1, 4, 6), taps=4,
+    context=512, vocab=330, image=48, patch=8, vision_layers=4, slices=4,
+)  # fmt: skip
+SIDE = 64  # of a slice: one token of 16 or four times 4 patches of 16 pixels
+MARKS = ("image_start", "image_end", "slice_start", "slice_end", "image_id_start", "image_id_end", "video")
+
+
+def settings(tiny: Tiny, image_token: int) -> dict[str, Any]:
+    """The configuration; the table of positions has `image / patch` places a side."""
+    from tests.support.families.qwen import of_delta
+
+    rope = {"rope_type": "default", "rope_theta": tiny.theta, "partial_rotary_factor": tiny.partial}
+    text = _text_fields(tiny) | of_delta(tiny) | {"model_type": "qwen3_5_text", "rope_parameters": rope}
+    vision = {
+        "model_type": "minicpmv4_6_vision", "hidden_size": tiny.vision_hidden, "intermediate_size": tiny.vision_ffn,
+        "num_hidden_layers": tiny.vision_layers, "num_attention_heads": tiny.vision_heads, "image_size": tiny.image,
+        "patch_size": tiny.patch, **({} if tiny.vision_act is None else {"hidden_act": tiny.vision_act}),
+    }  # fmt: skip
+    mode = {} if tiny.names == "hub" and tiny.downsample == "16x" else {"downsample_mode": tiny.downsample}
+    return {
+        "architectures": [ARCHITECTURES[tiny.family]], "model_type": tiny.family, "text_config": text,
+        "vision_config": vision, "image_token_id": image_token, "video_token_id": image_token - 1,
+        "insert_layer_id": tiny.insert, "tie_word_embeddings": tiny.tied, "torch_dtype": tiny.dtype, **mode,
+    }  # fmt: skip
+
+
+def image_settings(tiny: Tiny) -> dict[str, Any]:
+    """The image processor's file."""
+    return {
+        "image_processor_type": "MiniCPMV4_6ImageProcessor", "max_slice_nums": tiny.slices, "scale_resolution": SIDE,
+        "patch_size": tiny.patch, "slice_mode": True, "downsample_mode": tiny.downsample,
+        "use_image_id": tiny.numbered, "do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3,
+        "rescale_factor": 1 / 255, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }  # fmt: skip
+
+
+def make_minicpm(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
+    from transformers import AutoConfig
+
+    fields = settings(tiny, image_token)
+    config = AutoConfig.for_model(**fields)
+    written = fields if tiny.names == "hub" else config.to_dict() | {"architectures": fields["architectures"]}
+    write_json(folder / "config.json", written)
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    write_json(folder / "preprocessor_config.json", image_settings(tiny))
+    (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
+    write_weights(folder, tiny, _weights(config, tiny, seed))
+    return folder
+
+
+def processor_of(folder: Path) -> Any:
+    """Transformers' processor with its image processor on Pillow; the one of videos needs torchvision."""
+    from transformers import AutoTokenizer, MiniCPMV4_6ImageProcessorPil, MiniCPMV4_6Processor
+
+    class WithoutVideos(MiniCPMV4_6Processor):
+        def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
+            return None
+
+    images = MiniCPMV4_6ImageProcessorPil.from_pretrained(folder, local_files_only=True)
+    return WithoutVideos(
+        images, SimpleNamespace(slice_mode=True, downsample_mode="16x", model_input_names=()),
+        AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        chat_template=(folder / "chat_template.jinja").read_text(encoding="utf-8"),
+    )  # fmt: skip
