@@ -194,7 +194,7 @@ class Tiny:
         if self.family == "internvl_chat":
             return ["<img>", "</img>", "<|im_start|>", "<|im_end|>"]
         if self.family in MARKED:
-            return [*MARKS, *["<global-img>"] * (self.family == "smolvlm")]
+            return [*MARKS, *["<global-img>", "<end_of_utterance>"] * (self.family == "smolvlm")]
         if self.family == "lfm2_vl":
             places = [(1, 1), (1, 2), (1, 3), (2, 1), (3, 1)]
             tiles = [f"<|img_row_{row}_col_{column}|>" for row, column in places]
@@ -493,6 +493,8 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
         sizes = {"size": {"longest_edge": 2 * tiny.image}, "max_image_size": {"longest_edge": tiny.image}}
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_image_splitting": True, "do_pad": True}
         kind = PROCESSORS[tiny.family].replace("Processor", "ImageProcessor")
+        videos = {"video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": tiny.image}}}
+        sizes |= videos if tiny.family == "smolvlm" else {}
         return settings | half | sizes | {"resample": 1, "image_processor_type": kind}
     if tiny.vision == "siglip":
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
