@@ -210,9 +210,11 @@ def plan_export(options: ExportOptions) -> Plan:
     if options.retain is not None:
         options.retain.check(options.reductions)
     most, must_fit = config.text.max_positions, spec_of(config.layout).must_fit
+    of_longrope = config.text.rope.kind == "longrope"
     context = min(DEFAULT_CONTEXT, most) if options.max_context is None else options.max_context
     if context > most:
-        raise RequestError(f"--max-context is {context}; the model has {most} positions; lower it")
+        beyond = ", beyond which its longrope rotates all tokens by other factors" if of_longrope else ""
+        raise RequestError(f"--max-context is {context}; the model has {most} positions{beyond}; lower it")
     if context <= must_fit + 1:
         raise RequestError(
             f"--max-context is {context}; one image takes up to {must_fit} tokens and a question more; raise it"

@@ -56,8 +56,8 @@ def chosen(
 ) -> list[int]:  # fmt: skip
     """The numbers of the frames sampled from `count`, `rate` a second: `wanted`, or as many as `number_sampled` says.
 
-    `without_ends`: a second is left out at each end of a video longer by more than that than the most frames take,
-    at so many a second.
+    `without_ends`: a number of frames a second; of videos of more than the largest number of frames times it and two
+    seconds, a second is left out at each end.
     """
     number = number_sampled(count, rate, **(by_rate or {})) if wanted is None else wanted
     if without_ends is None:

@@ -44,9 +44,9 @@ class Frames:
     `halved`: these form a square, which is shrunk bilinearly to half its side, rounded up. `newline`: one learned
     newline ends the video. `between`: text of the prompt between two frames. `padded`: frames are sampled up to the one
     before the last, and a video with fewer begins with black ones.
-    `a_second`: so many frames are sampled a second, at most `frames`, without the first and the last second of a long
+    `a_second`: frames are sampled at this rate, at most `frames`, without the first and the last second of a long
     video, and the prompt tells their number, the duration and the time of each, as SmolVLM's does. `longer`: frames are
-    resized to so many pixels along their longer side before they are resized to the tower's size.
+    resized to this many pixels along their longer side before they are resized to the tower's size.
     """
 
     frames: int
