@@ -127,7 +127,7 @@ def test_later_questions_about_a_video_equal_fresh_runs(models: Models, k: int |
     assert_later_equal_fresh(models(TINY, (3, 5, 7)), [replace(WIDE, frames=3), random_image(0, (50, 50))], k)
 
 
-def test_a_file_answers_as_its_frames_and_openvino_as_onnxruntime(models: Models, tmp_path: Path) -> None:
+def test_openvino_gives_the_same_answers_about_videos(models: Models) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
     model, options = models(TINY, (3, 5, 7)), Options(STEPS, ignore_eos=True, logprobs=True)
     with load(model.bundle.folder, device="openvino", threads=1) as other:
