@@ -130,6 +130,12 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 _QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 _QWEN3_PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}
 _SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
+EAGLE = """\
+Eagle-X5 (`eagle_llama`) joins the channels of five towers of 1,024 tokens each: CLIP ViT-L, ConvNeXt-XXL, SAM's
+ViT-L, EVA-02-L and Pix2Struct's encoder. vtx has graphs for the first alone. The released code also leaves open at
+which size the CLIP tower of the published weights runs: it sets 336 pixels and remarks that it is 448. Support needs a
+published checkpoint to settle the size and the names of the tensors, and a graph and a PyTorch reference for each
+tower."""
 Cell = Callable[[Family, ModelConfig], str]
 
 
@@ -273,6 +279,7 @@ def page() -> str:
     lines += [f"{number}. {reason}" for reason, number in notes.items()]
     lines += ["", "## Refused by name", "", "| `model_type` or architecture | reason |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
+    lines += ["", EAGLE]
     return "\n".join(lines) + "\n"
 
 

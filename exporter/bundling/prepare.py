@@ -56,6 +56,7 @@ from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.vision.layouts import spec_of
+from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.pairs import Pairs
 
 DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
@@ -196,8 +197,8 @@ def plan_export(options: ExportOptions) -> Plan:
     for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):
         check_activation(activation)
     config, unprinted = replace(stated, text=with_own_head(stated.text, checkpoint)), False
-    if config.video is not None and isinstance(config.video.layout, Pairs):
-        unprinted = "video" not in (options.template or read_template(checkpoint.folder))
+    if config.video is not None and (family.video_template or isinstance(config.video.layout, Pairs)):
+        unprinted = "video" not in (options.template or family.video_template or read_template(checkpoint.folder))
         config = replace(config, video=None) if unprinted else config
     gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
@@ -210,9 +211,11 @@ def plan_export(options: ExportOptions) -> Plan:
     if options.retain is not None:
         options.retain.check(options.reductions)
     most, must_fit = config.text.max_positions, spec_of(config.layout).must_fit
+    of_longrope = config.text.rope.kind == "longrope"
     context = min(DEFAULT_CONTEXT, most) if options.max_context is None else options.max_context
     if context > most:
-        raise RequestError(f"--max-context is {context}; the model has {most} positions; lower it")
+        beyond = ", beyond which its longrope rotates all tokens by other factors" if of_longrope else ""
+        raise RequestError(f"--max-context is {context}; the model has {most} positions{beyond}; lower it")
     if context <= must_fit + 1:
         raise RequestError(
             f"--max-context is {context}; one image takes up to {must_fit} tokens and a question more; raise it"
@@ -266,6 +269,8 @@ def _chat_template(options: ExportOptions, checkpoint: Checkpoint, family: Famil
     if options.template is None and family.prompt is not None:
         return family.prompt
     if family.template is None:
+        if options.template is None and family.video_template is not None:
+            return _by_kind(read_template(checkpoint.folder), family.video_template)
         return options.template
     # adds the text that the family's processor in transformers adds
     return family.template(read_template(checkpoint.folder) if options.template is None else options.template, config)
@@ -368,14 +373,28 @@ def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> Video
     if family.video_processor is None:  # frames are images
         settings = _image_settings(checkpoint, config, family)
     else:
-        settings, frames = read_video_settings(checkpoint.folder, family.video_processor, family.processors)
+        settings, frames = read_video_settings(
+            checkpoint.folder, family.video_processor, family.processors, by_rate=family.adjust_video is not None
+        )
         settings = _of_side(settings, config, "video")
-        if isinstance(layout, Pairs):
-            assert family.adjust_video is not None, "families whose frames go in pairs read their sizes"
-            layout = family.adjust_video(layout, read_video_processor(checkpoint.folder))
+        if family.adjust_video is not None:
+            own = read_video_processor(checkpoint.folder)
+            if isinstance(layout, Frames):
+                own = own or read_image_processor(checkpoint.folder)
+            layout = family.adjust_video(layout, own)
         else:
             layout = layout if frames is None else replace(layout, frames=frames)
     return VideoSpec(spec_of(layout), settings, config.frames is not None)
+
+
+def _by_kind(images: str, videos: str) -> str:
+    """A chat template that is `videos` for conversations with a video, and else `images`."""
+    images = images.removesuffix("\n")  # as jinja reads it alone; the empty text keeps a line break at its beginning
+    return (
+        "{% set pictures = namespace(videos=false) %}{% for message in messages if message['content'] is not string %}"
+        "{% for part in message['content'] if part['type'] == 'video' %}{% set pictures.videos = true %}{% endfor %}"
+        f"{{% endfor %}}{{% if pictures.videos %}}{videos}{{% else %}}{{{{ '' }}}}{images}{{% endif %}}"
+    )
 
 
 def demo_checkpoint() -> Path:

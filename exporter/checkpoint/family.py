@@ -22,6 +22,7 @@ from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
+from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.pairs import Pairs
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ class Family:
     `read` turns `config.json` into the configuration of the graphs. `processors` are the image processors it may have;
     `tensors` are pairs of a pattern and its replacement in canonical names, for names that other families do not have.
     `video_processor` prepares video frames, if the family has videos and treats their frames unlike images;
-    `adjust_video` adds settings of its own file to the layout of videos.
+    `adjust_video` adds settings of its own file to the layout of videos; `video_template` is the chat template that
+    transformers' processor takes in place of the checkpoint's if there is a video.
     `adjust` adds settings of the image processor's file, `template` the edits that transformers' processor makes to a
     prompt after the chat template. `prompt` is the chat template of checkpoints that have none, since it is the work of
     transformers' processor; it prints the whole prompt, and the tokenizer adds nothing. `statistics` adds those of
@@ -132,7 +134,8 @@ class Family:
     processors: tuple[ImageProcessor, ...]
     tensors: tuple[tuple[str, str], ...] = ()
     video_processor: ImageProcessor | None = None
-    adjust_video: Callable[[Pairs, Config], Pairs] | None = None
+    adjust_video: Callable[[Any, Config], Frames | Pairs] | None = None
+    video_template: str | None = None
     adjust: Callable[[ModelConfig, Config], ModelConfig] | None = None
     template: Callable[[str, ModelConfig], str] | None = None
     prompt: str | None = None

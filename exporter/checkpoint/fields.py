@@ -16,7 +16,7 @@ MAX_WIDTH = 1 << 20
 NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
 # default numbers of frequencies by time, row and column, the last those of a part of a head
 SECTIONS, INTERLEAVED, PARTIAL = (16, 24, 24), (24, 20, 20), (11, 11, 10)
-KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "proportional")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 
 
 def size(config: Any, name: str, limit: int = MAX_WIDTH, file: str = "config.json") -> int:
@@ -60,7 +60,8 @@ def read_rope(
 
     `parameters`: those of the layers meant, of a model with several. "proportional" rotates a part of each head. So
     does any kind if `partial`, by the frequencies of a head of the size of the part; further ones are 0.
-    "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context. Raises
+    "dynamic" (NTK by length) changes nothing up to `max_position_embeddings`, the limit of a bundle's context, and
+    "longrope" up to `original_positions`. Raises
     UnsupportedModelError, CheckpointError.
     """
     parameters = dict((getattr(config, "rope_parameters", None) if parameters is None else parameters) or {})
@@ -98,6 +99,11 @@ def read_rope(
         rates = np.where(waves > context / low, rates / factor, np.where(waves < context / high, rates, blended))
     if kind == "yarn":
         rates, scale = _yarn(rates, theta, parameters)
+    if kind == "longrope":
+        original = original_positions(config)
+        if original is None:
+            raise UnsupportedModelError("longrope of some layers only is not supported; vtx supports it for all layers")
+        rates, scale = _longrope(theta, rotated, parameters, original, config.max_position_embeddings)
     interleaved = interleaved and three_part
     if three_part and parameters.get("mrope_interleaved", interleaved) != interleaved:
         raise UnsupportedModelError(
@@ -116,6 +122,43 @@ def read_rope(
         sections = (sections[0] + still, *sections[1:])
     frequencies = (*(float(r) for r in rates.astype(np.float32)), *[0.0] * still)
     return RopeSpec(kind, theta, frequencies, tuple(sections), scale, interleaved)
+
+
+def original_positions(config: Any) -> int | None:
+    """The positions of a text model with longrope up to which it rotates by its short factors; None if it has another.
+
+    In transformers a sequence beyond them rotates all of its tokens by the long factors, so that K in caches is void.
+    """
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    if str(parameters.get("rope_type", parameters.get("type", "default"))) != "longrope":
+        return None
+    name, positions = "original_max_position_embeddings", config.max_position_embeddings
+    own = getattr(config, name, None)  # which comes first in transformers
+    return int(number(parameters if own is None else {name: own}, name, positions))
+
+
+def _longrope(
+    theta: float, rotated: int, parameters: Mapping[str, Any], original: int, positions: int
+) -> tuple[NDArray[np.floating[Any]], float]:
+    """LongRoPE's rates by the short factors, and its scale (arXiv 2402.13753)."""
+    for name in ("short_factor", "long_factor"):
+        factors = parameters.get(name)
+        numbers = [number({name: each}, name) for each in factors] if isinstance(factors, list | tuple) else []
+        if len(numbers) != rotated // 2:
+            raise CheckpointError(
+                f"config.json: rope {name} is {factors!r:.60}, not {rotated // 2} positive numbers; correct config.json"
+            )
+    factor, scale = number(parameters, "factor", positions / original), 1.0
+    if parameters.get("attention_factor") is not None:
+        scale = number(parameters, "attention_factor")
+    elif factor > 1:
+        if original <= 1:
+            raise CheckpointError(
+                f"config.json: rope original_max_position_embeddings is {original}; it must be above 1"
+            )
+        scale = math.sqrt(1 + math.log(factor) / math.log(original))
+    powers = np.float32(theta) ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))
+    return 1.0 / (np.array(parameters["short_factor"], np.float32) * powers), scale
 
 
 def _yarn(

@@ -41,11 +41,12 @@ def read_video_processor(folder: Path) -> Mapping[str, Any]:
 
 
 def read_video_settings(
-    folder: Path, kind: ImageProcessor, images: Sequence[ImageProcessor]
+    folder: Path, kind: ImageProcessor, images: Sequence[ImageProcessor], *, by_rate: bool
 ) -> tuple[ImageSettings, int | None]:
     """Settings of a video's frames, and the number of sampled frames if the file has one.
 
     Without a file of the video processor, which is `kind`, they are those of the image processor, one of `images`.
+    `by_rate`: the layout of videos reads how frames are sampled.
     Raises UnsupportedModelError, CheckpointError.
     """
     config = read_video_processor(folder) or read_image_processor(folder)
@@ -54,7 +55,7 @@ def read_video_settings(
     if base is not None and base not in (kind.name, *(image.name for image in images)):
         raise UnsupportedModelError(f"video processor {_show(named)} is not supported; supported: {kind.name}")
     frames = config.get("num_frames")
-    if not kind.own_size and config.get("do_sample_frames") and (config.get("fps") is not None or frames is None):
+    if not by_rate and config.get("do_sample_frames") and (config.get("fps") is not None or frames is None):
         raise UnsupportedModelError(f"{kind.name} samples frames by fps; vtx needs a fixed number: set num_frames")
     if frames is not None and (not isinstance(frames, int) or not 1 <= frames <= MAX_SAMPLED_FRAMES):
         raise CheckpointError(

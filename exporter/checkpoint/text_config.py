@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
+from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, original_positions, read_rope, size
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, DeltaSpec, RopeSpec, SlidingSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.tools.estimate.sizes import DecoderShape
@@ -90,6 +90,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         )
     if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
         positions = min(positions, window)  # attention is full up to here
+    positions = min(positions, original_positions(config) or positions)
     layers, ffn = size(config, "num_hidden_layers", MAX_LAYERS), size(config, "intermediate_size")
     eps = number(vars(config), "norm_eps" if family == "lfm2" else "rms_norm_eps")
     factors, more = tuple[tuple[str, float], ...](), dict[str, Any]()

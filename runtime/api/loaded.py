@@ -8,7 +8,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, cast
 
@@ -252,7 +251,7 @@ class LoadedBundle:
 
         order = load_frames(
             video, video.frames or layout.rate, prepared, stopped, padded=layout.padded, nearest=layout.nearest,
-            begun=begun,
+            without_ends=layout.without_ends, begun=begun,
         )  # fmt: skip
         size, clip = sizes[0], clips[-1]
         views: NDArray[np.float32] | FrameFile
@@ -271,7 +270,7 @@ class LoadedBundle:
 
         def refitted(frames: int, max_pixels: int | None) -> PromptImage:
             smaller = layout if max_pixels is None else layout.within(max_pixels)
-            return smaller.prompt_image(replace(clip, numbers=layout.sampled(clip.count, frames)), *size)
+            return smaller.prompt_image(layout.sampled(clip, frames), *size)
 
         arrange = partial(layout.arrange, clip=clip, width=size[0], height=size[1], newline=self._newline)
         counted = self.manifest.video.layout.name == PAIRS

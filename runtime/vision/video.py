@@ -80,11 +80,15 @@ class SampledFrames:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Frames are sampled at `a_second`: at least `fewest` if the video has them, and at most `most`."""
+    """Frames are sampled at `a_second`: at least `fewest` if the video has them, and at most `most`.
+
+    Their number is rounded down, or to the `nearest`.
+    """
 
     a_second: float
     fewest: int
     most: int
+    nearest: bool = False
 
 
 def video(source: VideoFile | NDArray[np.uint8], *, frames: int | None = None, fps: float | None = None) -> Video:
@@ -135,9 +139,10 @@ def load_frames(
     *,
     padded: bool = False,
     nearest: bool = False,
+    without_ends: float | None = None,
     begun: Callable[[SampledFrames], object] = lambda _: None,
 ) -> list[T]:
-    """`prepare` of each of the `wanted` sampled frames; `padded` and `nearest` as in `sampled`.
+    """`prepare` of each of the `wanted` sampled frames; `padded` and `nearest` as in `sampled`, the rest in `chosen`.
 
     Reading ends once `stopped` is true. `begun` gets what is sampled before the first frame, and again if the file
     turns out to have fewer frames than it said.
@@ -145,11 +150,11 @@ def load_frames(
     Raises ImageError if it is not a video, damaged, or beyond a limit (`limits.py`); DeviceError if PyAV, which reads
     files, is missing; RequestError if it was stopped.
     """
-    from vtx.runtime.vision.video_child import USUAL_RATE, number_sampled, pixels_refused, sampled
+    from vtx.runtime.vision.video_child import USUAL_RATE, chosen, pixels_refused
 
     by_rate = asdict(wanted) if isinstance(wanted, Rate) else None
     most = wanted.most if isinstance(wanted, Rate) else wanted
-    form = {"padded": padded, "nearest": nearest}
+    form: dict[str, Any] = {"padded": padded, "nearest": nearest, "without_ends": without_ends}
     if isinstance(given.source, np.ndarray):
         frames = given.source
         if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:
@@ -160,12 +165,11 @@ def load_frames(
         if (height := frames.shape[1]) * (width := frames.shape[2]) > MAX_FRAME_PIXELS:
             raise ImageError(pixels_refused("the given video", width, height, MAX_FRAME_PIXELS))
         rate = float(given.fps or USUAL_RATE)
-        number = wanted if isinstance(wanted, int) else number_sampled(len(frames), rate, **asdict(wanted))
-        places = sampled(len(frames), number, **form)
+        places = chosen(len(frames), rate, None if by_rate else most, by_rate, **form)
         begun(SampledFrames(tuple(places), len(frames), rate))
         black = np.zeros_like(frames[0])
-        chosen = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*places})}
-        return [chosen[n] for n in places]
+        shown = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*places})}
+        return [shown[n] for n in places]
     prepared, clips = dict[int, T](), list[SampledFrames]()
 
     def receive(number: int, image: Image.Image, _: float, about: dict[str, Any]) -> bool:

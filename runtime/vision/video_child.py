@@ -23,25 +23,52 @@ USUAL_RATE = 24.0  # frames a second of videos that do not say theirs
 Frames = Generator[tuple[dict[str, Any], list[Any]], None, dict[str, list[int]]]
 
 
-def sampled(count: int, wanted: int, *, padded: bool = False, nearest: bool = False) -> list[int]:
+def sampled(
+    count: int, wanted: int, *, padded: bool = False, nearest: bool = False, first: int = 0, last: int | None = None
+) -> list[int]:
     """The numbers of the sampled frames: evenly from the first to the last, rounded down; of few frames some twice.
 
     `nearest`: rounded to the nearest instead, at a half to the even one. `padded`: up to the one before the last; of
-    too few frames all, behind black ones, whose number is -1.
+    too few frames all, behind black ones, whose number is -1. `first` and `last`: the ends, if not those of the video.
     """
     if padded and count < wanted:
         return [-1] * (wanted - count) + [*range(count)]
     if wanted == 1:
-        return [0]
-    last = count - 1 - padded
-    step = last / (wanted - 1)
-    places = (number * step for number in range(wanted - 1))
+        return [first]
+    last = count - 1 - padded if last is None else last
+    step = (last - first) / (wanted - 1)
+    places = (number * step + first for number in range(wanted - 1))
     return [*(round(place) if nearest else int(place) for place in places), last]
 
 
-def number_sampled(count: int, rate: float, *, a_second: float, fewest: int, most: int) -> int:
-    """The number of frames sampled `a_second` from `count` frames, `rate` a second: at least `fewest`, if there are."""
-    return min(max(int(count / rate * a_second), fewest), most, count)
+def number_sampled(count: int, rate: float, *, a_second: float, fewest: int, most: int, nearest: bool = False) -> int:
+    """The number of frames sampled `a_second` from `count` frames, `rate` a second: at least `fewest`, if there are.
+
+    It is rounded down, or to the `nearest`.
+    """
+    number = count / rate * a_second
+    return min(max(round(number) if nearest else int(number), fewest), most, count)
+
+
+def chosen(
+    count: int, rate: float, wanted: int | None, by_rate: Mapping[str, Any] | None, *, without_ends: float | None,
+    **form: bool,
+) -> list[int]:  # fmt: skip
+    """The numbers of the frames sampled from `count`, `rate` a second: `wanted`, or as many as `number_sampled` says.
+
+    `without_ends`: a number of frames a second; of videos of more than the largest number of frames times it and two
+    seconds, a second is left out at each end.
+    """
+    number = number_sampled(count, rate, **(by_rate or {})) if wanted is None else wanted
+    if without_ends is None:
+        return sampled(count, number, **form)
+    most, first, last = number if wanted is not None else (by_rate or {})["most"], 0, count - 1
+    if count / rate - 2 > most * without_ends:
+        first, last = int(rate), min(int(count - rate), last)
+    if first >= last:
+        first, last = 0, count - 1
+    places = sampled(count, number, first=first, last=last, **form)
+    return places if wanted is not None else sorted({*places})
 
 
 def frames_of(request: dict[str, Any]) -> Frames:
@@ -54,13 +81,11 @@ def frames_of(request: dict[str, Any]) -> Frames:
     Raises ImageError if it is not a video, damaged, or beyond a limit of the request; DeviceError if PyAV is missing.
     """
     file = _File(request)
-    count, number, form = file.count(), request["wanted"], request["form"]
-    if number is None:
-        number = number_sampled(count, file.rate, **request["by_rate"])
-    wanted = sampled(count, number, **form)
+    count, number, by_rate, form = file.count(), request["wanted"], request["by_rate"], request["form"]
+    wanted = chosen(count, file.rate, number, by_rate, **form)
     decoded = yield from file.decode(wanted, {"sampled": wanted, "count": count, "rate": file.rate})
     if decoded < count and wanted[-1] >= decoded:  # more packets than pictures, as some codecs have
-        wanted = sampled(decoded, number, **form)
+        wanted = chosen(decoded, file.rate, number, by_rate, **form)
         yield from file.decode(wanted, {"sampled": wanted, "count": decoded, "rate": file.rate})
     return {"frames": wanted}
 

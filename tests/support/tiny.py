@@ -119,7 +119,7 @@ class Tiny:
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
-    rope: Literal["default", "linear", "llama3", "yarn", "dynamic"] = "default"
+    rope: Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"] = "default"
     theta: float = 10_000.0
     context: int = 256
     multipliers: tuple[float, float, float, float] = (12.0, 0.11, 0.22, 4.0)  # of granite
@@ -205,7 +205,7 @@ class Tiny:
         if self.family == "minicpmv4_6":
             return ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<|video_pad|>"]
         if self.family in MARKED:
-            return [*MARKS, *["<global-img>"] * (self.family == "smolvlm")]
+            return [*MARKS, *["<global-img>", "<end_of_utterance>"] * (self.family == "smolvlm")]
         if self.family == "lfm2_vl":
             places = [(1, 1), (1, 2), (1, 3), (2, 1), (3, 1)]
             tiles = [f"<|img_row_{row}_col_{column}|>" for row, column in places]
@@ -334,8 +334,14 @@ def write_json(path: Path, value: Any) -> None:
 
 def _rope(tiny: Tiny) -> dict[str, Any]:
     # The old context is short, so that short prompts already reach the bands that the scaling changes.
+    half = (tiny.head_dim or tiny.hidden // tiny.heads) // 2
     more: dict[str, dict[str, Any]] = {
         "default": {},
+        "longrope": {
+            "short_factor": [1.0 + 0.2 * n for n in range(half)],
+            "long_factor": [2.0 + n for n in range(half)],
+            "original_max_position_embeddings": tiny.context - 56,
+        },
         "linear": {"factor": 2.0},
         "llama3": {
             "factor": 8.0,

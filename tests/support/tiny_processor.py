@@ -50,6 +50,8 @@ def _image_settings(tiny: Tiny) -> dict[str, Any]:
         sizes = {"size": {"longest_edge": 2 * tiny.image}, "max_image_size": {"longest_edge": tiny.image}}
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_image_splitting": True, "do_pad": True}
         kind = PROCESSORS[tiny.family].replace("Processor", "ImageProcessor")
+        videos = {"video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": tiny.image}}}
+        sizes |= videos if tiny.family == "smolvlm" else {}
         return settings | half | sizes | {"resample": 1, "image_processor_type": kind}
     if tiny.vision == "siglip":
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}

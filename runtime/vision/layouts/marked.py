@@ -19,7 +19,7 @@ from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import PromptImage
 
 MAX_SIDE = 8  # tiles: transformers resizes nothing beyond 4,096 pixels
-_FRAME, _WHOLE, _TILE = "<fake_token_around_image>", "<global-img>", "<row_{}_col_{}>"
+FRAME, WHOLE, _TILE = "<fake_token_around_image>", "<global-img>", "<row_{}_col_{}>"
 
 
 @image_layout("marked")
@@ -71,12 +71,12 @@ class MarkedTiles(Layout):
         """The prompt's text around the tokens of an image of this size, as transformers' processor prints it."""
         columns, rows = self._grid(width, height)
         if columns * rows == 1:
-            return PromptImage((self.tokens,), (_FRAME + _WHOLE, _FRAME))
+            return PromptImage((self.tokens,), (FRAME + WHOLE, FRAME))
         numbers = product(range(1, rows + 1), range(1, columns + 1))
-        tiles = [_FRAME + _TILE.format(row, column) for row, column in numbers]
+        tiles = [FRAME + _TILE.format(row, column) for row, column in numbers]
         tiles[columns::columns] = ["\n" + tile for tile in tiles[columns::columns]]
         spans = (self.tokens,) * (columns * rows + 1)
-        return PromptImage(spans, (*tiles, f"\n\n{_FRAME}{_WHOLE}", _FRAME))
+        return PromptImage(spans, (*tiles, f"\n\n{FRAME}{WHOLE}", FRAME))
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
         image, side = to_rgb(image), self.tile
@@ -109,12 +109,15 @@ class MarkedTiles(Layout):
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """The size of an image whose longer side has as many whole tiles as are allowed."""
-        aspect = width / height
         for side in range(self.side, 0, -1):
-            longer = side * self.tile
-            other = int(longer / aspect) if width >= height else int(longer * aspect)
-            other = max(other + other % 2, 1)  # even, as transformers rounds it
-            size = (longer, other) if width >= height else (other, longer)
+            size = resized_size(width, height, side * self.tile)
             if self._views(*self._covering(*size)) <= self.most:
                 break
         return size
+
+
+def resized_size(width: int, height: int, longer: int) -> tuple[int, int]:
+    """The size with `longer` pixels along the longer side, the other one even, as transformers rounds it."""
+    other = int(longer / (width / height)) if width >= height else int(longer * (width / height))
+    other = max(other + other % 2, 1)
+    return (longer, other) if width >= height else (other, longer)

@@ -102,9 +102,14 @@ class Pairs:
         """With at most `max_pixels` of each frame; images have checked them."""
         return replace(self, frame_pixels=min(max_pixels, self.frame_pixels or max_pixels))
 
-    def sampled(self, count: int, frames: int) -> tuple[int, ...]:
-        """The numbers of `frames` frames, sampled from `count`."""
-        return tuple(sampled(count, frames, nearest=True))
+    @property
+    def without_ends(self) -> None:
+        """Videos are sampled from end to end."""
+        return None
+
+    def sampled(self, clip: SampledFrames, frames: int) -> SampledFrames:
+        """The clip with `frames` frames instead."""
+        return replace(clip, numbers=tuple(sampled(clip.count, frames, nearest=True)))
 
     def prompt_image(self, clip: SampledFrames, width: int, height: int) -> PromptImage:
         """A video in a prompt: its tokens, and the time of each pair."""

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 import vtx
 from tests.support import bundles
 from tests.support.exported import THREADS
+from tests.support.families.qwen import QWEN35
 from tests.support.reference import Reference as Judge
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
@@ -124,6 +125,22 @@ def test_factors_without_rounding_leave_the_model_as_it_is(
         logits = found.logits(inputs["input_ids"][0].numpy(), features, (None, 3))
         for k in (None, 3):
             np.testing.assert_allclose(logits[k], judge.logits(inputs, k), atol=ROOM, rtol=0)
+
+
+def test_factors_leave_norms_whose_weights_are_differences_from_one_and_gated_layers_as_they_are(
+    tiny_checkpoint: Make, reference: Callable[..., Judge]
+) -> None:
+    """Of Qwen3.5 they are divided into 1 + w, and pass convolution, delta rule and the gate of attention."""
+    judge, checkpoint = reference(QWEN35), open_checkpoint(str(tiny_checkpoint(QWEN35)))
+    config, rng = read_config(checkpoint.config), np.random.default_rng(0)
+    checkpoint = replace(checkpoint, factors=config.text.factors, shifts=config.text.shifts)
+    groups = [group for layer in range(1, config.text.layers + 1) for group in channels(config.text, layer)]
+    factors = {g.source: np.exp(rng.standard_normal(g.width // g.sharing)).astype(np.float32) for g in groups}
+    found = Reference(checkpoint, config, Scaled(CheckpointWeights(checkpoint), scalings(config.text, factors)))
+    inputs = judge.inputs(prompt_messages(QUESTION, 0), [])
+    with torch.inference_mode():
+        logits = found.logits(inputs["input_ids"][0].numpy(), Encoded(torch.zeros(0, config.text.hidden)), (None,))
+        np.testing.assert_allclose(logits[None], judge.logits(inputs, None), atol=ROOM, rtol=0)
 
 
 def test_heads_that_read_the_same_values_share_factors(tiny_checkpoint: Make) -> None:

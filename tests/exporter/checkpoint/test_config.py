@@ -114,6 +114,12 @@ def test_rope_rates_follow_the_scaling(configs: Any, scaling: Any, low: float) -
     np.testing.assert_allclose(rope.frequencies, want, rtol=1e-6)
 
 
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 9.0, 10.0, 11.0, 12.0], "original_max_position_embeddings": 96,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -125,6 +131,10 @@ def test_rope_rates_follow_the_scaling(configs: Any, scaling: Any, low: float) -
             "mscale": 1.0, "mscale_all_dim": 0.7,
         },
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96, "attention_factor": 1.5},
+        LONGROPE,
+        LONGROPE | {"factor": 6.0},
+        LONGROPE | {"factor": 0.5},
+        LONGROPE | {"attention_factor": 1.2},
     ],
 )  # fmt: skip
 def test_rope_and_its_scale_are_those_of_transformers(configs: Any, scaling: Any) -> None:
@@ -143,6 +153,31 @@ def test_rope_and_its_scale_are_those_of_transformers(configs: Any, scaling: Any
 def test_yarn_with_numbers_that_make_no_sense_is_refused(configs: Any, wrong: Any) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64} | wrong
     assert next(iter(wrong)) in refused(changed(configs(), "text_config", "rope_scaling", to=scaling))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"short_factor": [1.0] * 7}, {"long_factor": [1.0] * 9}, {"short_factor": [0.0] * 8}, {"factor": "4"},
+     {"attention_factor": 0}, {"original_max_position_embeddings": 1}],
+)  # fmt: skip
+def test_longrope_with_numbers_that_make_no_sense_is_refused(configs: Any, wrong: Any) -> None:
+    assert next(iter(wrong)) in refused(changed(configs(), "text_config", "rope_scaling", to=LONGROPE | wrong))
+
+
+def test_the_context_ends_where_longrope_changes_its_factors_in_transformers(
+    tiny_checkpoint: Make, configs: Any
+) -> None:
+    folder = tiny_checkpoint(Tiny(rope="longrope"))
+    assert plan(folder).max_context == 200
+    with pytest.raises(RequestError, match="201; the model has 200 positions, beyond which its longrope rotates all"):
+        plan(folder, max_context=201)
+    without = {name: value for name, value in LONGROPE.items() if name != "original_max_position_embeddings"}
+    config = changed(configs(), "text_config", "rope_scaling", to=without)
+    assert read_config(config).text.max_positions == config["text_config"]["max_position_embeddings"]
+    named = changed(config, "text_config", "original_max_position_embeddings", to=64)  # as Phi-3 has it
+    text = read_config(named).text
+    assert text.max_positions == 64
+    assert text.rope.scale == pytest.approx((1 + np.log(4) / np.log(64)) ** 0.5)
 
 
 def test_the_context_ends_where_mistral_s_sliding_window_does(tiny_checkpoint: Make) -> None:
@@ -183,7 +218,7 @@ def test_other_towers_are_refused_by_name(configs: Any, family: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
-@pytest.mark.parametrize("kind", ["longrope", "su", "mrope"])
+@pytest.mark.parametrize("kind", ["su", "mrope"])
 def test_other_rope_variants_are_refused_by_name(configs: Any, key: str, kind: str) -> None:
     scaling = {key: kind, "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
     scaling["original_max_position_embeddings"] = 128

@@ -188,7 +188,7 @@ def test_the_template_is_found_in_every_place(reference: References, place: Any)
     assert torch.equal(ask(model)["input_ids"], ask(usual)["input_ids"])
 
 
-@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn", "longrope"])
 def test_rope_variants_change_the_logits(reference: References, rope: Any) -> None:
     plain, scaled = reference(Tiny()), reference(Tiny(rope=rope))
     assert (plain.logits(ask(plain), None) - scaled.logits(ask(scaled), None)).abs().max() > 1000 * TOLERANCE

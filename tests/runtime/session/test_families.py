@@ -44,7 +44,7 @@ FAMILIES = {
     "qwen3": (QWEN3, WITHIN | PATCHES),
     "qwen3, internvl": (INTERNVL, WITHIN),
     "qwen2": (Tiny(text="qwen2", select="full"), WITHIN | PATCHES),
-    "mistral": (Tiny(text="mistral", head_dim=24, tied=True), WITHIN | PATCHES),
+    "mistral": (Tiny(text="mistral", head_dim=24, tied=True, rope="longrope"), WITHIN | PATCHES),
     "vipllava": (Tiny(family="vipllava", feature_layer=(-2, -1, 1)), WITHIN | PATCHES),
     "video_llava": (Tiny(family="video_llava", context=768), WITHIN),
     "fast_vlm": (FAST_VLM, WITHIN),

@@ -15,7 +15,7 @@ import torch
 from tests.support.clips import evs, vidcom2
 from tests.support.exported import Models, prompt
 from tests.support.families.internvl import INTERNVL
-from tests.support.families.smolvlm import SMOLVLM
+from tests.support.families.smolvlm import IDEFICS
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.families.vila import VILA
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity
@@ -355,7 +355,7 @@ def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_cli
     assert marked.open(random_image(0)).ask("red?", reduce="divprune:keep=4", max_new_tokens=1).stats.vision_tokens == 4
 
 
-@pytest.mark.parametrize("tiny", [INTERNVL, SMOLVLM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [INTERNVL, IDEFICS], ids=lambda tiny: tiny.family)
 def test_models_whose_videos_vtx_does_not_take_are_refused_methods_of_clips_by_name(
     tiny: Tiny, tiny_checkpoint: Callable[..., Path]
 ) -> None:

@@ -7,15 +7,37 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, image_token_of, parse_parts, tower_of
+from vtx.exporter.checkpoint.config import (
+    ModelConfig,
+    VideoConfig,
+    VisionConfig,
+    image_token_of,
+    parse_parts,
+    tower_of,
+)
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import size
 from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layouts.frames import MAX_LONGER, Frames
 from vtx.runtime.vision.layouts.marked import MAX_SIDE, MarkedTiles
+from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 
 SIDE = 4  # tiles along the longer side by default
+A_SECOND = 1.0  # frames of a video by default
 _LONGEST = "longest_edge"
+_DEFAULTS = {
+    **SIGLIP_DEFAULTS, "resample": 1, "size": {_LONGEST: 1456}, "max_image_size": {_LONGEST: 364}, "do_pad": True,
+}  # fmt: skip
+# Transformers' processor takes it for any conversation with a video. Here the image token stands for a video too.
+VIDEO_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for line in message['content'] %}"
+    "{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' or line['type'] == 'video' %}{{ '<image>' }}{% endif %}{% endfor %}{% endif %}"
+    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
 # Transformers finds a patch's position by comparing fractions of the side. In these grids each patch gets its own; in
 # others rounding gives some patches their neighbour's.
 _UNROUNDED = (26, 27, *(1 << power for power in range(11)))
@@ -60,14 +82,41 @@ def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"the image processor's size: {e}") from e
 
 
+def _with_videos(config: Mapping[str, Any]) -> ModelConfig:
+    model = _read("SmolVLM", config)
+    frames = Frames(MAX_SAMPLED_FRAMES, model.view_tokens, a_second=A_SECOND, longer=SIDE * model.vision.image)
+    return replace(model, video=VideoConfig(model.image_token_id, frames, model.select))
+
+
+def _adjust_video(frames: Frames, processor: Mapping[str, Any]) -> Frames:
+    """Set how the video processor samples and resizes frames; its `size` counts, even if video_sampling has one."""
+    sampling = processor.get("video_sampling") or {}
+    if not isinstance(sampling, Mapping):
+        raise CheckpointError(f"the video processor's video_sampling is {sampling!r:.40}, not an object; correct it")
+    rate, most = (
+        sampling.get(name, processor.get(other)) for name, other in (("fps", "fps"), ("max_frames", "num_frames"))
+    )
+    edge = processor.get("size") or sampling.get("video_size") or {_LONGEST: frames.longer}
+    longer = edge.get(_LONGEST) if isinstance(edge, Mapping) else None
+    rate, most = A_SECOND if rate is None else rate, MAX_SAMPLED_FRAMES if most is None else most
+    if type(rate) not in (int, float) or type(most) is not int or most < 1 or type(longer) is not int:
+        raise CheckpointError(
+            f"the video processor samples {rate!r:.20} frames a second, at most {most!r:.20}, and its size is "
+            f"{edge!r:.60}; vtx needs two numbers and a longest_edge; correct them"
+        )
+    try:
+        return replace(
+            frames, frames=min(most, MAX_SAMPLED_FRAMES), a_second=float(rate), longer=min(longer, MAX_LONGER)
+        )
+    except BundleError as e:
+        raise CheckpointError(f"the video processor's settings: {e}") from e
+
+
 def marked_family(name: str) -> Family:
     """The family whose transformers classes begin with `name`."""
-    defaults = {
-        **SIGLIP_DEFAULTS, "resample": 1, "size": {_LONGEST: 1456}, "max_image_size": {_LONGEST: 364}, "do_pad": True,
-    }  # fmt: skip
     return Family(
         model_type=name.lower(), architecture=f"{name}ForConditionalGeneration", read=partial(_read, name),
-        processors=(ImageProcessor(f"{name}ImageProcessor", defaults, tiled=True, size="max_image_size"),),
+        processors=(ImageProcessor(f"{name}ImageProcessor", _DEFAULTS, tiled=True, size="max_image_size"),),
         adjust=_adjust, tensors=(
             (r"^model\.vision_model\.", "vision."),
             (r"^model\.text_model\.", "text."),
@@ -76,4 +125,7 @@ def marked_family(name: str) -> Family:
     )  # fmt: skip
 
 
-FAMILY = marked_family("SmolVLM")
+FAMILY = replace(
+    marked_family("SmolVLM"), read=_with_videos, adjust_video=_adjust_video, video_template=VIDEO_TEMPLATE,
+    video_processor=ImageProcessor("SmolVLMVideoProcessor", _DEFAULTS, tiled=True, size="max_image_size"),
+)  # fmt: skip

@@ -130,7 +130,8 @@ Answer Conversation::ask_ids(const Ids& ids, const Options& options) {
   Running running(*this);
   const Manifest& m = model_->manifest();
   for (int64_t id : ids) check_whole("token id", id, 0, m.model.vocab - 1);
-  if (m.text.video_token_id && std::count(ids.begin(), ids.end(), *m.text.video_token_id) > 0)
+  if (m.text.video_token_id && m.text.video_token_id != m.text.image_token_id &&
+      std::count(ids.begin(), ids.end(), *m.text.video_token_id) > 0)
     fail(Kind::request, "libvtx takes no videos; give frames of it as images");
   auto images = std::count(ids.begin(), ids.end(), m.text.image_token_id);
   if (ids.empty() || static_cast<size_t>(images) != images_.size())

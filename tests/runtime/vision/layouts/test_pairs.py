@@ -43,7 +43,7 @@ def smart_resize(model: str) -> Callable[..., tuple[int, int]]:
 
 
 def clip_of(frames: int, rate: float = 24.0, count: int | None = None) -> SampledFrames:
-    return SampledFrames(QWEN3.sampled(count or frames, frames), count or frames, rate)
+    return QWEN3.sampled(SampledFrames((), count or frames, rate), frames)
 
 
 @pytest.mark.parametrize("layout", [QWEN2, QWEN25, QWEN3, SMALL3], ids=["qwen2", "small", "qwen3", "default"])
