@@ -42,6 +42,8 @@ class PositionedCache : public StageCache {
     length = filled;
   }
   bool selects_outputs() const override { return inner_->selects_outputs(); }
+  int64_t nearest(int64_t filled) const override { return inner_->nearest(filled); }
+  void mark(int64_t filled) override { inner_->mark(filled); }
   // Its cache, for a step of a token at a position.
   StageCache* for_step(int64_t position) {
     *used_ = this;
