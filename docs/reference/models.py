@@ -165,8 +165,6 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     layout, spec = spec_of(config.layout), model_spec(config, "")
     if spec.sliding:
         return "no: libvtx does not support sliding-window layers (`sliding`)"
-    if spec.conv_layers:
-        return "no: libvtx does not support convolution layers (`conv_layers`)"
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
         return f"no: libvtx does not support the layout `{layout.name}`"

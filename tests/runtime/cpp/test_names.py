@@ -17,7 +17,6 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 ROOT = Path(__file__).parents[3]
 # Keys of bundles that libvtx refuses by another key of theirs, which test_layouts names.
 REFUSED = {
-    *("conv_taps", "delta", "key_heads", "value_heads", "key_dim", "value_dim"),  # "conv_layers"
     *(
         "attention_scale",
         "axis_positions",

@@ -65,7 +65,7 @@ def test_fewer_tiles_are_those_of_python(models: Models, pictures: list[Path], t
     folder = models(LFM2, (3, 5)).bundle.folder
     with load(folder, device="cpu", threads=1, max_tiles=tiles) as model:
         for picture in pictures[1:8:2]:
-            [found] = ask(folder, picture, "red?", "--max-tiles", str(tiles), "--max-new-tokens", "3")
+            [found] = ask(folder, picture, "red?", "--max-tiles", str(tiles), "--k", "none", "--max-new-tokens", "3")
             with model.open(picture) as conversation:
                 assert expected(found) == expected(conversation.ask("red?", None, max_new_tokens=3).to_dict())
 
@@ -83,7 +83,7 @@ def test_any_size_has_the_tokens_that_python_gives_it(models: Models, tmp_path: 
 def test_traces_are_met(tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, device: str) -> None:
     """First, second and third questions, chats, several images, K and gates: ids, logits and caches' lengths."""
     checkpoint = tiny_checkpoint(replace(tiny, context=512))
-    layer = next(n for n in range(2, tiny.layers) if n not in tiny_layers(tiny))
+    reductions = (f"fastv:k={tiny.attending[0] + 1},ratio=0.5",)
     gates = write_gate(tmp_path, 168)
     assert meets(checkpoint, tmp_path, "fp32", device=device, reductions=reductions, gates=gates, limit=SAME) > 60
 

@@ -57,7 +57,7 @@ class StageCache {
   // The keys of the stage's last layer, all heads side by side, [length, kv_heads * head_dim], rotated.
   virtual Rows keys() = 0;
   // Forgets every slot from `filled` on, which must be its own `nearest`.
-  void keep(int64_t filled) {
+  virtual void keep(int64_t filled) {
     if (filled > length) fail(Kind::device, "a cache of ", length, " tokens cannot keep ", filled);
     if (states_) states_->keep(filled);
     length = filled;

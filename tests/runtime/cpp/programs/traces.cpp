@@ -42,6 +42,10 @@ class PositionedCache : public StageCache {
     length = filled;
   }
   bool selects_outputs() const override { return inner_->selects_outputs(); }
+  void keep(int64_t filled) override {
+    StageCache::keep(filled);
+    inner_->keep(filled);
+  }
   int64_t nearest(int64_t filled) const override { return inner_->nearest(filled); }
   void mark(int64_t filled) override { inner_->mark(filled); }
   // Its cache, for a step of a token at a position.
@@ -57,7 +61,6 @@ class PositionedCache : public StageCache {
   Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) override {
     *used_ = this;
     std::copy(positions.begin(), positions.end(), positions_.begin() + static_cast<std::ptrdiff_t>(length));
-    inner_->keep(length);
     return inner_->append(tokens, positions, query, outputs);
   }
 
