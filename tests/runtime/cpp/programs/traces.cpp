@@ -236,7 +236,8 @@ void run(const std::string& bundle, const std::string& from, const std::string& 
   for (const Json& item : *need(index, "images").array()) {
     read.push_back(read_picture(from + "/" + *need(item, "file").string()));
     images.push_back(model.prepare(read.back(), ""));
-    const std::vector<Pixels>& views = images.back().views;
+    std::vector<Pixels> views = images.back().views;
+    if (model.manifest().image.own_size()) views.resize(1);  // they may differ in size
     Floats all;
     for (const Pixels& view : views) all.insert(all.end(), view.values.begin(), view.values.end());
     Ids shape{static_cast<int64_t>(views.size()), 3, views.front().height, views.front().width};
