@@ -190,12 +190,3 @@ def test_videos_are_refused_by_name_and_altered_tokens_of_theirs(
     done = run("probe", "parse", "manifest", tmp_path / "vtx.json")
     assert done.returncode == 1
     assert named in done.stderr.decode()
-
-
-def test_layers_without_slots_are_refused_by_name(models: Callable[..., Model], tmp_path: Path) -> None:
-    manifest = json.loads((models().bundle.folder / "vtx.json").read_text())
-    manifest["stages"][0]["caches"] = []
-    (tmp_path / "vtx.json").write_text(json.dumps(manifest))
-    done = run("probe", "parse", "manifest", tmp_path / "vtx.json")
-    assert done.returncode == 1
-    assert "caches: layers without K and V in slots are not built in libvtx" in done.stderr.decode()

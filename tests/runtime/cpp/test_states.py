@@ -83,7 +83,8 @@ def test_any_size_has_the_tokens_that_python_gives_it(models: Models, tmp_path: 
 def test_traces_are_met(tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, device: str) -> None:
     """First, second and third questions, chats, several images, K and gates: ids, logits and caches' lengths."""
     checkpoint = tiny_checkpoint(replace(tiny, context=512))
-    reductions = (f"fastv:k={tiny.attending[0] + 1},ratio=0.5",)
+    layer = tiny.attending[0] + 1
+    reductions = f"fastv:k={layer},ratio=0.5", f"dart:keep=8,k={layer},pivots=2,text_pivots=2"
     gates = write_gate(tmp_path, 168)
     assert meets(checkpoint, tmp_path, "fp32", device=device, reductions=reductions, gates=gates, limit=SAME) > 60
 
@@ -148,9 +149,9 @@ def test_chats_go_back_to_states_as_python_does(models: Models, tiny: Tiny, devi
         (LFM2, {"layout": {"parameters": {"tile": 56}}}, "do not fit|tiles of 56"),
         (LFM2, {"layout": {"parameters": {"most": 65}}}, "it needs 2 to 64 tiles"),
         (LFM2, {"layout": {"parameters": {"tolerance": 0.5}}}, "and 1 times or more"),
-        (LFM2, {"model": {"tower": {"flags": []}}}, "the image layout has tokens of 2 x 2 patches of 8 pixels and tiles"),
+        (LFM2, {"model": {"tower": {"flags": []}}}, "has tokens of 2 x 2 patches of 8 pixels and tiles"),
         (QWEN35, {"model": {"delta": {"value_heads": 3}}}, "3 value heads cannot share"),
-        (QWEN35, {"model": {"delta": {"key_dim": 2147483647, "value_dim": 2147483647}}}, "more than 2147483647 numbers"),
+        (QWEN35, {"model": {"delta": {"key_dim": 1 << 30, "value_dim": 1 << 30}}}, "more than 2147483647 numbers"),
         (QWEN35, {"model": {"delta": {"key_dim": 0}}}, "key_dim is 0, outside 1..2147483647"),
         (QWEN35, {"model": {"delta": {"other": 1}}}, "unknown key 'other'"),
     ],
