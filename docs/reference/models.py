@@ -168,7 +168,9 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
         return f"no: libvtx does not support the layout `{layout.name}`"
-    known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
+    source = file.read_text(encoding="utf-8")
+    bases = re.findall(r'#include "(vision/layouts/\w+)\.hpp"', source)  # whose parameters it has, too
+    known = "".join((CPP / f"{name}.cpp").read_text(encoding="utf-8") for name in ("bundle/manifest", *bases)) + source
     fields = {
         *json_value(spec.tower), *json_value(spec.projector), *layout.parameters, *(["video"] if config.video else []),
     }  # fmt: skip
