@@ -25,6 +25,7 @@ from vtx.runtime.vision.layouts.pairs import Pairs
 
 PAGE = Path(__file__).with_suffix(".md")
 CPP = Path(__file__).parents[2] / "runtime/cpp/src"
+BUNDLE = "bundle/manifest", "bundle/text_settings"  # of libvtx, with the keys that it knows
 HEAD = f"""# Models
 
 The model families that vtx exports. A family is identified by a checkpoint's `architectures` and `model_type`, and has
@@ -170,7 +171,7 @@ def _cpp(family: Family, config: ModelConfig) -> str:
         return f"no: libvtx does not support the layout `{layout.name}`"
     source = file.read_text(encoding="utf-8")
     bases = re.findall(r'#include "(vision/layouts/\w+)\.hpp"', source)  # whose parameters it has, too
-    known = "".join((CPP / f"{name}.cpp").read_text(encoding="utf-8") for name in ("bundle/manifest", *bases)) + source
+    known = "".join((CPP / f"{name}.cpp").read_text(encoding="utf-8") for name in (*BUNDLE, *bases)) + source
     fields = {
         *json_value(spec.tower), *json_value(spec.projector), *layout.parameters, *(["video"] if config.video else []),
     }  # fmt: skip

@@ -60,7 +60,7 @@ def keys(kind: Any, around: tuple[Any, ...] = ()) -> Iterator[str]:
 
 
 def test_every_key_that_a_manifest_may_have_is_known_in_cpp() -> None:
-    rooms = (ROOT / "runtime/cpp/src/bundle" / f"{name}.cpp" for name in ("manifest", "action"))
+    rooms = (ROOT / "runtime/cpp/src/bundle" / f"{name}.cpp" for name in ("manifest", "text_settings", "action"))
     known = "".join(room.read_text(encoding="utf-8") for room in rooms)
     statistics = {f"{what}_{kind}" for what in ("state", "actions") for kind in ("mean", "std")}  # put together there
     assert {name for name in keys(Manifest) if f'"{name}"' not in known} == REFUSED | statistics
