@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vtx.runtime import checks
 from vtx.runtime.api import answering
-from vtx.runtime.backends import memory
+from vtx.runtime.backends import memory, slots
 from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import library
 from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT
@@ -37,7 +37,8 @@ TENSORS = (
     "IDS", "HIDDEN", "HIDDEN_OUT", "PIXELS", "FEATURES", "POSITIONS", "COS", "SIN", "LAST_SLOT", "TOTAL_SLOTS",
     "LOGITS", "BEST", "ODDS", "QUERY", "KEY", "KEY_SCALE", "ATTENTION_SUM", "ATTENTION_MAX", "TAU", "PATCH_INDEX",
     "MERGED", "SIMILARITY", "CLS_ATTENTION", "CLS_ATTENTION_LAST", "CLIP_PATCHES", "TEXT_EMBEDDING", "RECEIVED",
-    "TOWER_TOKENS", "TOWER_STATES", "SEEN_SLOTS", "GROUP", "ROBOT_STATE", "ACTIONS", "TIME", "CHANGE",
+    "TOWER_TOKENS", "TOWER_STATES", "SEEN_SLOTS", "GROUP", "ROBOT_STATE", "ACTIONS", "TIME", "CHANGE", "SLOTTED",
+    "UNCACHED", "STATEFUL", "STATE", "STATE_ENDS", "STATE_OUT",
 )  # fmt: skip
 FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "NEWLINE", "KV_SCALES")
 LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
@@ -68,6 +69,7 @@ def header() -> str:
         "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
         "MAX_STEPS": action_spec.MAX_STEPS, "MAX_BINS": action_spec.MAX_BINS, "MAX_NUMBERS": action_spec.MAX_NUMBERS,
         "MAX_LAYERS": model_spec.MAX_LAYERS, "MAX_SIZE": model_spec.MAX_SIZE, "MAX_SEGMENT": model_spec.MAX_SEGMENT,
+        "MAX_TAPS": model_spec.MAX_TAPS, "RECENT": slots.RECENT, "TRIED": slots.TRIED, "STATE_BYTES": slots.STATE_BYTES,
         "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,
         "MAX_RATIO": native.MAX_RATIO,

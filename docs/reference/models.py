@@ -25,6 +25,7 @@ from vtx.runtime.vision.layouts.pairs import Pairs
 
 PAGE = Path(__file__).with_suffix(".md")
 CPP = Path(__file__).parents[2] / "runtime/cpp/src"
+BUNDLE = "bundle/manifest", "bundle/text_settings"  # of libvtx, with the keys that it knows
 HEAD = f"""# Models
 
 The model families that vtx exports. A family is identified by a checkpoint's `architectures` and `model_type`, and has
@@ -175,12 +176,12 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     layout, spec = spec_of(config.layout), model_spec(config, "")
     if spec.sliding:
         return "no: libvtx does not support sliding-window layers (`sliding`)"
-    if spec.conv_layers:
-        return "no: libvtx does not support convolution layers (`conv_layers`)"
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
         return f"no: libvtx does not support the layout `{layout.name}`"
-    known = (CPP / "bundle/manifest.cpp").read_text(encoding="utf-8") + file.read_text(encoding="utf-8")
+    source = file.read_text(encoding="utf-8")
+    bases = re.findall(r'#include "(vision/layouts/\w+)\.hpp"', source)  # whose parameters it has, too
+    known = "".join((CPP / f"{name}.cpp").read_text(encoding="utf-8") for name in (*BUNDLE, *bases)) + source
     fields = {
         *json_value(spec.tower), *json_value(spec.projector), *layout.parameters, *(["video"] if config.video else []),
     }  # fmt: skip

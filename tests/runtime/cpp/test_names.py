@@ -17,7 +17,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 ROOT = Path(__file__).parents[3]
 # Keys of bundles that libvtx refuses by another key of theirs, which test_layouts names.
 REFUSED = {
-    *("conv_taps", "delta", "key_heads", "value_heads", "key_dim", "value_dim", "merged_after"),  # "conv_layers"
+    "merged_after",
     *(
         "attention_scale",
         "axis_positions",
@@ -61,7 +61,7 @@ def keys(kind: Any, around: tuple[Any, ...] = ()) -> Iterator[str]:
 
 
 def test_every_key_that_a_manifest_may_have_is_known_in_cpp() -> None:
-    rooms = (ROOT / "runtime/cpp/src/bundle" / f"{name}.cpp" for name in ("manifest", "action"))
+    rooms = (ROOT / "runtime/cpp/src/bundle" / f"{name}.cpp" for name in ("manifest", "text_settings", "action"))
     known = "".join(room.read_text(encoding="utf-8") for room in rooms)
     statistics = {f"{what}_{kind}" for what in ("state", "actions") for kind in ("mean", "std")}  # put together there
     assert {name for name in keys(Manifest) if f'"{name}"' not in known} == REFUSED | statistics

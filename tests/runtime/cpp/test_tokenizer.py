@@ -82,6 +82,11 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 
 def texts(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
@@ -110,11 +115,11 @@ def demo() -> Path:
     return Path(__file__).parents[3] / "exporter/demo_model/tokenizer.json"
 
 
-def qwen2(path: Path) -> Path:
-    """The demo's tokenizer with Qwen2's normal form and expression."""
+def qwen(path: Path, expression: str) -> Path:
+    """The demo's tokenizer with the normal form of Qwen's, and an expression of one."""
     spec = json.loads(demo().read_text(encoding="utf-8"))
     spec["normalizer"] = {"type": "NFC"}
-    split = {"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, levels]}
     path.write_text(json.dumps(spec), encoding="utf-8")
@@ -140,12 +145,12 @@ def llama(source: Path, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["demo", "qwen2", "metaspace", "bytes", "llama"])
+@pytest.mark.parametrize("kind", ["demo", "qwen2", "qwen3_5", "metaspace", "bytes", "llama"])
 def test_ids_and_text_are_those_of_the_library(kind: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     if kind == "demo":
         path = demo()
-    elif kind == "qwen2":
-        path = qwen2(tmp_path / "tokenizer.json")
+    elif kind.startswith("qwen"):
+        path = qwen(tmp_path / "tokenizer.json", QWEN2 if kind == "qwen2" else QWEN35)
     else:
         path = tiny_checkpoint(Tiny(tokenizer="bytes" if kind == "bytes" else "metaspace")) / "tokenizer.json"
         path = llama(path, tmp_path / "tokenizer.json") if kind == "llama" else path

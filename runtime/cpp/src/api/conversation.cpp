@@ -162,7 +162,8 @@ bool Conversation::replace(std::vector<PreparedImage> images, double near) {
 }
 
 void Conversation::check_prefix_file() const {
-  if (model_->manifest().model.two_way)
+  const ModelSpec& model = model_->manifest().model;
+  if (model.two_way || !model.conv_layers.empty())
     fail(Kind::request, "a prompt of this model cannot be continued from some token on, since tokens see those behind ",
          "them, or layers keep a state; leave the prefix file out");
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "backends/states.hpp"
 #include "base/errors.hpp"
 #include "base/tensors.hpp"
 #include "vision/tokens.hpp"
@@ -31,6 +32,9 @@ struct LayerForm {
 class StageCache {
  public:
   explicit StageCache(int64_t slots) : capacity(slots) {}
+  StageCache(int64_t slots, const StageSpec& stage, const ModelSpec& model) : capacity(slots) {
+    if (!stage.stateful.empty()) states_.emplace(stage, model);
+  }
   virtual ~StageCache() = default;
 
   // Runs tokens [n] at their positions; their K/V fill the next n slots. Gives their hidden states, or those of `outputs`
@@ -52,10 +56,23 @@ class StageCache {
   virtual Scores attention(bool last_only) = 0;
   // The keys of the stage's last layer, all heads side by side, [length, kv_heads * head_dim], rotated.
   virtual Rows keys() = 0;
-  // Forgets every slot from `filled` on.
-  void keep(int64_t filled) {
+  // Forgets every slot from `filled` on, which must be its own `nearest`.
+  virtual void keep(int64_t filled) {
     if (filled > length) fail(Kind::device, "a cache of ", length, " tokens cannot keep ", filled);
+    if (states_) states_->keep(filled);
     length = filled;
+  }
+  // The largest length, at most this, that `keep` can go back to: this one, unless layers keep a state.
+  virtual int64_t nearest(int64_t filled) const { return states_ ? states_->nearest(filled) : filled; }
+  // Makes this length one that `keep` can go back to, as soon as a run reaches it.
+  virtual void mark(int64_t filled) {
+    if (states_) states_->mark(filled);
+  }
+  // Begins with the first `filled` slots of another cache of this stage, a length that `mark` has named there.
+  void copy(StageCache& other, int64_t filled) {
+    const Ids slots = count_up(0, static_cast<size_t>(filled));
+    write(slots, other.read(slots), filled);
+    if (states_) states_->take(*other.states_, filled);
   }
   // A copy of the K/V of some slots, rising; only `write` looks into it.
   virtual SavedSlots read(const Ids& slots) = 0;
@@ -70,6 +87,8 @@ class StageCache {
 
  protected:
   virtual Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) = 0;
+
+  std::optional<StateHistory> states_;  // of its layers that keep one
 };
 
 // What one token gives: the id of the largest logit after it, -1 if they are not finite, and its hidden state [hidden] of the

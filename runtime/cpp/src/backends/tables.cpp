@@ -28,7 +28,9 @@ std::map<std::string, Floats> read_tables(const Bundle& bundle) {
   if (m.kv_dtype != "int8") return out;
   int64_t limit = (1 << 18) + product({8, m.model.layers, m.model.kv_heads, m.model.head_dim});
   Tensors scales = bundle.tensors(*m.kv_scales, limit);
-  for (int64_t layer = 1; layer <= m.model.layers; ++layer)
+  Ids cached;
+  for (const StageSpec& stage : m.stages) cached.insert(cached.end(), stage.cached.begin(), stage.cached.end());
+  for (int64_t layer : cached)
     for (const char* prefix : {names::kKeyScaleOf, names::kValueScaleOf}) {
       std::string name = prefix + std::to_string(layer);
       Floats values = floats(scales, name, table_shape(m, name), *m.kv_scales);

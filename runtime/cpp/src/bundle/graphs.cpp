@@ -30,6 +30,12 @@ void add_token_inputs(const Manifest& m, std::vector<TensorSpec>& to, Choice cho
     if (chosen(each)) to.push_back({names::kTokenInput + each.name, "float32", {"tokens", each.width}});
 }
 
+void add_states(const Manifest& m, GraphIO& to, const Size& layers) {
+  to.inputs.push_back({names::kState, "float32", {layers, "conversations", m.model.state_numbers}});
+  to.inputs.push_back({names::kStateEnds, "int64", {"ends"}});
+  to.outputs.push_back({names::kStateOut, "float32", {layers, "conversations", "ends", m.model.state_numbers}});
+}
+
 TensorSpec one(const char* name) { return {name, "int32", {int64_t{1}}}; }
 
 Json tensors(const std::vector<TensorSpec>& specs) {
@@ -72,6 +78,12 @@ Json dialect_json(const Manifest& m, const std::string& dialect) {
     std::vector<TensorSpec> all;
     add_token_inputs(m, all, [](const TokenInput&) { return true; });
     out.emplace_back("token_inputs", tensors(all));
+  }
+  if (!m.model.conv_layers.empty()) {
+    GraphIO states;
+    add_states(m, states, "layers");
+    out.emplace_back("state_inputs", tensors(states.inputs));
+    out.emplace_back("state_outputs", tensors(states.outputs));
   }
   return out;
 }
@@ -160,7 +172,7 @@ GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query,
   if (dialect != "plain") out.inputs.push_back(one(names::kTotalSlots));
   std::vector<std::string> layers;
   if (stage == nullptr) layers.push_back("{layer}");
-  for (int64_t n = stage ? stage->first : 1; stage && n <= stage->last; ++n) layers.push_back(std::to_string(n));
+  for (int64_t n : stage ? stage->cached : Ids()) layers.push_back(std::to_string(n));
   bool scaled = m.kv_type(dialect) == "int8";
   for (const std::string& layer : layers) {
     out.inputs.push_back(cache(m, dialect, names::kPastKey + layer, past));
@@ -170,6 +182,7 @@ GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query,
     out.outputs.push_back(cache(m, dialect, names::kPresentKey + layer, present));
     out.outputs.push_back(cache(m, dialect, names::kPresentValue + layer, present));
   }
+  if (stage && !stage->stateful.empty()) add_states(m, out, static_cast<int64_t>(stage->stateful.size()));
   if (with_query) out.outputs.push_back(query(m));
   return out;
 }

@@ -75,7 +75,8 @@ TowerSpec read_tower(const Json& value) {
   for (const char* later : {"qkv_bias", "layer_scale"})
     if (fields.has(later)) fields.flag(later);
   std::vector<std::string> flags = fields.has("flags") ? fields.texts("flags") : std::vector<std::string>();
-  const bool native = std::count(flags.begin(), flags.end(), "native") > 0;  // the others say what the graphs compute
+  auto flagged = [&](const char* flag) { return std::count(flags.begin(), flags.end(), flag) > 0; };
+  const bool native = flagged("native"), naflex = flagged("naflex");  // the others say what the graphs compute
   fields.whole_or_null("position_grid", 1);
   fields.whole_or_null("window", 1);
   for (const char* later : {"full_blocks", "maps"})
@@ -108,7 +109,37 @@ TowerSpec read_tower(const Json& value) {
            "export again");
     width += second->feature_width;
   }
-  return {image, patch, grid, tokens, states, width, hidden / heads, shuffle, class_token, second.has_value(), native};
+  return {image, patch, grid, tokens, states, width, hidden / heads, shuffle, class_token, second.has_value(), native,
+          naflex};
+}
+
+// The layers with a convolution, and the numbers of one's state: its last columns, then the delta rule's matrices.
+void read_convolutions(Fields& fields, ModelSpec& m) {
+  if (fields.has("conv_layers")) m.conv_layers = fields.wholes("conv_layers", 1, m.layers);
+  const int64_t taps = fields.has("conv_taps") ? fields.whole("conv_taps") : 1;
+  bool rising = std::is_sorted(m.conv_layers.begin(), m.conv_layers.end(), std::less_equal<int64_t>());
+  if (!rising || (!m.conv_layers.empty() && (taps < 2 || taps > names::kMaxTaps)))
+    fail(Kind::bundle, "vtx.json: convolutions of ", taps, " taps in the layers ", m.conv_layers, " do not fit ", m.layers,
+         " layers; they have 2 to ", names::kMaxTaps, " taps; export again");
+  int64_t channels = m.hidden, memory = 0;
+  if (fields.has("delta") && !fields.get("delta").is_null()) {
+    Fields delta(fields.get("delta"), "vtx.json: model.delta");
+    int64_t key_heads = delta.whole("key_heads"), value_heads = delta.whole("value_heads");
+    int64_t key_dim = delta.whole("key_dim"), value_dim = delta.whole("value_dim");
+    delta.done();
+    if (value_heads % key_heads != 0)
+      fail(Kind::bundle, "vtx.json: model.delta: ", value_heads, " value heads cannot share ", key_heads,
+           " key heads evenly; export again");
+    if (m.conv_layers.empty())
+      fail(Kind::bundle, "vtx.json: model.delta is for layers with a convolution, and none has one; export again");
+    channels = std::min(product({2, key_heads, key_dim}), names::kMaxSize + 1) +
+               std::min(product({value_heads, value_dim}), names::kMaxSize + 1);
+    memory = std::min(product({value_heads, key_dim, value_dim}), names::kMaxSize + 1);
+  }
+  if (m.conv_layers.empty()) return;
+  m.state_numbers = product({taps - 1, channels}) + memory;
+  if (m.state_numbers > names::kMaxSize)
+    fail(Kind::bundle, "vtx.json: a layer's state has more than ", names::kMaxSize, " numbers; export again");
 }
 
 ModelSpec read_model(const Json& value) {
@@ -135,7 +166,7 @@ ModelSpec read_model(const Json& value) {
            "', unknown to this vtx, which has prompt; ", kUpgrade);
     m.two_way = true;
   }
-  refuse(fields, "conv_layers", "layers with a convolution, as in LFM2-VL,");
+  read_convolutions(fields, m);
   m.tower = read_tower(fields.get("tower"));
   Fields projector(fields.get("projector"), "vtx.json: model.projector");
   projector.whole("intermediate");
@@ -258,62 +289,7 @@ VideoSpec read_video(const Json& value) {
   return video;
 }
 
-PromptExample read_example(const Json& value) {
-  Fields fields(value, "vtx.json: text.examples");
-  PromptExample example{{}, fields.text("text")};
-  for (const Json& item : fields.list("turns")) {
-    Fields turn(item, "vtx.json: text.examples.turns");
-    example.turns.emplace_back(turn.text("role"), std::vector<std::optional<std::string>>());
-    for (const Json& part : turn.list("parts")) {
-      if (!part.is_null() && part.string() == nullptr) turn.wrong<int>("parts", "a list of strings or null");
-      example.turns.back().second.push_back(part.is_null() ? std::nullopt : std::optional(*part.string()));
-    }
-    turn.done();
-  }
-  fields.done();
-  return example;
-}
-
 }  // namespace
-
-TextSettings read_text_settings(const Json& value) {
-  Fields fields(value, "vtx.json: text");
-  TextSettings t;
-  t.image_token = fields.text("image_token");
-  if (t.image_token.empty()) fields.wrong<int>("image_token", "a string that is not empty");
-  t.image_token_id = fields.whole("image_token_id", 0, names::kMaxId);
-  if (fields.has("video_token")) t.video_token = fields.text_or_null("video_token");
-  t.video_token_id = fields.whole_or_null("video_token_id", 0, names::kMaxId);
-  if (t.video_token.has_value() != t.video_token_id.has_value() ||
-      (t.video_token_id == t.image_token_id) != (t.video_token == t.image_token))
-    fields.wrong<int>("video_token_id", "the id of video_token, as of image_token if that is it, or null");
-  t.seg_token_id = fields.whole_or_null("seg_token_id", 0, names::kMaxId);
-  t.bos_token = fields.text_or_null("bos_token"), t.unk_token = fields.text_or_null("unk_token");
-  for (const char* key : {"bos_token", "eos_token", "pad_token", "unk_token"})
-    if (std::optional<std::string> token = fields.text_or_null(key)) t.variables[key] = *token;
-  t.variables["image_token"] = t.image_token;
-  if (t.video_token) t.variables["video_token"] = *t.video_token;
-  t.end_ids = fields.wholes("end_ids", 0, names::kMaxId);
-  t.ids_before = fields.wholes("ids_before", 0, names::kMaxId);
-  t.ids_after = fields.wholes("ids_after", 0, names::kMaxId);
-  t.add_special_tokens = fields.flag("add_special_tokens");
-  const Json::Object* control = fields.get("control_tokens").object();
-  if (control == nullptr) fields.wrong<int>("control_tokens", "ids by text");
-  for (const auto& [token, id] : *control) {
-    if (id.integer() == nullptr || *id.integer() < 0 || *id.integer() > names::kMaxId || token.empty())
-      fields.wrong<int>("control_tokens", "ids by text");
-    t.control_tokens.emplace(token, *id.integer());
-  }
-  if (!fields.get("length_bound").is_null()) {
-    Fields bound(fields.get("length_bound"), "vtx.json: text.length_bound");
-    t.characters_per_token = bound.whole("characters_per_token", 1, names::kMaxId);
-    t.bound_normalized = bound.flag("normalized");
-    bound.done();
-  }
-  for (const Json& example : fields.list("examples")) t.examples.push_back(read_example(example));
-  fields.done();
-  return t;
-}
 
 std::string check_inside(const std::string& name, const std::string& where) {
   bool leaves = name.empty() || name[0] == '/' || name.find_first_of(std::string("\\:\0", 3)) != std::string::npos;
@@ -370,6 +346,17 @@ void check_stages(const Manifest& m) {
   if (!sound)
     fail(Kind::bundle, "vtx.json: stages ", spans, " do not cut ", m.model.layers, " layers at K = ", m.variants,
          " and for the reductions ", m.reductions, "; export again");
+  for (const StageSpec& stage : m.stages) {
+    Ids convolved;
+    for (int64_t layer : m.model.conv_layers)
+      if (stage.first <= layer && layer <= stage.last) convolved.push_back(layer);
+    if (stage.stateful != convolved)
+      fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last, " keeps states in layers ", stage.stateful,
+           ", the model has such layers at ", m.model.conv_layers, "; export again");
+    if (stage.query && !among(stage.cached, stage.last))
+      fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last,
+           " gives queries, and its last layer keeps no K and V in slots; export again");
+  }
 }
 
 void check_gates(const Manifest& m) {
@@ -457,6 +444,29 @@ std::string read_default(Fields& fields) {
   return "auto";
 }
 
+StageSpec read_stage(Fields& fields, int64_t layers) {
+  StageSpec stage{fields.whole("first", 1, layers), fields.whole("last", 1, layers), fields.flag("query"), {}, {}, {}};
+  if (fields.has("inputs")) stage.inputs = fields.texts("inputs");
+  std::vector<std::string> kinds = fields.has("caches") ? fields.texts("caches") : std::vector<std::string>();
+  const int64_t count = stage.layers();
+  if (kinds.empty()) kinds.assign(static_cast<size_t>(std::max<int64_t>(0, count)), names::kSlotted);
+  if (static_cast<int64_t>(kinds.size()) != std::max<int64_t>(0, count))
+    fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last, " declares ", kinds.size(),
+         " kinds of caches for ", count, " layers; export again");
+  int64_t layer = stage.first;
+  for (const std::string& kind : kinds) {
+    if (kind == names::kUncached)
+      fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last,
+           ": layers that share the K and V of earlier ones, as in Gemma 4, are not built in libvtx; load the bundle with "
+           "Python");
+    if (kind != names::kSlotted && kind != names::kStateful)
+      fail(Kind::bundle, "vtx.json: layers with a cache of the kind '", kind.substr(0, 40),
+           "' are unknown to this vtx; ", kUpgrade);
+    (kind == names::kSlotted ? stage.cached : stage.stateful).push_back(layer++);
+  }
+  return stage;
+}
+
 Manifest read_manifest(const Json& root) {
   Fields fields(root, "vtx.json");
   Manifest m;
@@ -496,9 +506,7 @@ Manifest read_manifest(const Json& root) {
   }
   for (const Json& item : fields.list("stages")) {
     Fields stage(item, "vtx.json: stages");
-    refuse(stage, "caches", "layers without K and V in slots");
-    m.stages.push_back({stage.whole("first"), stage.whole("last"), stage.flag("query"), {}});
-    if (stage.has("inputs")) m.stages.back().inputs = stage.texts("inputs");
+    m.stages.push_back(read_stage(stage, m.model.layers));
     stage.done();
   }
   m.gates = fields.wholes("gates", 1, names::kMaxLayers);
@@ -516,7 +524,7 @@ Manifest read_manifest(const Json& root) {
          "vtx.json: bins: they go beyond the model's vocabulary, or the model has an expert, too; export again");
   m.image = read_image(fields.get("image"));
   bool own = m.image.own_size();
-  if (own != (m.layout.name == "native"))
+  if (own != (m.layout.name == "native" || m.layout.name == "native_tiles"))
     fail(Kind::bundle, "image setting ", "crop", " is ", own ? "null" : "not null", "; it must be ",
          own ? "set where resize does not fix the size" : "null, as pad and resize, where the layout resizes");
   m.text = read_text_settings(fields.get("text"));

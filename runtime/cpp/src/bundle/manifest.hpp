@@ -23,6 +23,7 @@ struct TowerSpec {
   bool class_token;
   bool paired;  // another tower is beside it, and the features of both are joined
   bool native;  // images keep native resolution, and `image` is the side of the largest square one
+  bool naflex;  // likewise, with a table of positions that is resized to each image
 };
 
 // Sizes of the decoder and of the vision tower, as far as the runtime needs them.
@@ -32,6 +33,8 @@ struct ModelSpec {
   double eps;            // of the decoder's norms
   Ids rope_parts;        // the part of a position that each rotary frequency turns by; empty if a position is one number
   bool two_way = false;  // the tokens of a prompt see each other both ways
+  Ids conv_layers;       // in place of attention they have a convolution, and keep a state
+  int64_t state_numbers = 0;  // of one of these layers
   TowerSpec tower;
 
   int64_t position_parts() const { return rope_parts.empty() ? 1 : std::tuple_size_v<Position>; }
@@ -58,6 +61,7 @@ struct StageSpec {
   int64_t first, last;              // layers, counted from 1, both included
   bool query;                       // whether it gives the last layer's q
   std::vector<std::string> inputs;  // names of the token inputs that it reads
+  Ids cached, stateful;             // its layers that keep K and V in slots, and those that keep a state
   int64_t layers() const { return last - first + 1; }
 };
 

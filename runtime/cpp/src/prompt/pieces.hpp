@@ -52,7 +52,7 @@ class Normalizer {
 };
 
 // Which regular expression cuts text into words.
-enum class Words { none, gpt2, qwen2, llama3, clip };
+enum class Words { none, gpt2, qwen2, qwen35, llama3, clip };
 
 class PreTokenizer {
  public:

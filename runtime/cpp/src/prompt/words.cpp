@@ -1,6 +1,7 @@
 // Text cut into words, each of which is encoded by itself: by one of the known regular expressions, or at spaces.
 #include <algorithm>
 #include <array>
+#include <map>
 
 #include "prompt/pieces.hpp"
 #include "prompt/unicode.hpp"
@@ -10,6 +11,9 @@ namespace {
 
 constexpr char kQwen2[] =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+// Qwen3.5's, whose words have marks as letters.
+constexpr char kQwen35[] =
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 constexpr char kLlama3[] =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 constexpr char kGpt2[] = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
@@ -51,7 +55,9 @@ class Cutter {
   }
 
  private:
-  bool letter(size_t i) const { return i < text_.size() && is_letter(text_[i]); }
+  bool letter(size_t i) const {
+    return i < text_.size() && (is_letter(text_[i]) || (words_ == Words::qwen35 && is_mark(text_[i])));
+  }
   bool number(size_t i) const { return i < text_.size() && is_number(text_[i]); }
   bool space(size_t i) const { return i < text_.size() && is_white_space(text_[i]); }
   bool line(size_t i) const { return i < text_.size() && (text_[i] == '\r' || text_[i] == '\n'); }
@@ -141,7 +147,10 @@ void PreTokenizer::add(const Json& spec) {
       return;
     }
     if (spec.text("behavior") != "Isolated" || spec.flag("invert")) unknown("words cut by a Split that drops or joins");
-    words_ = regex == kQwen2 ? Words::qwen2 : regex == kLlama3 ? Words::llama3 : regex == kGpt2 ? Words::gpt2 : Words::none;
+    static const std::map<std::string, Words> kKnown{
+        {kQwen2, Words::qwen2}, {kQwen35, Words::qwen35}, {kLlama3, Words::llama3}, {kGpt2, Words::gpt2}};
+    auto known = kKnown.find(regex);
+    words_ = known == kKnown.end() ? Words::none : known->second;
     if (words_ == Words::none) unknown("words cut by the expression " + regex.substr(0, 200));
   } else if (type == "Metaspace" && words_ == Words::none) {
     metaspace_ = true;

@@ -36,6 +36,7 @@ PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const
   if (!known) replace_prefix(prompt);
   Rows hidden = run_suffix(prompt, policy, after);
   states_ = take(hidden, {static_cast<int64_t>(hidden.count()) - 1});
+  for (size_t number = 0; number < stages_.size(); ++number) cache(number).mark(cache(number).length);
   return result(std::move(backend_.head(states_).data), reused);
 }
 
@@ -107,7 +108,7 @@ Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selec
     select(before, policy);
     if (policy.decisions) policy.decisions->clear();  // they are of the question before, whose answer told them
   }
-  size_t agreed = common_prefix(suffix_, suffix);
+  size_t agreed = held(common_prefix(suffix_, suffix));
   suffix_.resize(agreed);
   reused_suffix_ = cached ? agreed : 0;
   Rows hidden = append(Ids(suffix.begin() + static_cast<std::ptrdiff_t>(agreed), suffix.end()));
@@ -146,6 +147,15 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
   suffix_ = selection.ids;
   reused_stages_ = std::min(depth, first_pruned_);
   return std::move(here.hidden);
+}
+
+// The most tokens of the suffix, up to `agreed`, that every stage's cache can go back to.
+size_t Session::held(size_t agreed) {
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    int64_t slots = layouts_[number].slots, nearest = cache(number).nearest(slots + static_cast<int64_t>(agreed)) - slots;
+    if (nearest < static_cast<int64_t>(agreed)) return held(static_cast<size_t>(std::max<int64_t>(0, nearest)));
+  }
+  return agreed;
 }
 
 // Runs more tokens of the suffix in the caches as they are.
@@ -302,7 +312,7 @@ void Session::copy_prefix(Session& other) {
   auto size = static_cast<int64_t>(prefix.size());
   for (size_t number = 0; number < prefix.depth(); ++number) {
     full_[number] = backend_.stage(number, capacity());
-    full_[number]->write(count_up(0, prefix.size()), other.full_.at(number)->read(count_up(0, prefix.size())), size);
+    full_[number]->copy(*other.full_.at(number), size);
   }
   prefix.begun.resize(std::min(prefix.begun.size(), prefix.depth()));
   prefix.filed = 0;
@@ -379,6 +389,7 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
     const Rows& states = whole ? *prefix_.boundaries.back() : *pruned->hidden;
     size_t start = whole ? prefix_.start() : pruned->common, count = static_cast<size_t>(slots.slots) - start;
     here.keep(static_cast<int64_t>(start));
+    here.mark(slots.slots);
     Rows found(0, states.width), behind;
     if (count > 0) {  // all of it may be in the cache
       bool joins = m_.model.two_way || (!query && suffix.count() <= static_cast<size_t>(names::kQuestionRows));
@@ -480,7 +491,10 @@ PrefillResult Session::result(Floats logits, bool reused) {
     const Mask& present = layouts_[number].present;
     for (size_t i = 0; i < present.size(); ++i) count += present[i] && prefix_.is_vision[i];
     kept.push_back(count);
-    slots.push_back(cache(number).length);
+    for (int64_t layer = stages_[number].first; layer <= stages_[number].last; ++layer) {
+      const Ids& cached = stages_[number].cached;  // the others have no slots
+      slots.push_back(std::count(cached.begin(), cached.end(), layer) > 0 ? cache(number).length : 0);
+    }
     if (count == 0 && out.vision_tokens > 0 && out.k == 0) out.k = stages_[number].first;
   }
   if (reused && reused_stages_ > 0) out.reused_layers = stages_[reused_stages_ - 1].last;
@@ -488,7 +502,7 @@ PrefillResult Session::result(Floats logits, bool reused) {
   for (size_t number = reused_stages_; number < stages_.size(); ++number) ran |= sees_image(number);
   size_t served = reused ? (ran ? 0 : prefix_.size()) : prefix_.common;
   out.reused_tokens = static_cast<int64_t>(reused_suffix_ + served);
-  out.slots = per_layer(slots);
+  out.slots = slots;
   out.vision_kept = per_layer(kept);
   out.images = prefix_.images;
   out.cuts = cuts_;

@@ -71,8 +71,9 @@ class Session {
   // The hidden states [tokens, hidden] of the last layer, of which `prefill` or `decode` last gave the logits.
   const Rows& states() const { return states_; }
   // The next prompt's prefix may be another one. What it has in common with this one is then not run again; its K and V come
-  // from a run of another length, so they are equal up to rounding. Not of a model whose tokens see those behind them.
-  void continue_prefix() { continues_ = !m_.model.two_way; }
+  // from a run of another length, so they are equal up to rounding. Not of a model whose tokens see those behind them, nor
+  // where layers keep a state, which cannot be cut back.
+  void continue_prefix() { continues_ = !m_.model.two_way && m_.model.conv_layers.empty(); }
   // Begins with another prefix, which the next one continues, and the caches of the first stages, which hold it. Only while
   // nothing has run.
   void begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches);
@@ -95,6 +96,7 @@ class Session {
   Rows run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after);
   Rows select(const Selection& selection, const Policy& policy);
   Rows append(const Ids& ids);
+  size_t held(size_t agreed);
   Step step(bool logits, int64_t token);
   TokenStates embed(const Ids& ids, bool of_prompt = false);
   bool sees_image(size_t number) const;

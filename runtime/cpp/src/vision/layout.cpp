@@ -11,7 +11,8 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
                                                                       {"anyres", make_anyres},
                                                                       {"tiles", make_tiles},
                                                                       {"marked", make_marked},
-                                                                      {"native", make_native}};
+                                                                      {"native", make_native},
+                                                                      {"native_tiles", make_native_tiles}};
   auto kind = kLayouts.find(spec.name);
   std::string known;
   for (const auto& [name, make] : kLayouts) known += (known.empty() ? "" : ", ") + name;

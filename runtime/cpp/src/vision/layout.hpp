@@ -69,5 +69,6 @@ LayoutPtr make_anyres(Fields& parameters);
 LayoutPtr make_tiles(Fields& parameters);
 LayoutPtr make_marked(Fields& parameters);
 LayoutPtr make_native(Fields& parameters);
+LayoutPtr make_native_tiles(Fields& parameters);
 
 }  // namespace vtxcore

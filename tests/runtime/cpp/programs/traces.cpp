@@ -42,6 +42,12 @@ class PositionedCache : public StageCache {
     length = filled;
   }
   bool selects_outputs() const override { return inner_->selects_outputs(); }
+  void keep(int64_t filled) override {
+    StageCache::keep(filled);
+    inner_->keep(filled);
+  }
+  int64_t nearest(int64_t filled) const override { return inner_->nearest(filled); }
+  void mark(int64_t filled) override { inner_->mark(filled); }
   // Its cache, for a step of a token at a position.
   StageCache* for_step(int64_t position) {
     *used_ = this;
@@ -55,7 +61,6 @@ class PositionedCache : public StageCache {
   Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) override {
     *used_ = this;
     std::copy(positions.begin(), positions.end(), positions_.begin() + static_cast<std::ptrdiff_t>(length));
-    inner_->keep(length);
     return inner_->append(tokens, positions, query, outputs);
   }
 
@@ -231,7 +236,8 @@ void run(const std::string& bundle, const std::string& from, const std::string& 
   for (const Json& item : *need(index, "images").array()) {
     read.push_back(read_picture(from + "/" + *need(item, "file").string()));
     images.push_back(model.prepare(read.back(), ""));
-    const std::vector<Pixels>& views = images.back().views;
+    std::vector<Pixels> views = images.back().views;
+    if (model.manifest().image.own_size()) views.resize(1);  // they may differ in size
     Floats all;
     for (const Pixels& view : views) all.insert(all.end(), view.values.begin(), view.values.end());
     Ids shape{static_cast<int64_t>(views.size()), 3, views.front().height, views.front().width};

@@ -109,8 +109,8 @@ class OpenvinoBackend : public HostBackend {
     auto model = openvino_.read(bundle_, file, stage_io(m_, kDialect, spec.query, &spec), compute);
     if (m_.model.two_way) return model;  // paged attention is causal
     loading(file, [&] {
-      model->page_caches(spec.first, spec.last, m_.model.heads);
-      model->choose_rows();
+      model->page_caches(spec.cached, m_.model.heads);
+      model->choose_rows(spec.cached.empty() || spec.cached.back() != spec.last);
     });
     return model;
   }

@@ -12,7 +12,7 @@ using openvino::Type;
 
 size_t blocks_of(int64_t slots) { return static_cast<size_t>((slots + names::kPagedBlock - 1) / names::kPagedBlock); }
 
-size_t planes_of(const StageSpec& spec) { return static_cast<size_t>(2 * spec.layers()); }
+size_t planes_of(const StageSpec& spec) { return 2 * spec.cached.size(); }
 
 // A slot's row of one head as numbers.
 void read_row(const uint8_t* from, Type type, size_t count, float* to) {
@@ -38,7 +38,7 @@ int64_t OpenvinoCacheContext::slot_bytes() const {
 
 OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
                                        const StageSpec& spec, int64_t slots)
-    : StageCache(slots), context_(context), stage_(stage), spec_(spec),
+    : StageCache(slots, spec, context.manifest.model), context_(context), stage_(stage), spec_(spec),
       heads_(static_cast<size_t>(context.manifest.model.kv_heads)), blocks_(blocks_of(slots)),
       memory_(static_cast<size_t>(product({static_cast<int64_t>(planes_of(spec) * blocks_), context.manifest.model.kv_heads,
                                            names::kPagedBlock, static_cast<int64_t>(head_bytes())})),
@@ -53,10 +53,10 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
   for (const TokenInput& each : m.token_inputs) token_.inputs[each.name] = Rows(1, static_cast<size_t>(each.width));
   Ids shape{static_cast<int64_t>(blocks_), m.model.kv_heads, names::kPagedBlock, static_cast<int64_t>(context.slot_width())};
   running(stage.name, [&] {
-    for (int64_t layer = spec.first; layer <= spec.last; ++layer) {
-      auto plane = static_cast<size_t>(2 * (layer - spec.first));
-      set(names::kPastKey + std::to_string(layer), context.kv, shape, row(plane, 0, 0));
-      set(names::kPastValue + std::to_string(layer), context.kv, shape, row(plane + 1, 0, 0));
+    for (size_t index = 0; index < spec.cached.size(); ++index) {
+      const std::string layer = std::to_string(spec.cached[index]);
+      set(names::kPastKey + layer, context.kv, shape, row(2 * index, 0, 0));
+      set(names::kPastValue + layer, context.kv, shape, row(2 * index + 1, 0, 0));
     }
     set(names::kPagedPast, Type::i32, {1}, past_);
     set(names::kPagedBegins, Type::i32, {2}, begins_);
@@ -70,9 +70,18 @@ void OpenvinoStageCache::set(const std::string& name, Type type, const Ids& shap
   if (for_many_) for_many_->set(name, type, shape, const_cast<void*>(data));
 }
 
-void OpenvinoStageCache::run_request(size_t count) {
+void OpenvinoStageCache::run_request(int64_t before, size_t count) {
   ran_ = for_many_ && count > static_cast<size_t>(names::kFewTokens) ? for_many_.get() : request_.get();
+  if (!states_) return ran_->run();
+  const Floats given = states_->at(before);  // they stay until the run is over
+  const Ids ends = states_->ends(before, static_cast<int64_t>(count));
+  set(names::kState, Type::f32, {states_->layers(), 1, states_->numbers()}, given.data());
+  set(names::kStateEnds, Type::i64, {static_cast<int64_t>(ends.size())}, ends.data());
   ran_->run();
+  openvino::TensorView made = ran_->get(names::kStateOut);
+  if (made.shape != Ids{states_->layers(), 1, static_cast<int64_t>(ends.size()), states_->numbers()})
+    fail(Kind::bundle, stage_.name, " gives states ", made.shape, " for ", ends.size(), " tokens; export the bundle again");
+  states_->put(before, ends, static_cast<const float*>(made.data));
 }
 
 uint8_t* OpenvinoStageCache::row(size_t plane, int64_t slot, size_t head) {
@@ -125,8 +134,9 @@ void OpenvinoStageCache::run_parts(const TokenStates& tokens, const RopeRows& ro
       mine.push_back(static_cast<int32_t>(outputs[next] - static_cast<int64_t>(first)));
     if (mine.empty()) mine.push_back(0);
     bind(first, count, tokens, rope, mine, next == found ? unread.row(0) : out.row(found));
-    place(length + static_cast<int64_t>(first), static_cast<int64_t>(count));
-    run_request(count);
+    const int64_t before = length + static_cast<int64_t>(first);
+    place(before, static_cast<int64_t>(count));
+    run_request(before, count);
     first = end, found = next;
   }
 }
@@ -144,7 +154,7 @@ Rows OpenvinoStageCache::run(const TokenStates& tokens, const Positions& positio
       if (!token_bound_) bind(0, 1, token_, token_rope_, token_asked_, token_out_.row(0));
       token_bound_ = true;
       place(length, 1);
-      run_request(1);
+      run_request(length, 1);
       out.data = token_out_.data;
     } else {
       run_parts(tokens, rope, wanted, query || most == 0 || count == 0 ? 1 : (count + most - 1) / most, out);

@@ -38,7 +38,7 @@ class OpenvinoStageCache : public StageCache {
   SavedSlots read(const Ids& slots) override;
   std::optional<LayerForm> layer_form(int64_t slots) const override;
   void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
-  bool selects_outputs() const override { return true; }
+  bool selects_outputs() const override { return !spec_.cached.empty() && spec_.cached.back() == spec_.last; }
 
  protected:
   // Many hidden states in runs of nearly the same size, which gives the same ones.
@@ -46,8 +46,8 @@ class OpenvinoStageCache : public StageCache {
 
  private:
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
-  // Runs `count` tokens over what is set.
-  void run_request(size_t count);
+  // Runs `count` tokens over what is set, behind `before` others.
+  void run_request(int64_t before, size_t count);
   void run_parts(const TokenStates& tokens, const RopeRows& rope, const Ids& outputs, size_t runs, Rows& out);
   // Tensors over the caller's memory, which must stay until others are bound: `count` tokens from the `first` on, which of
   // them are `asked` for, and where these go.
@@ -60,7 +60,7 @@ class OpenvinoStageCache : public StageCache {
   // Each row of these slots, in the order [layers, slots, 2, kv_heads] of saved ones.
   template <typename Work>
   void each_row(const Ids& slots, Work work) {
-    for (size_t plane = 0; plane < 2 * static_cast<size_t>(spec_.layers()); plane += 2)
+    for (size_t plane = 0; plane < 2 * spec_.cached.size(); plane += 2)
       for (int64_t slot : slots)
         for (size_t part : {plane, plane + 1})
           for (size_t head = 0; head < heads_; ++head) work(row(part, slot, head));

@@ -15,7 +15,7 @@ class OpenvinoGrowingCache : public StageCache {
   OpenvinoGrowingCache(const OpenvinoCacheContext& context, const OpenvinoStage& stage, const StageSpec& spec, int64_t slots)
       : StageCache(slots), context_(context), stage_(stage), spec_(spec), m_(context.manifest),
         heads_(static_cast<size_t>(m_.model.kv_heads)), dim_(static_cast<size_t>(m_.model.head_dim)),
-        slot_bytes_(dim_ * (context.half_keys ? 2 : 4)), planes_(static_cast<size_t>(2 * spec.layers())),
+        slot_bytes_(dim_ * (context.half_keys ? 2 : 4)), planes_(2 * spec.cached.size()),
         memory_(planes_ * heads_, static_cast<size_t>(slots), slot_bytes_) {
     request_ = running(stage.name, [&] { return stage.compiled->request(); });
   }

@@ -74,10 +74,10 @@ class OvModel : public Model {
   }
   void keep_narrow(const std::string& compute) override { openvino::keep_narrow(*model_, compute); }
   int64_t int4_block() const override { return openvino::int4_block(*model_); }
-  void page_caches(int64_t first, int64_t last, int64_t heads) override {
-    openvino::page_caches(*model_, first, last, heads);
+  void page_caches(const std::vector<int64_t>& layers, int64_t heads) override {
+    openvino::page_caches(*model_, layers, heads);
   }
-  void choose_rows() override { openvino::choose_rows(*model_); }
+  void choose_rows(bool whole) override { openvino::choose_rows(*model_, whole); }
   void multiply_integers() override { openvino::multiply_integers(*model_); }
   void bring_to_int8(WeightMemory& memory) override { openvino::bring_to_int8(*model_, memory); }
   void reshape(const std::string& input, const std::vector<int64_t>& shape) override {

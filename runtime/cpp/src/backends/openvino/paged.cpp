@@ -182,21 +182,26 @@ class Pager {
 
 }  // namespace
 
-void page_caches(ov::Model& model, int64_t first, int64_t last, int64_t heads) {
+void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t heads) {
   std::vector<NodePtr> softmaxes;
   for (const NodePtr& node : model.get_ordered_ops())
     if (std::string(node->get_type_info().name) == "Softmax") softmaxes.push_back(node);
-  if (static_cast<int64_t>(softmaxes.size()) != last - first + 1)
-    throw std::runtime_error(std::to_string(softmaxes.size()) + " layers attend where " + std::to_string(last - first + 1) +
+  if (softmaxes.size() != layers.size())
+    throw std::runtime_error(std::to_string(softmaxes.size()) + " layers attend where " + std::to_string(layers.size()) +
                              " are said to" + kFix);
   Pager pager(model, heads);
-  for (int64_t layer = first; layer <= last; ++layer) pager.page(layer, softmaxes[static_cast<size_t>(layer - first)]);
+  for (size_t i = 0; i < layers.size(); ++i) pager.page(layers[i], softmaxes[i]);
   model.validate_nodes_and_infer_types();
 }
 
-void choose_rows(ov::Model& model) {
+void choose_rows(ov::Model& model, bool whole) {
   auto chosen = parameter(names::kPagedRows, {-1}, ov::element::i32);
   model.add_parameters({chosen});
+  if (whole) {
+    gather(model.output(names::kHiddenOut).get_node_shared_ptr()->input(0), chosen);
+    model.validate_nodes_and_infer_types();
+    return;
+  }
   Value value;
   std::vector<NodePtr> behind;  // the last attention
   for (const NodePtr& node : model.get_ordered_ops()) {
@@ -208,7 +213,7 @@ void choose_rows(ov::Model& model) {
       if (is_one_of(node, {"Add", "Multiply"}) && is_token_input(input.get_source_output())) gather(input, chosen);
   NodePtr reader = only_reader(value);
   for (; !is_one_of(reader, {"MatMul"}); reader = only_reader(value)) {
-    if (!is_one_of(reader, {"Reshape", "Transpose", "Squeeze", "Convert"})) refuse(reader);
+    if (!is_one_of(reader, {"Reshape", "Transpose", "Squeeze", "Convert", "Multiply"})) refuse(reader);
     value = reader->output(0);
   }
   gather(reader->input(0), chosen);

@@ -7,25 +7,32 @@
 namespace vtxcore {
 
 OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& stage, const StageSpec& spec, int64_t slots)
-    : StageCache(slots), context_(context), stage_(stage), spec_(spec),
-      memory_(static_cast<size_t>(2 * spec.layers() * context.manifest.model.kv_heads), static_cast<size_t>(slots),
+    : StageCache(slots, spec, context.manifest.model), context_(context), stage_(stage), spec_(spec),
+      memory_(2 * spec.cached.size() * static_cast<size_t>(context.manifest.model.kv_heads), static_cast<size_t>(slots),
               static_cast<size_t>(context.manifest.model.head_dim * context.manifest.kv_bytes("ort"))),
       last_tensor_(tensor_over(context.ort, &last_, {1}, "int32")),
       total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")),
       token_{Rows(1, static_cast<size_t>(context.manifest.model.hidden))}, token_out_(token_.hidden),
-      token_rope_{Ids(1), {}}, token_seen_(1), token_binding_(stage) {
+      token_rope_{Ids(1), {}}, token_seen_(1), token_states_(new_states({1})), token_binding_(stage) {
   const ModelSpec& model = context.manifest.model;
   Ids shape{1, model.kv_heads, slots, model.head_dim};
-  for (size_t plane = 0; plane < static_cast<size_t>(2 * spec.layers()); ++plane)
+  for (size_t plane = 0; plane < 2 * spec.cached.size(); ++plane)
     buffers_.push_back(tensor_over(context.ort, memory_.plane(plane * static_cast<size_t>(model.kv_heads)), shape,
                                    context.manifest.kv_dtype));
   for (const TokenInput& each : context.manifest.token_inputs)
     token_.inputs[each.name] = Rows(1, static_cast<size_t>(each.width));
-  bind(token_binding_, token_, token_rope_, token_seen_, token_out_);
+  bind(token_binding_, token_, token_rope_, token_seen_, token_states_, token_out_);
+}
+
+OrtStageCache::States OrtStageCache::new_states(Ids ends) const {
+  if (!states_) return {};
+  auto size = static_cast<size_t>(states_->layers() * states_->numbers());
+  Floats made(ends.size() * size);
+  return {Floats(size), std::move(made), std::move(ends)};
 }
 
 void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const RopeRows& rope, const Ids& seen,
-                         const Rows& out) {
+                         const States& states, const Rows& out) {
   auto count = static_cast<int64_t>(tokens.count());
   auto over = [&](const Rows& rows) {
     return tensor_over(context_.ort, rows.data.data(), {count, static_cast<int64_t>(rows.width)}, "float32");
@@ -46,10 +53,16 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const R
                     tensor_over(context_.ort, own->second.data(), {count, context_.manifest.model.head_dim / 2}, "float32"));
   }
   binding.output(names::kHiddenOut, over(out));
+  if (states_) {
+    const int64_t layers = states_->layers(), numbers = states_->numbers(), ends = static_cast<int64_t>(states.ends.size());
+    binding.input(names::kState, tensor_over(context_.ort, states.given.data(), {layers, 1, numbers}, "float32"));
+    binding.input(names::kStateEnds, tensor_over(context_.ort, states.ends.data(), {ends}, "int64"));
+    binding.output(names::kStateOut, tensor_over(context_.ort, states.made.data(), {layers, 1, ends, numbers}, "float32"));
+  }
   bool scaled = context_.manifest.kv_dtype == "int8";
-  for (int64_t layer = spec_.first; layer <= spec_.last; ++layer) {
-    std::string number = std::to_string(layer);
-    auto first = static_cast<size_t>(2 * (layer - spec_.first));
+  for (size_t index = 0; index < spec_.cached.size(); ++index) {
+    std::string number = std::to_string(spec_.cached[index]);
+    const size_t first = 2 * index;
     binding.input(names::kPastKey + number, buffers_[first]);
     binding.output(names::kPresentKey + number, buffers_[first]);
     binding.input(names::kPastValue + number, buffers_[first + 1]);
@@ -69,13 +82,17 @@ Rows OrtStageCache::run(const TokenStates& tokens, const Positions& positions, b
     for (const std::string& name : spec_.inputs) token_.inputs.at(name).data = tokens.inputs.at(name).data;
     token_rope_.rows[0] = rope.rows[0];
     token_seen_[0] = length + 1;
+    if (states_) token_states_.given = states_->at(length);  // equally long
     token_binding_.run();
+    if (states_) states_->put(length, token_states_.ends, token_states_.made.data());
     return token_out_;
   }
   Rows out(tokens.count(), tokens.hidden.width);
   Ids seen = seen_slots(tokens, length);
+  States states = new_states(states_ ? states_->ends(length, count) : Ids());
+  if (states_) states.given = states_->at(length);
   OrtBinding binding(stage_);
-  bind(binding, tokens, rope, seen, out);
+  bind(binding, tokens, rope, seen, states, out);
   if (query) {
     const ModelSpec& model = context_.manifest.model;
     query_ = Rows(tokens.count(), static_cast<size_t>(model.heads * model.head_dim));
@@ -83,6 +100,7 @@ Rows OrtStageCache::run(const TokenStates& tokens, const Positions& positions, b
                    tensor_over(context_.ort, query_.data.data(), {count, model.heads * model.head_dim}, "float32"));
   }
   binding.run();
+  if (states_) states_->put(length, states.ends, states.made.data());
   return out;
 }
 
@@ -90,7 +108,7 @@ Scores OrtStageCache::attention(bool last_only) {
   size_t count = query_.count(), first = last_only ? count - 1 : 0;
   const Manifest& m = context_.manifest;
   auto rows = static_cast<int64_t>(count - first), across = static_cast<int64_t>(query_.width);
-  size_t plane = static_cast<size_t>(2 * (spec_.layers() - 1) * m.model.kv_heads);  // the last layer's keys
+  size_t plane = 2 * (spec_.cached.size() - 1) * static_cast<size_t>(m.model.kv_heads);  // the last layer's keys
   std::vector<GraphInput> inputs{
       {names::kQuery, "float32", {rows, across}, query_.row(first)},
       {names::kKey, m.kv_dtype, {1, m.model.kv_heads, capacity, m.model.head_dim}, memory_.plane(plane)},
@@ -115,7 +133,7 @@ Rows OrtStageCache::keys() {
   const Floats* scale = nullptr;
   if (dtype == "int8") scale = &context_.constants.at(names::kKeyScaleOf + std::to_string(spec_.last));
   Rows out(static_cast<size_t>(length), heads * dim);
-  size_t plane = static_cast<size_t>(2 * (spec_.layers() - 1)) * heads;
+  size_t plane = 2 * (spec_.cached.size() - 1) * heads;
   for (size_t head = 0; head < heads; ++head)
     for (size_t slot = 0; slot < out.count(); ++slot) {
       const uint8_t* from =

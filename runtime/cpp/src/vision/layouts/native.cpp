@@ -1,121 +1,13 @@
-// The image at native resolution, to the nearest multiple of a token's square: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
-//
-// The number of an image's tokens depends on its size; each has a row and a column as position, in addition to the time.
-#include <algorithm>
-#include <cmath>
-
-#include "bundle/fields.hpp"
-#include "vision/layout.hpp"
+#include "vision/layouts/native.hpp"
 
 namespace vtxcore {
-namespace {
 
-using Grid = std::pair<int64_t, int64_t>;  // columns and rows of tokens
-
-int64_t up(double value) { return static_cast<int64_t>(std::ceil(value)); }
-int64_t down(double value) { return static_cast<int64_t>(std::floor(value)); }
-
-// A token is a square of `merge` x `merge` patches of `patch` pixels a side. Images are resized to whole squares, between
-// `least` and `most` pixels.
-class Native : public Layout {
- public:
-  Native(int64_t patch, int64_t merge, int64_t least, int64_t most)
-      : patch_(patch), merge_(merge), least_(least), most_(most), unit_(patch * merge), area_(product({unit_, unit_})) {
-    if (area_ > most || least > most || most > names::kMaxResizedPixels)
-      fail(Kind::bundle, "layout 'native' has ", least, " to ", most, " pixels in tokens of ", unit_, " x ", unit_,
-           "; at least one token must fit, and at most ", grouped(names::kMaxResizedPixels),
-           " pixels; export the bundle again");
-  }
-
-  std::optional<int64_t> min_tokens() const override { return (least_ + area_ - 1) / area_; }
-  // The bound for images that are shrunk, to a single row too, and for enlarged ones.
-  int64_t max_tokens() const override {
-    double most = real_of(most_) / real_of(area_), fewest = real_of(least_) / real_of(area_);
-    int64_t enlarged = 1;
-    for (int64_t side = up(std::sqrt(fewest)), end = up(std::sqrt(names::kMaxRatio * fewest)); side <= end; ++side)
-      enlarged = std::max(enlarged, side * up(fewest / real_of(std::max<int64_t>(1, side - 1))));
-    return std::max({down(most), down(std::sqrt(names::kMaxRatio * most)), enlarged});
-  }
-
-  void check(const TowerSpec& tower) const override {
-    if (patch_ != tower.patch || merge_ != tower.shuffle || !tower.native)
-      fail(Kind::bundle, "vtx.json: the image layout has tokens of ", merge_, " x ", merge_, " patches of ", patch_,
-           " pixels, the tower of ", tower.shuffle, " x ", tower.shuffle, " of ", tower.patch, "; export the bundle again");
-  }
-
-  LayoutPtr within(int64_t max_pixels) const override {
-    if (max_pixels < area_)
-      fail(Kind::request, "max_pixels is ", max_pixels, "; one token takes ", unit_, " x ", unit_, "; raise it");
-    return std::make_shared<Native>(at_most(max_pixels));
-  }
-  std::optional<int64_t> fitting(const std::vector<Grid>& sizes, int64_t tokens) const override {
-    for (int64_t each = most_ / area_; each > 0; --each) {
-      Native layout = at_most(each * area_);
-      int64_t total = 0;
-      for (auto [width, height] : sizes) total += layout.count(width, height);
-      if (total <= tokens) return each * area_;
-    }
-    return std::nullopt;
-  }
-
-  int64_t count(int64_t width, int64_t height) const override {
-    auto [columns, rows] = grid(width, height);
-    return columns * rows;
-  }
-  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
-    auto [columns, rows] = grid(picture.width, picture.height);
-    int wide = static_cast<int>(columns * unit_), high = static_cast<int>(rows * unit_);
-    return {normalised(resized(picture, wide, high, settings.resample), settings)};
-  }
-  // One token after the other, row by row; all at one time, each at its row and column.
-  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height, const Rows&) const override {
-    auto [columns, rows] = grid(width, height);
-    auto out = std::make_shared<ImageTokens>(*views.front());
-    auto count = static_cast<size_t>(columns * rows);
-    if (out->rows.count() != count)
-      fail(Kind::bundle, "the vision graph gives ", out->rows.count(), " outputs for ", count,
-           " tokens; export the bundle again");
-    out->patches.places = count_up(0, count);
-    out->offsets.emplace();
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t column = 0; column < columns; ++column) out->offsets->push_back({0, row, column});
-    out->span = std::max(columns, rows);
-    return out;
-  }
-
- private:
-  Native at_most(int64_t max_pixels) const {
-    int64_t most = std::min(max_pixels, most_);
-    return {patch_, merge_, std::min(least_, most), most};
-  }
-
-  Grid grid(int64_t width, int64_t height) const {
-    if (std::max(width, height) > names::kMaxRatio * std::min(width, height))
-      fail(Kind::image, "the image is ", width, "x", height, " pixels; its sides may differ at most ", names::kMaxRatio,
-           "-fold; cut off some of its longer side");
-    double wide = real_of(width), high = real_of(height), unit = real_of(unit_);
-    Grid nearest{std::llrint(wide / unit), std::llrint(high / unit)};  // at a half to the even one
-    int64_t pixels = nearest.first * nearest.second * area_;
-    if (pixels > most_) {
-      double shrink = std::sqrt(real_of(height * width) / real_of(most_));
-      return {std::max<int64_t>(1, down(wide / shrink / unit)), std::max<int64_t>(1, down(high / shrink / unit))};
-    }
-    if (pixels < least_) {
-      double enlarge = std::sqrt(real_of(least_) / real_of(height * width));
-      return {up(wide * enlarge / unit), up(high * enlarge / unit)};
-    }
-    return nearest;
-  }
-
-  int64_t patch_, merge_, least_, most_, unit_, area_;
-};
-
-}  // namespace
-
-LayoutPtr make_native(Fields& parameters) {
+Native read_native(Fields& parameters) {
   int64_t patch = parameters.whole("patch"), merge = parameters.whole("merge");
   int64_t least = parameters.whole("min_pixels"), most = parameters.whole("max_pixels");
-  return std::make_shared<Native>(patch, merge, least, most);
+  return {patch, merge, least, most};
 }
+
+LayoutPtr make_native(Fields& parameters) { return std::make_shared<Native>(read_native(parameters)); }
 
 }  // namespace vtxcore

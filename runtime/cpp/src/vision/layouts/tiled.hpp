@@ -27,4 +27,8 @@ class TiledLayout : public Layout {
   const int64_t tile_, tokens_;
 };
 
+// Columns and rows of `fewest` to `most` tiles: the nearest shape; of equal ones the largest whose tiles the image fills by
+// half.
+std::pair<int64_t, int64_t> tile_grid(int64_t width, int64_t height, int64_t tile, int64_t fewest, int64_t most);
+
 }  // namespace vtxcore

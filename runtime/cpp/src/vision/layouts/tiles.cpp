@@ -44,28 +44,31 @@ class Tiles : public TiledLayout {
   }
 
  private:
-  // Columns and rows: the nearest shape; of equal ones the largest whose tiles the image fills by half.
   std::pair<int64_t, int64_t> grid(int64_t width, int64_t height) const {
-    std::vector<std::pair<int64_t, int64_t>> grids;
-    for (int64_t columns = 1; columns <= most_; ++columns)
-      for (int64_t rows = 1; rows <= most_ / columns; ++rows)
-        if (columns * rows >= fewest_) grids.emplace_back(columns, rows);
-    std::stable_sort(grids.begin(), grids.end(), [](auto a, auto b) { return a.first * a.second < b.first * b.second; });
-    std::pair<int64_t, int64_t> best{1, 1};
-    double least = std::numeric_limits<double>::infinity();
-    for (auto [columns, rows] : grids) {
-      double shape = static_cast<double>(width) / static_cast<double>(height);
-      double off = std::abs(shape - static_cast<double>(columns) / static_cast<double>(rows));
-      bool filled = 2 * width * height > tile_ * tile_ * columns * rows;
-      if (off < least || (off == least && filled)) best = {columns, rows}, least = off;
-    }
-    return best;
+    return tile_grid(width, height, tile_, fewest_, most_);
   }
 
   int64_t fewest_, most_;
 };
 
 }  // namespace
+
+std::pair<int64_t, int64_t> tile_grid(int64_t width, int64_t height, int64_t tile, int64_t fewest, int64_t most) {
+  std::vector<std::pair<int64_t, int64_t>> grids;
+  for (int64_t columns = 1; columns <= most; ++columns)
+    for (int64_t rows = 1; rows <= most / columns; ++rows)
+      if (columns * rows >= fewest) grids.emplace_back(columns, rows);
+  std::stable_sort(grids.begin(), grids.end(), [](auto a, auto b) { return a.first * a.second < b.first * b.second; });
+  std::pair<int64_t, int64_t> best{1, 1};
+  double least = std::numeric_limits<double>::infinity();
+  for (auto [columns, rows] : grids) {
+    double shape = static_cast<double>(width) / static_cast<double>(height);
+    double off = std::abs(shape - static_cast<double>(columns) / static_cast<double>(rows));
+    bool filled = 2 * width * height > tile * tile * columns * rows;
+    if (off < least || (off == least && filled)) best = {columns, rows}, least = off;
+  }
+  return best;
+}
 
 LayoutPtr make_tiles(Fields& parameters) {
   int64_t tile = parameters.whole("tile", 1, names::kMaxInputSide), tokens = parameters.whole("tokens", 1, 1 << 24);
