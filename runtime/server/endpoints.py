@@ -32,7 +32,7 @@ from vtx.runtime.server.openai.request import ChatRequest, Translate, read_reque
 from vtx.runtime.server.refusal import Refusal, no_memory, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
 from vtx.runtime.session.encoded_images import PreparedImage
-from vtx.runtime.vision.image import image_size
+from vtx.runtime.vision.image import ImageSource, image_size
 from vtx.runtime.vision.video import Video
 
 log = logging.getLogger(__name__)
@@ -249,17 +249,16 @@ def read_images(
     """Read the images and videos of a request. Raises Refusal, ImageError."""
     loaded = engine.model.loaded
     sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
-    pictures = sum(not isinstance(image, Video) for image in sources)
-    for image in sources:
-        if isinstance(image, Video) or loaded.is_kept(image, of_images=pictures):
-            continue  # the limits of `limits.py` in runtime/vision hold for videos, and what is kept was within these
+
+    def check(image: ImageSource) -> None:  # for videos the limits of `limits.py` in runtime/vision hold
         width, height = image_size(image, loaded.image_formats)
         if width * height > limits.pixels:
             raise Refusal(
                 413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in total; "
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
-    return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped)
+
+    return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped, check=check)
 
 
 def embed(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> dict[str, Any]:
