@@ -89,7 +89,7 @@ class AnswerInProgress(Request):
         after: Selection | None = None,
         completed: Callable[[Answer, Selection | None], None] | None = None,
     ) -> None:
-        super().__init__(options.timeout)
+        super().__init__(options.timeout, options.priority)
         self._loaded, self._messages, self._prompt_ids, self._policy = loaded, messages, ids, policy
         self._options, self._lease, self._after, self._completed = options, lease, after, completed
         self.answer: Answer | None = None

@@ -306,7 +306,7 @@ async def _events(
         engine.job(
             AnswerRequest(prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse, chat.adapts),
             partial(emit, number), ends_at=ends_at, urgent=chat.deadline is not None,
-            limit=seconds, priority=chat.priority, choosing=choosing,
+            limit=seconds, choosing=choosing,
         )
         for number in range(left)
     ]  # fmt: skip
