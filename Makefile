@@ -5,7 +5,7 @@ PYTHON ?= python3
 LOCK ?=
 # Installed before everything that depends on it, so that you choose the build: CUDA, or the far smaller one for CPUs.
 TORCH ?= torch==2.13.0
-EXTRAS ?= cpu,openvino,rtx,export,tune,video,guided,mqtt,dev
+EXTRAS ?= cpu,openvino,rtx,export,tune,video,guided,mqtt,otel,dev
 
 BIN := .venv/bin
 READY := .venv/.ready

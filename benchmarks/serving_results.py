@@ -46,8 +46,11 @@ def pictures(found: Any) -> Table:
 
 def parts(found: Any) -> Table:
     names = ("tower", "prompts", "tokens", "copies", "rest", "all")
-    columns = ["", *(f"{name}, s" for name in names)]
-    return columns, [[row["kind"], *(f"{row[name]:.3f}" for name in names)] for row in found["rows"]]
+    rows = [
+        [row["kind"], *(f"{row[name]:.3f} ({100 * row[name] / row['all']:.0f}%)" for name in names)]
+        for row in found["rows"]
+    ]
+    return ["", *(f"{name}, s" for name in names)], rows
 
 
 def batches(found: Any) -> Table:
@@ -120,8 +123,8 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
     "parts-openvino": (
         "Where it goes, OpenVINO",
         "Seconds of processor time a request, answers of 4 tokens: `copies` are of K and V that conversations share, "
-        "`rest` is Python and what waits. A new picture's seconds are its tower's and its prompt's, which no other "
-        "request can share.",
+        "`rest` is Python and what waits; in brackets the share of all. "
+        "A new picture's seconds are its tower's and its prompt's, which no other request can share.",
         "python -m benchmarks.request_parts --device openvino", parts,
     ),
     "parts-cpu": (

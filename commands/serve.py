@@ -78,6 +78,8 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
            multiple=True, metavar="URL"),
     option("--api-keys", Path, "File of API keys, one per line; clients must send one of them.", metavar="FILE"),
     option("--unix-socket", Path, "Listen on this Unix socket instead of --host and --port.", metavar="PATH"),
+    option("--otlp", str, "Send OpenTelemetry spans of each request to the OTLP collector at this address, e.g. "
+           "http://localhost:4318.", metavar="URL"),
     option("--access-log", click.Choice(["text", "json"]), "Write one line per request to stdout."),
     option("--lenient", bool, "Ignore unsupported fields and values; usage.vtx.ignored lists them."),
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
@@ -88,8 +90,8 @@ def serve(
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
     grace: float | None, kv_cache: float | None, memory: float | None, reports: tuple[Path, ...],
     max_accuracy_drop: float, image_hosts: tuple[str, ...],
-    origins: tuple[str, ...], api_keys: Path | None, unix_socket: Path | None, access_log: str | None,
-    lenient: bool, loading: Loading,
+    origins: tuple[str, ...], api_keys: Path | None, unix_socket: Path | None, otlp: str | None,
+    access_log: str | None, lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over an OpenAI-compatible API and a test page.
 
@@ -105,12 +107,14 @@ def serve(
     from vtx.runtime.server.engines import Engines, named
     from vtx.runtime.server.limits import Limits
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
+    from vtx.runtime.server.tracing import Tracing, sent_to
     from vtx.runtime.server.watchdog import Watchdog, systemd
 
     keys = given_keys(api_keys)
     for origin in origins:
         if not re.fullmatch(r"https?://[^/\s]+|\*", origin):
             raise RequestError(f"--allow-origin {origin!r:.80} is not an origin, e.g. http://localhost:3000, or *")
+    tracing = None if otlp is None else Tracing(sent_to(otlp))
     hosts = checked_hosts(image_hosts)
     notify, interval = systemd()
     changes = {
@@ -157,6 +161,7 @@ def serve(
             engines, limits, api_keys=keys, local_hosts=unix_socket is None and is_local(host), image_hosts=hosts,
             watchdog=watchdog, origins=origins, lenient=lenient, traffic=traffic,
             access=partial(print, flush=True) if access_log else None, access_json=access_log == "json",
+            tracing=tracing,
         )  # fmt: skip
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(

@@ -89,7 +89,7 @@ class AnswerInProgress(Request):
         after: Selection | None = None,
         completed: Callable[[Answer, Selection | None], None] | None = None,
     ) -> None:
-        super().__init__(options.timeout)
+        super().__init__(options.timeout, options.priority)
         self._loaded, self._messages, self._prompt_ids, self._policy = loaded, messages, ids, policy
         self._options, self._lease, self._after, self._completed = options, lease, after, completed
         self.answer: Answer | None = None
@@ -109,7 +109,10 @@ class AnswerInProgress(Request):
         self._output = TextOutput(loaded.text.stream(), options.stop, loaded.text.begun(messages))
 
     def pieces(self) -> Generator[str]:
-        """Compute the answer, giving after the prompt and after each token the text that is certain, maybe none."""
+        """Compute the answer, giving after each token the text that is certain, maybe none; the first with the prompt.
+
+        If the end of the prompt waits, or choices are scored, there are steps before the first token.
+        """
         self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
         self.start()
         loaded, policy, token = self._loaded, self._policy, self._loaded.manifest.text.image_token_id
@@ -131,10 +134,9 @@ class AnswerInProgress(Request):
                 result = session.finish(check=self.check)
                 self._result, self._prefilled = result, perf_counter()
                 self.session = session
-                if not waits:
-                    yield ""
                 choices = self._options.guide.choices if self._options.guide is not None else None
                 if choices is not None and len(choices) <= MAX_SCORED:
+                    yield ""  # other answers continue before the first pass
                     yield from self._score(choices, session, result)
                 stopped = yield from self._generate(session, result, prompt)
                 self.end(stopped)

@@ -25,6 +25,7 @@ from vtx.runtime.policies.make import check_layout, check_videos, make_policy
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
+from vtx.runtime.vision.files.source import is_file, read_file
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layouts import PAIRS, read_frames, read_layout
@@ -126,7 +127,7 @@ class LoadedBundle:
         self._final_norm = read_final_norm(bundle) if manifest.text.seg_token_id is not None else None
         self.image_cache: ImageCache | None = None  # set: conversations share encoded images
         self.tile_cache: ImageCache | None = None  # set: and the encoded tiles that images have in common
-        self.picture_cache: PictureCache | None = None  # set: a picture that comes again is not decoded again
+        self.picture_cache: PictureCache | None = None  # set: a file that comes again is not decoded again
         self._conversations: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._text_tower: TextTower | None = None
         self._grammars: Grammars | None = None
@@ -202,10 +203,12 @@ class LoadedBundle:
         *,
         messages: Sequence[Message] | None = None,
         stopped: Callable[[], bool] | None = None,
+        check: Callable[[ImageSource], None] = lambda _: None,
     ) -> tuple[PreparedImage, ...]:
         """Read and preprocess the images and videos of one prompt, in the order in which the chat template prints them.
 
-        `messages` is the prompt, a first question if left out; `stopped` ends reading a video.
+        `messages` is the prompt, a first question if left out; `stopped` ends reading a video; `check` is as for
+        `prepare`.
         """
         given, number, images = list[Picture](), 0, list[PreparedImage]()
         for source in sources:
@@ -215,7 +218,7 @@ class LoadedBundle:
             if isinstance(source, Video):
                 images.append(self.prepare_video(source, fit, stopped))
             else:
-                images.append(self.prepare(source, fit, of_images=number))
+                images.append(self.prepare(source, fit, of_images=number, check=check))
         if number in (0, len(images)):
             return tuple(images)
         order = self.text.order(messages or [{"role": "user", "content": opening_parts(images, "?")}])
@@ -276,27 +279,25 @@ class LoadedBundle:
         counted = self.manifest.video.layout.name == PAIRS
         return PreparedImage(views, key, form, size, arrange, "video", len(clip.numbers), refitted, counted=counted)
 
-    def prepare(self, source: ImageSource, fit: str | None = None, *, of_images: int = 1) -> PreparedImage:
-        """Read and preprocess an image of a prompt with `of_images` images."""
+    def prepare(
+        self, source: ImageSource, fit: str | None = None, *, of_images: int = 1,
+        check: Callable[[ImageSource], None] = lambda _: None,
+    ) -> PreparedImage:  # fmt: skip
+        """Read and preprocess an image of a prompt with `of_images` images.
+
+        `check` is called before it is decoded and may raise; a picture that the `picture_cache` has is not checked.
+        """
         fit = self.fit if fit is None else fit
-        if self.picture_cache is not None and (key := self._key(source, fit, of_images)) is not None:
-            return self.picture_cache.prepared(key, partial(self._prepare, source, fit, of_images))
-        return self._prepare(source, fit, of_images)
+        if self.picture_cache is None or not is_file(source):
+            return self._prepare(source, fit, of_images, check)
+        file = read_file(source)
+        key = hashlib.sha256(file.content).digest(), fit, of_images
+        return self.picture_cache.prepared(key, partial(self._prepare, file, fit, of_images, check))
 
-    def is_kept(self, source: ImageSource, *, of_images: int = 1) -> bool:
-        """True if `prepare` need not read the image, since the `picture_cache` has it."""
-        cache = self.picture_cache
-        return cache is not None and (key := self._key(source, self.fit, of_images)) is not None and key in cache
-
-    def _key(self, source: ImageSource, fit: str | None, of_images: int) -> tuple[bytes, str | None, int] | None:
-        """Equal for files that give the same picture; None if it is neither bytes nor a data URL."""
-        if isinstance(source, str) and source.startswith("data:"):
-            source = source.encode(errors="surrogatepass")
-        if not isinstance(source, bytes):
-            return None
-        return hashlib.sha256(source).digest(), fit, of_images
-
-    def _prepare(self, source: ImageSource, fit: str | None, of_images: int) -> PreparedImage:
+    def _prepare(
+        self, source: ImageSource, fit: str | None, of_images: int, check: Callable[[ImageSource], None]
+    ) -> PreparedImage:
+        check(source)
         layout = self.layout.for_images(of_images)
         settings = settings_for(self.layout, self.manifest.image, fit)
         layout = self.layout.released() if fit == "released" else layout

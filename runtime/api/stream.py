@@ -40,7 +40,7 @@ class AnswerStream:
         return piece
 
     def step(self) -> str:
-        """Compute the prompt or one more token, and return the text that is now final, possibly empty.
+        """Compute the prompt with its first token, or one more token; return the text that is now final, maybe none.
 
         For programs that interleave several answers. Raises StopIteration at the end, like `next`.
         """

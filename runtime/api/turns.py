@@ -3,10 +3,14 @@
 The next question of an answer's reader ends it: a stream that was left unread blocks nothing. Another thread (or task)
 gets an error at once while somebody reads a stream, for a reader can pause for as long as it likes; it waits for a call
 that returns by itself, such as `ask`.
+
+Calls that wait go in the order in which they came, and each step of their priority is worth one place. So no flood of
+calls of a high priority keeps another one waiting for ever: at most twice `MAX_PRIORITY` later ones go before it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -44,8 +48,8 @@ class Stream(Protocol):
 class Request:
     """One question on its way: who reads its answer, and until when it may run. Any thread may cancel it."""
 
-    def __init__(self, timeout: float | None = None) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float | None = None, priority: int = 0) -> None:
+        self.timeout, self.priority = timeout, priority
         self.reader: Reader = threading.current_thread()
         self.returns_by_itself = False  # nobody pauses it between two tokens
         self.cancelled = False
@@ -93,6 +97,8 @@ class Turns:
     def __init__(self) -> None:
         self._changed = threading.Condition()  # its lock is reentrant: a collected stream may release within it
         self._holder: Request | None = None
+        self._calls = 0
+        self._waiting: list[tuple[float, int]] = []  # the least is next
 
     @contextmanager
     def hold(self, request: Request, *, closing: bool = False) -> Iterator[None]:
@@ -102,24 +108,18 @@ class Turns:
         cancelled or out of time while it waited.
         """
         with self._changed:
-            while (holder := self._holder) is not None:
-                reader = holder.reader
-                alive = reader.is_alive() if isinstance(reader, threading.Thread) else not reader.done()
-                if closing or holder.cancelled or reader is request.reader or not alive:
-                    stream = holder.stream() if holder.stream is not None else None  # None: being collected
-                    if stream is not None and stream.running and reader is request.reader:
-                        raise ConversationBusyError(
-                            "this conversation is computing an answer in this very thread; ask when the call returns"
-                        )
-                    if stream is not None:
-                        stream.cancel()
-                elif not holder.returns_by_itself:
-                    raise ConversationBusyError(
-                        "another thread reads an answer of this conversation; let it end, cancel it, "
-                        "or open the image again for a conversation of your own"
-                    )
-                if self._holder is not None:
-                    request.wait(self._changed)
+            self._calls += 1
+            place = (-math.inf if closing else self._calls - request.priority, self._calls)
+            self._waiting.append(place)
+            try:
+                while self._holder is not None or place != min(self._waiting):
+                    if self._holder is not None:
+                        self._interrupt(self._holder, request, closing=closing)
+                    if self._holder is not None or place != min(self._waiting):
+                        request.wait(self._changed)
+            finally:
+                self._waiting.remove(place)
+                self._changed.notify_all()
             self._holder = request
         try:
             yield
@@ -127,3 +127,24 @@ class Turns:
             with self._changed:
                 self._holder = None
                 self._changed.notify_all()
+
+    def _interrupt(self, holder: Request, request: Request, *, closing: bool) -> None:
+        """Cancel the answer of the holder if `request` may; nothing if it is worth waiting for.
+
+        Raises ConversationBusyError as `hold` does.
+        """
+        reader = holder.reader
+        alive = reader.is_alive() if isinstance(reader, threading.Thread) else not reader.done()
+        if closing or holder.cancelled or reader is request.reader or not alive:
+            stream = holder.stream() if holder.stream is not None else None  # None: being collected
+            if stream is not None and stream.running and reader is request.reader:
+                raise ConversationBusyError(
+                    "this conversation is computing an answer in this very thread; ask when the call returns"
+                )
+            if stream is not None:
+                stream.cancel()
+        elif not holder.returns_by_itself:
+            raise ConversationBusyError(
+                "another thread reads an answer of this conversation; let it end, cancel it, "
+                "or open the image again for a conversation of your own"
+            )

@@ -140,7 +140,7 @@ class Engine:
 
     def job(
         self, asked: AnswerRequest, emit: Callable[[Event], None], *, ends_at: float = math.inf, urgent: bool = False,
-        limit: float = 0.0, priority: int = 0, choosing: Callable[[Chosen], None] = lambda _: None,
+        limit: float = 0.0, choosing: Callable[[Chosen], None] = lambda _: None,
     ) -> Job:  # fmt: skip
         """The work of one answer, for the scheduler, in a conversation of the pool; its other fields are `Job`'s.
 
@@ -191,8 +191,8 @@ class Engine:
             emit(event)
 
         job = Job(
-            begin, end, emitting, ends_at=ends_at, urgent=urgent, limit=limit, priority=priority,
-            fits=partial(self.pool.fits, needed),
+            begin, end, emitting, ends_at=ends_at, urgent=urgent, limit=limit,
+            priority=asked.settings.options.priority, fits=partial(self.pool.fits, needed),
         )  # fmt: skip
         if chooser is not None:
             job.quickest = partial(chooser.quickest, len(asked.ids))

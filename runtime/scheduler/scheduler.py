@@ -128,7 +128,7 @@ class Job:
         return True
 
     def step(self) -> bool:
-        """Compute the prompt, or one token more; False at the end."""
+        """Compute the prompt and its first token, or one token more; False at the end."""
         stream, ended = self.stream, False
         assert stream is not None
         try:
@@ -292,7 +292,7 @@ class Scheduler:
             self._prompt_seconds = recent(self._prompt_seconds, self._clock() - job.begun)
         self._active = [job for job in self._active if job not in ended]
         self._round_ended = self._clock()
-        # A round may compute nothing: the logits of a first token are the prompt's.
+        # A round may compute nothing, as at the ends of answers.
         self._round_seconds = max(self._round_ended - started, self._round_seconds / 2)
 
     def _begin(self, before: Job | None = None) -> None:

@@ -25,6 +25,7 @@ from vtx.runtime.server.http import Receive, Scope, Send, header
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics
 from vtx.runtime.server.refusal import Refusal, refusal_of
+from vtx.runtime.server.tracing import Tracing
 from vtx.runtime.server.watchdog import Watchdog
 
 PACKAGE = "vtx.runtime.server"
@@ -43,6 +44,7 @@ def make_app(
     image_hosts: Collection[str] = (), watchdog: Watchdog | None = None,
     origins: Collection[str] = (), lenient: bool = False,
     traffic: Traffic | None = None, access: Callable[[str], None] | None = None, access_json: bool = False,
+    tracing: Tracing | None = None,
 ) -> Callable[[Scope, Receive, Send], Awaitable[None]]:  # fmt: skip
     """The ASGI application over `engines`, which it closes at its end.
 
@@ -50,10 +52,12 @@ def make_app(
     send any through a browser. `image_hosts`: images may be given by their address there.
     `origins`: pages of these may send requests. `lenient`: ignore what is not supported, and say so.
     `watchdog` runs as long as the application. `traffic` is what a supervisor of the process sees of it.
-    `access` gets a line of each request, with `access_json` as JSON.
+    `access` gets a line of each request, with `access_json` as JSON. `tracing` gets its spans.
     """
     metrics, traffic = Metrics(), traffic or Traffic()
-    endpoints = Endpoints(engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic)
+    endpoints = Endpoints(
+        engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic, tracing=tracing
+    )
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]

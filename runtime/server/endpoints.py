@@ -22,7 +22,7 @@ from vtx.runtime.scheduler.choosing import Chosen
 from vtx.runtime.scheduler.engine import AnswerRequest, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece
 from vtx.runtime.server.engines import Engines
-from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, read_json_body, until_left
+from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, header, read_json_body, until_left
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import Metrics
 from vtx.runtime.server.openai import completions, embeddings, responses
@@ -31,8 +31,9 @@ from vtx.runtime.server.openai.objects import Objects
 from vtx.runtime.server.openai.request import ChatRequest, Translate, read_request
 from vtx.runtime.server.refusal import Refusal, no_memory, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
+from vtx.runtime.server.tracing import Answered, Tracing
 from vtx.runtime.session.encoded_images import PreparedImage
-from vtx.runtime.vision.image import image_size
+from vtx.runtime.vision.image import ImageSource, image_size
 from vtx.runtime.vision.video import Video
 
 log = logging.getLogger(__name__)
@@ -86,9 +87,9 @@ class Endpoints:
 
     def __init__(
         self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = (),
-        *, lenient: bool = False, traffic: Traffic | None = None,
+        *, lenient: bool = False, traffic: Traffic | None = None, tracing: Tracing | None = None,
     ) -> None:  # fmt: skip
-        self._lenient, self._traffic = lenient, traffic or Traffic()
+        self._lenient, self._traffic, self._tracing = lenient, traffic or Traffic(), tracing
         self._engines, self._limits, self._metrics, self._hosts = engines, limits, metrics, hosts
         self._readers: Executor = ThreadPoolExecutor(READERS, "vtx-serve-read")
         self._video_readers: Executor = ThreadPoolExecutor(VIDEO_READERS, "vtx-serve-video")
@@ -98,8 +99,9 @@ class Endpoints:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. An error ends this one only."""
         reply, endpoint = Reply(send, self._limits), ENDPOINTS[scope["path"]]
+        started, answered = time.monotonic(), None
         try:
-            await self._answer(scope, receive, reply, endpoint)
+            answered = await self._answer(scope, receive, reply, endpoint)
         except ClientLeft:
             self._metrics.cancelled()
             reply.status = CLIENT_LEFT
@@ -117,14 +119,23 @@ class Endpoints:
                     await reply.end_events(endpoint.objects.last)
                     reply.status = refusal.status
         finally:
-            self._metrics.request(reply.status or CLIENT_LEFT)
+            status = reply.status or CLIENT_LEFT
+            self._metrics.request(status)
+            if self._tracing is not None:
+                parent = {name: header(scope, name.encode()) for name in ("traceparent", "tracestate")}
+                self._tracing.request(scope["path"], status, started, parent, answered)
 
     def close(self) -> None:
-        """End the threads that read and load."""
+        """End the threads that read and load, and send what is left of the spans."""
+        if self._tracing is not None:
+            self._tracing.close()
         for threads in (self._readers, self._video_readers, self._loader, self._fetchers):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _answer(self, scope: Scope, receive: Receive, reply: Reply, endpoint: Endpoint) -> None:
+    async def _answer(
+        self, scope: Scope, receive: Receive, reply: Reply, endpoint: Endpoint
+    ) -> Answered | None:  # fmt: skip
+        """Answer a request; None at an address that gives no answer of the model."""
         most, seconds, started = self._limits.parallel + self._limits.queue, self._limits.seconds, time.monotonic()
         if self._traffic.draining:
             raise shutting_down()
@@ -160,23 +171,27 @@ class Endpoints:
                     vectors = loop.run_in_executor(readers, embed, engine, chat, self._limits, stopping.is_set)
                     found = await _while_wanted(vectors, receive, stopping, deadline, seconds)
                     await reply.json(200, found)
-                    return
+                    return None
                 reading = loop.run_in_executor(readers, prepare, engine, chat, self._limits, stopping.is_set)
                 prepared = await _while_wanted(reading, receive, stopping, deadline, seconds)
                 if scope["path"] == TOKENIZE:
                     ids, most = prepared.ids.tolist(), engine.model.manifest.max_context
                     await reply.json(200, {"count": len(ids), "max_model_len": most, "tokens": ids})
-                    return
+                    return None
                 chat = prepared.chat  # without the images' text, which may be large
-                waits = list[float]()  # until it began, and until its first token, by the monotonic clock
+                begun = dict[int, float]()  # when each answer began, by the monotonic clock
+                firsts = list[float]()  # and when the first token came
                 notes = {**chat.notes}
                 objects = endpoint.objects(replace(chat, notes=notes), engine.model)
-                async with aclosing(_events(engine, prepared, receive, deadline, seconds, waits, notes)) as events:
+                events = _events(engine, prepared, receive, deadline, seconds, begun, firsts, notes)
+                async with aclosing(events):
                     answers = await _send_answer(reply, events, objects, self._limits.comment_seconds)
         finally:
             self._traffic.inside -= 1
-        begun, first = (at - started for at in waits)
-        seconds_of = {"queue": begun, "first_token": first, "answer": time.monotonic() - started}
+        seconds_of = {
+            "queue": min(begun.values()) - started, "first_token": firsts[0] - started,
+            "answer": time.monotonic() - started,
+        }  # fmt: skip
         for answer in answers:
             stats, times = answer.stats, answer.stats.timings_ms
             kept = stats.vision_tokens_kept
@@ -188,6 +203,8 @@ class Endpoints:
             reduce = "+".join(part.partition(":")[0] for part in stats.reduce.split("+"))
             asked_k = "auto" if stats.gate is not None else str(stats.k or "none")
             self._metrics.answer((chat.model, asked_k, reduce), totals, seconds_of, token)
+        times_begun = [begun[number] for number in range(len(answers))]
+        return Answered(chat.model, answers, times_begun, chat.deadline, chat.options.priority)
 
 
 def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
@@ -249,17 +266,16 @@ def read_images(
     """Read the images and videos of a request. Raises Refusal, ImageError."""
     loaded = engine.model.loaded
     sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
-    pictures = sum(not isinstance(image, Video) for image in sources)
-    for image in sources:
-        if isinstance(image, Video) or loaded.is_kept(image, of_images=pictures):
-            continue  # the limits of `limits.py` in runtime/vision hold for videos, and what is kept was within these
+
+    def check(image: ImageSource) -> None:  # for videos the limits of `limits.py` in runtime/vision hold
         width, height = image_size(image, loaded.image_formats)
         if width * height > limits.pixels:
             raise Refusal(
                 413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in total; "
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
-    return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped)
+
+    return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped, check=check)
 
 
 def embed(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> dict[str, Any]:
@@ -279,7 +295,8 @@ async def _events(
     receive: Receive,
     deadline: float,
     seconds: float,
-    waits: list[float],
+    begun: dict[int, float],
+    firsts: list[float],
     notes: dict[str, Any],
 ) -> AsyncGenerator[tuple[int, Piece | Done]]:
     """The events of a request, each with the number of its answer, to its end; left early, it is cancelled.
@@ -288,7 +305,8 @@ async def _events(
 
     Raises ClientLeft if the client has gone; Refusal if it had no token in time (408) or no memory (503), or could not
     be answered.
-    `waits` gets the times at which it began and had its first token, `notes` how K and reductions were chosen.
+    `begun` gets the times at which its answers began, `firsts` that of the first token, `notes` how K and reductions
+    were chosen.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
@@ -307,7 +325,7 @@ async def _events(
         engine.job(
             AnswerRequest(prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse, chat.adapts),
             partial(emit, number), ends_at=ends_at, urgent=chat.deadline is not None,
-            limit=seconds, priority=chat.priority, choosing=choosing,
+            limit=seconds, choosing=choosing,
         )
         for number in range(left)
     ]  # fmt: skip
@@ -330,8 +348,9 @@ async def _events(
             if isinstance(event, Exception):
                 raise event
             came = came or isinstance(event, Piece) or bool(event.answer.token_ids)
-            if not waits:
-                waits.extend((jobs[number].begun, time.monotonic()))
+            begun.setdefault(number, jobs[number].begun)
+            if not firsts:
+                firsts.append(time.monotonic())
             if isinstance(event, Done) and event.answer.stopped == "cancelled":  # not by its client
                 raise shutting_down()
             if isinstance(event, Done) and event.answer.stopped == "timeout" and not came:

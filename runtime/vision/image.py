@@ -18,7 +18,7 @@ from PIL import Image
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.files.container import TAG, TRANSPOSED, UPRIGHT, check_size
 from vtx.runtime.vision.files.formats import check_formats, read_container
-from vtx.runtime.vision.files.source import BGR, ImageSource, from_array, read_bytes
+from vtx.runtime.vision.files.source import BGR, ImageSource, from_array, read_file
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_DECODE_SECONDS
 
 __all__ = ["ImageSource", "image_size", "load_image", "to_rgb"]
@@ -43,7 +43,8 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
     if isinstance(source, Image.Image):
         name, content = "the given image", b""
     else:
-        name, content = read_bytes(source)
+        file = read_file(source)
+        name, content = file.name, file.content
     with _image_errors(name):
         if isinstance(source, Image.Image):
             check_size(name, *source.size)
@@ -51,13 +52,13 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
             image, orientation = to_rgb(source), source.getexif().get(TAG, 1)
         else:
             container = read_container(name, content, formats)
-            file = Image.open(_Metered(name, b"".join(container.pieces)), formats=(container.kind,))
-            if file.size != (container.width, container.height):
+            opened = Image.open(_Metered(name, b"".join(container.pieces)), formats=(container.kind,))
+            if opened.size != (container.width, container.height):
                 raise ImageError(
                     f"{name} is damaged and cannot be decoded (it states two sizes); save or copy it again"
                 )
-            file.load()
-            image, orientation = to_rgb(file), container.orientation
+            opened.load()
+            image, orientation = to_rgb(opened), container.orientation
         turn = UPRIGHT.get(orientation)
         return image if turn is None else image.transpose(turn)
 
@@ -66,8 +67,8 @@ def image_size(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
     """(width, height) of `load_image(source)`; of a file by its structure, without decoding it. Raises ImageError."""
     if isinstance(source, (np.ndarray, BGR, Image.Image)):
         return load_image(source).size
-    name, content = read_bytes(source)
-    container = read_container(name, content, check_formats(formats))
+    file = read_file(source)
+    container = read_container(file.name, file.content, check_formats(formats))
     size = container.width, container.height
     return size[::-1] if container.orientation in TRANSPOSED else size
 

@@ -21,7 +21,6 @@ from vtx.runtime.server.remote import RemoteImage, remote_image
 from vtx.runtime.session.sampling import Sampling
 from vtx.runtime.vision.video import Video
 
-MAX_PRIORITY = 10  # minutes
 T = TypeVar("T")
 S = TypeVar("S", Options, Sampling)
 ADDED = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -54,8 +53,8 @@ class ChatRequest:
 
     `reuse`: start from the caches of earlier requests. `n`: answers. `notes`: differences to what was asked for, which
     the reply has: fields that were `ignored`, and `max_tokens` if it is less. `deadline`: seconds from its arrival to
-    its end, None: the server's limit. `priority`: goes before others, by 40ths of its time. `form`: the
-    field that gives the form of the answer. `fields`: those of the body that a reply repeats.
+    its end, None: the server's limit. `form`: the field that gives the form of the answer. `fields`: those of the body
+    that a reply repeats.
     """
 
     model: str
@@ -70,7 +69,6 @@ class ChatRequest:
     n: int = 1
     notes: Mapping[str, Any] = field(default_factory=dict)
     deadline: float | None = None
-    priority: int = 0
     form: str | None = None
     lenient: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -128,7 +126,12 @@ def read_request(
         timeout=limits.seconds,
     )
     options = fields.checked(
-        replace(options, logprobs=fields.flag("logprobs")), "gate_threshold", "stop", "top_logprobs", "about"
+        replace(options, logprobs=fields.flag("logprobs")),
+        "gate_threshold",
+        "stop",
+        "top_logprobs",
+        "about",
+        "priority",
     )
     none: tuple[Guide, ...] = ()
     guides = {"response_format": fields.take("response_format", none, _response_format), "tools": _tools(fields)}
@@ -153,7 +156,6 @@ def read_request(
     k, reduce = fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, partial(check_text, "reduce"))
     reuse = fields.flag("reuse", default=True)
     deadline: int | None = fields.take("deadline_ms", None, partial(check_whole, "deadline_ms", least=0))
-    priority = fields.take("priority", 0, partial(check_whole, "priority", least=-MAX_PRIORITY, most=MAX_PRIORITY))
     most = min(limits.parallel, limits.new_tokens)
     n: int = fields.take("n", 1, lambda value: check_whole("n", value, 1, most))
     ignored += sorted(map(shown, fields.left))
@@ -166,7 +168,7 @@ def read_request(
         options, notes = replace(options, max_new_tokens=limits.new_tokens), {**notes, "max_tokens": limits.new_tokens}
     seconds = None if deadline is None else deadline / 1000
     return ChatRequest(
-        model, messages, tuple(images), k, reduce, options, stream, usage, reuse, n, notes, seconds, priority, form,
+        model, messages, tuple(images), k, reduce, options, stream, usage, reuse, n, notes, seconds, form,
         lenient, {name: given[name] for name in REPEATED if name in given},
     )  # fmt: skip
 

@@ -37,8 +37,17 @@ def bgr(array: NDArray[np.uint8]) -> BGR:
     return BGR(array)
 
 
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """The content of an image file, and its name for messages."""
+
+    name: str
+    content: bytes
+
+
 ImageSource: TypeAlias = (
-    "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | Image.Image | NDArray[np.uint8] | BGR"
+    "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | Image.Image | NDArray[np.uint8] | BGR |"
+    "ImageFile"
 )
 
 
@@ -76,9 +85,16 @@ def from_array(source: NDArray[np.uint8] | BGR) -> Image.Image:
     return Image.frombuffer(mode, (width, height), data, "raw", swapped if is_bgr else mode, 0, 1)
 
 
-def read_bytes(source: Any) -> tuple[str, bytes]:
-    """A name for messages, and the whole content of an image file, at most `MAX_FILE_BYTES`."""
+def is_file(source: Any) -> bool:
+    """True for what `read_file` reads without changing it: a path, a data URL or bytes."""
+    return isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview, ImageFile))
+
+
+def read_file(source: Any) -> ImageFile:
+    """The whole content of an image file, at most `MAX_FILE_BYTES`. Raises ImageError."""
     content: bytes | bytearray | memoryview
+    if isinstance(source, ImageFile):
+        return source
     if isinstance(source, str) and source[:5].lower() == "data:":
         name, content = "the image in the data URL", read_data_url(source, "image", MAX_FILE_BYTES)
     elif isinstance(source, str) and (scheme := _URL.match(source)):
@@ -103,7 +119,7 @@ def read_bytes(source: Any) -> tuple[str, bytes]:
         raise ImageError(f"{name} is empty (0 bytes); save or copy it again")
     if size > MAX_FILE_BYTES:
         raise ImageError(f"{name} is over {MAX_FILE_BYTES >> 20} MiB, the limit for a file; save it smaller")
-    return name, content if isinstance(content, bytes) else bytes(content)
+    return ImageFile(name, content if isinstance(content, bytes) else bytes(content))
 
 
 def read_data_url(url: str, wanted: str, limit: int) -> bytes:

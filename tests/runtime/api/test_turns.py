@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from tests.support.gated import WAIT, Gated, Hold
 from tests.support.tiny import random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
+from vtx.runtime.api.options import MAX_PRIORITY, Options
 from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.api.turns import Request, Turns
 from vtx.runtime.errors import ConversationBusyError, ModelClosedError, RequestError
 
 OPTIONS = Options(max_new_tokens=12, ignore_eos=True)
@@ -272,6 +274,71 @@ def test_a_call_that_returns_by_itself_is_waited_for(model: Model, gated: Gated,
     hold.release()
     assert first.result().stopped == "length"
     assert second.result().token_ids == fresh
+
+
+def order_of(priorities: list[int]) -> list[int]:
+    """The order in which calls of these priorities, which came one after the other, have the turn of an answer."""
+    turns, order, arrived = Turns(), list[int](), threading.Semaphore(0)
+
+    class Call(Request):
+        def wait(self, condition: threading.Condition) -> None:
+            arrived.release()
+            super().wait(condition)
+
+    def call(number: int) -> None:
+        with turns.hold(Call(priority=priorities[number])):
+            order.append(number)
+
+    first, waiting = Request(), list[Other]()
+    first.returns_by_itself = True
+    with turns.hold(first):
+        for number in range(len(priorities)):
+            waiting.append(Other(lambda number=number: call(number)))
+            assert arrived.acquire(timeout=WAIT)
+    assert not any(each.result() for each in waiting)
+    return order
+
+
+def test_calls_that_wait_go_in_their_order_and_a_step_of_priority_is_worth_a_place() -> None:
+    assert order_of([0] * 5) == [0, 1, 2, 3, 4]
+    assert order_of([0, 0, 0, 0, 2]) == [0, 1, 2, 4, 3]
+    assert order_of([-3, 0, 0, 0, 0]) == [1, 2, 0, 3, 4]
+    assert order_of([0, 0, 10, 9]) == [2, 3, 0, 1]
+
+
+def test_no_flood_of_high_priorities_keeps_a_call_waiting_for_more_than_twice_the_highest() -> None:
+    order = order_of([-MAX_PRIORITY, *[MAX_PRIORITY] * 30])
+    assert order.index(0) == 2 * MAX_PRIORITY - 1
+
+
+def test_a_question_of_a_higher_priority_is_answered_before_an_earlier_one(
+    model: Model, gated: Gated, monkeypatch: pytest.MonkeyPatch, fresh: tuple[int, ...]
+) -> None:
+    conversation, arrived, wait = model.open(IMAGE), threading.Semaphore(0), Request.wait
+    monkeypatch.setattr(Request, "wait", lambda *given: (arrived.release(), wait(*given)))
+    hold = gated.before = Hold("head", 2)
+    first = Other(lambda: conversation.ask(QUESTIONS[2], 5, OPTIONS))
+    hold.wait()
+    computing, waiting = list[int](), list[Other]()
+
+    def ask(priority: int) -> Answer:
+        monkeypatch.setattr(threading.current_thread(), "priority", priority, raising=False)
+        return conversation.ask(QUESTIONS[1], 3, OPTIONS, priority=priority)
+
+    for priority in (0, 1, 9):
+        waiting.append(Other(lambda priority=priority: ask(priority)))
+        assert arrived.acquire(timeout=WAIT)
+    gated.before = lambda _: computing.append(getattr(threading.current_thread(), "priority", -1))
+    hold.release()
+    assert first.result().stopped == "length"
+    assert [other.result().token_ids for other in waiting] == [fresh] * 3
+    assert [priority for priority, _ in groupby(computing)] == [-1, 9, 0, 1]
+
+
+@pytest.mark.parametrize("wrong", [11, -11, 1.5, True, "high"])
+def test_a_priority_that_is_none_is_refused(model: Model, wrong: Any) -> None:
+    with pytest.raises(RequestError, match=r"priority is .* it must be"):
+        model.open().ask(QUESTIONS[1], priority=wrong)
 
 
 def test_a_question_within_an_answer_of_the_same_thread_is_refused(model: Model, gated: Gated) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,8 +29,9 @@ from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.conversations import ConversationPool, NoMemoryError
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
-from vtx.runtime.scheduler.scheduler import ClosedError
+from vtx.runtime.scheduler.scheduler import ClosedError, Event
 from vtx.runtime.session.sampling import Sampling
+from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import ImageTokens
 
 FASTV, DIVPRUNE = "fastv:k=3", "divprune:keep=6"
@@ -286,3 +289,29 @@ def test_a_request_waits_while_the_machine_has_no_memory_for_its_k_and_v(
     assert (pool.fits(1500), pool.fits(1501)) == (True, False)
     with pytest.raises(NoMemoryError, match=r"need 2.5 kB, 2 kB of memory are free"):
         pool.lease(good.images, good.ids, needed=2500)
+
+
+def test_the_first_token_of_a_prompt_does_not_wait_for_a_pass_of_others(model: Model) -> None:
+    order, running = list[str](), threading.Event()
+
+    def watch(name: str, _: Event) -> None:
+        order.append(name)
+        running.set()
+
+    def questions() -> Iterator[tuple[str, list[AnswerRequest]]]:
+        for number, name in enumerate(("running", "late")):
+            request = asked(model, number, "red?", None, "none", 0.0)
+            yield name, [replace(request, settings=Settings(None, Options(40, ignore_eos=True), "none"))]
+            assert running.wait(60)
+
+    def finish(session: Session, **named: Any) -> Any:
+        order.append("prompt")
+        return finished(session, **named)
+
+    finished = Session.finish
+    with Engine("test", model, Capacity(parallel=2)) as engine, patch.object(Session, "finish", finish):
+        for _, found in engine.answers(questions(), watch):
+            assert not isinstance(found, Exception)
+    last = len(order) - 1 - order[::-1].index("prompt")
+    assert order[last : last + 2] == ["prompt", "late"]
+    assert order[last + 2 :].count("running") > 1, "the other one still ran"

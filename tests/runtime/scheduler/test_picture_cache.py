@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import threading
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def test_threads_that_need_one_picture_read_it_once(model: Model, cache: Picture
         return prepared(*given)
 
     def slowly(given: Any, *more: Any) -> Any:
-        read.append(given)
+        read.append(given.content)
         assert all(asked.acquire(timeout=60) for _ in range(4))
         return load_image(given, *more)
 
@@ -88,16 +89,27 @@ def test_other_bytes_another_fit_and_more_pictures_in_a_prompt_are_other_picture
             assert not np.array_equal(*(model.loaded.prepare(sources[2], **each).views[0] for each in settings))
 
 
+def decoded(model: Model, *sources: Any) -> list[bool]:
+    """Prepare these in turn; for each whether it was decoded, and with that whether it was checked."""
+    found = list[bool]()
+    for source in sources:
+        checked = list[Any]()
+        with patch(READ, wraps=load_image) as read:
+            model.loaded.prepare(source, check=checked.append)
+        assert len(checked) == read.call_count
+        found.append(bool(checked))
+    return found
+
+
 def test_the_least_recently_used_leave_and_what_is_too_large_is_not_kept(model: Model) -> None:
     size = model.loaded.prepare(png(1)).nbytes
     with patch.object(model.loaded, "picture_cache", PictureCache(2 * size)) as cache:
-        for seed in (1, 2, 1, 3):
-            model.loaded.prepare(png(seed))
-        assert [model.loaded.is_kept(png(seed)) for seed in (1, 2, 3)] == [True, False, True]
+        assert decoded(model, *map(png, (1, 2, 1, 3))) == [True, True, False, True]
         assert cache.bytes == 2 * size
+        assert decoded(model, *map(png, (3, 1, 2))) == [False, False, True]
     with patch.object(model.loaded, "picture_cache", PictureCache(size - 1)) as cache:
-        model.loaded.prepare(png(1))
-        assert (cache.bytes, model.loaded.is_kept(png(1))) == (0, False)
+        assert decoded(model, png(1), png(1)) == [True, True]
+        assert cache.bytes == 0
 
 
 def test_a_picture_that_cannot_be_read_is_told_to_each_and_tried_again(model: Model, cache: PictureCache) -> None:
@@ -110,18 +122,30 @@ def test_a_picture_that_cannot_be_read_is_told_to_each_and_tried_again(model: Mo
     assert model.loaded.prepare(png(1)).size == (40, 30)
 
 
-def test_pictures_that_are_no_files_are_read_each_time(model: Model, cache: PictureCache, tmp_path: Path) -> None:
-    """A file at a path may change, and an array is at hand."""
-    path = tmp_path / "picture.png"
-    for seed in (1, 2):
-        path.write_bytes(png(seed))
-        same(model.loaded.prepare(path), model.loaded.prepare(random_image(seed, (40, 30))))
-        same(model.loaded.prepare(str(path)), model.loaded.prepare(random_image(seed, (40, 30))))
+def test_a_file_is_known_by_its_content_wherever_it_comes_from(
+    model: Model, cache: PictureCache, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "picture.png", tmp_path / "other.png"
+    path.write_bytes(png(1))
+    other.write_bytes(png(1))
+    url = f"data:image/png;base64,{base64.b64encode(png(1)).decode()}"
+    assert decoded(model, path, str(path), other, png(1), bytearray(png(1)), url) == [True, *[False] * 5]
+    path.write_bytes(png(2))
+    assert decoded(model, path, other) == [True, False]
+    same(model.loaded.prepare(path), model.loaded.prepare(random_image(2, (40, 30))))
+    other.write_bytes(b"no picture at all")
+    with pytest.raises(ImageError, match=r"other\.png' is not an image"):
+        model.loaded.prepare(other)
+
+
+def test_what_is_no_file_is_read_each_time(model: Model, cache: PictureCache) -> None:
+    image = random_image(1, (40, 30))
+    assert decoded(model, *2 * [image, np.asarray(image)]) == [True] * 4
+    assert decoded(model, *(io.BytesIO(png(1)) for _ in range(2))) == [True] * 2
     assert cache.bytes == 0
 
 
 def test_an_engine_keeps_pictures_until_it_is_closed(model: Model) -> None:
     with Engine("test", model, Capacity()):
-        model.loaded.prepare(png(1))
-        assert model.loaded.is_kept(png(1))
-    assert not model.loaded.is_kept(png(1))
+        assert decoded(model, png(1), png(1)) == [True, False]
+    assert decoded(model, png(1)) == [True]

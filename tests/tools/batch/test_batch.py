@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner, Result
@@ -21,6 +22,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ModelClosedError, RequestError
 from vtx.runtime.scheduler.scheduler import ClosedError
+from vtx.runtime.vision.image import load_image
 from vtx.tools.batch.run import Asking, journal_of, on_this_machine, run_batch
 from vtx.tools.batch.tasks import BadLine, Task, read_tasks
 
@@ -75,6 +77,18 @@ def test_answers_stand_in_the_order_of_the_questions_with_the_ids_of_fresh_runs(
     assert results[1]["reused_image"], "the same image in a row is computed once"
     assert not told
     assert not journal_of(folder / "answers.jsonl").exists()
+
+
+def test_a_picture_of_several_lines_is_decoded_once(model: Model, folder: Path) -> None:
+    """Also where another one stands between them, or it has another name."""
+    (folder / "copy.png").write_bytes((folder / "one.png").read_bytes())
+    names: list[Any] = ["one.png", ["two.png", "one.png"], "two.png", "copy.png", ["copy.png", "two.png"]]
+    lines = [{"image": image, "question": "red?"} for image in names]
+    wanted = [expected(model, folder, line) for line in lines]
+    with patch("vtx.runtime.api.loaded.load_image", wraps=load_image) as read:
+        results, _ = run(model, write(folder, *lines))
+    assert [result["token_ids"] for result in results] == wanted
+    assert read.call_count == 4, "each of the two alone, and beside another picture"
 
 
 def test_a_line_may_name_videos_beside_images(models: Models, folder: Path) -> None:

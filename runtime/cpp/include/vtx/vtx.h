@@ -6,7 +6,8 @@
  * freeing it does nothing.
  *
  * Threads: a model may be used from any number of threads. A conversation computes one answer at a time, and a second
- * thread gets VTX_BUSY; vtx_cancel may be called from any thread. An answer does not change and may be read by all.
+ * thread gets VTX_BUSY; vtx_cancel may be called from any thread. No question waits in a queue, so there are no
+ * priorities. An answer does not change and may be read by all.
  *
  * Structs begin with their size, so that a program built against an older header runs with a newer library, and one
  * built against a newer header with an older library as long as it sets nothing that this one does not know: fill them

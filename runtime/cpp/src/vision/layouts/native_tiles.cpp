@@ -1,4 +1,4 @@
-// Small images at their own resolution, large ones in tiles row by row and then as a whole: LFM2-VL.
+// Small images at native resolution, large ones in tiles row by row and then as a whole: LFM2-VL.
 #include "base/checks.hpp"
 #include "vision/layouts/native.hpp"
 #include "vision/layouts/tiled.hpp"
