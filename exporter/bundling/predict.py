@@ -64,10 +64,8 @@ def predict(
         for name, tensor in plan.stored.items()
         if text.tied or name != EMBEDDING  # an untied table stays in its file and is read a row at a time
     )
-    # While weights are written: the largest tensor, mapped, and its new form.
-    rewritten = [entry for file in plan.files if not file.whole for entry in file.entries]
-    writing = max((entry.source.nbytes + entry.end - entry.target.offset for entry in rewritten), default=0)
-    # While the reference computes: a layer's largest matrix, stored and as float32, and its hidden states.
+    # Weights are written in chunks, which takes less than the base. While the reference computes: a layer's largest
+    # matrix, stored and as float32, and its hidden states.
     golden = config.layout.count(*golden_image().size)
     tokens = golden + PASSAGE_TOKENS if KV_DTYPES[kv_dtype].scaled else DECODED_TOKENS + QUESTION_TOKENS
     checking = (4 + 2 + 4) * text.hidden * max(text.ffn, text.heads * text.head_dim) + 4 * 4 * tokens * text.ffn
@@ -80,7 +78,7 @@ def predict(
         measuring += 4 * max(measured) * (4 * text.ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
     return Prediction(
         disk=sum(file.size for file in plan.files) + small, linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=export_base() + max(writing, checking, measuring), run_memory=resident + answering,
+        export_memory=export_base() + max(checking, measuring), run_memory=resident + answering,
         kv_full=slot * text.attending, work=sum(file.work for file in plan.files),
     )  # fmt: skip
 
