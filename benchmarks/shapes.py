@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import markdown
-from benchmarks.peers.contenders import READY, ROOT, US, Contender, PeerError, Places, prepare, run
+from benchmarks.peers.contenders import READY, ROOT, US, Contender, PeerError, Places, call, install, prepare, run
 from benchmarks.peers.contract import Result, Work
 from benchmarks.shape_files import SHAPES, Shape, write_checkpoint
 
@@ -38,7 +38,13 @@ from vtx.tools.bench.machine import describe
 
 RESULTS = "results.jsonl"
 INDEX = "model.safetensors.index.json"
-RIVALS = (Contender("openvino", "int4"), Contender("llamacpp", "q4_0"))
+GENAI = Contender("openvino", "int4@auto")
+# The release of transformers that optimum-intel 2.2.0 converts a family with, where it is not the one that it installs.
+CONVERTED_WITH = {"qwen3_vl": "5.0.0", "qwen3_5": "5.2.0"}
+NOT_RUN = {
+    "llama.cpp": "llama-cpp-python 0.3.36 knows the four families, but its package has no converter from checkpoints, "
+    "and gguf_files.py writes LLaVA only",
+}
 ENGINES = {"openvino": "OpenVINO", "cpu": "onnxruntime"}
 QUESTION = 96  # tokens of a prompt beside the image
 TABLES = ROOT / "docs/measurements/results/shapes.jsonl"
@@ -79,9 +85,9 @@ def places(args: argparse.Namespace, name: str) -> Places:
 
 
 def contenders(name: str, shapes: dict[str, Shape]) -> list[Contender]:
-    """vtx on each engine at none and K, its arithmetic its own choice, and the rivals."""
+    """vtx on each engine at none and K, its arithmetic its own choice, and OpenVINO GenAI."""
     own = [Contender(US, f"int4@{engine}+auto") for engine in ENGINES]
-    return [c for whole in own for c in (whole, Contender(US, f"{whole.precision}/{shapes[name].k}"))] + [*RIVALS]
+    return [c for whole in own for c in (whole, Contender(US, f"{whole.precision}/{shapes[name].k}"))] + [GENAI]
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -97,17 +103,30 @@ def make(name: str, shape: Shape, args: argparse.Namespace, records: Records) ->
     records.add("make", name, parameters=size // 2, seconds=time.monotonic() - begun, assumed=shape.assumed)
 
 
-def rivals(name: str, _: Shape, args: argparse.Namespace, records: Records) -> None:
-    for contender in RIVALS:
-        if records.of("rival", name, contender=contender.name):
-            continue
-        said(f"{name}: preparing {contender.name}")
-        failed = ""
+def rivals(name: str, shape: Shape, args: argparse.Namespace, records: Records) -> None:
+    """Convert the checkpoint for OpenVINO GenAI; who cannot take part, and why."""
+    if not records.of("rival", name):
+        said(f"{name}: preparing {GENAI.name}")
+        where, failed = places(args, name), ""
+        before = os.environ.get("PYTHONPATH")
         try:
-            prepare(contender, checkpoint(args.work, name), places(args, name))
+            install(GENAI, where)
+            if release := CONVERTED_WITH.get(shape.config["model_type"]):
+                folder = (where.venvs / f"transformers-{release}").resolve()
+                if not folder.exists():
+                    call([str(where.python(GENAI)), "-m", "pip", "install", "--no-deps", "--target", str(folder),
+                          f"transformers=={release}"])  # fmt: skip
+                os.environ["PYTHONPATH"] = str(folder)  # of the converting process alone
+            prepare(GENAI, checkpoint(args.work, name), where)
         except PeerError as error:
             failed = str(error)
-        records.add("rival", name, contender=contender.name, failed=failed)
+        finally:
+            os.environ.pop("PYTHONPATH", None)
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
+        records.add("rival", name, contender=GENAI.name, failed=failed)
+        for rival, reason in NOT_RUN.items():
+            records.add("rival", name, contender=rival, failed=reason)
 
 
 def export(name: str, shape: Shape, args: argparse.Namespace, records: Records) -> None:
@@ -175,8 +194,8 @@ def measure(name: str, _: Shape, args: argparse.Namespace, records: Records) -> 
     folder = args.work / name
     work = replace(Work.from_json((folder / "questions.json").read_text(encoding="utf-8")), threads=args.threads,
                    new_tokens=args.new_tokens)  # fmt: skip
-    converted = {c.name for c in RIVALS if records.of("rival", name, contender=c.name, failed="")}
-    order = [c for c in contenders(name, args.shapes) if c.rival == US or c.name in converted]
+    converted = records.of("rival", name, contender=GENAI.name, failed="")
+    order = [c for c in contenders(name, args.shapes) if c != GENAI or converted]
     for number in range(args.rounds):
         for contender in order[number % len(order) :] + order[: number % len(order)]:
             if records.of("run", name, contender=contender.name, round=number):
@@ -213,12 +232,15 @@ def tables(records: Records, shapes: dict[str, Shape]) -> dict[str, list[list[An
             ])  # fmt: skip
         for contender in contenders(name, shapes):
             answers += answer_row(records, name, shape, contender)
+        for line in records.of("rival", name):
+            if line["contender"] in NOT_RUN:
+                answers.append(not_run(shape, line["contender"], "", line["failed"]))
     found = {"shapes-export": [EXPORTS, *exports], "shapes-answers": [ANSWERS, *answers]}
     return {table: rows for table, rows in found.items() if rows[1:]}
 
 
 def answer_row(records: Records, name: str, shape: Shape, contender: Contender) -> list[list[Any]]:
-    engine, k = contender.rival, "" if contender.k is None else str(contender.k)
+    engine, k = "OpenVINO GenAI", "" if contender.k is None else str(contender.k)
     if contender.rival == US:
         engine = f"vtx, {ENGINES[contender.precision.partition('@')[2].partition('+')[0]]}"
         k = k or "none"
@@ -231,7 +253,11 @@ def answer_row(records: Records, name: str, shape: Shape, contender: Contender) 
         ]
         return [[shape.title, engine, k, results[0].how or "-", *cells]]
     failures = [line["failed"] for line in (*runs, *records.of("rival", name, contender=contender.name))]
-    return [[shape.title, engine, k, f"failed: {reason}", "", "", "", ""] for reason in failures[:1] if reason]
+    return [not_run(shape, engine, k, reason) for reason in failures[:1] if reason]
+
+
+def not_run(shape: Shape, engine: str, k: str, reason: str) -> list[Any]:
+    return [shape.title, engine, k, f"not run: {reason}", "", "", "", ""]
 
 
 def report(args: argparse.Namespace, records: Records) -> None:
