@@ -44,7 +44,10 @@ def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, tex
     template and gates. `layers` are the layers of the decoder and the towers, counted once for each dialect.
     """
     text, vision = config.text, config.vision
-    golden = 3 * vision.image**2 + FEATURE_TOKENS * text.hidden + (1 + ks) * text.vocab
+    pixels = vision.image**2
+    if vision.native or vision.naflex:  # the golden picture keeps its size, whatever the largest is
+        pixels = config.layout.count(*golden_image().size) * (vision.patch * vision.shuffle) ** 2
+    golden = 3 * pixels + FEATURE_TOKENS * text.hidden + (1 + ks) * text.vocab
     return texts + LAYER_GRAPH * layers + 4 * max_context * text.head_dim + 4 * golden + OTHER_FILES
 
 

@@ -13,6 +13,10 @@ import torch
 from benchmarks import shapes
 from benchmarks.shape_files import SHAPES, Shape, write_checkpoint
 
+from vtx.exporter.bundling.export import run_export
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
+
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 4096}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 TOWER = {"hidden_size": 32, "intermediate_size": 48}
@@ -106,3 +110,12 @@ def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         shapes.main(["make", "qwen9", "--work", str(tmp_path)])
     assert "qwen9: not among qwen3-vl-2b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*SMALLER])
+def test_the_predicted_disk_is_that_of_the_bundle_whatever_the_largest_image(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint", smaller(name))
+    plan = plan_export(ExportOptions(str(tmp_path / "checkpoint"), (3,), "int4", dialects=("ort",)))
+    run_export(plan, tmp_path / "bundle", force=False, report=lambda *_: None)
+    disk = sum(file.stat().st_size for file in (tmp_path / "bundle").rglob("*") if file.is_file())
+    assert plan.prediction.disk == pytest.approx(disk, rel=0.05)
