@@ -2,6 +2,7 @@
 
     python benchmarks/exact_exit.py               # 14 of 35 layers, 6 of them with keys and values
     python benchmarks/exact_exit.py --layers 35   # the true shape of E2B's layers: 6 GB of disk
+    python benchmarks/exact_exit.py --bundle build/shapes/gemma4-e2b/vtx-int4/bundle     # of `shapes.py export`
 
 E2B's widths, random weights, a vocabulary of bytes and a tower of one layer, which play no part. Each round takes both
 ways in turn, one prompt of random hidden states; processor seconds.
@@ -27,6 +28,7 @@ from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import layout
 from vtx.runtime.host.machine import cores
 from vtx.runtime.vision.tokens import TokenStates
@@ -84,15 +86,19 @@ def checkpoint(folder: Path, layers: int) -> Path:
 
 def prefill(model: Model, tokens: TokenStates, *, whole: bool) -> float:
     """Processor seconds of a prompt: in layers with K and V, and in those behind for its last token or the `whole`."""
-    first, last = model.manifest.stages
+    *first, last = model.manifest.stages
     positions = np.arange(len(tokens))
-    caches = model.backend.stage(0, model.manifest.max_context)
-    behind = model.backend.stage(1, 0, dict.fromkeys(model.manifest.model.sources(last.first, last.last), caches))
+    caches = [model.backend.stage(number, model.manifest.max_context) for number in range(len(first))]
+    sources = model.manifest.model.sources(last.first, last.last)
+    of = {layer: cache for stage, cache in zip(first, caches, strict=True) for layer in sources
+          if stage.first <= layer <= stage.last}  # fmt: skip
+    behind = model.backend.stage(len(first), 0, of)
     begun, count = time.process_time(), len(tokens)
-    states = tokens.after(caches.append(tokens, positions).copy())
+    states = tokens
+    for cache in caches:
+        states = tokens.after(cache.append(states, positions).copy())
     at = 0 if whole else count - 1
     behind.append(states.part(at, count), positions[at:])
-    assert first.last + 1 == last.first
     return time.process_time() - begun
 
 
@@ -100,14 +106,18 @@ def main(arguments: argparse.Namespace) -> None:
     rows: list[list[str]] = [["device", "exit, s", "whole, s", "of the time", "of the FLOPs"]]
     figures, rng = list[dict[str, Any]](), np.random.default_rng(1)
     with scratch(arguments.scratch) as folder:
-        made = checkpoint(folder / "checkpoint", arguments.layers)
-        options = ExportOptions(
-            str(made), (), arguments.precision, 1024, dialects=("ort", "plain"), template=TEMPLATE
-        )  # fmt: skip
-        run_export(plan_export(options), folder / "bundle", force=False, report=lambda *_: None)
-        (made / "model.safetensors").unlink()
+        if (bundle := arguments.bundle) is None:
+            bundle, made = folder / "bundle", checkpoint(folder / "checkpoint", arguments.layers)
+            options = ExportOptions(
+                str(made), (), arguments.precision, 1024, dialects=("ort", "plain"), template=TEMPLATE
+            )  # fmt: skip
+            run_export(plan_export(options), bundle, force=False, report=lambda *_: None)
+            (made / "model.safetensors").unlink()
+        manifest = Bundle.open(bundle, check=False).manifest
+        if manifest.model.shared is None or manifest.stages[-1].first != manifest.model.shared:
+            raise SystemExit(f"{bundle} is not a model whose last stage shares keys and values, as Gemma 4 E2B does")
         for device in arguments.device.split(","):
-            with load(folder / "bundle", device=device, threads=arguments.threads) as model:
+            with load(bundle, device=device, threads=arguments.threads) as model:
                 size, inputs = bundle_size(model.bundle).decoder, model.manifest.token_inputs
                 drawn = {e.name: rng.standard_normal((arguments.tokens, e.width), np.float32) for e in inputs}
                 tokens = TokenStates(rng.standard_normal((arguments.tokens, size.hidden), np.float32), drawn)
@@ -123,7 +133,7 @@ def main(arguments: argparse.Namespace) -> None:
             share = found[False].median / found[True].median
             rows.append([device, shown(found[False]), shown(found[True]), f"{share:.0%}", f"{work:.0%}"])
             figures.append({"device": device, "exit": found[False], "whole": found[True], "flops": work})
-    about = {"layers": arguments.layers, "tokens": arguments.tokens, "precision": arguments.precision}
+    about = {"layers": manifest.model.layers, "tokens": arguments.tokens, "precision": manifest.precision}
     print(f"{about}, {arguments.threads} threads, {arguments.rounds} rounds\n")
     report({**about, "rows": figures}, rows, arguments.json)
 
@@ -133,6 +143,7 @@ if __name__ == "__main__":
     args.add_argument("--layers", type=int, default=14, help="of the decoder, of 35")
     args.add_argument("--tokens", type=int, default=302, help="of the prompt: an image of 280 and a question")
     args.add_argument("--precision", default="int8")
+    args.add_argument("--bundle", type=Path, help="a Gemma 4's, instead of one that is made now; it may have a K")
     args.add_argument("--device", default="cpu,openvino", metavar="NAME,...")
     args.add_argument("--threads", type=int, default=cores())
     args.add_argument("--rounds", type=int, default=5)

@@ -35,6 +35,11 @@ def make(checkpoint: Path, folder: Path, tokens: int) -> Workload:
     height, side = plan.image.size
     if height != side:
         raise ValueError(f"the tower takes {side}x{height} pixels; rivals were only tried with squares")
+    return asked_of(plan, folder, side, tokens)
+
+
+def asked_of(plan: Any, folder: Path, side: int, tokens: int) -> Workload:
+    """As `make`, of an export's plan, with square pictures of `side` pixels."""
     images = []
     for seed in (1, 2):
         images.append(folder / f"picture-{seed}.png")
@@ -63,28 +68,28 @@ class Asker:
     def __call__(self, image: Path, start: str, tokens: int) -> Question:
         from vtx.runtime.vision.image import image_size
 
-        count = self._layout.count(*image_size(image))
-        asked = self._filled(start, tokens, count)
-        ids = self._ids(asked, count)
+        picture = self._layout.prompt_image(*image_size(image))
+        asked = self._filled(start, tokens, picture)
+        ids = self._ids(asked, picture)
         front = len(ids) - ids[::-1].index(self._settings.image_token_id)
         text = self._renderer.render(self._chat(asked), add_generation_prompt=True)
         return Question(str(image.resolve()), asked, text, ids, self._settings.image_token_id, front)
 
-    def _filled(self, start: str, tokens: int, count: int) -> str:
-        """`start` and as many characters more as keep the prompt, an image of `count` tokens in it, within `tokens`."""
-        least = len(self._ids(start.strip(), count))
+    def _filled(self, start: str, tokens: int, picture: Any) -> str:
+        """`start` and as many characters more as keep the prompt, the `picture` in it, within `tokens`."""
+        least = len(self._ids(start.strip(), picture))
         if least > tokens:
             raise ValueError(f"{tokens} tokens do not hold an image and a question, which take {least}; ask for more")
         whole = start + SENTENCE * (tokens // 4)
         fits, beyond = len(start), len(whole)
         while beyond - fits > 1:
             middle = (fits + beyond) // 2
-            taken = len(self._ids(whole[:middle].strip(), count))
+            taken = len(self._ids(whole[:middle].strip(), picture))
             fits, beyond = (middle, beyond) if taken <= tokens else (fits, middle)
         return whole[:fits].strip()
 
-    def _ids(self, asked: str, count: int) -> tuple[int, ...]:
-        return tuple(map(int, self._text.prompt(self._chat(asked), count)))
+    def _ids(self, asked: str, picture: Any) -> tuple[int, ...]:
+        return tuple(map(int, self._text.prompt(self._chat(asked), [picture])))
 
     @staticmethod
     def _chat(asked: str) -> Any:

@@ -44,7 +44,10 @@ def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, tex
     template and gates. `layers` are the layers of the decoder and the towers, counted once for each dialect.
     """
     text, vision = config.text, config.vision
-    golden = 3 * vision.image**2 + FEATURE_TOKENS * text.hidden + (1 + ks) * text.vocab
+    pixels = vision.image**2
+    if vision.native or vision.naflex:  # the golden picture keeps its size, whatever the largest is
+        pixels = config.layout.count(*golden_image().size) * (vision.patch * vision.shuffle) ** 2
+    golden = 3 * pixels + FEATURE_TOKENS * text.hidden + (1 + ks) * text.vocab
     return texts + LAYER_GRAPH * layers + 4 * max_context * text.head_dim + 4 * golden + OTHER_FILES
 
 
@@ -64,10 +67,8 @@ def predict(
         for name, tensor in plan.stored.items()
         if text.tied or name != EMBEDDING  # an untied table stays in its file and is read a row at a time
     )
-    # While weights are written: the largest tensor, mapped, and its new form.
-    rewritten = [entry for file in plan.files if not file.whole for entry in file.entries]
-    writing = max((entry.source.nbytes + entry.end - entry.target.offset for entry in rewritten), default=0)
-    # While the reference computes: a layer's largest matrix, stored and as float32, and its hidden states.
+    # Weights are written in chunks, which takes less than the base. While the reference computes: a layer's largest
+    # matrix, stored and as float32, and its hidden states.
     golden = config.layout.count(*golden_image().size)
     tokens = golden + PASSAGE_TOKENS if KV_DTYPES[kv_dtype].scaled else DECODED_TOKENS + QUESTION_TOKENS
     checking = (4 + 2 + 4) * text.hidden * max(text.ffn, text.heads * text.head_dim) + 4 * 4 * tokens * text.ffn
@@ -80,7 +81,7 @@ def predict(
         measuring += 4 * max(measured) * (4 * text.ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
     return Prediction(
         disk=sum(file.size for file in plan.files) + small, linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=export_base() + max(writing, checking, measuring), run_memory=resident + answering,
+        export_memory=export_base() + max(checking, measuring), run_memory=resident + answering,
         kv_full=slot * text.attending, work=sum(file.work for file in plan.files),
     )  # fmt: skip
 

@@ -63,6 +63,7 @@ def measure_arithmetic(folder: Path, kinds: Sequence[str], data: Data, report: P
 
     answers: dict[str, list[tuple[int, ...]]] = {}
     measured: dict[str, Any] = {}
+    report("arithmetic", 0, total)  # before an engine takes memory, which is not the export's own
     for kind in ("f32", *kinds):
         try:
             with load(folder, device=DEVICE, compute=kind) as model:

@@ -47,12 +47,12 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
 
 def engine_of(asked: Precision) -> tuple[str, str | None]:
-    """The device, and the type of its arithmetic; vtx's own choice as installed."""
+    """The device, and the type of its arithmetic; vtx's own choice as installed, and of an engine with "+auto"."""
     if asked.installed:
         return AUTO, None
     device, _, compute = asked.engine.partition("+")
     usual = "bf16" if device and asked.stored != "fp32" else "f32"
-    return device or "cpu", compute or usual
+    return device or "cpu", None if compute == AUTO else compute or usual
 
 
 class Loaded:

@@ -143,3 +143,17 @@ def test_few_questions_prove_nothing_and_a_failing_engine_is_recorded(
     assert manifest.arithmetic == ()
     assert manifest.record["arithmetic"]["int8"]["kept"] == 5
     assert manifest.record["arithmetic"]["bf16"] == {"obstacle": "this processor computes FP32, not bf16"}
+
+
+def test_its_progress_begins_before_an_engine_takes_memory(demo: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vtx-export` reads the memory of the export itself at that report."""
+    seen: list[object] = []
+
+    def failing(*_: Any, compute: str, **__: Any) -> Any:
+        seen.append(compute)
+        raise DeviceError("no memory")
+
+    monkeypatch.setattr(arithmetic, "load", failing)
+    monkeypatch.setattr(arithmetic, "seal_manifest", lambda *_: None)
+    measure_arithmetic(demo.folder, ("bf16",), questions(5), lambda *given: seen.append(given))
+    assert seen == [("arithmetic", 0, 10), "f32", ("arithmetic", 10, 10)]
