@@ -75,6 +75,7 @@ class Gpu:
         self.device: dict[int, Any] = {}
         self.host: dict[int, Any] = {}
         self.graphs: dict[int, list[Work]] = {}
+        self.copies: list[tuple[str, int]] = []  # "in" or "out", and the bytes, of each copy between host and device
         self._queue: list[Work] = []
         self._recording: list[Work] | None = None
 
@@ -157,6 +158,7 @@ class Gpu:
 
     def cudaMemcpyAsync(self, to: int, source: int, nbytes: int, kind: str, stream: int) -> tuple[Error]:
         self.holds(to if kind == "in" else source, nbytes)
+        self.copies.append((kind, nbytes))
         pinned = any(start <= source < start + len(memory) for start, memory in self.host.items())
         if kind == "in" and not pinned:
             assert self._recording is None, "pageable memory in a graph: it will be gone"
