@@ -121,8 +121,11 @@ class OrtCudaCache(OrtStageCache):
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
+        hidden: Any = tokens.hidden
         with self.stage.cuda:
             self.make_room(self.length + len(tokens))
+            if not isinstance(hidden, DeviceStates):
+                tokens = tokens.after(self.stage.states.joined([hidden]).as_states())
             if query or self._context.model.two_way or len(tokens) <= PROMPT_RUN:
                 return super().append(tokens, positions, query=query, outputs=outputs)
             parts = list[HiddenStates]()
@@ -135,14 +138,10 @@ class OrtCudaCache(OrtStageCache):
     def _output(self, tokens: int) -> HiddenStates:
         return self.stage.states.empty(tokens).as_states()
 
-    def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        hidden: Any = tokens.hidden
-        if not isinstance(hidden, DeviceStates) or hidden.row(0) % ALIGNMENT:
-            hidden = self.stage.states.joined([hidden])
-        return super()._run(tokens.after(hidden), positions, query=query)
-
     def _input(self, array: Any) -> Any:
-        return array if isinstance(array, DeviceStates) else np.ascontiguousarray(array)
+        if not isinstance(array, DeviceStates):
+            return np.ascontiguousarray(array)
+        return array.copy() if array.row(0) % ALIGNMENT else array
 
     def queue_token(self, given: Mapping[str, int], position: int) -> int:
         """Queue the run of one token behind the filled slots; the address of its hidden state.

@@ -118,8 +118,13 @@ def test_a_policy_gets_the_states_that_it_asks_for(opened: tuple[Model, Gpu]) ->
 
 
 @pytest.fixture
-def pool() -> StatesPool:
-    cuda = Cuda(Gpu())
+def gpu() -> Gpu:
+    return Gpu()
+
+
+@pytest.fixture
+def pool(gpu: Gpu) -> StatesPool:
+    cuda = Cuda(gpu)
     return StatesPool(cuda, WIDTH, MemoryPool(cuda))
 
 
@@ -149,14 +154,13 @@ def test_states_of_a_device_behave_as_arrays(pool: StatesPool) -> None:
         np.stack([other, other])
 
 
-def test_memory_of_states_is_used_again(pool: StatesPool) -> None:
-    device: Any = pool.cuda._rt
+def test_memory_of_states_is_used_again(pool: StatesPool, gpu: Gpu) -> None:
     for _ in range(5):
         held = pool.empty(40)
         gathered = held[np.arange(0, 40, 2)]
         del held, gathered
         gc.collect()
-    assert device.calls["cudaMalloc"] == 2
+    assert gpu.calls["cudaMalloc"] == 2
     pool.cuda.wait()
     pool.memory.unused.clear()
-    assert not device.device
+    assert not gpu.device
