@@ -102,12 +102,14 @@ def vision_tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def text_tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    attended = s.heads * (s.head_dim or s.hidden // s.heads)
+    head_dim = s.head_dim or s.hidden // s.heads
+    attended = s.heads * head_dim
     yield "language_model.model.embed_tokens.weight", (s.vocab, s.hidden)
     for layer in range(s.layers):
         prefix = f"language_model.model.layers.{layer}."
         for part in "qkv":
-            yield f"{prefix}self_attn.{part}_proj.weight", (attended, s.hidden)
+            heads = s.heads if part == "q" else s.kv_heads or s.heads
+            yield f"{prefix}self_attn.{part}_proj.weight", (heads * head_dim, s.hidden)
         yield f"{prefix}self_attn.o_proj.weight", (s.hidden, attended)
         yield f"{prefix}mlp.gate_proj.weight", (s.ffn, s.hidden)
         yield f"{prefix}mlp.up_proj.weight", (s.ffn, s.hidden)

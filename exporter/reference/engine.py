@@ -82,7 +82,7 @@ class EngineReference:
             entering = [asked.then(caches.embed_text(answer)) if len(answer) else asked]
             for stage in stages:
                 entering.append(entering[-1].after(caches.run(len(entering) - 1, entering[-1])))
-                watch(stage.last, number, torch.from_numpy(entering[-1].hidden))
+                watch(stage.last, number, torch.from_numpy(np.asarray(entering[-1].hidden)))
                 report(stage.layers)
             of_ks: dict[int | None, Tensor] = {None: _last(entering[-1].hidden, sample)}
             for k in ks:
@@ -110,4 +110,4 @@ class EngineReference:
 
 
 def _last(hidden: Any, sample: Sample) -> Tensor:
-    return torch.from_numpy(hidden[-sample.last :].copy())
+    return torch.from_numpy(np.array(hidden[-sample.last :]))

@@ -208,7 +208,7 @@ class Conversation:
     def cache_bytes(self) -> int:
         """Bytes of memory that it takes: K and V that were filled, in blocks of 32 slots, states, and encoded images.
 
-        Shared blocks count in part. GPUs reserve the whole context.
+        Shared blocks count in part.
         """
         kv = self._session.kv_slots * self.loaded.backend.kv_slot_bytes
         return kv + self._session.state_bytes + self._encoded.bytes

@@ -40,6 +40,8 @@ class StageCache(Protocol):
     ) -> HiddenStates:
         """Run tokens [n] at their positions; their K/V fill the next n slots. Returns their hidden states [n, hidden].
 
+        The states stay where the backend keeps them, and other stages and `head` take them from there: on a GPU they
+        are `DeviceStates`, which numpy reads as arrays.
         The stage reads the token inputs that the manifest lists for it. `outputs` [m], rising: return the hidden states
         of these tokens only, [m, hidden]; not with `query`. The last layer of the stage needs only K and V of the other
         tokens, so an engine may skip the rest of it for them. Positions are [n], or [n, 3] if the manifest's rotary

@@ -206,6 +206,7 @@ Memory = TypeVar("Memory", bound=StageMemory)
 class MemoryPool:
     """Memory of each stage, by its first layer, that no cache has now. The next conversation's caches take it."""
 
+    cuda: Cuda
     unused: dict[int, list[Any]] = field(default_factory=dict)
 
     def borrow(self, stage: int, capacity: int, make: Callable[[int], Memory]) -> Memory:
@@ -225,6 +226,7 @@ class MemoryPool:
             except DeviceError:
                 if not any(self.unused.values()):
                     raise
+                self.cuda.wait()  # queued work may still read it
                 for kept in self.unused.values():
                     kept.clear()
                 memory = make(capacity)

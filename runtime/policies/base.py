@@ -92,16 +92,17 @@ class PromptText:
 class Boundary:
     """The state between two stages, for one question.
 
-    `layer` is the next layer (1-based, so it is a K). `question_hidden` [n, hidden] are the hidden states of the text
-    after the last image. `images` are the image tokens that entered the decoder, `present` [all of them] marks the
-    remaining ones. Of these and of the question's tokens, `keys()` gives the keys [tokens, kv_heads * head_dim] of the
-    layer just run, rotated, and `positions()` the positions; `image_hidden()` gives the hidden states [count, hidden]
-    of the remaining image tokens. `next_scores` runs the next layer, if a method needs it `ahead`. `final_norm` is the
-    weight [hidden] of the decoder's last norm, if a method needs it.
+    `layer` is the next layer (1-based, so it is a K). `question` [n, hidden] are the hidden states of the text after
+    the last image, where the backend keeps them, and `question_hidden` the same as an array. `images` are the image
+    tokens that entered the decoder, `present` [all of them] marks the remaining ones. Of these and of the question's
+    tokens, `keys()` gives the keys [tokens, kv_heads * head_dim] of the layer just run, rotated, and `positions()` the
+    positions; `image_hidden()` gives the hidden states [count, hidden] of the remaining image tokens. `next_scores`
+    runs the next layer, if a method needs it `ahead`. `final_norm` is the weight [hidden] of the decoder's last norm,
+    if a method needs it.
     """
 
     layer: int
-    question_hidden: NDArray[Any]
+    question: HiddenStates
     images: Sequence[Patches] = ()
     present: Mask = field(default_factory=lambda: np.zeros(0, bool))
     scores: Callable[[bool], Scores] = _absent
@@ -110,6 +111,11 @@ class Boundary:
     final_norm: NDArray[np.float32] | None = None
     positions: Callable[[], tuple[Ids, Ids]] = _absent
     next_scores: Callable[[], Scores] = _absent
+
+    @property
+    def question_hidden(self) -> NDArray[Any]:
+        """The hidden states [n, hidden] of the text after the last image."""
+        return np.asarray(self.question)
 
     @property
     def count(self) -> int:

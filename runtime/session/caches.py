@@ -316,7 +316,7 @@ class PrefixCaches:
             return scores(True, number)
 
         def image_hidden() -> HiddenStates:
-            return prefix.boundaries[number - prefix.first][is_vision]
+            return np.asarray(prefix.boundaries[number - prefix.first][is_vision])
 
         def positions() -> tuple[Ids, Ids]:
             if prefix.positions.ndim > 1:  # of three parts, which have no order: the index in the prompt instead

@@ -110,9 +110,15 @@ class Session:
         self._begun = False, 0  # of that prompt: if its prefix was known, and tokens behind that the caches held
         # logits [vocab] after `next_token`, or after `waiting`, run together with other sessions
         self._ahead: NDArray[np.float32] | None = None
-        # tokens that ran on trial, the logits after each, and its hidden state
+        # tokens that ran on trial, the logits after each, and its hidden state [1, hidden]
         self._drafts = deque[tuple[int, NDArray[np.float32], HiddenStates]]()
-        self.state: HiddenStates = np.zeros(0, np.float32)  # [hidden] of the last layer, whose logits were given last
+        self._state: HiddenStates = np.zeros((1, 0), np.float32)  # [1, hidden], where the backend keeps it
+
+    @property
+    def state(self) -> NDArray[np.float32]:
+        """The state [hidden] of the last layer whose logits were given last."""
+        state: NDArray[np.float32] = np.asarray(self._state)[0]
+        return state
 
     @property
     def length(self) -> int:
@@ -222,7 +228,7 @@ class Session:
             self._run_waiting(check)
         for cache in self.decoding_caches if self.caches.stateful else ():
             cache.mark(cache.length)
-        return self._result(self._backend.head(self.state[None])[0] if ahead is None else ahead, *self._begun)
+        return self._result(self._backend.head(self._state)[0] if ahead is None else ahead, *self._begun)
 
     def _run_waiting(self, check: Check) -> None:
         """Run the end of a prompt; of a stage that keeps nothing only its last token is read."""
@@ -235,7 +241,7 @@ class Session:
             if not self.caches.keeping[number]:
                 tokens, positions = tokens.part(len(tokens) - 1, len(tokens)), positions[-1:]
             tokens = tokens.after(self.caches.cache(number).append(tokens, positions))
-        self._suffix, self.state = [*self._suffix, *ids], tokens.hidden[-1].copy()
+        self._suffix, self._state = [*self._suffix, *ids], tokens.hidden[-1:].copy()
 
     def decode(self, token: int, draft: Sequence[int] = ()) -> NDArray[np.float32]:
         """Run one more token, unless it has run ahead, and return the logits [vocab] after it.
@@ -253,8 +259,9 @@ class Session:
             return stepped
         hidden = self._append([token, *draft])
         self._suffix.append(token)
-        logits, self.state = self._backend.head(hidden), hidden[0]
-        self._drafts.extend(zip(draft, logits[1:], hidden[1:], strict=True))
+        logits, self._state = self._backend.head(hidden), hidden[:1]
+        states = (hidden[number : number + 1] for number in range(1, len(hidden)))
+        self._drafts.extend(zip(draft, logits[1:], states, strict=True))
         first_logits: NDArray[np.float32] = logits[0]
         return first_logits
 
@@ -276,7 +283,7 @@ class Session:
         positions = [self.next_position(number) for number in range(len(self._stages))]
         done = run(self.decoding_caches, token, positions, logits=logits)
         self._suffix.append(token)
-        self.state = done.state
+        self._state = done.state[None]
         return done
 
     def try_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -313,7 +320,7 @@ class Session:
             self.forget_draft()
             return None
         self._suffix.append(token)
-        _, logits, self.state = self._drafts.popleft()
+        _, logits, self._state = self._drafts.popleft()
         return logits
 
     def forget_draft(self) -> None:
@@ -347,7 +354,7 @@ class Session:
     def ran(self, logits: NDArray[np.float32], state: HiddenStates) -> None:
         """Take over the logits [vocab] after `to_run`, which is in the caches now, and the last state [hidden]."""
         self._suffix += self.to_run
-        self.next_token, self.waiting, self._ahead, self.state = None, [], logits, state
+        self.next_token, self.waiting, self._ahead, self._state = None, [], logits, state[None]
 
     def _check_room(self, tokens: int, vision: int = 0) -> None:
         if tokens + 1 > self.capacity:
@@ -398,7 +405,7 @@ class Session:
         if waits:
             self.waiting = [*selection.ids]
         else:
-            self._suffix, self.state = [*selection.ids], tokens.hidden[-1].copy()
+            self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
 
     def _sees_image(self, number: int) -> bool:
         """True if the suffix sees an image token in stage `number`."""

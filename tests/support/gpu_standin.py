@@ -17,6 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ TYPES = {
     "tensor(int32)": np.int32,
 }
 SCRATCH = 4096
+CONTEXT = 512  # bytes that an execution context holds beside its working memory
 VERSION = "1.7.1"
 RTX_17 = Release(RTX, (1, 7))
 
@@ -74,7 +76,9 @@ class Gpu:
         self.lost = 0  # the error of every call, once the device has fallen away
         self.device: dict[int, Any] = {}
         self.host: dict[int, Any] = {}
+        self.contexts = WeakSet[Context]()  # each holds memory of TensorRT's own
         self.graphs: dict[int, list[Work]] = {}
+        self.copies: list[tuple[str, int]] = []  # "in" or "out", and the bytes, of each copy between host and device
         self._queue: list[Work] = []
         self._recording: list[Work] | None = None
 
@@ -90,7 +94,7 @@ class Gpu:
 
     @property
     def used(self) -> int:
-        return sum(len(memory) for memory in self.device.values())
+        return sum(len(memory) for memory in self.device.values()) + CONTEXT * len(self.contexts)
 
     def holds(self, address: int, nbytes: int) -> None:
         """Fail unless these bytes lie in one living allocation of the device."""
@@ -157,6 +161,7 @@ class Gpu:
 
     def cudaMemcpyAsync(self, to: int, source: int, nbytes: int, kind: str, stream: int) -> tuple[Error]:
         self.holds(to if kind == "in" else source, nbytes)
+        self.copies.append((kind, nbytes))
         pinned = any(start <= source < start + len(memory) for start, memory in self.host.items())
         if kind == "in" and not pinned:
             assert self._recording is None, "pageable memory in a graph: it will be gone"
@@ -355,10 +360,15 @@ class PlainEngine:
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return SCRATCH * (profile + 1)
 
-    def create_execution_context(self, strategy: str) -> Context:
+    def create_execution_context(self, strategy: str) -> Context | None:
         assert strategy == "user"
         self.gpu.calls["createExecutionContext"] += 1
-        return Context(self)
+        if self.gpu.used + CONTEXT > self.gpu.total:
+            self.logger.log(1, "cannot allocate the memory of a context")
+            return None
+        context = Context(self)
+        self.gpu.contexts.add(context)
+        return context
 
 
 class Engine(PlainEngine):
@@ -367,9 +377,10 @@ class Engine(PlainEngine):
     def create_runtime_config(self) -> RuntimeConfig:
         return RuntimeConfig(self.gpu)
 
-    def create_execution_context(self, config: Any) -> Context:
+    def create_execution_context(self, config: Any) -> Context | None:
         context = super().create_execution_context(config.strategy)
-        context.kernels, context.captures = config.kernels, config.cuda_graph_strategy == "whole"
+        if context is not None:
+            context.kernels, context.captures = config.kernels, config.cuda_graph_strategy == "whole"
         return context
 
 

@@ -1,7 +1,7 @@
 """A stand-in for onnxruntime with its CUDA provider: it computes on the CPU, over the memory of a stand-in GPU.
 
 Memory that is bound must be the device's and alive when the graph runs, work goes to the stream of the caller, and what
-the operators read on the host must be there.
+the operators read on the host must be there. Arrays of the host that a graph takes or gives are copies of the GPU's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tests.support.gpu_standin import Gpu
 from vtx.runtime.backends.ort.cuda import PROVIDER
 from vtx.runtime.bundle.spec import names
 
+HOST_INPUTS = (names.TOTAL_SLOTS,)  # that operators read there
 UNSYNCHRONISED = "disable_synchronize_execution_providers"
 STREAM = 7
 
@@ -28,13 +29,14 @@ class Ort:
         self.gpu, self.binds = gpu, 0
         self.options: list[dict[str, str]] = []
         self.fails: Exception | None = None  # of the next run
+        self.on_device: list[Any] = []  # values that were made there
 
     def __getattr__(self, name: str) -> Any:
         return getattr(onnxruntime, name)
 
     @property
-    def OrtValue(self) -> type[Value]:
-        return Value
+    def OrtValue(self) -> Any:
+        return Value(self)
 
     def InferenceSession(self, path: str, options: Any, providers: list[Any], enable_fallback: int) -> Any:
         assert not enable_fallback
@@ -51,9 +53,14 @@ class Ort:
 class Value:
     """Values in the host's memory, wherever they are asked for."""
 
-    @staticmethod
-    def ortvalue_from_numpy(array: Any, device: str = "cpu", number: int = 0) -> Any:
-        return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+    def __init__(self, ort: Ort) -> None:
+        self._ort = ort
+
+    def ortvalue_from_numpy(self, array: Any, device: str = "cpu", number: int = 0) -> Any:
+        value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+        if device != "cpu":
+            self._ort.on_device.append(value)
+        return value
 
 
 class Session:
@@ -65,6 +72,12 @@ class Session:
 
     def get_providers(self) -> list[str]:
         return [PROVIDER, "CPUExecutionProvider"]
+
+    def run(self, outputs: Any, feeds: Any) -> list[Any]:
+        found: list[Any] = self._session.run(outputs, feeds)
+        self._ort.gpu.copies += [("in", array.nbytes) for array in feeds.values()]
+        self._ort.gpu.copies += [("out", array.nbytes) for array in found]
+        return found
 
     def io_binding(self) -> Binding:
         return Binding(self._ort, self._session.io_binding())
@@ -79,6 +92,9 @@ class Session:
             for address, nbytes in binding.bound.values():
                 gpu.holds(address, nbytes)
             self._session.run_with_iobinding(binding.binding)
+            copied = [(side, value.numpy().nbytes) for (side, _), value in binding.of_host.items()]
+            returned = binding.get_outputs() if binding.returns else []
+            gpu.copies += copied + [("out", value.numpy().nbytes) for value in returned]
 
         gpu.queue(run)
         if options is None or options.get_run_config_entry(UNSYNCHRONISED) != "1":
@@ -89,13 +105,21 @@ class Binding:
     def __init__(self, ort: Ort, binding: Any) -> None:
         self._ort, self.binding = ort, binding
         self.bound: dict[tuple[str, str], tuple[int, int]] = {}
+        self.of_host: dict[tuple[str, str], Any] = {}  # values that are copied in and out
+        self.returns = False  # arrays of onnxruntime's own
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.binding, name)
 
     def bind_ortvalue_input(self, name: str, value: Any) -> None:
         self._ort.binds += 1
+        if name not in HOST_INPUTS and not any(value is known for known in self._ort.on_device):
+            self.of_host["in", name] = value
         self.binding.bind_ortvalue_input(name, value)
+
+    def bind_ortvalue_output(self, name: str, value: Any) -> None:
+        self.of_host["out", name] = value
+        self.binding.bind_ortvalue_output(name, value)
 
     def bind_input(self, name: str, *where: Any) -> None:
         assert name != names.TOTAL_SLOTS, "GroupQueryAttention reads it on the host"
@@ -103,6 +127,7 @@ class Binding:
 
     def bind_output(self, name: str, *where: Any) -> None:
         if where == ("cpu",):  # an array of onnxruntime's own
+            self.returns = True
             self.binding.bind_output(name, "cpu")
         else:
             self.binding.bind_output(name, *self._on_device("out", name, *where))

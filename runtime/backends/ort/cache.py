@@ -173,7 +173,7 @@ class OrtStageCache(SlotCounter):
         if positions.ndim > 1:
             own[names.COS], own[names.SIN] = rope_at(self._context.tables, self._context.model.rope.axes, positions)
             positions = np.arange(count)
-        elif count == 1 and not query:
+        elif count == 1 and not query and self.row_binding is not None:
             self._row_position[:] = positions
             for seen in self._row_seen.values():
                 seen[:] = self.length + 1
@@ -188,13 +188,13 @@ class OrtStageCache(SlotCounter):
                 self.states.put(self.length, np.ones(1, np.int64), self._row_state_out[names.STATE_OUT])
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
-        out, inputs = np.empty_like(hidden), {names.POSITIONS: positions[None].copy(), **self._slots}
+        out, inputs = self._output(count), {names.POSITIONS: positions[None].copy(), **self._slots}
         if self._row_seen:
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
         if self._row_first:
             inputs[names.FIRST_SLOT] = self._first_slots(positions)[None]
         for name, array in own.items():
-            inputs[name] = np.ascontiguousarray(array)
+            inputs[name] = self._input(array)
         outputs, ends = {names.HIDDEN_OUT: out}, np.zeros(0, np.int64)
         if self.states is not None:
             ends = self.states.ends(self.length, count)
@@ -209,6 +209,14 @@ class OrtStageCache(SlotCounter):
         if self.states is not None:
             self.states.put(self.length, ends, outputs[names.STATE_OUT])
         return out
+
+    def _output(self, tokens: int) -> HiddenStates:
+        """Room for the hidden states of a run."""
+        return np.empty((tokens, self._context.model.hidden), np.float32)
+
+    def _input(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Hidden states or further inputs of a run's tokens, as `OrtStage.bind` takes them."""
+        return np.ascontiguousarray(array)
 
     def _run_row(self) -> None:
         """Run one token, which the arrays of `row_binding` hold."""

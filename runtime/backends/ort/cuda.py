@@ -10,13 +10,15 @@ from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import NOTHING, DeviceState, Step
-from vtx.runtime.backends.cuda import Cuda, MemoryPool, load_cuda
+from vtx.runtime.backends.cuda import ALIGNMENT, Cuda, MemoryPool, load_cuda
+from vtx.runtime.backends.device_states import FLOAT, DeviceStates, StatesPool
 from vtx.runtime.backends.failures import reason_of
 from vtx.runtime.backends.ort.backend import OrtBackend
 from vtx.runtime.backends.ort.cache import OrtCacheContext
@@ -25,6 +27,7 @@ from vtx.runtime.backends.ort.cuda_step import OrtCudaSteps
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.ort.library import FATAL, load_onnxruntime
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors import float16_overflow
 from vtx.runtime.errors import DeviceError
@@ -32,6 +35,7 @@ from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import find_gpu
 from vtx.runtime.host.machine import version
 from vtx.runtime.precision import PRECISIONS
+from vtx.runtime.vision.tokens import HiddenStates
 
 PROVIDER = "CUDAExecutionProvider"
 WINDOWS = "sliding windows are not built for onnxruntime's CUDA provider"
@@ -105,7 +109,7 @@ class OrtCudaBackend(OrtBackend):
         own = {"device_id": str(number), "user_compute_stream": str(cuda.stream)}
         self.providers = {PROVIDER: {**OPTIONS, **own}, "CPUExecutionProvider": {}}
         self.memory = ("cuda", number)
-        self._pool = MemoryPool()
+        self._states = StatesPool(cuda, bundle.manifest.model.hidden, MemoryPool(cuda))
         self._steps: OrtCudaSteps | None = None  # once a token was decoded
         self.compute = "f32" if PRECISIONS[bundle.manifest.precision].arithmetic == "float32" else "f16"
         super().__init__(bundle, threads, compute)
@@ -158,7 +162,21 @@ class OrtCudaBackend(OrtBackend):
     def _new_stage(self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec) -> OrtCudaStage:
         options = self._ort.RunOptions()
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        return OrtCudaStage(context, graph, spec, self.cuda, self._pool, options)
+        return OrtCudaStage(context, graph, spec, self._states, options)
+
+    def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
+        states, graph = cast(Any, hidden), cast(OrtGraph, self._head)
+        if not isinstance(states, DeviceStates):
+            return super().head(hidden)
+        if states.row(0) % ALIGNMENT:
+            states = states.copy()
+        with self.cuda:
+            binding = graph.session.io_binding()
+            binding.bind_input(names.HIDDEN, *self.memory, FLOAT, states.shape, states.row(0))
+            binding.bind_output(names.LOGITS, "cpu")
+            graph.run_bound(binding)
+        logits: NDArray[np.float32] = binding.copy_outputs_to_cpu()[0]
+        return contract.of_each(graph.name, logits, len(states))
 
     def step(self, caches: Sequence[OrtCudaCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
         contract.embeddable(self._manifest, np.array([token]))
@@ -180,4 +198,4 @@ class OrtCudaBackend(OrtBackend):
         self._steps = None
         super().close()
         with suppress(DeviceError), self.cuda:  # the device may be gone
-            self._pool.unused.clear()
+            self._states.memory.unused.clear()

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool, SavedSlots, aligned, runs
+from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, SavedSlots, aligned, runs
+from vtx.runtime.backends.device_states import FLOAT, DeviceStates, StatesPool
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStage, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.slots import BLOCK
@@ -20,21 +21,32 @@ PROMPT_RUN = 1024  # tokens of a prompt in one run, which bounds the working mem
 
 
 class OrtCudaStage(OrtStage):
-    """A stage whose K and V are in the GPU's memory, bound by their addresses.
+    """A stage whose K and V and hidden states are in the GPU's memory, bound by their addresses.
 
     `unsynchronised` are onnxruntime.RunOptions of a run that is queued on the stream.
     """
 
     def __init__(
-        self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec, cuda: Cuda, pool: MemoryPool, options: Any
+        self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec, states: StatesPool, options: Any
     ) -> None:
         super().__init__(context, graph, spec)
-        self.cuda, self.pool, self.kv_type = cuda, pool, np.dtype(context.kv_dtype)
+        self.states, self.kv_type = states, np.dtype(context.kv_dtype)
+        self.cuda, self.pool = states.cuda, states.memory
         self.slot_bytes = context.model.head_dim * self.kv_type.itemsize  # of one slot of one head, K or V
         self.unsynchronised = options
 
     def shape(self, slots: int) -> tuple[int, int, int, int]:
         return 1, self.context.model.kv_heads, slots, self.context.model.head_dim
+
+    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], kv: Sequence[Any]) -> Any:
+        states = {name: x for name, x in inputs.items() if isinstance(x, DeviceStates)}
+        made = {name: x for name, x in outputs.items() if isinstance(x, DeviceStates)}
+        of_host = [{n: x for n, x in side.items() if not isinstance(x, DeviceStates)} for side in (inputs, outputs)]
+        binding = super().bind(of_host[0], of_host[1], kv)
+        for bind, each in ((binding.bind_input, states), (binding.bind_output, made)):
+            for name, x in each.items():
+                bind(name, *self.context.memory, FLOAT, x.shape, x.row(0))
+        return binding
 
     def bind_kv(self, binding: Any, kv: Sequence[OrtDeviceSlots]) -> None:
         (held,) = kv
@@ -74,7 +86,8 @@ class OrtDeviceSlots:
 class OrtCudaCache(OrtStageCache):
     """`StageCache` in the GPU's memory, for the slots that the conversation needs; longer memory takes its place.
 
-    Longer prompts are bound as arrays of the host, which onnxruntime copies; one token through arrays that stay bound.
+    Hidden states stay in that memory from stage to stage, positions and further inputs of a prompt are arrays of the
+    host, which onnxruntime copies.
     """
 
     stage: OrtCudaStage
@@ -108,25 +121,27 @@ class OrtCudaCache(OrtStageCache):
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
+        hidden: Any = tokens.hidden
         with self.stage.cuda:
             self.make_room(self.length + len(tokens))
+            if not isinstance(hidden, DeviceStates):
+                tokens = tokens.after(self.stage.states.joined([hidden]).as_states())
             if query or self._context.model.two_way or len(tokens) <= PROMPT_RUN:
                 return super().append(tokens, positions, query=query, outputs=outputs)
             parts = list[HiddenStates]()
             for start in range(0, len(tokens), PROMPT_RUN):
                 end = min(start + PROMPT_RUN, len(tokens))
-                parts.append(super().append(tokens.part(start, end), positions[start:end]).copy())
+                parts.append(super().append(tokens.part(start, end), positions[start:end]))
         joined = np.concatenate(parts)
         return joined if outputs is None else joined[outputs]
 
-    def _run_row(self) -> None:
-        cuda, held = self.stage.cuda, self._held[0]
-        for name, array in self._given.items():
-            cuda.copy_in(held.row[name].address, array)
-        held.total[:] = self._total
-        self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
-        cuda.copy_out(self._row_out, held.row[names.HIDDEN_OUT].address)
-        cuda.wait()
+    def _output(self, tokens: int) -> HiddenStates:
+        return self.stage.states.empty(tokens).as_states()
+
+    def _input(self, array: Any) -> Any:
+        if not isinstance(array, DeviceStates):
+            return np.ascontiguousarray(array)
+        return array.copy() if array.row(0) % ALIGNMENT else array
 
     def queue_token(self, given: Mapping[str, int], position: int) -> int:
         """Queue the run of one token behind the filled slots; the address of its hidden state.

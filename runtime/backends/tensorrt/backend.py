@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import DeviceState, Step
-from vtx.runtime.backends.cuda import Buffer, Cuda, load_cuda
+from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool, load_cuda
+from vtx.runtime.backends.device_states import StatesPool
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
@@ -116,6 +117,7 @@ class TensorrtBackend:
         self._caches = TensorrtCacheContext(
             engines=self.engines, cuda=self.cuda, model=self._manifest.model, kv_dtype=np.dtype(kv_type),
             max_context=self._manifest.max_context, rope=rope, score=self._graphs.score,
+            states=StatesPool(self.cuda, self._manifest.model.hidden, MemoryPool(self.cuda)),
             token_inputs=self._manifest.token_inputs, tables=tables, turned=turned,
         )  # fmt: skip
         self._steps: TokenSteps | None = None  # once a token was decoded

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Graph, SavedSlots, aligned, runs
+from vtx.runtime.backends.device_states import put
 from vtx.runtime.backends.slots import BLOCK, SlotCounter
 from vtx.runtime.backends.tensorrt.engine import Context
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots
@@ -127,16 +128,19 @@ class TensorrtStageCache(SlotCounter):
         self._resident = longer.capacity
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        longest, out = self._context.engines.longest(self._graph), []
-        with self._context.cuda:
+        shared, longest = self._context, self._context.engines.longest(self._graph)
+        with shared.cuda:
             self.make_room(self.length + len(tokens))
+            out = shared.states.empty(len(tokens))
             if query:
                 self.memory.queries.room(len(tokens))
             for start in range(0, len(tokens), longest):
                 end = min(start + longest, len(tokens))
                 address = self.memory.queries.address(start) if query else None
-                out.append(self._run_part(tokens.part(start, end), positions[start:end], self.length + end, address))
-        return out[0] if len(out) == 1 else np.concatenate(out)  # most prompts are one part
+                part = tokens.part(start, end)
+                self._run_part(part, positions[start:end], self.length + end, address, out.row(start))
+            shared.cuda.wait()
+        return out.as_states()
 
     def attention(self, *, last_only: bool = False) -> Scores:
         with self._context.cuda:
@@ -175,7 +179,8 @@ class TensorrtStageCache(SlotCounter):
             cuda.copy_rows(to, to_pitch, source, pitch, count * row, self._parts)
         cuda.wait()
 
-    def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None) -> HiddenStates:
+    def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None, out: int) -> None:
+        """Queue the run of some tokens, the last of `total`; their states go to the address `out`."""
         shared, memory, count = self._context, self.memory, len(tokens)
         engines, cuda, start = shared.engines, shared.cuda, total - count
         context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
@@ -190,13 +195,10 @@ class TensorrtStageCache(SlotCounter):
                 cuda.copy_in(shared.turned[name].address, rows)
             positions = np.arange(count)
         for name, array in shared.inputs_of(self._spec, tokens, positions).items():
-            cuda.copy_in(engines.address(name), array)
-        memory.total[0] = total
-        cuda.copy_in(engines.address(names.TOTAL_SLOTS), memory.total)
+            put(cuda, engines.address(name), array)
+        put(cuda, engines.address(names.TOTAL_SLOTS), np.array([total], np.int32))
         context.enqueue()
         if not in_place:
             memory.put(start, count)
-        out = np.empty((count, shared.model.hidden), np.float32)
-        cuda.copy_out(out, engines.address(names.HIDDEN_OUT))
-        cuda.wait()
-        return out
+        nbytes = count * shared.states.row_bytes
+        cuda.copy_rows(out, nbytes, engines.address(names.HIDDEN_OUT), nbytes, nbytes, 1)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Cuda, MemoryPool, aligned
+from vtx.runtime.backends.device_states import StatesPool, put
 from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, KernelCache, make_logger
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -78,15 +79,14 @@ class LoadedEngines:
             )
 
     def run(
-        self, graph: str, inputs: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]
+        self, graph: str, inputs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, NDArray[Any]]:
-        """Run a graph of one profile on host arrays; its outputs of these `shapes`, on the host."""
+        """Run a graph of one profile on arrays or states of the device; its outputs of these `shapes`, on the host."""
         context = self.context(graph, 0)
         results = {name: np.empty(shape, WHOLE.get(name, np.float32)) for name, shape in shapes.items()}
         addresses = {name: self.address(name) for name in (*inputs, *self._engines[graph].outputs)}
-        held = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
-        for name, array in held.items():
-            self._cuda.copy_in(addresses[name], array)
+        for name, array in inputs.items():
+            put(self._cuda, addresses[name], array)
         context.bind({name: array.shape for name, array in inputs.items()}, addresses)
         context.enqueue()
         for name, result in results.items():
@@ -167,10 +167,15 @@ class TensorrtCacheContext:
     max_context: int
     rope: Mapping[str, Buffer]
     score: str | None
+    states: StatesPool
     token_inputs: tuple[TokenInput, ...] = ()
     tables: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     turned: Mapping[str, Buffer] = field(default_factory=dict)
-    pool: MemoryPool = field(default_factory=MemoryPool)
+
+    @property
+    def pool(self) -> MemoryPool:
+        """Memory that goes from one conversation to the next."""
+        return self.states.memory
 
     def bytes_of(self, slots: int) -> int:
         """Bytes of K or V of one layer for these slots, so that what follows them is aligned."""
@@ -180,11 +185,11 @@ class TensorrtCacheContext:
         """Numbers per token of each token input that a stage reads."""
         return {each.name: each.width for each in self.token_inputs if each.name in spec.inputs}
 
-    def inputs_of(self, spec: StageSpec, tokens: TokenStates, positions: Ids) -> dict[str, NDArray[Any]]:
+    def inputs_of(self, spec: StageSpec, tokens: TokenStates, positions: Ids) -> dict[str, Any]:
         return {
-            names.HIDDEN: np.ascontiguousarray(tokens.hidden, np.float32),
-            names.POSITIONS: np.ascontiguousarray(positions, np.int64),
-            **{names.token_input(n): np.ascontiguousarray(tokens.inputs[n], np.float32) for n in spec.inputs},
+            names.HIDDEN: tokens.hidden,
+            names.POSITIONS: positions.astype(np.int64),
+            **{names.token_input(n): tokens.inputs[n] for n in spec.inputs},
         }
 
     @property

@@ -11,7 +11,10 @@ from tests.support import gpu_standin
 from tests.support.bundles import copy, export
 from tests.support.engines import CARD, DUAL, ORIN
 from tests.support.gpu_standin import Gpu, build_all
+from tests.support.ort_standin import Ort
 from tests.support.tiny import Tiny
+from vtx.runtime.backends.ort import backend as ort_backend
+from vtx.runtime.backends.ort import cuda as ort_cuda
 from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.tools.tensorrt.releases import TENSORRT, Release
 
@@ -41,6 +44,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     module = gpu_standin.module
     monkeypatch.setattr(tensorrt, "load_flavour", lambda flavour: module(found, gpu_standin.VERSION, flavour))
     monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: CARD)
+    return found
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Ort:
+    """The stand-in for onnxruntime-gpu, on a stand-in GPU."""
+    found = Ort(Gpu())
+    for module in (ort_backend, ort_cuda):
+        monkeypatch.setattr(module, "load_onnxruntime", lambda: found)
+    monkeypatch.setattr(ort_cuda, "load_cuda", lambda: found.gpu)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import gpu_standin
 from tests.support.bundles import copy
 from tests.support.engines import CARD, ORIN, open_model, rewrite
 from tests.support.exported import QUESTIONS, THREADS, greedy, prompt
@@ -271,7 +272,8 @@ def test_memory_that_runs_out_in_an_answer_leaves_the_conversation_usable(bundle
     with model.open([random_image(1)]) as image:
         before = image.ask(QUESTIONS[0], 2, max_new_tokens=4, ignore_eos=True)
         device.total = device.used  # another process takes the rest
-        with pytest.raises(DeviceError, match=r"KV cache of layers .* needs .* of device memory, .* is free; end"):
+        refused = r"(KV cache of layers .* needs .* of device memory, .* is free|makes no context for .*); end other"
+        with pytest.raises(DeviceError, match=refused):
             image.ask(QUESTIONS[0], 2, max_new_tokens=90, ignore_eos=True)
         device.total = 1 << 32
         assert image.ask(QUESTIONS[0], 2, max_new_tokens=4, ignore_eos=True).token_ids == before.token_ids
@@ -337,3 +339,22 @@ def test_where_nothing_is_installed_the_package_is_named_that_answers_here(
     monkeypatch.setattr("vtx.runtime.backends.devices.find_gpu", lambda *_: CARD)
     with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[rtx\]"'):
         choose(bundle)
+
+
+def test_a_context_that_finds_no_memory_says_so_and_unused_memory_makes_room_for_it(
+    with_engines: Path, device: Gpu
+) -> None:
+    model = open_model(with_engines)
+    rows = TokenStates(np.zeros((2, model.manifest.model.hidden), np.float32))
+    caches = [model.backend.stage(0, 32) for _ in range(2)]
+    for cache in caches:
+        cache.append(rows, np.arange(2))
+    room = caches[0].memory.kv.nbytes + gpu_standin.CONTEXT  # type: ignore[attr-defined]
+    device.total = device.used + room - 1
+    third = model.backend.stage(0, 32)
+    with pytest.raises(DeviceError, match=r"no context for .*: cannot allocate the memory of a context; end other"):
+        third.append(rows, np.arange(2))
+    assert third.length == 0
+    del caches, cache
+    third.append(rows, np.arange(2))
+    assert third.length == 2
