@@ -23,8 +23,9 @@ import pytest
 from tests.support.bundles import copy, export, export_with, write_gate
 from tests.support.clip import make_clip
 from tests.support.cpp import BUILD, needs_cpp, run
-from tests.support.engines import rewrite, shorten
+from tests.support.engines import on_standin, open_model, rewrite, shorten
 from tests.support.exported import THREADS
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
 from tests.support.gpu_standin import build_all
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, random_image
@@ -33,6 +34,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import write_sealed
+from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.record import write_traces
@@ -48,6 +50,7 @@ Machine = Callable[[str], Callable[[], dict[str, int]]]
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2,key=0.1"
 TOWER = "cdpruner:keep=20,text=tower"
 FRAMES = int(os.environ.get("VTX_TEST_FRAMES", "30"))
+NATIVE = ("fastv:k=2,ratio=0.5", "cdpruner:keep=6", "dart:keep=8,k=3,pivots=2,text_pivots=2")
 REDUCTIONS = (DUAL, "fastv:k=2", "cls:keep=0.5+dart:keep=8,k=2", "cdpruner:keep=5")
 
 pytestmark = [
@@ -119,6 +122,34 @@ def test_every_release_meets_the_traces(
     assert meets(exported, traces, tmp_path / "cpp") > 60
     assert everything_given_back(report())
     assert report()["cudaGraphLaunch"] > 0
+
+
+@pytest.mark.parametrize("release", BUILT)
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
+def test_images_at_their_own_resolution_meet_the_traces_of_both_python_backends(
+    tiny: Tiny, release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+) -> None:
+    """onnxruntime's, and those of Python's backend on its own stand-in for the same release and card."""
+    bundle, gates = tmp_path / "bundle", write_gate(tmp_path, 168)
+    dialects = tuple({"ort", RELEASES[release][2]})
+    checkpoint = str(tiny_checkpoint(replace(tiny, context=512)))
+    export_with(ExportOptions(checkpoint, (3, 5), "fp32", dialects=dialects, reductions=NATIVE, gates=gates), bundle)
+    build(bundle, release)
+    write_traces(load(bundle, device="cpu", threads=THREADS), tmp_path / "ort")
+    with pytest.MonkeyPatch.context() as patch:
+        major, minor = map(int, RELEASES[release][1].split("."))
+        on_standin(patch, Gpu("Stand-in", (major, minor), 1 << 35, (13, 0)), f"{release}.0")
+        write_traces(open_model(bundle), tmp_path / "python")
+    report = machine(release)
+    for reference in ("ort", "python"):
+        assert meets(bundle, tmp_path / reference, tmp_path / f"cpp-{reference}") > 60
+        assert everything_given_back(report())
+    shorten(bundle, RELEASES[release][0], 16)  # prompts in parts, each with its rows of the rotary tables and maps
+    assert meets(bundle, tmp_path / "ort", tmp_path / "cpp-parts") > 60
+    random_image(5).resize((300, 30)).save(tmp_path / "wide.png")
+    done = run("run", "--bundle", bundle, "--device", "tensorrt", tmp_path / "wide.png", "red?")
+    assert done.returncode == 1
+    assert "a side; use a smaller --max-pixels, --device cpu or openvino" in done.stderr.decode()
 
 
 @pytest.mark.slow

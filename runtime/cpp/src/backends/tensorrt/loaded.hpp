@@ -50,6 +50,8 @@ class LoadedEngines {
   Context& context(const std::string& graph, int profile);
   // The most tokens that a graph's engine takes at once.
   int64_t longest(const std::string& graph) const { return set_.engines.at(graph).longest("tokens"); }
+  // The most pixels of a side of an image that the vision graph takes.
+  int64_t longest_side() const;
   // Where the input or output of that name lies, which all graphs share.
   uint8_t* address(const std::string& name) const { return buffers_.at(name).address(); }
   // Throws Error(context) if a graph's engine does not take `tokens` tokens at once.
