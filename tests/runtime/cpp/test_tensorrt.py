@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -312,6 +313,27 @@ def test_a_gpu_that_is_lost_in_an_answer_is_one_error_with_its_fix(
     assert "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg" in line
 
 
+GONE = "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg"
+FAULTS = {
+    "answer": r"the KV cache of layers \d to \d needs .* of device memory, 0 B of .* is free; end other programs",
+    "prompt": r"the KV cache of layers \d to \d needs .* of device memory, 0 B of .* is free; end other programs",
+    "gone": rf"{GONE}\n.*{GONE}\n.*{GONE}",
+}
+
+
+@pytest.mark.parametrize("release", BUILT)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_gpu_that_fails_in_an_answer_is_a_typed_error_and_the_conversation_stays_usable(
+    fault: str, release: str, exported: Path, machine: Machine
+) -> None:
+    """The program compares its answers with those before; a device that is gone gives the same error each time."""
+    report = machine(release)
+    done = run("faults", exported, "tensorrt", fault)
+    assert (done.returncode, done.stderr) == (0, b""), done
+    assert re.search(FAULTS[fault], done.stdout.decode())
+    assert everything_given_back(report())
+
+
 @pytest.mark.skipif(len(BUILT) < 2, reason="built with the headers of one release of TensorRT")
 def test_the_tensorrt_that_a_program_has_loaded_is_not_taken_for_the_other_one(
     exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -421,6 +443,7 @@ def test_engines_that_do_not_fit_are_refused_in_one_line(
             "TensorRT 11.1.0 is here (libnvinfer.so.11), but /nowhere has no plug-in of libvtx",
         ),
         ("VTX_TENSORRT", "/nowhere/libnvinfer.so.11", "TensorRT was not found (/nowhere/libnvinfer.so.11"),
+        ("VTX_CUDART", "/nowhere/libcudart.so.13", "the CUDA runtime was not found (/nowhere/libcudart.so.13"),
     ],
 )
 def test_a_machine_that_cannot_run_engines_says_why(
@@ -438,6 +461,48 @@ def test_a_machine_that_cannot_run_engines_says_why(
     done = ask(bundle, tmp_path)
     assert done.returncode == 1
     assert message in done.stderr.decode()
+
+
+@pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
+@pytest.mark.parametrize(
+    ("library", "instead", "message"),
+    [
+        ("libcuda.so.1", None, "no NVIDIA GPU answers here"),
+        ("libnvinfer.so.11", None, "TensorRT was not found (libnvinfer.so.11"),
+        ("libnvinfer.so.11", "libnvinfer.so.10", "TensorRT was not found (libnvinfer.so.11"),
+    ],
+)
+def test_a_library_that_is_missing_or_of_another_major_release_is_named(
+    library: str, instead: str | None, message: str, exported: Path, machine: Machine, tmp_path: Path
+) -> None:
+    machine("11.1")
+    found = Path(os.environ["LD_LIBRARY_PATH"]) / library
+    if instead:
+        (found.parent / instead).symlink_to(BUILD / "libvtx-standin-11.1.so")
+    found.unlink()
+    done = ask(for_sm90(exported, tmp_path / "bundle"), tmp_path)
+    assert (done.returncode, done.stdout) == (1, b"")
+    [line] = done.stderr.decode().splitlines()
+    assert message in line
+
+
+@pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
+def test_memory_that_is_gone_after_the_forecast_is_named_with_its_purpose(
+    exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each amount of memory, from where the forecast fits to where an answer does, gives an error of one line."""
+    report, bundle, said = machine("11.1"), for_sm90(exported, tmp_path / "bundle"), []
+    for memory in range(180_000, 3_000_000, 150_000):
+        monkeypatch.setenv("VTX_STANDIN_MEMORY", str(memory))
+        done = ask(bundle, tmp_path, "--max-new-tokens", "2")
+        assert everything_given_back(report())
+        if done.returncode == 0:
+            break
+        [line] = done.stderr.decode().splitlines()
+        said.append(line)
+    assert done.returncode == 0
+    assert any(re.search(r"the tensor \w+ needs .* of device memory, .* is free; end other", line) for line in said)
+    assert all("device memory" in line or "of the device is free" in line for line in said)
 
 
 @pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
