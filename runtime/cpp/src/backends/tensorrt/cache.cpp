@@ -20,7 +20,7 @@ struct DeviceSlots : StageMemory {
       : StageMemory(slots), shared(context), spec(stage), cuda(context.cuda), row(context.row_bytes()),
         parts(static_cast<size_t>(2 * stage.layers())), part(context.bytes_of(slots)), id(context.made++),
         kv(cuda, parts * part, cat("the KV cache of layers ", stage.first, " to ", stage.last)), queries(context),
-        position(cuda, 1), total(cuda, 1), decode(context.engines.new_context(graph, kDecode)) {
+        position(cuda, 1), total(cuda, 1), decode(context.engines.new_context(graph, kDecode, true)) {
     bind(*decode, 1, capacity, new_slots(), aligned(row), false, nullptr);
     DeviceSlots::clear();
   }
@@ -193,7 +193,8 @@ TokenSteps::TokenSteps(TensorrtCacheContext& context, const Graphs& graphs)
     : context_(context), cuda_(context.cuda), ids_(cuda_, 1), best_(cuda_, 1),
       state_(cuda_, static_cast<size_t>(context.manifest.model.hidden)),
       logits_(cuda_, static_cast<size_t>(context.manifest.model.vocab)),
-      embed_(context.engines.new_context(graphs.embed, 0)), head_(context.engines.new_context(graphs.head, 0)) {
+      embed_(context.engines.new_context(graphs.embed, 0, true)), head_(context.engines.new_context(graphs.head, 0, true)),
+      recordable_(context.engines.records()) {
   const Manifest& m = context.manifest;
   for (const TokenInput& each : m.token_inputs)
     if (!each.of_text) zeros_[names::kTokenInput + each.name] = std::make_unique<Pinned<float>>(cuda_, size_t(each.width));
@@ -233,9 +234,7 @@ void TokenSteps::launch(const std::vector<DeviceSlots*>& memories) {
   if (known == last.recordings.end()) {
     if (last.recordings.size() == kRecordings) last.forget();
   } else if (recorded = known->second; !recorded && recordable_) {
-    bool capturable = embed_->capturable() && head_->capturable();
-    for (DeviceSlots* memory : memories) capturable = capturable && memory->decode->capturable();
-    if (capturable) recorded = cuda_.record([&] { queue(memories); });
+    recorded = cuda_.record([&] { queue(memories); });
     recordable_ = recorded != nullptr;
   }
   last.recordings[key] = recorded;

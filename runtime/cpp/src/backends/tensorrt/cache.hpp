@@ -125,7 +125,8 @@ struct DeviceSlots;
 // One token through the embedding, every stage and the head on the device: one launch, one wait.
 //
 // The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones launch it;
-// all are queued if TensorRT or the driver cannot record one. The logits stay on the device unless they are asked for.
+// all are queued if TensorRT or the driver cannot record one, and TensorRT-RTX records its own. The logits stay on the
+// device unless they are asked for.
 class TokenSteps {
  public:
   TokenSteps(TensorrtCacheContext& context, const Graphs& graphs);
@@ -144,7 +145,7 @@ class TokenSteps {
   Pinned<float> state_, logits_;
   std::map<std::string, std::unique_ptr<Pinned<float>>> zeros_;  // token inputs that the embedding does not give
   std::unique_ptr<Context> embed_, head_;
-  bool recordable_ = true;
+  bool recordable_;
 };
 
 // Runs of neighbouring slots: `count` from `first` on, the `start`-th of them.
