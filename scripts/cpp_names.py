@@ -13,7 +13,8 @@ from vtx.runtime.backends import memory, slots
 from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import library
 from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT
-from vtx.runtime.bundle import tensors
+from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
+from vtx.runtime.bundle import fingerprint, tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import action_spec, image_settings, manifest, model_spec, names, text_settings
 from vtx.runtime.policies.make import NOT_RENUMBERED
@@ -56,6 +57,7 @@ def header() -> str:
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE, "BOTH_WAYS": BOTH_WAYS}
     words |= {"NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
+    words["KERNELS"] = fingerprint.KERNELS
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),
@@ -79,7 +81,7 @@ def header() -> str:
         "LARGEST_INTEGER": integers.LARGEST, "MAX_SCHEMA": guiding.MAX_SCHEMA, "MAX_REGEX": guiding.MAX_REGEX,
         "MAX_GRAMMAR": guiding.MAX_GRAMMAR, "MAX_CHOICES": guiding.MAX_CHOICES, "MAX_SCORED": answering.MAX_SCORED,
         "KEPT_GRAMMARS": guiding.KEPT, "MAX_COMBINED": guiding.MAX_COMBINED, "MAX_MULTIPLE": guiding.MAX_MULTIPLE,
-        "MAX_OPERATORS": guiding.MAX_OPERATORS,
+        "MAX_OPERATORS": guiding.MAX_OPERATORS, "MAX_KERNELS": MAX_KERNELS,
     }  # fmt: skip
     numbers |= {name.upper(): limit for name, limit in guiding.LIMITS.items()}
     quantised = [row for row in PRECISIONS.values() if row.openvino_group]

@@ -6,7 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support import gpu_standin
+from tests.support.gpu_standin import Gpu
 from vtx.runtime.api.model import Model
+from vtx.runtime.backends.tensorrt import backend
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -16,6 +21,15 @@ from vtx.runtime.host import gpu
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2"
+
+
+def on_standin(patch: pytest.MonkeyPatch, card: gpu.Gpu = CARD, version: str = gpu_standin.VERSION) -> Gpu:
+    """The stand-in for the GPU and for TensorRT, found wherever the backend looks for them."""
+    found = Gpu()
+    patch.setattr(backend, "load_cuda", lambda: found)
+    patch.setattr(backend, "load_flavour", lambda flavour: gpu_standin.module(found, version, flavour))
+    patch.setattr(backend, "find_gpu", lambda *_: card)
+    return found
 
 
 def open_model(folder: Path) -> Model:

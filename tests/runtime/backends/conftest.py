@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import gpu_standin
 from tests.support.bundles import copy, export
-from tests.support.engines import CARD, DUAL, ORIN
+from tests.support.engines import DUAL, ORIN, on_standin
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.ort_standin import Ort
 from tests.support.tiny import Tiny
@@ -39,12 +38,7 @@ def reducing(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.Temp
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """The stand-in for the GPU, found wherever the backend looks for one."""
-    found = Gpu()
-    monkeypatch.setattr(tensorrt, "load_cuda", lambda: found)
-    module = gpu_standin.module
-    monkeypatch.setattr(tensorrt, "load_flavour", lambda flavour: module(found, gpu_standin.VERSION, flavour))
-    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: CARD)
-    return found
+    return on_standin(monkeypatch)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -23,22 +24,29 @@ import pytest
 from tests.support.bundles import copy, export, export_with, write_gate
 from tests.support.clip import make_clip
 from tests.support.cpp import BUILD, needs_cpp, run
-from tests.support.engines import rewrite, shorten
+from tests.support.engines import on_standin, open_model, rewrite, shorten
 from tests.support.exported import THREADS
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
 from tests.support.gpu_standin import build_all
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
+from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.seal import write_sealed
+from vtx.runtime.bundle.seal import SigningKey, write_sealed
+from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.record import write_traces
-from vtx.tools.tensorrt.releases import TENSORRT, Release
+from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release
 
+RTX_RELEASE = (
+    "1.7"  # whose headers are a stand-in, too: those of another release, and what TensorRT-RTX has in addition
+)
 RELEASES = {
+    RTX_RELEASE: ("sm89", "8.9", "trt"),
     "10.3": ("jetson-orin", "8.7", "trt10"),
     "10.16": ("jetson-thor", "11.0", "trt"),
     "11.1": ("sm90", "9.0", "trt"),
@@ -48,8 +56,10 @@ Machine = Callable[[str], Callable[[], dict[str, int]]]
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2,key=0.1"
 TOWER = "cdpruner:keep=20,text=tower"
 FRAMES = int(os.environ.get("VTX_TEST_FRAMES", "30"))
+NATIVE = ("fastv:k=2,ratio=0.5", "cdpruner:keep=6", "dart:keep=8,k=3,pivots=2,text_pivots=2")
 REDUCTIONS = (DUAL, "fastv:k=2", "cls:keep=0.5+dart:keep=8,k=2", "cdpruner:keep=5")
 
+needs_rtx = pytest.mark.skipif(RTX_RELEASE not in BUILT, reason="built without a stand-in for TensorRT-RTX")
 pytestmark = [
     needs_cpp,
     pytest.mark.skipif(not BUILT, reason="built without TensorRT's headers: make cpp-tensorrt TENSORRT=DIRECTORIES"),
@@ -60,7 +70,12 @@ def build(bundle: Path, release: str) -> None:
     """Engines of the stand-in of a release."""
     target, _, dialect = RELEASES[release]
     major, minor = map(int, release.split("."))
-    build_all(bundle, target, Release(TENSORRT, (major, minor)), dialect, f"{release}.0")
+    flavour = RTX if release == RTX_RELEASE else TENSORRT
+    build_all(bundle, target, Release(flavour, (major, minor)), dialect, version_of(release))
+
+
+def version_of(release: str) -> str:
+    return f"{release}.1" if release == RTX_RELEASE else f"{release}.0"
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +103,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     def become(release: str) -> Callable[[], dict[str, int]]:
         libraries, report = tmp_path / release, tmp_path / f"{release}.json"
         libraries.mkdir()
-        for name in (f"libnvinfer.so.{release.partition('.')[0]}", "libcudart.so.13", "libcuda.so.1"):
+        library = f"libnvinfer.so.{release.partition('.')[0]}"
+        if release == RTX_RELEASE:
+            library = "libtensorrt_rtx.so.1"
+            monkeypatch.setenv("VTX_PLUGINS", os.fspath(BUILD / "standin-rtx"))
+        for name in (library, "libcudart.so.13", "libcuda.so.1"):
             (libraries / name).symlink_to(BUILD / f"libvtx-standin-{release}.so")
         monkeypatch.setenv("LD_LIBRARY_PATH", os.fspath(libraries))
         monkeypatch.setenv("VTX_STANDIN_CAPABILITY", RELEASES[release][1])
@@ -96,6 +115,55 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         return lambda: dict[str, int](json.loads(report.read_text()))
 
     return become
+
+
+@needs_rtx
+def test_tensorrt_rtx_compiles_its_kernels_once_for_a_card(exported: Path, machine: Machine, tmp_path: Path) -> None:
+    report, bundle = machine(RTX_RELEASE), copy(exported, tmp_path / "bundle")
+    kernels = bundle / "engines/sm89" / fingerprint.KERNELS
+
+    def compiled() -> int:
+        done = ask(bundle, tmp_path, "--k", "2", "--reduce", "none", "--max-new-tokens", "4")
+        assert done.returncode == 0, done.stderr
+        assert everything_given_back(report())
+        return report()["compile"]
+
+    kernels.unlink(missing_ok=True)  # of other tests
+    first = compiled()
+    assert first > 4
+    content = kernels.read_bytes()
+    assert compiled() == 0
+    assert kernels.read_bytes() == content
+    for foreign in (content.replace(b"card 8.9", b"card 8.6"), b"damaged", b""):
+        kernels.write_bytes(foreign)
+        assert compiled() == first
+        assert kernels.read_bytes() == content
+    with kernels.open("wb") as file:
+        file.truncate(MAX_KERNELS + 1)  # too large to be read
+    assert compiled() == first
+    assert kernels.read_bytes() == content
+    kernels.unlink()
+    kernels.mkdir()  # as a folder that cannot be written
+    assert compiled() == first
+    assert not [path for path in kernels.parent.iterdir() if path.name.startswith(".")]
+
+
+@needs_rtx
+def test_kernels_are_neither_read_nor_written_where_a_signature_is_required(
+    exported: Path, machine: Machine, tmp_path: Path, keys: tuple[Path, Path]
+) -> None:
+    report, bundle = machine(RTX_RELEASE), only_for(exported, tmp_path / "bundle", "sm89")
+    kernels = bundle / "engines/sm89" / fingerprint.KERNELS
+    kernels.unlink(missing_ok=True)
+    for sealed in (bundle / "vtx.json", bundle / "engines/sm89/engines.json"):
+        write_sealed(sealed, sealed.read_bytes(), SigningKey.load(keys[0]))
+    for content in (None, b"not signed"):
+        if content:
+            kernels.write_bytes(content)
+        done = ask(bundle, tmp_path, "--max-new-tokens", "2", "--require-signature", str(keys[1]))
+        assert done.returncode == 0, done.stderr
+        assert report()["compile"] > 4
+        assert (kernels.read_bytes() if kernels.exists() else None) == content
 
 
 def everything_given_back(report: dict[str, int]) -> bool:
@@ -118,7 +186,36 @@ def test_every_release_meets_the_traces(
     report = machine(release)
     assert meets(exported, traces, tmp_path / "cpp") > 60
     assert everything_given_back(report())
-    assert report()["cudaGraphLaunch"] > 0
+    assert report().get("cudaGraphLaunch", 0) > 0 or release == RTX_RELEASE  # which records its work by itself
+    assert ("captured enqueue" in report()) == (release == RTX_RELEASE)
+
+
+@pytest.mark.parametrize("release", BUILT)
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
+def test_images_at_their_own_resolution_meet_the_traces_of_both_python_backends(
+    tiny: Tiny, release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+) -> None:
+    """onnxruntime's, and those of Python's backend on its own stand-in for the same release and card."""
+    bundle, gates = tmp_path / "bundle", write_gate(tmp_path, 168)
+    dialects = tuple({"ort", RELEASES[release][2]})
+    checkpoint = str(tiny_checkpoint(replace(tiny, context=512)))
+    export_with(ExportOptions(checkpoint, (3, 5), "fp32", dialects=dialects, reductions=NATIVE, gates=gates), bundle)
+    build(bundle, release)
+    write_traces(load(bundle, device="cpu", threads=THREADS), tmp_path / "ort")
+    with pytest.MonkeyPatch.context() as patch:
+        major, minor = map(int, RELEASES[release][1].split("."))
+        on_standin(patch, Gpu("Stand-in", (major, minor), 1 << 35, (13, 0)), version_of(release))
+        write_traces(open_model(bundle), tmp_path / "python")
+    report = machine(release)
+    for reference in ("ort", "python"):
+        assert meets(bundle, tmp_path / reference, tmp_path / f"cpp-{reference}") > 60
+        assert everything_given_back(report())
+    shorten(bundle, RELEASES[release][0], 16)  # prompts in parts, each with its rows of the rotary tables and maps
+    assert meets(bundle, tmp_path / "ort", tmp_path / "cpp-parts") > 60
+    random_image(5).resize((300, 30)).save(tmp_path / "wide.png")
+    done = run("run", "--bundle", bundle, "--device", "tensorrt", tmp_path / "wide.png", "red?")
+    assert done.returncode == 1
+    assert "a side; use a smaller --max-pixels, --device cpu or openvino" in done.stderr.decode()
 
 
 @pytest.mark.slow
@@ -281,6 +378,27 @@ def test_a_gpu_that_is_lost_in_an_answer_is_one_error_with_its_fix(
     assert "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg" in line
 
 
+GONE = "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg"
+FAULTS = {
+    "answer": r"the KV cache of layers \d to \d needs .* of device memory, 0 B of .* is free; end other programs",
+    "prompt": r"the KV cache of layers \d to \d needs .* of device memory, 0 B of .* is free; end other programs",
+    "gone": rf"{GONE}\n.*{GONE}\n.*{GONE}",
+}
+
+
+@pytest.mark.parametrize("release", BUILT)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_gpu_that_fails_in_an_answer_is_a_typed_error_and_the_conversation_stays_usable(
+    fault: str, release: str, exported: Path, machine: Machine
+) -> None:
+    """The program compares its answers with those before; a device that is gone gives the same error each time."""
+    report = machine(release)
+    done = run("faults", exported, "tensorrt", fault)
+    assert (done.returncode, done.stderr) == (0, b""), done
+    assert re.search(FAULTS[fault], done.stdout.decode())
+    assert everything_given_back(report())
+
+
 @pytest.mark.skipif(len(BUILT) < 2, reason="built with the headers of one release of TensorRT")
 def test_the_tensorrt_that_a_program_has_loaded_is_not_taken_for_the_other_one(
     exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -296,10 +414,10 @@ def test_the_tensorrt_that_a_program_has_loaded_is_not_taken_for_the_other_one(
     assert report()["enqueueV3"] > 0
 
 
-def for_sm90(bundle: Path, target: Path) -> Path:
+def only_for(bundle: Path, folder: Path, target: str = "sm90") -> Path:
     """A copy without the engines of other targets."""
-    copied = copy(bundle, target)
-    for other in {target for target, _, _ in RELEASES.values()} - {"sm90"}:
+    copied = copy(bundle, folder)
+    for other in {other for other, _, _ in RELEASES.values()} - {target}:
         shutil.rmtree(copied / "engines" / other, ignore_errors=True)
     return copied
 
@@ -370,7 +488,7 @@ def test_engines_that_do_not_fit_are_refused_in_one_line(
     change: Callable[[Path, str], None], exported: Path, machine: Machine, tmp_path: Path
 ) -> None:
     machine("11.1")
-    bundle = for_sm90(exported, tmp_path / "bundle")
+    bundle = only_for(exported, tmp_path / "bundle")
     change(bundle, "sm90")
     done = ask(bundle, tmp_path)
     assert (done.returncode, done.stdout) == (1, b"")
@@ -390,6 +508,7 @@ def test_engines_that_do_not_fit_are_refused_in_one_line(
             "TensorRT 11.1.0 is here (libnvinfer.so.11), but /nowhere has no plug-in of libvtx",
         ),
         ("VTX_TENSORRT", "/nowhere/libnvinfer.so.11", "TensorRT was not found (/nowhere/libnvinfer.so.11"),
+        ("VTX_CUDART", "/nowhere/libcudart.so.13", "the CUDA runtime was not found (/nowhere/libcudart.so.13"),
     ],
 )
 def test_a_machine_that_cannot_run_engines_says_why(
@@ -403,10 +522,52 @@ def test_a_machine_that_cannot_run_engines_says_why(
 ) -> None:
     machine("11.1")
     monkeypatch.setenv(variable, value)
-    bundle = for_sm90(exported, tmp_path / "bundle")
+    bundle = only_for(exported, tmp_path / "bundle")
     done = ask(bundle, tmp_path)
     assert done.returncode == 1
     assert message in done.stderr.decode()
+
+
+@pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
+@pytest.mark.parametrize(
+    ("library", "instead", "message"),
+    [
+        ("libcuda.so.1", None, "no NVIDIA GPU answers here"),
+        ("libnvinfer.so.11", None, "TensorRT was not found (libnvinfer.so.11"),
+        ("libnvinfer.so.11", "libnvinfer.so.10", "TensorRT was not found (libnvinfer.so.11"),
+    ],
+)
+def test_a_library_that_is_missing_or_of_another_major_release_is_named(
+    library: str, instead: str | None, message: str, exported: Path, machine: Machine, tmp_path: Path
+) -> None:
+    machine("11.1")
+    found = Path(os.environ["LD_LIBRARY_PATH"]) / library
+    if instead:
+        (found.parent / instead).symlink_to(BUILD / "libvtx-standin-11.1.so")
+    found.unlink()
+    done = ask(only_for(exported, tmp_path / "bundle"), tmp_path)
+    assert (done.returncode, done.stdout) == (1, b"")
+    [line] = done.stderr.decode().splitlines()
+    assert message in line
+
+
+@pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
+def test_memory_that_is_gone_after_the_forecast_is_named_with_its_purpose(
+    exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each amount of memory, from where the forecast fits to where an answer does, gives an error of one line."""
+    report, bundle, said = machine("11.1"), only_for(exported, tmp_path / "bundle"), []
+    for memory in range(180_000, 3_000_000, 150_000):
+        monkeypatch.setenv("VTX_STANDIN_MEMORY", str(memory))
+        done = ask(bundle, tmp_path, "--max-new-tokens", "2")
+        assert everything_given_back(report())
+        if done.returncode == 0:
+            break
+        [line] = done.stderr.decode().splitlines()
+        said.append(line)
+    assert done.returncode == 0
+    assert any(re.search(r"the tensor \w+ needs .* of device memory, .* is free; end other", line) for line in said)
+    assert all("device memory" in line or "of the device is free" in line for line in said)
 
 
 @pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
@@ -415,7 +576,7 @@ def test_auto_goes_on_where_the_gpu_has_no_room(
 ) -> None:
     report = machine("11.1")
     monkeypatch.setenv("VTX_STANDIN_MEMORY", "20000")
-    bundle = for_sm90(exported, tmp_path / "bundle")
+    bundle = only_for(exported, tmp_path / "bundle")
     assert ask(bundle, tmp_path).returncode == 1
     asked = (tmp_path / "image.png", "red?", "--max-new-tokens", "2")
     random_image(1).save(asked[0])

@@ -60,6 +60,10 @@ bool lies_in(const std::map<uintptr_t, standin::Memory>& memory, const void* add
   return at < found->first + found->second.size();
 }
 
+// For calls that give an error once the device is gone.
+#define VTX_ANSWERS(gpu) \
+  if ((gpu).lost != 0) return (gpu).lost
+
 void* allocate(std::map<uintptr_t, standin::Memory>& memory, size_t bytes, uint8_t content) {
   standin::Memory block{std::vector<uint8_t>(bytes + standin::kAlignment, content), bytes};
   auto first = reinterpret_cast<uintptr_t>(block.room.data());
@@ -85,6 +89,16 @@ Gpu& standin::Gpu::one() {
     return made;
   }();
   return *gpu;
+}
+
+// --- what a test does to the device ---
+
+// The device has as much memory as is in use and so many bytes more: other programs have the rest.
+EXPORT void vtx_standin_leave(size_t bytes) { Gpu::one().total = Gpu::one().used() + bytes; }
+// The device is gone: every call gives this error.
+EXPORT void vtx_standin_lose(int error) {
+  Gpu::one().queue.clear();
+  Gpu::one().lost = error;
 }
 
 // --- the driver ---
@@ -116,11 +130,14 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
 
 EXPORT int cudaGetDevice(int* device) {
   Gpu& gpu = called("cudaGetDevice");
+  VTX_ANSWERS(gpu);
   *device = gpu.current;
   return gpu.calls["cudaGetDevice"] <= std::stoi(setting("VTX_STANDIN_TOO_OLD", "0")) ? kDriverTooOld : 0;
 }
 EXPORT int cudaSetDevice(int device) {
-  called("cudaSetDevice").current = device;
+  Gpu& gpu = called("cudaSetDevice");
+  VTX_ANSWERS(gpu);
+  gpu.current = device;
   return 0;
 }
 EXPORT int cudaGetLastError() {
@@ -132,6 +149,7 @@ EXPORT int cudaGetLastError() {
 
 EXPORT int cudaMalloc(void** address, size_t bytes) {
   Gpu& gpu = here("cudaMalloc");
+  VTX_ANSWERS(gpu);
   require(bytes > 0, "an allocation of nothing");
   require(gpu.recording == nullptr, "an allocation spoils a recording");
   if (gpu.used() + bytes > gpu.total) return kOutOfMemory;
@@ -146,12 +164,15 @@ EXPORT int cudaFree(void* address) {
 }
 EXPORT int cudaMemGetInfo(size_t* left, size_t* total) {
   Gpu& gpu = here("cudaMemGetInfo");
+  VTX_ANSWERS(gpu);
   *total = gpu.total;
   *left = gpu.total - gpu.used();
   return 0;
 }
 EXPORT int cudaHostAlloc(void** address, size_t bytes, unsigned) {
-  *address = allocate(here("cudaHostAlloc").host, bytes, 0xFF);
+  Gpu& gpu = here("cudaHostAlloc");
+  VTX_ANSWERS(gpu);
+  *address = allocate(gpu.host, bytes, 0xFF);
   return 0;
 }
 EXPORT int cudaFreeHost(void* address) {
@@ -165,6 +186,7 @@ EXPORT int cudaFreeHost(void* address) {
 
 EXPORT int cudaMemsetAsync(void* address, int value, size_t bytes, void* stream) {
   Gpu& gpu = here("cudaMemsetAsync");
+  VTX_ANSWERS(gpu);
   require(stream == kStream, "another stream");
   gpu.holds(address, bytes, "cudaMemsetAsync");
   gpu.add([=] { std::memset(address, value, bytes); });
@@ -172,6 +194,7 @@ EXPORT int cudaMemsetAsync(void* address, int value, size_t bytes, void* stream)
 }
 EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
   Gpu& gpu = here("cudaMemcpyAsync");
+  VTX_ANSWERS(gpu);
   require(stream == kStream, "another stream");
   require(kind == kIn || kind == kOut, "a copy of another kind");
   gpu.holds(kind == kIn ? to : from, bytes, "cudaMemcpyAsync");
@@ -190,6 +213,7 @@ EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, v
 EXPORT int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height,
                              int kind, void* stream) {
   Gpu& gpu = here("cudaMemcpy2DAsync");
+  VTX_ANSWERS(gpu);
   require(stream == kStream && kind == kWithin, "cudaMemcpy2DAsync: another stream or kind");
   require(height > 0 && width <= to_pitch && width <= pitch, "rows wider than their pitch");
   gpu.holds(to, (height - 1) * to_pitch + width, "cudaMemcpy2DAsync");
@@ -202,6 +226,7 @@ EXPORT int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t
 }
 EXPORT int cudaStreamCreateWithFlags(void** stream, unsigned) {
   here("cudaStreamCreateWithFlags");
+  VTX_ANSWERS(Gpu::one());
   *stream = kStream;
   return 0;
 }
@@ -211,6 +236,7 @@ EXPORT int cudaStreamDestroy(void*) {
 }
 EXPORT int cudaStreamSynchronize(void* stream) {
   Gpu& gpu = here("cudaStreamSynchronize");
+  VTX_ANSWERS(gpu);
   require(stream == kStream, "another stream");
   require(gpu.recording == nullptr, "a wait inside of a recording");
   require(!gpu.failed, "an error that nobody has asked for: the next call reports it");
@@ -227,6 +253,7 @@ EXPORT int cudaStreamSynchronize(void* stream) {
 }
 EXPORT int cudaStreamBeginCapture(void*, int) {
   Gpu& gpu = here("cudaStreamBeginCapture");
+  VTX_ANSWERS(gpu);
   require(gpu.recording == nullptr, "a recording inside of a recording");
   require(gpu.queue.empty(), "a recording while work is queued");
   if (gpu.refused == "cudaStreamBeginCapture") return refuse();
@@ -264,6 +291,7 @@ EXPORT int cudaGraphExecDestroy(void* run) {
 }
 EXPORT int cudaGraphLaunch(void* run, void* stream) {
   Gpu& gpu = here("cudaGraphLaunch");
+  VTX_ANSWERS(gpu);
   require(stream == kStream, "another stream");
   for (const standin::Work& work : static_cast<Recorded*>(run)->works) gpu.queue.push_back(work);
   return 0;

@@ -43,6 +43,7 @@ struct Gpu {
   int number = 0;       // and the one that it must be for
   std::string refused;  // a call that fails while work is recorded
   bool failed = false;  // and nothing has asked for the error
+  int lost = 0;         // what every call gives, once the device is gone
   std::map<uintptr_t, Memory> device, host;
   std::map<std::string, int> calls;
   std::deque<Work> queue;
@@ -70,6 +71,7 @@ struct Gpu {
   }
 
   void add(Work work) {
+    if (lost != 0) return;
     if (recording)
       recording->push_back(std::move(work));
     else

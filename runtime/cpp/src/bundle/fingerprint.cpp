@@ -10,10 +10,12 @@
 namespace vtxcore {
 namespace {
 
-constexpr char kFolder[] = "engines", kRecord[] = "engines.json";
+constexpr char kRecord[] = "engines.json";
 constexpr int64_t kFormat = 1, kMaxRecord = 4 << 20;
 
-std::string in_target(const std::string& target, const std::string& file) { return cat(kFolder, "/", target, "/", file); }
+std::string in_target(const std::string& target, const std::string& file) {
+  return cat(kEngineFolder, "/", target, "/", file);
+}
 
 std::string dotted(std::pair<int, int> capability) { return cat(capability.first, ".", capability.second); }
 
@@ -81,7 +83,7 @@ int64_t EngineRecord::longest(const std::string& size) const {
 std::vector<std::string> engine_targets(const Bundle& bundle) {
   std::vector<std::string> out;
   std::string start;  // of the paths found, with what means something in a pattern taken as it is
-  for (char c : bundle.folder() + "/" + kFolder + "/") {
+  for (char c : bundle.folder() + "/" + kEngineFolder + "/") {
     if (std::string("*?[\\").find(c) != std::string::npos) start += '\\';
     start += c;
   }
@@ -117,7 +119,7 @@ void check_machine(const Bundle& bundle, const EngineSet& engines, const std::st
   if ((version.empty() || engines.version == version) && engines.capability == gpu->capability) return;
   std::string made_for =
       cat(flavour_name(engines.flavour), " ", engines.version, " and compute capability ", dotted(engines.capability));
-  fail(Kind::device, "the engines in ", kFolder, "/", engines.target, " were built for ", made_for, "; here is ",
+  fail(Kind::device, "the engines in ", kEngineFolder, "/", engines.target, " were built for ", made_for, "; here is ",
        version.empty() ? "" : flavour_name(engines.flavour) + " " + version + " and ", "compute capability ",
        dotted(gpu->capability), " (", gpu->name, "); ", build_command(bundle, "this"));
 }
@@ -126,7 +128,7 @@ const EngineRecord& check_sources(const Bundle& bundle, const EngineSet& engines
   std::string fix = build_command(bundle, engines.target);
   auto record = engines.engines.find(graph);
   if (record == engines.engines.end())
-    fail(Kind::bundle, kFolder, "/", engines.target, " holds no engine of ", graph, "; ", fix);
+    fail(Kind::bundle, kEngineFolder, "/", engines.target, " holds no engine of ", graph, "; ", fix);
   for (const auto& [name, source] : record->second.sources) {
     auto known = bundle.manifest().files.find(name);
     if (known == bundle.manifest().files.end() || known->second.sha256 != source)

@@ -12,6 +12,7 @@
 
 namespace vtxcore {
 
+constexpr char kEngineFolder[] = "engines";  // of a bundle, with a directory for each target
 constexpr char kFlavourEnterprise[] = "tensorrt", kFlavourRtx[] = "tensorrt_rtx";  // names of Python modules
 
 // One engine: the bundle's files it was built from with their SHA-256, its own, and the sizes it takes.

@@ -66,6 +66,7 @@ inline constexpr char kBothWays[] = "vtx builds TensorRT engines for models with
 inline constexpr char kNotBuilt[] = "TensorRT does not support native image resolution for this model";
 inline constexpr char kNotRenumbered[] = "positions of three parts, which cannot be renumbered; use positions=keep";
 inline constexpr char kPrefixFormat[] = "vtx-prefix-1";
+inline constexpr char kKernels[] = "kernels.cache";
 inline constexpr char kPastKey[] = "past_key.";
 inline constexpr char kPastValue[] = "past_value.";
 inline constexpr char kPresentKey[] = "present_key.";
@@ -126,6 +127,7 @@ inline constexpr int64_t kKeptGrammars = 32;
 inline constexpr int64_t kMaxCombined = 8;
 inline constexpr int64_t kMaxMultiple = 10000;
 inline constexpr int64_t kMaxOperators = 1;
+inline constexpr int64_t kMaxKernels = 536870912;
 inline constexpr int64_t kInitialLexerFuel = 1000000;
 inline constexpr int64_t kStepLexerFuel = 200000;
 inline constexpr int64_t kStepMaxItems = 50000;

@@ -68,7 +68,7 @@ class TensorrtBackend : public GraphBackend {
     Lock held(cuda_);
     check_memory();
     engines_.emplace(bundle_, set_, *runtime_, cuda_);
-    caches_.emplace(TensorrtCacheContext{*engines_, cuda_, m_, dialect, {}, graphs_.score.value_or("")});
+    caches_.emplace(TensorrtCacheContext{*engines_, cuda_, m_, dialect, graphs_.score.value_or("")});
     load_rope();
   }
 
@@ -97,20 +97,35 @@ class TensorrtBackend : public GraphBackend {
 
  private:
   GraphOutputs run(const std::string& file, const std::vector<GraphInput>& inputs, size_t tokens) override {
-    if (file != graphs_.vision) engines_->check_tokens(file, tokens);
+    if (file == graphs_.vision)
+      check_size(inputs.front().shape);
+    else
+      engines_->check_tokens(file, tokens);
     Lock held(cuda_);
     return engines_->run(file, inputs, static_cast<int64_t>(tokens));
   }
 
+  // Pixels [1, 3, height, width] of an image of its own size must be within what the engine was built for.
+  void check_size(const Ids& shape) const {
+    int64_t height = shape[2], width = shape[3], longest = engines_->longest_side();
+    if (std::max(height, width) > longest)
+      fail(Kind::device, "the image is ", width, " x ", height, " pixels as the tower sees it, and this engine takes ",
+           longest, " a side; use a smaller --max-pixels, --device cpu or openvino");
+  }
+
   void load_rope() {
-    std::map<std::string, Floats> tables = read_tables(bundle_);
+    caches_->tables = read_tables(bundle_);
     for (const char* name : {names::kCos, names::kSin}) {
-      const Floats& table = tables.at(name);
-      rope_.emplace_back(cuda_, table.size() * sizeof(float), "the rotary tables");
-      cuda_.copy_in(rope_.back().address(), table.data(), rope_.back().size());
-      cuda_.wait();
-      caches_->rope[name] = rope_.back().address();
+      const Floats& table = caches_->tables.at(name);
+      auto make = [&](const char* purpose) {
+        rope_.emplace_back(cuda_, table.size() * sizeof(float), purpose);
+        return rope_.back().address();
+      };
+      uint8_t* whole = caches_->rope[name] = make("the rotary tables");
+      if (m_.model.position_parts() > 1) caches_->own_rope[name] = make("the tokens' rotary tables");
+      cuda_.copy_in(whole, table.data(), table.size() * sizeof(float));
     }
+    cuda_.wait();
   }
 
   // The engines and the caches of a short question must fit what the device has free.
@@ -138,9 +153,10 @@ class TensorrtBackend : public GraphBackend {
 int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3; }
 
 void check(const Bundle& bundle, const BackendOptions& options) {
-  if (bundle.manifest().image.own_size()) fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
-  if (bundle.manifest().model.two_way)
-    fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
+  const Manifest& m = bundle.manifest();
+  if (m.image.own_size() && m.layout.name != "native")
+    fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
+  if (m.model.two_way) fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
   find_engines(bundle, options);
 }
 

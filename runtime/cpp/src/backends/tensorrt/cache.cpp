@@ -20,8 +20,8 @@ struct DeviceSlots : StageMemory {
       : StageMemory(slots), shared(context), spec(stage), cuda(context.cuda), row(context.row_bytes()),
         parts(static_cast<size_t>(2 * stage.layers())), part(context.bytes_of(slots)), id(context.made++),
         kv(cuda, parts * part, cat("the KV cache of layers ", stage.first, " to ", stage.last)), queries(context),
-        position(cuda, 1), total(cuda, 1), decode(context.engines.new_context(graph, kDecode)) {
-    bind(*decode, 1, capacity, new_slots(), aligned(row), nullptr);
+        position(cuda, 1), total(cuda, 1), decode(context.engines.new_context(graph, kDecode, true)) {
+    bind(*decode, 1, capacity, new_slots(), aligned(row), false, nullptr);
     DeviceSlots::clear();
   }
   ~DeviceSlots() override { forget(); }
@@ -50,10 +50,10 @@ struct DeviceSlots : StageMemory {
   }
 
   // Binds a context for `tokens` tokens after `filled` slots; their K and V go to `fresh`, a part each `pitch` bytes.
-  void bind(Context& context, size_t tokens, int64_t filled, uint8_t* fresh, size_t pitch, uint8_t* query) {
+  void bind(Context& context, size_t tokens, int64_t filled, uint8_t* fresh, size_t pitch, bool own_rope, uint8_t* query) {
     Shapes shapes;
     Addresses addresses;
-    bind_stage(shared, spec, tokens, query, shapes, addresses);
+    bind_stage(shared, spec, tokens, own_rope, query, shapes, addresses);
     addresses[names::kTotalSlots] = shared.engines.address(names::kTotalSlots);
     uint8_t* past = kv.address();
     for (int64_t layer = spec.first; layer <= spec.last; ++layer)
@@ -134,11 +134,10 @@ class TensorrtStageCache : public StageCache {
   Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids*) override {
     Lock held(cuda_);
     room(length + static_cast<int64_t>(tokens.count()));
-    Ids rows;  // of the rotary tables; engines of positions of three parts are not built
-    for (const Position& parts : positions) rows.push_back(parts.front());
+    RopeRows rope = rope_rows(context_.tables, context_.manifest, positions);
     auto longest = static_cast<size_t>(context_.engines.longest(graph_));
     return in_parts(tokens.count(), longest, query ? &memory_->queries : nullptr,
-                    [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, rows, start, count, queries); });
+                    [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, rope, start, count, queries); });
   }
 
  private:
@@ -157,7 +156,7 @@ class TensorrtStageCache : public StageCache {
     }
   }
 
-  Rows many(const TokenStates& tokens, const Ids& positions, size_t start, size_t count, uint8_t* queries) {
+  Rows many(const TokenStates& tokens, const RopeRows& rope, size_t start, size_t count, uint8_t* queries) {
     DeviceSlots& m = *memory_;
     LoadedEngines& engines = context_.engines;
     Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
@@ -165,9 +164,9 @@ class TensorrtStageCache : public StageCache {
     int64_t filled = length + static_cast<int64_t>(start);
     bool in_place = m.row % kAlignment == 0;  // else no slot but the first has an address that TensorRT takes
     m.bind(used, count, filled, in_place ? m.slot(filled) : m.new_slots(), in_place ? m.part : aligned(count * m.row),
-           queries);
+           !rope.own.empty(), queries);
     *m.total.data() = static_cast<int32_t>(filled + static_cast<int64_t>(count));
-    copy_tokens(context_, spec_, tokens, positions, start, count);
+    copy_tokens(context_, spec_, tokens, rope, start, count);
     cuda_.copy_in(engines.address(names::kTotalSlots), m.total.data(), m.total.bytes());
     used.enqueue();
     if (!in_place) m.put(filled, count);
@@ -193,8 +192,9 @@ std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, c
 TokenSteps::TokenSteps(TensorrtCacheContext& context, const Graphs& graphs)
     : context_(context), cuda_(context.cuda), ids_(cuda_, 1), best_(cuda_, 1),
       state_(cuda_, static_cast<size_t>(context.manifest.model.hidden)),
-      logits_(cuda_, static_cast<size_t>(context.manifest.model.vocab)), embed_(context.engines.new_context(graphs.embed, 0)),
-      head_(context.engines.new_context(graphs.head, 0)) {
+      logits_(cuda_, static_cast<size_t>(context.manifest.model.vocab)),
+      embed_(context.engines.new_context(graphs.embed, 0, true)), head_(context.engines.new_context(graphs.head, 0, true)),
+      recordable_(context.engines.records()) {
   const Manifest& m = context.manifest;
   for (const TokenInput& each : m.token_inputs)
     if (!each.of_text) zeros_[names::kTokenInput + each.name] = std::make_unique<Pinned<float>>(cuda_, size_t(each.width));
@@ -234,9 +234,7 @@ void TokenSteps::launch(const std::vector<DeviceSlots*>& memories) {
   if (known == last.recordings.end()) {
     if (last.recordings.size() == kRecordings) last.forget();
   } else if (recorded = known->second; !recorded && recordable_) {
-    bool capturable = embed_->capturable() && head_->capturable();
-    for (DeviceSlots* memory : memories) capturable = capturable && memory->decode->capturable();
-    if (capturable) recorded = cuda_.record([&] { queue(memories); });
+    recorded = cuda_.record([&] { queue(memories); });
     recordable_ = recorded != nullptr;
   }
   last.recordings[key] = recorded;
@@ -346,8 +344,8 @@ std::vector<SlotRun> slot_runs(const Ids& slots) {
   return out;
 }
 
-void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size_t count, uint8_t* query, Shapes& shapes,
-                Addresses& addresses) {
+void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size_t count, bool own_rope, uint8_t* query,
+                Shapes& shapes, Addresses& addresses) {
   auto tokens = static_cast<int64_t>(count);
   shapes[names::kHidden] = {tokens, context.manifest.model.hidden};
   shapes[names::kPositions] = {1, tokens};
@@ -359,18 +357,23 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
       shapes[name] = {tokens, each.width};
       addresses[name] = context.engines.address(name);
     }
-  addresses.insert(context.rope.begin(), context.rope.end());
+  const Addresses& rope = own_rope ? context.own_rope : context.rope;
+  addresses.insert(rope.begin(), rope.end());
   if (spec.query) addresses[names::kQuery] = query ? query : context.engines.address(names::kQuery);
 }
 
-void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const Ids& positions,
+void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const RopeRows& rope,
                  size_t start, size_t count) {
   auto copy = [&](const std::string& name, const Rows& rows) {
     context.cuda.copy_in(context.engines.address(name), rows.row(start), count * rows.width * sizeof(float));
   };
   copy(names::kHidden, tokens.hidden);
   for (const std::string& name : spec.inputs) copy(names::kTokenInput + name, tokens.inputs.at(name));
-  context.cuda.copy_in(context.engines.address(names::kPositions), positions.data() + start, count * sizeof(int64_t));
+  auto width = static_cast<size_t>(context.manifest.model.head_dim / 2);
+  for (const auto& [name, own] : rope.own)
+    context.cuda.copy_in(context.own_rope.at(name), own.data() + start * width, count * width * sizeof(float));
+  Ids rows(rope.rows.begin() + static_cast<std::ptrdiff_t>(rope.own.empty() ? start : 0), rope.rows.end());
+  context.cuda.copy_in(context.engines.address(names::kPositions), rows.data(), count * sizeof(int64_t));
 }
 
 Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length) {

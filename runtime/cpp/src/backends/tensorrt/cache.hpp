@@ -4,8 +4,8 @@
 // have left the decoder take no memory behind the cut.
 //
 // Engines read the slots before their tokens, of one buffer of [layers, 2] parts of [slots, kv_heads, head_dim], and write
-// those of their tokens. A step, one token through all graphs, is recorded into a CUDA graph once and launched from then on; its
-// slot is copied behind the others afterwards.
+// those of their tokens. A step, one token through all graphs, is recorded into a CUDA graph once and launched from then on;
+// its slot is copied behind the others afterwards.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "backends/backend.hpp"
+#include "backends/tables.hpp"
 #include "backends/tensorrt/loaded.hpp"
 #include "base/errors.hpp"
 
@@ -32,16 +33,18 @@ struct StageMemory {
   const int64_t capacity;
 };
 
-// What the caches of a bundle share. `rope`: cos and sin on the device; `score`: a graph's file, "" for none.
+// What the caches of a bundle share. `score`: a graph's file, "" for none. `rope`: cos and sin on the device, `tables` the
+// same on the host. If positions have several parts, `own_rope` has room on the device for tables with a row for each token.
 struct TensorrtCacheContext {
   LoadedEngines& engines;
   Cuda& cuda;
   const Manifest& manifest;
   std::string dialect;
-  Addresses rope;
   std::string score;
+  std::map<std::string, Floats> tables = {};
+  Addresses rope = {}, own_rope = {};
   std::map<int64_t, std::vector<std::unique_ptr<StageMemory>>> unused = {};  // of each stage, by its first layer
-  int64_t made = 0;  // memories so far
+  int64_t made = 0;                                                          // memories so far
 
   // Bytes of K or V of one layer for these slots, so that what follows them is aligned.
   size_t bytes_of(int64_t slots) const { return aligned(static_cast<size_t>(slots) * row_bytes()); }
@@ -121,8 +124,9 @@ struct DeviceSlots;
 
 // One token through the embedding, every stage and the head on the device: one launch, one wait.
 //
-// The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones launch it; all
-// are queued if TensorRT or the driver cannot record one. The logits stay on the device unless they are asked for.
+// The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones launch it;
+// all are queued if TensorRT or the driver cannot record one, and TensorRT-RTX records its own. The logits stay on the
+// device unless they are asked for.
 class TokenSteps {
  public:
   TokenSteps(TensorrtCacheContext& context, const Graphs& graphs);
@@ -141,7 +145,7 @@ class TokenSteps {
   Pinned<float> state_, logits_;
   std::map<std::string, std::unique_ptr<Pinned<float>>> zeros_;  // token inputs that the embedding does not give
   std::unique_ptr<Context> embed_, head_;
-  bool recordable_ = true;
+  bool recordable_;
 };
 
 // Runs of neighbouring slots: `count` from `first` on, the `start`-th of them.
@@ -155,12 +159,13 @@ std::vector<SlotRun> slot_runs(const Ids& slots);
 Rows in_parts(size_t tokens, size_t longest, Queries* queries,
               const std::function<Rows(size_t start, size_t count, uint8_t* queries)>& one);
 
-// What every stage is bound to besides K and V: shapes of `count` tokens, and addresses.
-void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size_t count, uint8_t* query, Shapes& shapes,
-                Addresses& addresses);
+// What every stage is bound to besides K and V: shapes of `count` tokens, and addresses. `own_rope`: the rotary tables have
+// a row for each token.
+void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size_t count, bool own_rope, uint8_t* query,
+                Shapes& shapes, Addresses& addresses);
 
 // Queues copies of what a stage reads of `count` tokens from `start` on to where it reads it.
-void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const Ids& positions,
+void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const RopeRows& rope,
                  size_t start, size_t count);
 
 // The keys of `length` slots on the device as numbers, all heads side by side.

@@ -50,9 +50,7 @@ void check_engine(const std::string& graph, tensorrt::Deserialized& engine, cons
 
 }  // namespace
 
-std::string new_slots_of(const StageSpec& stage) {
-  return cat("new K and V of layers ", stage.first, " to ", stage.last);
-}
+std::string new_slots_of(const StageSpec& stage) { return cat("new K and V of layers ", stage.first, " to ", stage.last); }
 
 void Context::bind(const Shapes& shapes, const Addresses& addresses) {
   for (const auto& [name, shape] : shapes) {
@@ -75,7 +73,7 @@ void Context::enqueue() {
 }
 
 LoadedEngines::LoadedEngines(const Bundle& bundle, const EngineSet& engines, tensorrt::Runtime& runtime, Cuda& cuda)
-    : bundle_(bundle), set_(engines), runtime_(runtime), cuda_(cuda) {
+    : bundle_(bundle), set_(engines), runtime_(runtime), cuda_(cuda), kernels_(bundle, engines.target, runtime) {
   int64_t scratch = 1;
   for (const auto& [graph, io] : contracts()) {
     load(graph, io);
@@ -119,6 +117,8 @@ std::map<std::string, GraphIO> LoadedEngines::contracts() const {
 std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
   const Manifest& m = bundle_.manifest();
   const std::string& vision = m.dialects.at(set_.dialect).vision;
+  const bool own = m.image.own_size();
+  int64_t most = own ? longest_side() : 0, unit = m.model.tower.patch * m.model.tower.shuffle;
   std::map<std::string, int64_t> out;
   for (const auto& [graph, loaded] : engines_)
     for (const std::vector<TensorSpec>& side : {loaded.io.inputs, loaded.io.outputs})
@@ -129,12 +129,14 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
         for (const auto& size : spec.shape) {
           const int64_t* fixed = std::get_if<int64_t>(&size);
           const std::string free = fixed ? "" : std::get<std::string>(size);
-          bytes *= fixed              ? *fixed
-                   : free == "images" ? 1
-                   : free == "states" ? m.model.tower.states
-                   : free != "tokens" ? m.max_context
-                   : graph == vision  ? m.model.tower.tokens
-                                      : longest(graph);
+          bytes *= fixed                                 ? *fixed
+                   : free == "images"                    ? 1
+                   : free == "height" || free == "width" ? most
+                   : free == "states"                    ? m.model.tower.states
+                   : free != "tokens"                    ? m.max_context
+                   : graph != vision                     ? longest(graph)
+                   : own                                 ? most * most / (unit * unit)
+                                                         : m.model.tower.tokens;
         }
         out[spec.name] = std::max(out[spec.name], bytes);
       }
@@ -147,9 +149,16 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
   return out;
 }
 
-std::unique_ptr<Context> LoadedEngines::new_context(const std::string& graph, int profile) {
+int64_t LoadedEngines::longest_side() const {
+  const Manifest& m = bundle_.manifest();
+  if (m.image.own_size()) return set_.engines.at(m.dialects.at(set_.dialect).vision).longest("height");
+  auto [height, width] = m.image.output();
+  return std::max(height, width);
+}
+
+std::unique_ptr<Context> LoadedEngines::new_context(const std::string& graph, int profile, bool captures) {
   tensorrt::Deserialized& engine = *engines_.at(graph).engine;
-  std::unique_ptr<tensorrt::Execution> made(engine.context());
+  std::unique_ptr<tensorrt::Execution> made(engine.context(captures));
   if (!made || !made->set_profile(profile < 0 ? engine.profiles() + profile : profile, cuda_.stream()))
     fail(Kind::device, "TensorRT makes no context for ", graph, reason_of(runtime_), "; end other programs on the GPU");
   cuda_.wait();

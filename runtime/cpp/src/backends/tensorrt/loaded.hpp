@@ -8,6 +8,7 @@
 
 #include "backends/graph_backend.hpp"
 #include "backends/tensorrt/cuda.hpp"
+#include "backends/tensorrt/kernels.hpp"
 #include "bundle/fingerprint.hpp"
 #include "bundle/graphs.hpp"
 #include "plugins/tensorrt.hpp"
@@ -24,7 +25,6 @@ class Context {
       : graph_(std::move(graph)), execution_(std::move(execution)), runtime_(runtime), cuda_(cuda) {}
   void bind(const Shapes& shapes, const Addresses& addresses);
   void enqueue();
-  bool capturable() { return execution_->capturable(cuda_.stream()); }
 
  private:
   std::string graph_;
@@ -44,12 +44,17 @@ class LoadedEngines {
  public:
   LoadedEngines(const Bundle& bundle, const EngineSet& engines, tensorrt::Runtime& runtime, Cuda& cuda);
 
-  // A context that the caller alone uses. `profile` -1: the last.
-  std::unique_ptr<Context> new_context(const std::string& graph, int profile);
+  // A context that the caller alone uses. `profile` -1: the last; `captures`: its work is launched as a CUDA graph again and
+  // again, which TensorRT-RTX records by itself.
+  std::unique_ptr<Context> new_context(const std::string& graph, int profile, bool captures = false);
+  // Whether work of contexts with `captures` may be recorded by the caller.
+  bool records() const { return !runtime_.compiles(); }
   // The one context that all share for a graph and a profile.
   Context& context(const std::string& graph, int profile);
   // The most tokens that a graph's engine takes at once.
   int64_t longest(const std::string& graph) const { return set_.engines.at(graph).longest("tokens"); }
+  // The most pixels of a side of an image that the vision graph takes.
+  int64_t longest_side() const;
   // Where the input or output of that name lies, which all graphs share.
   uint8_t* address(const std::string& name) const { return buffers_.at(name).address(); }
   // Throws Error(context) if a graph's engine does not take `tokens` tokens at once.
@@ -75,6 +80,7 @@ class LoadedEngines {
   std::unique_ptr<Buffer> scratch_;
   std::map<std::string, Buffer> buffers_;
   std::map<std::pair<std::string, int>, std::unique_ptr<Context>> contexts_;
+  KernelCache kernels_;  // goes first
 };
 
 }  // namespace vtxcore
