@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -330,6 +331,18 @@ def write_json(path: Path, value: Any) -> None:
 
 
 # ---- config ----------------------------------------------------------------------------------------------------------
+
+
+def edited(checkpoint: Path, place: Path, name: str, changes: dict[str, Any], part: str | None = None) -> Path:
+    """A copy of a checkpoint with other settings in one of its files, or in a part of it; None takes one out."""
+    shutil.copytree(checkpoint, place)
+    settings = json.loads((place / name).read_text(encoding="utf-8"))
+    own = settings if part is None else settings[part]
+    own.update(changes)
+    for key in [key for key, value in own.items() if value is None]:
+        del own[key]
+    write_json(place / name, settings)
+    return place
 
 
 def _rope(tiny: Tiny) -> dict[str, Any]:

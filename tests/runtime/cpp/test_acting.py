@@ -49,19 +49,6 @@ def python(folder: Path) -> Iterator[Model]:
         yield model
 
 
-@pytest.fixture
-def loaded() -> Iterator[Callable[..., Loaded]]:
-    made: list[Loaded] = []
-
-    def make(folder: Path, device: str = "cpu") -> Loaded:
-        made.append(Loaded(folder, device))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
 def noise(seed: int, tiny: TinyPi0 = TINY) -> Any:
     return np.random.default_rng(seed).standard_normal((tiny.horizon, tiny.width), np.float32)
 
@@ -69,9 +56,9 @@ def noise(seed: int, tiny: TinyPi0 = TINY) -> Any:
 @ENGINES
 @pytest.mark.parametrize("cameras", [1, 3])
 def test_actions_are_those_of_python(
-    loaded: Callable[..., Loaded], python: Model, folder: Path, device: str, cameras: int
+    opened: Callable[..., Loaded], python: Model, folder: Path, device: str, cameras: int
 ) -> None:
-    library, images = loaded(folder, device), PICTURES[4 - cameras :]
+    library, images = opened(folder, device), PICTURES[4 - cameras :]
     for k in (None, *KS):
         status, found, facts = library.act(images, WORDS, STATE, noise=noise(cameras), k=str(k or "none").encode())
         assert status == OK, facts
@@ -86,12 +73,12 @@ def test_actions_are_those_of_python(
 @ENGINES
 @pytest.mark.parametrize(("precision", "kv"), [("fp16", None), ("int8", "int8")])
 def test_actions_of_other_precisions_are_those_of_python(
-    loaded: Callable[..., Loaded], tmp_path: Path, device: str, precision: str, kv: str | None
+    opened: Callable[..., Loaded], tmp_path: Path, device: str, precision: str, kv: str | None
 ) -> None:
     checkpoint = make_pi0(tmp_path / "checkpoint", TINY)
     options = ExportOptions(str(checkpoint), (3,), precision, kv_precision=kv, dialects=(*ORT, "plain"))
     bundle = export_with(options, tmp_path / "bundle").folder
-    library = loaded(bundle, device)
+    library = opened(bundle, device)
     with load(bundle, device=device, threads=1) as model:
         for k in (None, 3):
             wanted = model.act(PICTURES[:2], WORDS, STATE, noise=noise(1), k=k)
@@ -99,8 +86,8 @@ def test_actions_of_other_precisions_are_those_of_python(
             np.testing.assert_allclose(found, wanted, atol=1e-3, rtol=0)
 
 
-def test_only_a_camera_with_another_picture_runs_through_the_tower(loaded: Callable[..., Loaded], folder: Path) -> None:
-    own, fresh = loaded(folder), loaded(folder)
+def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Callable[..., Loaded], folder: Path) -> None:
+    own, fresh = opened(folder), opened(folder)
     changed = [PICTURES[0], PICTURES[2]]
     encoded, last = [], None
     for pictures, words in ((PICTURES[:2], WORDS), (changed, WORDS), (changed[::-1], WORDS), (changed[::-1], "circle")):
@@ -113,9 +100,9 @@ def test_only_a_camera_with_another_picture_runs_through_the_tower(loaded: Calla
 
 
 def test_a_seed_draws_the_noise_that_it_draws_in_python(
-    loaded: Callable[..., Loaded], python: Model, folder: Path
+    opened: Callable[..., Loaded], python: Model, folder: Path
 ) -> None:
-    library = loaded(folder)
+    library = opened(folder)
     for seed in (0, 7, (1 << 62) + 5):
         _, found, _ = library.act(PICTURES[:1], WORDS, STATE, has_seed=1, seed=seed)
         np.testing.assert_allclose(found, python.act(PICTURES[:1], WORDS, STATE, seed=seed), atol=SAME, rtol=0)
@@ -146,7 +133,7 @@ def test_normals_are_those_of_numpy() -> None:
     ids=["no picture", "thirty", "words", "state", "nan", "inf", "both", "steps", "k"],
 )
 def test_what_does_not_fit_is_refused_in_the_words_of_python(
-    loaded: Callable[..., Loaded], python: Model, folder: Path, changed: dict[str, Any], status: int
+    opened: Callable[..., Loaded], python: Model, folder: Path, changed: dict[str, Any], status: int
 ) -> None:
     given = {"pictures": PICTURES[:2], "instruction": WORDS, "state": STATE, **changed}
     images, words, state = (given.pop(name) for name in ("pictures", "instruction", "state"))
@@ -156,12 +143,12 @@ def test_what_does_not_fit_is_refused_in_the_words_of_python(
         given["k"] = str(given["k"]).encode()
     if "seed" in given:
         given["has_seed"] = 1
-    found, _, facts = loaded(folder).act(images, words, state, **given)
+    found, _, facts = opened(folder).act(images, words, state, **given)
     assert (found, facts["error"]) == (status, str(refused.value))
 
 
-def test_another_horizon_and_a_deadline_are_refused_by_name(loaded: Callable[..., Loaded], folder: Path) -> None:
-    library = loaded(folder)
+def test_another_horizon_and_a_deadline_are_refused_by_name(opened: Callable[..., Loaded], folder: Path) -> None:
+    library = opened(folder)
     status, _, facts = library.act(PICTURES[:1], WORDS, STATE, noise=np.zeros((8, 5)))
     assert (status, facts["error"]) == (REQUEST, "noise has the shape [40], this model's is [7, 5]")
     status, found, facts = library.act(PICTURES[:1], WORDS, STATE, deadline_ms=1e-6)
@@ -174,22 +161,22 @@ def test_another_horizon_and_a_deadline_are_refused_by_name(loaded: Callable[...
 
 
 def test_words_and_actions_are_not_asked_of_the_wrong_model(
-    loaded: Callable[..., Loaded], python: Model, folder: Path, models: Models, tmp_path: Path
+    opened: Callable[..., Loaded], python: Model, folder: Path, models: Models, tmp_path: Path
 ) -> None:
     with pytest.raises(VtxError) as refused:
         models().act(PICTURES[:1], WORDS, [0.0])
-    status, _, facts = loaded(models().bundle.folder).act(PICTURES[:1], WORDS, [0.0])
+    status, _, facts = opened(models().bundle.folder).act(PICTURES[:1], WORDS, [0.0])
     assert (status, facts["error"]) == (REQUEST, str(refused.value))
     PICTURES[0].save(tmp_path / "a.png")
     done = run("run", "--bundle", folder, tmp_path / "a.png", "red?")
     assert b"outputs actions, not text; use act, or vtx-run --act" in done.stderr
 
 
-def test_cameras_have_names_and_a_bundle_may_lack_statistics(loaded: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Callable[..., Loaded], tmp_path: Path) -> None:
     checkpoint = make_pi0(tmp_path / "checkpoint", replace(TINY, statistics=False, hub_names=False))
     options = ExportOptions(str(checkpoint), (3,), "fp32", dialects=ORT, cameras=("base", "wrist"))
     bundle = export_with(options, tmp_path / "bundle").folder
-    library, images, state = loaded(bundle), PICTURES[:2], np.zeros(TINY.state)
+    library, images, state = opened(bundle), PICTURES[:2], np.zeros(TINY.state)
     with load(bundle, device="cpu", threads=THREADS) as model:
         wanted = model.act(images, WORDS, state, noise=noise(1), normalized=True)
         swapped = images[::-1]
@@ -210,8 +197,8 @@ def test_cameras_have_names_and_a_bundle_may_lack_statistics(loaded: Callable[..
     assert "has no means and deviations of states" in facts["error"]
 
 
-def test_actions_that_are_not_numbers_are_withheld(loaded: Callable[..., Loaded], folder: Path) -> None:
-    library = loaded(folder)
+def test_actions_that_are_not_numbers_are_withheld(opened: Callable[..., Loaded], folder: Path) -> None:
+    library = opened(folder)
     for normalized, size, state in ((1, 3e38, np.zeros(TINY.state)), (0, 3.3e38, STATE)):
         status, found, facts = library.act(
             PICTURES[:1], WORDS, state, noise=np.full((7, 5), size), steps=1, normalized=normalized
@@ -238,7 +225,7 @@ def test_the_command_prints_actions_as_python_does(python: Model, folder: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(int(os.environ.get("VTX_CONFIGURATIONS", "2"))))
 def test_random_configurations_act_as_in_python_on_both_engines(
-    loaded: Callable[..., Loaded], tmp_path: Path, number: int
+    opened: Callable[..., Loaded], tmp_path: Path, number: int
 ) -> None:
     chance = random.Random(number)
     layers, patch = chance.randint(3, 8), chance.choice([8, 14])
@@ -263,7 +250,7 @@ def test_random_configurations_act_as_in_python_on_both_engines(
         asked: dict[str, Any] = {"noise": noise(number, tiny), "normalized": True}
         wanted = {k: model.act(images, WORDS, state, k=k, **asked) for k in (None, *ks)}
     for device in ("cpu", "openvino"):
-        library = loaded(bundle, device)
+        library = opened(bundle, device)
         for k, actions in wanted.items():
             status, found, facts = library.act(images, WORDS, state, k=str(k or "none").encode(), **asked)
             assert status == OK, facts

@@ -54,19 +54,6 @@ def python(folder: Path) -> Iterator[Model]:
         yield model
 
 
-@pytest.fixture
-def loaded() -> Iterator[Callable[..., Loaded]]:
-    made: list[Loaded] = []
-
-    def make(folder: Path, device: str = "cpu") -> Loaded:
-        made.append(Loaded(folder, device))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
 def compare(library: Loaded, python: Model, picture: Any, words: str, k: int | None, **given: Any) -> None:
     wanted = python.act(picture, words, k=k, **given)
     encoded = {name: value.encode() if isinstance(value, str) else value for name, value in given.items()}
@@ -79,9 +66,9 @@ def compare(library: Loaded, python: Model, picture: Any, words: str, k: int | N
 
 @ENGINES
 def test_ids_and_actions_are_those_of_python(
-    loaded: Callable[..., Loaded], python: Model, folder: Path, device: str
+    opened: Callable[..., Loaded], python: Model, folder: Path, device: str
 ) -> None:
-    library, answers = loaded(folder, device), set()
+    library, answers = opened(folder, device), set()
     for picture in PICTURES:
         for k in (None, *KS):
             compare(library, python, picture, WORDS, k, reduce="none")
@@ -89,8 +76,8 @@ def test_ids_and_actions_are_those_of_python(
     assert len(answers) > len(PICTURES), "K changes nothing, so the test shows nothing"
 
 
-def test_reductions_are_those_of_python(loaded: Callable[..., Loaded], python: Model, folder: Path) -> None:
-    library = loaded(folder)
+def test_reductions_are_those_of_python(opened: Callable[..., Loaded], python: Model, folder: Path) -> None:
+    library = opened(folder)
     for reduce in (FASTV, "divprune:keep=5", "default"):
         for k in (None, 5):
             compare(library, python, PICTURES[0], WORDS, k, reduce=reduce)
@@ -101,15 +88,15 @@ def test_reductions_are_those_of_python(loaded: Callable[..., Loaded], python: M
     "words", ["Block the ROBOT", "take </S> the <PAD>", "ÉPÉE, İzmir", "ΟΔΟΣ ΣΑΣ Σ", "  two  spaces ", "a\nb"]
 )
 def test_an_instruction_is_put_in_the_prompt_as_in_python(
-    loaded: Callable[..., Loaded], python: Model, folder: Path, words: str
+    opened: Callable[..., Loaded], python: Model, folder: Path, words: str
 ) -> None:
-    compare(loaded(folder), python, PICTURES[0], words, 5, reduce="none")
+    compare(opened(folder), python, PICTURES[0], words, 5, reduce="none")
 
 
 def test_a_picture_that_is_the_same_is_not_encoded_again(
-    loaded: Callable[..., Loaded], python: Model, folder: Path
+    opened: Callable[..., Loaded], python: Model, folder: Path
 ) -> None:
-    own, encoded = loaded(folder), []
+    own, encoded = opened(folder), []
     for picture, words in ((0, "pick"), (1, "pick"), (1, "take red"), (0, "take red")):
         status, found, facts = own.act([PICTURES[picture]], words, [], k=b"5")
         assert status == OK, facts
@@ -137,7 +124,7 @@ def test_a_picture_that_is_the_same_is_not_encoded_again(
     ids=["no picture", "two", "words", "long", "state", "noise", "steps", "key", "k", "cls", "visionzip"],
 )
 def test_what_does_not_fit_is_refused_in_the_words_of_python(
-    loaded: Callable[..., Loaded], python: Model, folder: Path, changed: dict[str, Any], status: int
+    opened: Callable[..., Loaded], python: Model, folder: Path, changed: dict[str, Any], status: int
 ) -> None:
     given = {"pictures": PICTURES[:1], "instruction": WORDS, "state": None, **changed}
     images, words, state = (given.pop(name) for name in ("pictures", "instruction", "state"))
@@ -146,12 +133,12 @@ def test_what_does_not_fit_is_refused_in_the_words_of_python(
     given |= {name: str(given[name]).encode() for name in ("k", "reduce", "unnorm_key") if name in given}
     if "seed" in given:
         given["has_seed"] = 1
-    found, _, facts = loaded(folder).act(images, words, [] if state is None else state, **given)
+    found, _, facts = opened(folder).act(images, words, [] if state is None else state, **given)
     assert (found, facts["error"]) == (status, str(refused.value))
 
 
-def test_cameras_have_no_names_and_late_actions_are_not_given(loaded: Callable[..., Loaded], folder: Path) -> None:
-    library = loaded(folder)
+def test_cameras_have_no_names_and_late_actions_are_not_given(opened: Callable[..., Loaded], folder: Path) -> None:
+    library = opened(folder)
     status, _, facts = library.act(PICTURES[:1], WORDS, [], cameras=("base",))
     assert (status, facts["error"]) == (REQUEST, "this bundle names no cameras; give the picture itself")
     status, found, facts = library.act(PICTURES[:1], WORDS, [], deadline_ms=1e-6)
@@ -163,14 +150,14 @@ def test_cameras_have_no_names_and_late_actions_are_not_given(loaded: Callable[.
     assert library.act(PICTURES[:1], WORDS, [], deadline_ms=1e9)[0] == OK
 
 
-def test_several_data_sets_need_a_name(loaded: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_several_data_sets_need_a_name(opened: Callable[..., Loaded], tmp_path: Path) -> None:
     tiny = TinyOpenVLA(norm_stats={"bridge_orig": BRIDGE, "fractal": OTHER})
     patch = with_towers(tiny)
     try:
         bundle = export(make_openvla(tmp_path / "checkpoint", tiny), tmp_path / "bundle", (3,), dialects=ORT).folder
     finally:
         patch.undo()
-    library = loaded(bundle)
+    library = opened(bundle)
     assert json.loads(library.library.vtx_model_json(library.handle))["action"] == {
         "widths": {"bridge_orig": NUMBERS, "fractal": 3}, "horizon": 1,
     }  # fmt: skip
@@ -185,7 +172,7 @@ def test_several_data_sets_need_a_name(loaded: Callable[..., Loaded], tmp_path: 
 
 
 def test_an_answer_that_ends_too_early_is_no_action(
-    loaded: Callable[..., Loaded], python: Model, folder: Path, tmp_path: Path
+    opened: Callable[..., Loaded], python: Model, folder: Path, tmp_path: Path
 ) -> None:
     python.act(PICTURES[0], WORDS, k=None, reduce=None)
     second = python.actor.token_ids[1]
@@ -193,7 +180,7 @@ def test_an_answer_that_ends_too_early_is_no_action(
     written = manifest(folder)
     written["text"]["end_ids"] = [second]
     forge(ending, written)
-    status, _, facts = loaded(ending).act(PICTURES[:1], WORDS, [], k=b"none", reduce=b"none")
+    status, _, facts = opened(ending).act(PICTURES[:1], WORDS, [], k=b"none", reduce=b"none")
     assert status == BUNDLE
     assert re.match(r"the answer has [12] of the 7 tokens of an action and ends \(end\), so no action", facts["error"])
 
@@ -245,7 +232,7 @@ def test_the_command_prints_an_action_as_python_does(python: Model, folder: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(int(os.environ.get("VTX_CONFIGURATIONS", "1"))))
 def test_random_configurations_act_as_in_python_on_both_engines(
-    loaded: Callable[..., Loaded], tmp_path: Path, number: int
+    opened: Callable[..., Loaded], tmp_path: Path, number: int
 ) -> None:
     tiny, ks = drawn(number)
     patch = with_towers(tiny)
@@ -257,6 +244,6 @@ def test_random_configurations_act_as_in_python_on_both_engines(
     picture = random_image(number, (90, 50))
     with load(bundle, device="cpu", threads=THREADS) as python:
         for device in ("cpu", "openvino"):
-            library = loaded(bundle, device)
+            library = opened(bundle, device)
             for k in (None, *ks):
                 compare(library, python, picture, WORDS, k)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,12 +18,9 @@ from tests.support.bundles import ORT, export, export_with
 from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
 from tests.support.families.minicpm import MINICPM
 from tests.support.graphs import session
-from tests.support.parity import QUESTIONS, assert_answers_as_reference, assert_chat_as_reference
-from tests.support.parity import assert_later_equal_fresh as assert_later
-from tests.support.reduced import word
+from tests.support.parity import QUESTIONS, assert_answers_as_reference
 from tests.support.reference import Reference
-from tests.support.statement import Method, Statement
-from tests.support.tiny import prompt_messages, random_image
+from tests.support.tiny import edited, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -33,19 +29,16 @@ from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.naflex import places
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import MAX_DRAFT, Options
+from vtx.runtime.api.options import Options
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import (
     BundleError,
     CheckpointError,
-    ImageError,
     RequestError,
     TemplateError,
     UnsupportedModelError,
 )
-from vtx.runtime.policies.make import make_policy
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.layouts import read_layout
@@ -58,21 +51,8 @@ TOLERANCE = 1e-4  # as of Qwen3.5
 KS = (2, 3, 5, 8)
 FINE = replace(MINICPM, downsample="4x", numbered=False)
 WIDE, HIGH, SMALL = (150, 61), (70, 190), (40, 40)  # two with 3 slices, one without
-METHODS = (Method(fastv=(2, 0.5)), Method(fastv=(5, 0.5)), Method(fastv=(2, 0.75), k=5), Method(dart=(8, 2, 2, 2)))
 HEADERS = 32_768  # of a tiny bundle's weight files, at most
 Export = Callable[..., Path]
-
-
-def edited(checkpoint: Path, place: Path, name: str, changes: dict[str, Any], part: str | None = None) -> Path:
-    """A copy of a checkpoint with other settings in one of its files, or in a part of it; None takes one out."""
-    shutil.copytree(checkpoint, place)
-    settings = json.loads((place / name).read_text(encoding="utf-8"))
-    own = settings if part is None else settings[part]
-    own.update(changes)
-    for key in [key for key, value in own.items() if value is None]:
-        del own[key]
-    (place / name).write_text(json.dumps(settings), encoding="utf-8")
-    return place
 
 
 @pytest.fixture(scope="module")
@@ -86,47 +66,9 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
         yield loaded
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def reduced(
-    request: pytest.FixtureRequest, tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Model]:
-    words = tuple(dict.fromkeys(word(replace(method, k=None)) for method in METHODS))
-    place = tmp_path_factory.mktemp("reduced") / "bundle"
-    made = export(tiny_checkpoint(MINICPM), place, (5,), "fp32", reductions=words).folder
-    with load(made, device=request.param, threads=THREADS) as loaded:
-        yield loaded
-
-
 @pytest.fixture(scope="module")
 def judge(reference: Callable[..., Reference]) -> Reference:
     return reference(MINICPM)
-
-
-@pytest.mark.parametrize("shapes", [(WIDE,), (HIGH, SMALL)], ids=["slices", "two images"])
-def test_a_bundle_answers_as_transformers_and_at_k_as_layers_that_are_fed_the_text_alone(
-    model: Model, judge: Reference, shapes: tuple[tuple[int, int], ...]
-) -> None:
-    images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
-    messages = prompt_messages(QUESTIONS[1], len(images))
-    assert_answers_as_reference(model, judge, messages, images, TOLERANCE)
-
-
-@pytest.mark.parametrize("k", [None, 2, 3, 5])
-def test_at_every_k_the_answer_is_that_of_the_plain_statement(model: Model, judge: Reference, k: int | None) -> None:
-    messages, images = prompt_messages(QUESTIONS[2]), [random_image(3, WIDE)]
-    wanted = Statement(judge).answer(judge.inputs(messages, images), Method(k=k), 4)
-    found = answer(Session(model.backend, model.manifest), prompt(model, messages, images), policy(k), 4)
-    assert found.argmax(-1).tolist() == wanted.ids
-    np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("k", [None, *KS])
-def test_later_questions_and_turns_go_back_to_the_state_behind_the_image(
-    model: Model, judge: Reference, k: int | None
-) -> None:
-    images = [random_image(0, HIGH), random_image(1, SMALL)]
-    assert_later(model, images, k, tolerance=TOLERANCE)
-    assert_chat_as_reference(model, judge, images, k, TOLERANCE)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -161,37 +103,6 @@ def test_the_export_chooses_the_patches_of_a_token_whatever_the_checkpoint_says(
         plan_export(ExportOptions(downsample="4x"))
 
 
-@pytest.mark.parametrize("right", [0, 2, MAX_DRAFT])
-def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(model: Model, right: int) -> None:
-    asked = prompt(model, prompt_messages("red?"), [random_image(0, WIDE)])
-    wanted = answer(Session(model.backend, model.manifest), asked, policy(3), MAX_DRAFT + 4)
-    ids, session = wanted.argmax(-1).tolist(), Session(model.backend, model.manifest)
-    session.prefill(asked, policy(3))
-    wrong = [(id + 1) % model.manifest.model.vocab for id in ids[1 + right : 1 + MAX_DRAFT]]
-    found = [session.decode(ids[0], [*ids[1 : 1 + right], *wrong])]
-    while (logits := session.accept(ids[len(found)])) is not None:
-        found.append(logits)
-    assert len(found) == 1 + right
-    found += [session.decode(ids[number]) for number in range(len(found), len(found) + 2)]
-    np.testing.assert_allclose(found, wanted[1 : 1 + len(found)], atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("method", METHODS, ids=word)
-def test_reductions_are_those_of_the_statement(reduced: Model, judge: Reference, method: Method) -> None:
-    images, messages = [random_image(0, WIDE)], prompt_messages(QUESTIONS[1])
-    wanted = Statement(judge).answer(judge.inputs(messages, images), method, 6)
-    how = make_policy(
-        method.k, reduced.manifest, reduced.backend.gate, reduce=word(method), dialect=reduced.backend.dialect,
-        final_norm=lambda: read_final_norm(reduced.bundle),
-    )  # fmt: skip
-    session, asked = Session(reduced.backend, reduced.manifest), prompt(reduced, messages, images)
-    for _ in range(2):  # also with caches that hold another question's
-        found = answer(session, asked, how, 6)
-        assert found.argmax(-1).tolist() == wanted.ids
-        np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-        answer(session, prompt(reduced, prompt_messages("red?"), images), policy(None), 3)
-
-
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -209,27 +120,6 @@ def test_reductions_are_those_of_the_statement(reduced: Model, judge: Reference,
 def test_reductions_without_a_meaning_here_are_refused_by_name(tiny_checkpoint: Export, spec: str, reason: str) -> None:
     with pytest.raises((UnsupportedModelError, RequestError), match=reason):
         plan_export(ExportOptions(str(tiny_checkpoint(MINICPM)), (3,), "fp32", reductions=(spec,)))
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (160, 10), (10, 160), (64, 64), (65, 64), (1, 150), (199, 201)], ids=str)
-def test_images_of_extreme_shapes_are_answered_as_by_transformers(
-    model: Model, judge: Reference, shape: tuple[int, int]
-) -> None:
-    messages, images = prompt_messages(QUESTIONS[0]), [random_image(0, shape)]
-    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
-    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    wanted = judge.greedy(inputs, None, 2)
-    found = answer(Session(model.backend, model.manifest), asked, policy(None), 2)
-    np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-
-
-def test_text_alone_is_answered_and_a_strip_of_300_to_1_is_refused(model: Model, judge: Reference) -> None:
-    messages = prompt_messages(QUESTIONS[2], 0)
-    wanted = judge.greedy(judge.inputs(messages, []), 5, 4)
-    found = answer(Session(model.backend, model.manifest), prompt(model, messages, []), policy(5), 4)
-    np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-    with pytest.raises(ImageError, match="its sides may differ at most 200-fold"):
-        model.open([random_image(0, (600, 2))])
 
 
 def test_eleven_images_have_their_numbers_and_users_cannot_write_marks(model: Model, judge: Reference) -> None:
