@@ -380,6 +380,7 @@ class ModelSpec(ByLayer):
             f"they have 2 to {MAX_TAPS} taps",
         )  # fmt: skip
         require(self.delta is None or bool(convolved), "model.delta is for layers with a convolution, and none has one")
+        require(not convolved or self.state_numbers <= MAX_SIZE, f"a layer's state has more than {MAX_SIZE} numbers")
         require(self.layers <= MAX_LAYERS, f"{self.layers} layers, the limit is {MAX_LAYERS}")
         kv_heads, frequencies = self.kv_heads, len(self.rope.frequencies)
         if self.two_way not in (None, *TWO_WAY):

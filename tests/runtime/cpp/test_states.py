@@ -33,6 +33,8 @@ from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, random_image
 from tests.support.traces import meets
 from vtx.runtime.api.load import load
+from vtx.runtime.bundle.vtx_json import parse_manifest
+from vtx.runtime.errors import BundleError
 
 pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 
@@ -156,20 +158,23 @@ def test_chats_go_back_to_states_as_python_does(models: Models, tiny: Tiny, devi
         (QWEN35, {"model": {"delta": {"other": 1}}}, "unknown key 'other'"),
     ],
 )  # fmt: skip
-def test_altered_bundles_are_refused(
+def test_altered_bundles_are_refused_by_both_runtimes(
     models: Models, tmp_path: Path, tiny: Tiny, altered: dict[str, Any], named: str
 ) -> None:
     def changed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         both = {key: changed(old[key], value) for key, value in new.items() if isinstance(value, dict)}
         return old | new | both
 
-    assert any(part in refused(changed(manifest(models, tiny), altered), tmp_path) for part in named.split("|"))
+    wrong = changed(manifest(models, tiny), altered)
+    assert any(part in refused(wrong, tmp_path) for part in named.split("|"))
+    with pytest.raises(BundleError):
+        parse_manifest(json.dumps(wrong))
 
 
 @pytest.mark.parametrize(
     ("caches", "named"),
     [
-        (["slots"], "declares 1 kinds of caches"),
+        (["slots"], "declares caches ['slots']; it needs one kind a layer"),
         (["slots", "ring"], "layers with a cache of the kind 'ring' are unknown to this vtx"),
         (["slots", "none"], "layers that share the K and V of earlier ones"),
         (["slots", "slots"], "keeps states in layers []"),

@@ -24,9 +24,12 @@ double positive(Fields& fields, const char* key) {
   return value;
 }
 
+[[noreturn]] void not_built(const Fields& fields, const char* key, const char* feature) {
+  fail(Kind::bundle, fields.where(), ".", key, ": ", feature, " are not built in libvtx; load the bundle with Python");
+}
+
 void refuse(const Fields& fields, const char* key, const char* feature) {
-  if (fields.has(key))
-    fail(Kind::bundle, fields.where(), ".", key, ": ", feature, " are not built in libvtx; load the bundle with Python");
+  if (fields.has(key)) not_built(fields, key, feature);
 }
 
 // The part of a position that each frequency turns by. Interleaved parts take turns, as long as row or column has
@@ -353,9 +356,6 @@ void check_stages(const Manifest& m) {
     if (stage.stateful != convolved)
       fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last, " keeps states in layers ", stage.stateful,
            ", the model has such layers at ", m.model.conv_layers, "; export again");
-    if (stage.query && !among(stage.cached, stage.last))
-      fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last,
-           " gives queries, and its last layer keeps no K and V in slots; export again");
   }
 }
 
@@ -447,23 +447,22 @@ std::string read_default(Fields& fields) {
 StageSpec read_stage(Fields& fields, int64_t layers) {
   StageSpec stage{fields.whole("first", 1, layers), fields.whole("last", 1, layers), fields.flag("query"), {}, {}, {}};
   if (fields.has("inputs")) stage.inputs = fields.texts("inputs");
+  const auto count = static_cast<size_t>(std::max<int64_t>(0, stage.layers()));
   std::vector<std::string> kinds = fields.has("caches") ? fields.texts("caches") : std::vector<std::string>();
-  const int64_t count = stage.layers();
-  if (kinds.empty()) kinds.assign(static_cast<size_t>(std::max<int64_t>(0, count)), names::kSlotted);
-  if (static_cast<int64_t>(kinds.size()) != std::max<int64_t>(0, count))
-    fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last, " declares ", kinds.size(),
-         " kinds of caches for ", count, " layers; export again");
+  if (kinds.empty()) kinds.assign(count, names::kSlotted);
+  const std::string known = std::string(names::kSlotted) + ", " + names::kStateful;
   int64_t layer = stage.first;
   for (const std::string& kind : kinds) {
-    if (kind == names::kUncached)
-      fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last,
-           ": layers that share the K and V of earlier ones, as in Gemma 4, are not built in libvtx; load the bundle with "
-           "Python");
+    if (kind == names::kUncached) not_built(fields, "caches", "layers that share the K and V of earlier ones");
     if (kind != names::kSlotted && kind != names::kStateful)
       fail(Kind::bundle, "vtx.json: layers with a cache of the kind '", kind.substr(0, 40),
-           "' are unknown to this vtx; ", kUpgrade);
+           "' are unknown to this vtx, which has ", known, "; ", kUpgrade);
     (kind == names::kSlotted ? stage.cached : stage.stateful).push_back(layer++);
   }
+  if (kinds.size() != count || (stage.query && !among(stage.cached, stage.last)))
+    fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last, " declares caches ", kinds,
+         "; it needs one kind a layer, slots or a state in at least one, and slots in the last one if it gives queries; "
+         "export again");
   return stage;
 }
 

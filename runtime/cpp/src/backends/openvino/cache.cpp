@@ -80,7 +80,8 @@ void OpenvinoStageCache::run_request(int64_t before, size_t count) {
   ran_->run();
   openvino::TensorView made = ran_->get(names::kStateOut);
   if (made.shape != Ids{states_->layers(), 1, static_cast<int64_t>(ends.size()), states_->numbers()})
-    fail(Kind::bundle, stage_.name, " gives states ", made.shape, " for ", ends.size(), " tokens; export the bundle again");
+    fail(Kind::bundle, stage_.name, " gives ", made.shape.size() > 2 ? made.shape[2] : 0, " outputs for ", ends.size(),
+         " tokens; export the bundle again");
   states_->put(before, ends, static_cast<const float*>(made.data));
 }
 
