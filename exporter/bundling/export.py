@@ -20,10 +20,12 @@ from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
-from vtx.runtime.units import Progress
+from vtx.runtime.units import Progress, size
 from vtx.tools.data.items import Data, scene_items
-from vtx.tools.fit.arithmetic import SAMPLES, candidates, measure_arithmetic
+from vtx.tools.fit.arithmetic import SAMPLES, candidates, measure_arithmetic, memory_to_measure
 from vtx.tools.fit.retain import fit_thresholds
+
+LARGE = 1 << 30  # bytes of memory that are said before they are taken
 
 
 def run_export(
@@ -65,8 +67,13 @@ def run_export(
         if (wanted := plan.options.arithmetic) and plan.config.action is None:
             manifest = Bundle.open(folder, check=False).manifest
             if kinds := candidates(manifest, always=wanted.always):
-                drawn = Data("the drawn scenes", scene_items(SAMPLES))
-                measure_arithmetic(folder, kinds, wanted.data or drawn, report)
+                data = wanted.data or Data("the drawn scenes", scene_items(SAMPLES))
+                if (memory := memory_to_measure(folder, kinds)) >= LARGE:
+                    say(
+                        f"checking {' and '.join(kinds)} arithmetic on {len(data.items)} questions, which needs about "
+                        f"{size(memory)} of memory; --arithmetic f32 leaves it out"
+                    )
+                measure_arithmetic(folder, kinds, data, report)
         if sign is not None:
             manifest = replace(Bundle.open(folder, check=False).manifest, release=plan.options.release)
             seal_manifest(folder, manifest, sign)

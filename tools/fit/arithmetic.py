@@ -16,6 +16,7 @@ from typing import Any
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.engines import ENGINES, FASTER, merit_on_cpu
+from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
@@ -37,6 +38,12 @@ def candidates(manifest: Manifest, *, always: bool) -> tuple[str, ...]:
     if find_spec(engine.module) is None or engine.dialect not in manifest.dialects or not (chosen or always):
         return ()
     return tuple(k for k in engine.compute if k != "f32" and (k != "int8" or PRECISIONS[manifest.precision].bits))
+
+
+def memory_to_measure(folder: Path, kinds: Sequence[str]) -> int:
+    """Bytes that `measure_arithmetic` needs at most, with one engine at a time."""
+    bundle = Bundle.open(folder, check=False)
+    return max(needed_memory(bundle, ENGINES[DEVICE].compute[kind]) for kind in ("f32", *kinds))
 
 
 def measure_arithmetic(folder: Path, kinds: Sequence[str], data: Data, report: Progress) -> None:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.bundles import IGNORE, copy, export
 from tests.support.tiny import Tiny
 
+from vtx.exporter.bundling import export as export_module
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
 from vtx.exporter.bundling.prepare import plan_export
@@ -22,9 +23,10 @@ from vtx.runtime.backends import devices
 from vtx.runtime.backends.devices import choose, default_compute
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.units import size
 from vtx.tools.data.items import Data, scene_items
 from vtx.tools.fit import arithmetic
-from vtx.tools.fit.arithmetic import candidates, measure_arithmetic
+from vtx.tools.fit.arithmetic import candidates, measure_arithmetic, memory_to_measure
 
 pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
 ENOUGH = 36  # questions: if every answer stays the same, the interval begins at 0.904
@@ -66,6 +68,22 @@ def test_the_bundle_answers_in_it_unless_told_otherwise(demo: Bundle) -> None:
     with load(demo.folder, device="openvino") as ours, load(demo.folder, device="openvino", compute="f32") as plain:
         assert ours.backend.compute == default_compute(demo.manifest, "openvino")
         assert plain.backend.compute == "f32"
+
+
+def test_the_memory_of_a_large_check_is_said_before_it(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, said = MeasuredArithmetic(questions(1), always=True), list[str]()
+    plan = plan_export(
+        ExportOptions(str(tiny_checkpoint()), (2,), "fp32", dialects=("ort", "plain"), arithmetic=wanted)
+    )
+    run_export(plan, tmp_path / "small", force=False, report=IGNORE, say=said.append)
+    assert not said
+    monkeypatch.setattr(export_module, "LARGE", 0)
+    made = run_export(plan, tmp_path / "large", force=False, report=IGNORE, say=said.append)
+    (line,) = said
+    needed = size(memory_to_measure(made.folder, ("bf16",)))
+    assert line.startswith(f"checking bf16 arithmetic on 1 questions, which needs about {needed} of memory")
 
 
 def test_arithmetic_that_changes_answers_is_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
