@@ -65,13 +65,13 @@ def batches(found: Any) -> Table:
 
 
 def deadlines(found: Any) -> Table:
-    columns = ["K and reductions", "requests/s", "kept, %", "refused, %", "expected accuracy", "chosen"]
+    columns = ["K and reductions", "deadline, ms", "requests/s", "kept, %", "refused, %", "expected accuracy", "chosen"]
     rows = []
     for row in found["rows"]:
         chosen = ", ".join(f"{name}: {count}" for name, count in row["methods"].items())
         expected = "" if row["expected"] is None else f"{row['expected']:.3f}"
         shares = f"{100 * row['kept']:.0f}", f"{100 * row['refused']:.0f}"
-        rows.append([row["method"], f"{row['rate']:g}", *shares, expected, chosen])
+        rows.append([row["method"], str(found["deadline_ms"]), f"{row['rate']:g}", *shares, expected, chosen])
     return columns, rows
 
 

@@ -84,6 +84,7 @@ def arguments() -> argparse.Namespace:
     args.add_argument("--before", type=Path, metavar="PYTHON", help="of another installation of vtx")
     args.add_argument("--llama", type=Path, metavar="FOLDER", help="with llama-server and llama-quantize")
     args.add_argument("--minutes", type=float, default=30, help="no measurement begins after these [%(default)s]")
+    args.add_argument("--deadline", type=int, default=400, help="milliseconds, of a request under load [%(default)s]")
     args.add_argument("--trial", action="store_true", help="try all of it on the demo")
     args.add_argument("--out", type=Path, help="what each gave [results in --work; of a trial, trial]")
     given = args.parse_args()
@@ -114,7 +115,8 @@ def measurements(given: argparse.Namespace, bundle: Path, wide: Path, judged: Pa
         words = ["benchmarks.load", *model, *engine, *ks, *rates, "--llama", str(given.llama), "--no-amx"]
         yield Measurement("load-no-amx", words, [])
     words = ["benchmarks.deadlines", "--bundle", str(bundle), "--report", str(judged), *engine, *machine]
-    words += ["--work", str(given.work), "--rates", "0.25,0.5,1,2", "--seconds", "15"]
+    words += ["--work", str(given.work), "--deadline", str(given.deadline)]
+    words += ["--rates", "0.25,0.5,1,2", "--seconds", "15"]
     yield Measurement("deadlines", words, short)
     for device in ("openvino", "cpu"):
         words = ["benchmarks.conversations", str(wide), "--device", device, *machine]
