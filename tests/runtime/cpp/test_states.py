@@ -35,6 +35,7 @@ from tests.support.traces import meets
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.vtx_json import parse_manifest
 from vtx.runtime.errors import BundleError
+from vtx.runtime.vision.layouts import read_layout
 
 pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 
@@ -168,7 +169,8 @@ def test_altered_bundles_are_refused_by_both_runtimes(
     wrong = changed(manifest(models, tiny), altered)
     assert any(part in refused(wrong, tmp_path) for part in named.split("|"))
     with pytest.raises(BundleError):
-        parse_manifest(json.dumps(wrong))
+        parsed = parse_manifest(json.dumps(wrong))
+        read_layout(parsed.layout, parsed.model.tower)
 
 
 @pytest.mark.parametrize(
