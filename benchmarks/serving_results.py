@@ -133,8 +133,8 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
     ),
     "towers-openvino": (
         "Several pictures in one pass of the tower, OpenVINO",
-        "Pictures go through the tower one by one, because its products already have hundreds of rows and gain nothing "
-        "from more.",
+        "Pictures go through the tower one by one. Its products already have hundreds of rows: eight pictures a pass "
+        "saved 12% of the tower's time on an EPYC without AMX and cost 11% more on a Xeon with it.",
         "python -m benchmarks.towers BUNDLE", towers,
     ),
     "towers-cpu": (

@@ -169,8 +169,7 @@ def test_altered_bundles_are_refused_by_both_runtimes(
     wrong = changed(manifest(models, tiny), altered)
     assert any(part in refused(wrong, tmp_path) for part in named.split("|"))
     with pytest.raises(BundleError):
-        parsed = parse_manifest(json.dumps(wrong))
-        read_layout(parsed.layout, parsed.model.tower)
+        read_in_python(wrong)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +190,11 @@ def test_caches_that_do_not_fit_are_refused(models: Models, tmp_path: Path, cach
 def manifest(models: Models, tiny: Tiny) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((models(tiny, (3, 5)).bundle.folder / "vtx.json").read_text(encoding="utf-8"))
     return found
+
+
+def read_in_python(altered: dict[str, Any]) -> None:
+    parsed = parse_manifest(json.dumps(altered))
+    read_layout(parsed.layout, parsed.model.tower)
 
 
 def refused(altered: dict[str, Any], folder: Path) -> str:
