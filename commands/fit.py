@@ -113,7 +113,8 @@ def fit(
     check_enough(asked, split(asked, seed)[1], budget)
     threads = cores() if loading.threads is None else loading.threads
     engines, usable = _engines(opened, loading, profile, max_new_tokens)
-    most = usable if memory is None else min(int(memory * 1e9), usable or int(memory * 1e9))
+    limits = [usable, None if memory is None else int(memory * 1e9)]
+    most = min((limit for limit in limits if limit is not None), default=None)
     reference, settings = find_settings(engines, most, cache(asked.sizes))
     target, machine = out or Path(f"vtx-fit-{opened[0].folder.name}"), describe()
     identity = {

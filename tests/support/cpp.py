@@ -33,6 +33,7 @@ def _obstacle() -> str:
     return ""
 
 
+needs_abi = pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first")
 needs_cpp = pytest.mark.skipif(bool(_obstacle()), reason=_obstacle())
 
 

@@ -21,6 +21,7 @@ from tests.support.cpp import (
     ask,
     assert_answers_equal,
     expected,
+    needs_abi,
     needs_cpp,
     needs_openvino,
     output,
@@ -41,7 +42,6 @@ pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 
 FAMILIES = pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
-needs_abi = pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first")
 SIZES = (
     (60, 60), (150, 60), (40, 90), (1, 1), (1, 200), (200, 1), (14, 1400), (41, 43), (42, 70), (223, 225), (640, 33),
     (5, 400), (1900, 1080),

@@ -16,10 +16,10 @@ import pytest
 from tests.support.bundles import write_gate
 from tests.support.cabi import Frames, Loaded
 from tests.support.cpp import (
-    BUILD,
     ask,
     assert_answers_equal,
     expected,
+    needs_abi,
     needs_cpp,
     needs_openvino,
     output,
@@ -41,7 +41,6 @@ pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 
 FAMILIES = pytest.mark.parametrize("tiny", [LFM2, QWEN35], ids=lambda tiny: tiny.family)
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
-needs_abi = pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first")
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 SAME = 1e-4  # of logits, as a share of their largest magnitude
 
