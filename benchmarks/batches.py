@@ -49,7 +49,7 @@ def main() -> None:
         ]
     (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "one.jsonl").write_text(json.dumps(lines[0]))
-    common = ["--bundle", str(bundle), "--device", given.device, "--threads", str(given.threads)]
+    common = ["--device", given.device, "--threads", str(given.threads)]
     common += ["--max-new-tokens", str(given.tokens), *(["--compute", given.compute] if given.compute else [])]
     out = folder / "out"
     work = {
@@ -58,11 +58,12 @@ def main() -> None:
         "vtx-eval": ["evaluate", "exact", str(folder / "lines.jsonl"), "--k", given.k, "--no-times", "--out", str(out),
                      *common],
     }  # fmt: skip
-    sides: dict[str, tuple[Path, list[str]]] = {"vtx": (Path(sys.executable), [])}
+    ours = ["--bundle", str(bundle)]
+    sides: dict[str, tuple[Path, list[str]]] = {"vtx": (Path(sys.executable), ours)}
     if given.one_by_one:
-        sides["one at a time"] = Path(sys.executable), ["--parallel", "1"]
+        sides["one at a time"] = Path(sys.executable), [*ours, "--parallel", "1"]
     if given.other:
-        sides["other"] = given.other, []
+        sides[given.other_name] = given.other, ["--bundle", str(given.other_bundle or bundle)]
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for number in range(given.rounds):
         for name, words in work.items():

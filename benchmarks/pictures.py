@@ -39,17 +39,19 @@ def main() -> None:
     model_options(args)
     given = args.parse_args()
     bundle = given_bundle(given)
-    words = ["-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", "16", "--max-batch", "16"]
+    words = ["-c", SERVE, "--port", "0", "--parallel", "16", "--max-batch", "16"]
     words += ["--timeout", str(int(ANSWER_SECONDS))]
     words += ["--threads", str(given.threads), "--device", given.device]
     words += ["--compute", given.compute] if given.compute else []
-    pythons = {"vtx": Path(sys.executable), **({"other": given.other} if given.other else {})}
+    sides = {"vtx": (Path(sys.executable), bundle)}
+    if given.other:
+        sides[given.other_name] = given.other, given.other_bundle or bundle
     found: dict[tuple[str, str, int], list[float]] = {}
     with ExitStack() as servers:
         ports = {}
-        for name, python in pythons.items():
-            log = given.work / f"pictures-{name}.log"
-            ports[name] = servers.enter_context(running([str(python), *words], log))
+        for name, (python, its_bundle) in sides.items():
+            command = [str(python), *words, "--bundle", f"model={its_bundle}"]
+            ports[name] = servers.enter_context(running(command, given.work / f"pictures-{name}.log"))
             ask(ports[name][0], "warm", 2, picture(0))
         for number in range(given.rounds):
             for clients in CLIENTS:
@@ -65,7 +67,7 @@ def main() -> None:
         for (name, kind, clients), values in found.items()
     ]  # fmt: skip
     table = [["", *(f"{clients} clients" for clients in CLIENTS)]]
-    for name in pythons:
+    for name in sides:
         for kind in KINDS:
             values = (found[name, kind, clients] for clients in CLIENTS)
             table.append([f"{name}: {kind}", *(f"{median(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in values)])

@@ -95,6 +95,8 @@ def model_options(args: argparse.ArgumentParser) -> None:
     args.add_argument("--threads", type=int, default=cores())
     args.add_argument("--rounds", type=int, default=3)
     args.add_argument("--other", type=Path, help="the Python of another installation of vtx")
+    args.add_argument("--other-name", default="other", help="in the tables [%(default)s]")
+    args.add_argument("--other-bundle", type=Path, help="of that installation, if it reads another format")
     args.add_argument("--bundle", type=Path, help="a bundle in place of one of --shape")
     args.add_argument("--work", type=Path, default=Path("build/serving"), help="models [%(default)s]")
 

@@ -1,7 +1,7 @@
 """All measurements of serving, one after the other, and their page: `make bench-serving`.
 
     python -m benchmarks.serving_suite                        half an hour on a quiet machine, once the models are made
-    python -m benchmarks.serving_suite --before PYTHON        the first two beside another installation of vtx
+    python -m benchmarks.serving_suite --other PYTHON         the first two beside another installation of vtx
     python -m benchmarks.serving_suite --llama BUILD/bin      the load test beside llama.cpp's server, both without AMX
     python -m benchmarks.serving_suite --trial                each in its smallest form, on the demo; writes no page
 
@@ -81,7 +81,6 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     args = parser(__doc__ or "")
     model_options(args)
-    args.add_argument("--before", type=Path, metavar="PYTHON", help="of another installation of vtx")
     args.add_argument("--llama", type=Path, metavar="FOLDER", help="with llama-server and llama-quantize")
     args.add_argument("--minutes", type=float, default=30, help="no measurement begins after these [%(default)s]")
     args.add_argument("--deadline", type=int, default=400, help="milliseconds, of a request under load [%(default)s]")
@@ -99,7 +98,8 @@ def measurements(given: argparse.Namespace, bundle: Path, wide: Path, judged: Pa
     model = ["--bundle", str(bundle), "--shape", given.shape, "--precision", given.precision, "--work", str(given.work)]
     model += [*machine, *(["--compute", given.compute] if given.compute else [])]
     engine, rounds = ["--device", given.device], ["--rounds", str(given.rounds)]
-    other = ["--other", str(given.before)] if given.before else []
+    other = ["--other", str(given.other), "--other-name", given.other_name] if given.other else []
+    other += ["--other-bundle", str(given.other_bundle)] if given.other_bundle else []
     yield Measurement("pictures", ["benchmarks.pictures", *model, *engine, *rounds, *other], [])
     asked = ["--pictures", "1", "--questions", "2", "--tokens", "2"]
     batch = ["benchmarks.batches", *model, *engine, "--rounds", "1", "--one-by-one", *other]
