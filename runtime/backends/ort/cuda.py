@@ -199,3 +199,4 @@ class OrtCudaBackend(OrtBackend):
         super().close()
         with suppress(DeviceError), self.cuda:  # the device may be gone
             self._states.memory.unused.clear()
+            self.cuda.wait()  # and free what queued work may have used
