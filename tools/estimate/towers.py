@@ -104,6 +104,16 @@ class NativeSize(VisionSize):
         tokens = max(1, min(tokens, self.image_tokens))
         return replace(self, patches=self.features * tokens, view_tokens=tokens, image_tokens=tokens)
 
+    def reserved(self, times: int) -> NativeSize:
+        """The tower as it sees `times` as many pixels as the largest image has."""
+        seen, tokens = times * self.patches, times * self.view_tokens
+        return replace(self, patches=seen, view_tokens=tokens, image_tokens=tokens)
+
+    @property
+    def bound(self) -> int:
+        """Numbers that go into the tower and out of it: pixels of both moments, and tokens with their maps."""
+        return MOMENTS * self.patches * 3 * self.patch**2 + (1 + self.maps) * self.view_tokens * self.out
+
     @property
     def tower_tokens(self) -> int:
         return self.patches

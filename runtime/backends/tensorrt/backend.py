@@ -227,10 +227,10 @@ class TensorrtBackend:
 
     def close(self) -> None:
         with suppress(DeviceError), self.cuda:  # the device may be gone
+            self.cuda.wait()  # an error may have left work behind that runs in the engines
             self._steps = None
             self._caches.pool.unused.clear()
             self.engines.close()
-            self.cuda.wait()  # and free what queued work may have used
 
     def _run(self, graph: str, inputs: Mapping[str, NDArray[Any]], output: str, shape: tuple[int, ...]) -> HiddenStates:
         """Run a graph of one profile on host arrays; its one output, float32 on the host."""

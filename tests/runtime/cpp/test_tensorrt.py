@@ -378,6 +378,23 @@ def test_a_gpu_that_is_lost_in_an_answer_is_one_error_with_its_fix(
     assert "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg" in line
 
 
+@pytest.mark.parametrize("release", BUILT)
+def test_an_engine_that_does_not_start_is_one_error_and_nothing_is_freed_before_the_work_behind_it(
+    release: str, exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to its inputs, and before them other engines' runs, are queued then: the process ends with them."""
+    report, options = machine(release), ("--k", "3", "--reduce", "none", "--max-new-tokens", "2", "--ignore-eos")
+    assert ask(exported, tmp_path, *options).returncode == 0
+    runs = report()["enqueueV3"]
+    for number in (1, 2, runs // 2, runs - 1, runs):
+        monkeypatch.setenv("VTX_STANDIN_REFUSED_RUN", str(number))
+        done = ask(exported, tmp_path, *options)
+        assert (done.returncode, done.stdout) == (1, b""), done.stderr
+        [line] = done.stderr.decode().splitlines()
+        assert "it does not start the graph" in line
+        assert everything_given_back(report())
+
+
 GONE = "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg"
 FAULTS = {
     "answer": r"the KV cache of layers \d to \d needs .* of device memory, 0 B of .* is free; end other programs",

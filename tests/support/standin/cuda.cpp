@@ -85,6 +85,7 @@ Gpu& standin::Gpu::one() {
     made->current = std::stoi(setting("VTX_STANDIN_DEVICE", "0"));
     made->number = std::stoi(setting("VTX_STANDIN_USED", "0"));
     made->refused = setting("VTX_STANDIN_REFUSED", "");
+    made->refused_run = std::stoi(setting("VTX_STANDIN_REFUSED_RUN", "0"));
     std::atexit(report);
     return made;
   }();

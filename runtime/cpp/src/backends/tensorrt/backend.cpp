@@ -72,6 +72,14 @@ class TensorrtBackend : public GraphBackend {
     load_rope();
   }
 
+  ~TensorrtBackend() override {
+    try {
+      Lock held(cuda_);
+      cuda_.wait();  // an error may have left work behind that runs in the engines
+    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the device is gone
+    }
+  }
+
   Rows head(const Rows& rows) override {
     auto most = static_cast<size_t>(engines_->longest(graphs_.head));
     Rows out(0, static_cast<size_t>(m_.model.vocab));
