@@ -36,6 +36,7 @@ from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
+from vtx.runtime.bundle.spec import graphs
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
@@ -266,6 +267,19 @@ def test_decoding_is_recorded_once_and_launched_from_then_on(
     copies = 3 * len(Bundle.open(exported).manifest.stages)  # new K and V of each stage; no logits
     launches = {"cudaGraphLaunch": 3, "cudaMemcpy2DAsync": copies, "cudaStreamSynchronize": 3}
     assert {name: n for name, n in further.items() if n and name != "cudaGetDevice"} == launches
+
+
+@pytest.mark.parametrize("release", BUILT)
+@pytest.mark.parametrize("k", ["none", "2", "3"])
+def test_hidden_states_of_a_prompt_stay_on_the_device_between_stages(
+    k: str, release: str, exported: Path, machine: Machine, tmp_path: Path
+) -> None:
+    """Out come embeddings, of the prefix and of the question, what the tower gives, and the last token's logits."""
+    report = machine(release)
+    done = ask(exported, tmp_path, "--k", k, "--reduce", "none", "--max-new-tokens", "1")
+    assert done.returncode == 0, done.stderr
+    tower = graphs.vision(Bundle.open(exported).manifest, RELEASES[release][2]).outputs
+    assert report()["copies out"] == 2 + len(tower) + 1
 
 
 ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture", "cudaGraphInstantiateWithFlags")
