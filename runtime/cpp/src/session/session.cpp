@@ -255,7 +255,7 @@ Boundary Session::boundary(size_t number, const TokenStates& suffix, const Polic
     return std::pair(image, count_up(first, hidden.count()));
   };
   auto question_hidden = [&hidden] { return host(hidden); };
-  return {stages_[number].first, question_hidden,    prefix_.images, present, scores, image_hidden, keys, positions,
+  return {stages_[number].first, question_hidden, prefix_.images, present, scores, image_hidden, keys, positions,
           &policy.final_norm,    next_scores};
 }
 

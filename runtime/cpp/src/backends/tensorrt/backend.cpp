@@ -76,7 +76,7 @@ class TensorrtBackend : public GraphBackend {
   ~TensorrtBackend() override {
     try {
       Lock held(cuda_);
-      cuda_.wait();  // an error may have left work behind that runs in the engines
+      cuda_.wait();           // an error may have left work behind that runs in the engines
     } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the device is gone
     }
   }

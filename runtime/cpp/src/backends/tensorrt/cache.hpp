@@ -90,8 +90,8 @@ void make_room(TensorrtCacheContext& shared, const StageSpec& spec, const std::s
                int64_t length, std::unique_ptr<Memory>& memory) {
   if (memory && memory->capacity >= slots) return;
   int64_t capacity = std::min(limit, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock);
-  auto longer = borrow<Memory>(shared, spec.first, capacity,
-                               [&] { return std::make_unique<Memory>(shared, spec, graph, capacity); });
+  auto longer =
+      borrow<Memory>(shared, spec.first, capacity, [&] { return std::make_unique<Memory>(shared, spec, graph, capacity); });
   if (memory && length > 0) longer->take_over(*memory, length);
   memory = std::move(longer);
 }

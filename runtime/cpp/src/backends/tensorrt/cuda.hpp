@@ -91,7 +91,7 @@ class Cuda {
   int uses_ = 0;
   std::unique_ptr<CudaCalls> calls_;
   void* stream_ = nullptr;
-  bool queued_ = false;                         // work that nothing has waited for
+  bool queued_ = false;                        // work that nothing has waited for
   std::vector<std::pair<Free, void*>> after_;  // to be freed once there is none
 };
 
