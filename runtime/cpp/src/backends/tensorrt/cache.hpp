@@ -58,8 +58,8 @@ struct TensorrtCacheContext {
 constexpr int64_t kSlotBlock = 32;  // slots by which memory grows
 
 // Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new. A cache gives it back as it
-// goes; so the next image allocates nothing, and finds its CUDA graph recorded. All unused memory is freed if the device
-// has too little for new one.
+// goes; so the next image allocates nothing, and finds its CUDA graph recorded. All unused memory of caches is freed if the
+// device has too little for new one.
 template <typename Memory, typename Make>
 std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, int64_t stage, int64_t capacity, const Make& make) {
   auto& unused = shared.unused[stage];
@@ -76,9 +76,12 @@ std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, int64_t stage, int6
     return make();
   } catch (const Error&) {
     bool any = false;
-    for (const auto& [first, kept] : shared.unused) any = any || !kept.empty();
+    for (auto& [first, kept] : shared.unused) {
+      if (stage > 0 && first < 0) continue;  // hidden states, or a longer cache would leave no room for a prompt
+      any = any || !kept.empty();
+      kept.clear();
+    }
     if (!any) throw;
-    shared.unused.clear();
     return make();
   }
 }
