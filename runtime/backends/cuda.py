@@ -158,6 +158,9 @@ class Cuda:
     def wait(self) -> None:
         """Wait for all work that is queued, and free what was released meanwhile."""
         self.call("cudaStreamSynchronize", self._stream)
+        self._free_released()
+
+    def _free_released(self) -> None:
         self._queued = False
         while self._after:
             self.release(*self._after.pop())
@@ -165,6 +168,7 @@ class Cuda:
     def record(self, work: Callable[[], None]) -> Graph | None:
         """The work that `work` queues, as a graph and not run; None if the driver or TensorRT cannot record it."""
         mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        queued = self._queued
         try:
             self.call("cudaStreamBeginCapture", self.stream, mode)
             try:
@@ -175,6 +179,9 @@ class Cuda:
         except DeviceError:
             self._rt.cudaGetLastError()  # or the next call would report it
             return None
+        finally:
+            if not queued:  # what is recorded is not
+                self._free_released()
 
     def _copy(self, to: int, source: int, nbytes: int, kind: Any) -> None:
         self.call("cudaMemcpyAsync", to, source, nbytes, kind, self.stream)

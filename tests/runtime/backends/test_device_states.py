@@ -170,7 +170,7 @@ def test_memory_that_is_dropped_while_work_is_queued_is_freed_after_that_work(op
     cache: Any = session.caches.cache(0)
     saved: Any = cache.read(np.arange(5))
     states = cache.append(TokenStates(array.astype(np.float32)), np.arange(90, 130))
-    address, used = saved.buffer.address, device.used
+    address = saved.buffer.address
     loop = [saved, session]
     loop.append(loop)
     gathered = states[np.arange(0, 40, 3)]
@@ -181,7 +181,6 @@ def test_memory_that_is_dropped_while_work_is_queued_is_freed_after_that_work(op
     assert address in device.device
     np.testing.assert_array_equal(gathered, np.asarray(states)[::3])
     assert address not in device.device
-    assert device.used < used
     assert not model.backend.cuda._after  # type: ignore[attr-defined]
 
 
