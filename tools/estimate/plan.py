@@ -21,6 +21,7 @@ from vtx.runtime.policies.base import Reduction
 from vtx.runtime.policies.make import check_depth, check_layout, check_patches
 from vtx.runtime.policies.spec import to_spec
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
+from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate import flops, weights
 from vtx.tools.estimate.sizes import ModelSize
 from vtx.tools.estimate.towers import NativeSize, PairedSize
@@ -284,8 +285,9 @@ def make_plan(
     """
     if engine is None:
         engine = ENGINES["cpu"].costs["ort"] if profile is not None and profile.kind == "cpu" else IDEAL
-    native = model.vision if isinstance(model.vision, NativeSize) and engine.reserved else None
-    largest = native and native.reserved(engine.reserved)
+    largest: NativeSize | None = None
+    if engine.reserved and isinstance(model.vision, NativeSize) and isinstance(model.layout, Native):
+        largest = model.vision.of_pixels(engine.reserved * model.layout.max_pixels)
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)

@@ -104,10 +104,11 @@ class NativeSize(VisionSize):
         tokens = max(1, min(tokens, self.image_tokens))
         return replace(self, patches=self.features * tokens, view_tokens=tokens, image_tokens=tokens)
 
-    def reserved(self, times: int) -> NativeSize:
-        """The tower as it sees `times` as many pixels as the largest image has."""
-        seen, tokens = times * self.patches, times * self.view_tokens
-        return replace(self, patches=seen, view_tokens=tokens, image_tokens=tokens)
+    def of_pixels(self, pixels: int) -> NativeSize:
+        """The tower as it sees that many pixels, which may be more than an image has."""
+        patches = pixels // self.patch**2
+        tokens = patches // self.features
+        return replace(self, patches=patches, view_tokens=tokens, image_tokens=tokens)
 
     @property
     def bound(self) -> int:

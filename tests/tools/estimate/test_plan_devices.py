@@ -22,6 +22,7 @@ from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, WINDOWS, TensorrtBa
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.host.profiles import load_profile, profile_names
+from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate.sizes import KNOWN, bundle_size
 from vtx.tools.estimate.towers import NativeSize
 
@@ -89,11 +90,13 @@ def test_the_pixels_that_are_counted_are_those_that_tensorrt_takes_memory_for(
     export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,))
     build_all(tmp_path / "bundle")
     on_standin(monkeypatch)
-    backend, tower = open_model(tmp_path / "bundle").backend, bundle_size(Bundle.open(tmp_path / "bundle")).vision
+    backend, size = open_model(tmp_path / "bundle").backend, bundle_size(Bundle.open(tmp_path / "bundle"))
+    tower = size.vision
     assert isinstance(backend, TensorrtBackend)
     assert isinstance(tower, NativeSize)
+    assert isinstance(size.layout, Native)
     side, unit, each = backend.engines.longest_side, 2 * tower.patch, 4 * 3 * 2  # bytes of a pixel of two moments
-    counted = each * tower.reserved(2).patches * tower.patch**2
+    counted = each * tower.of_pixels(2 * size.layout.max_pixels).patches * tower.patch**2
     assert backend.engines.buffers[names.PIXELS].nbytes == each * side**2
     assert each * side**2 <= counted < each * (side + unit) ** 2  # sides are whole tokens
 
