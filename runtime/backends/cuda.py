@@ -45,7 +45,7 @@ def load_cuda() -> Any:
 
 
 class Buffer:
-    """Device memory that is freed with this object."""
+    """Device memory that is freed with this object, or after the work that was queued before, which may use it."""
 
     def __init__(self, cuda: Cuda, nbytes: int, purpose: str) -> None:
         self.nbytes = nbytes
@@ -65,10 +65,17 @@ class Cuda:
         self._kinds = runtime.cudaMemcpyKind
         self._lock = threading.RLock()
         self._outside: list[int] = []  # the devices that were current at each entry
-        self._recording = False
-        self._after: list[tuple[str, Any]] = []  # to be freed once nothing is recorded
+        self._queued = False  # work that nothing has waited for, or that is being recorded
+        self._after: list[tuple[str, Any]] = []  # to be freed once there is none
         with self:
-            self.stream = int(self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
+            self._stream = int(self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
+        weakref.finalize(self, _free_last, runtime, number, self._stream, self._after)
+
+    @property
+    def stream(self) -> int:
+        """The stream, for a call that queues work on it."""
+        self._queued = True
+        return self._stream
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -97,6 +104,9 @@ class Cuda:
     def malloc(self, nbytes: int, purpose: str) -> int:
         """The address of `nbytes` bytes; a DeviceError with the number of free ones if there are not enough."""
         error, address = self._rt.cudaMalloc(nbytes)
+        if int(error) == _OUT_OF_MEMORY and self._after:
+            self.wait()
+            error, address = self._rt.cudaMalloc(nbytes)
         if int(error) == _OUT_OF_MEMORY:
             free, total = self.memory()
             raise DeviceError(
@@ -107,8 +117,12 @@ class Cuda:
         return int(address)
 
     def release(self, call: str, handle: Any) -> None:
-        """Free memory or a graph by that call; while work is recorded, which that would spoil, right after it."""
-        if self._recording:
+        """Free memory or a graph by that call; if work is queued, which may use it, once something has waited for it.
+
+        The garbage collector calls this too, at any time and in any thread, so it waits for nothing itself: not for
+        the GPU, and not for the thread that uses it.
+        """
+        if self._queued:
             self._after.append((call, handle))
         else:
             getattr(self._rt, call)(handle)  # an error here is that of an earlier call, or of a device that is gone
@@ -142,12 +156,19 @@ class Cuda:
         self.call("cudaMemcpy2DAsync", to, to_pitch, source, pitch, width, height, kind, self.stream)
 
     def wait(self) -> None:
-        self.call("cudaStreamSynchronize", self.stream)
+        """Wait for all work that is queued, and free what was released meanwhile."""
+        self.call("cudaStreamSynchronize", self._stream)
+        self._free_released()
+
+    def _free_released(self) -> None:
+        self._queued = False
+        while self._after:
+            self.release(*self._after.pop())
 
     def record(self, work: Callable[[], None]) -> Graph | None:
         """The work that `work` queues, as a graph and not run; None if the driver or TensorRT cannot record it."""
-        self._recording = True
         mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        queued = self._queued
         try:
             self.call("cudaStreamBeginCapture", self.stream, mode)
             try:
@@ -159,9 +180,8 @@ class Cuda:
             self._rt.cudaGetLastError()  # or the next call would report it
             return None
         finally:
-            self._recording = False
-            while self._after:
-                self.call(*self._after.pop())
+            if not queued:  # what is recorded is not
+                self._free_released()
 
     def _copy(self, to: int, source: int, nbytes: int, kind: Any) -> None:
         self.call("cudaMemcpyAsync", to, source, nbytes, kind, self.stream)
@@ -172,6 +192,18 @@ class Cuda:
             if int(error) in _GONE:
                 cure = "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg"
             raise DeviceError(f"the GPU fails at {name} ({getattr(error, 'name', error)}): {cure}")
+
+
+def _free_last(runtime: Any, number: int, stream: int, after: list[tuple[str, Any]]) -> None:
+    """Free what was released while work was queued, if nothing has waited for that and nothing is left that could."""
+    if not after:
+        return
+    _, current = runtime.cudaGetDevice()
+    runtime.cudaSetDevice(number)
+    runtime.cudaStreamSynchronize(stream)
+    for call, handle in after:
+        getattr(runtime, call)(handle)
+    runtime.cudaSetDevice(current)
 
 
 @dataclass(frozen=True, slots=True)

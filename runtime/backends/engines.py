@@ -35,16 +35,21 @@ class EngineCost:
 
     `floats`: bytes of a float weight there, by its stored type, None: all weights as stored. `wide`: arithmetic and
     activations are float32. `blocks`: K/V have whole blocks of slots, else as many as are filled; `passes`: times that
-    a token reads or writes those that are filled.
+    a token reads or writes those that are filled. `reserved`: of images at native resolution, memory is taken at load
+    for one of this many times the most pixels; 0: it is taken for the images that are asked about.
     """
 
     floats: Floats | None = None
     wide: bool = False
     blocks: bool = False
     passes: int = 1
+    reserved: int = 0
     note: str = "weights as stored, K/V grow with the tokens"
 
 
+# Of an image at native resolution with the most pixels: the longer side by the shorter one. TensorRT's engines take any
+# sides up to the longer one, and so as many times the most pixels.
+WIDEST = 2
 WIDENED = "floats are widened to float32 and computed in it"
 
 
@@ -92,7 +97,7 @@ ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the
         "TensorRT", "cuda", "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
         "tensorrt.backend:TensorrtBackend",
         # K/V are read, joined to the new token's in other memory, and read there
-        dict.fromkeys(("trt", "trt10"), EngineCost(blocks=True, passes=3)),
+        dict.fromkeys(("trt", "trt10"), EngineCost(blocks=True, passes=3, reserved=WIDEST)),
         gpu=True,
     ),
 }  # fmt: skip

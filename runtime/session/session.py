@@ -22,7 +22,7 @@ from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.session.caches import PrefixCaches
 from vtx.runtime.session.prefix import Check, Key, PrefixSlots, Prompt, no_check, prefix_key
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Patches
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Patches, TokenStates
 
 __all__ = ["Cut", "PrefillResult", "Prompt", "Selection", "Session"]
 
@@ -107,6 +107,7 @@ class Session:
         self._check: Check = no_check
         self.next_token: int | None = None  # the next argument of `decode`, if that is certain
         self.waiting: list[int] = []  # the end of a prompt that has begun, while nothing else of it is left to run
+        self._embedded: TokenStates | None = None  # `waiting` before the decoder, if that is known
         self._begun = False, 0  # of that prompt: if its prefix was known, and tokens behind that the caches held
         # logits [vocab] after `next_token`, or after `waiting`, run together with other sessions
         self._ahead: NDArray[np.float32] | None = None
@@ -192,7 +193,7 @@ class Session:
                 "the prompt ends with an image and leaves no token to answer from; "
                 "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
             )
-        self._check, self.next_token, self._ahead, self.waiting = check, None, None, []
+        self._check, self.next_token, self._ahead, self.waiting, self._embedded = check, None, None, [], None
         self._drafts.clear()  # every stage's cache is cut to what is known before it runs
         try:
             known = key == self.caches.prefix.key
@@ -232,8 +233,10 @@ class Session:
 
     def _run_waiting(self, check: Check) -> None:
         """Run the end of a prompt; of a stage that keeps nothing only its last token is read."""
-        ids, self.waiting = self.waiting, []
-        tokens = self.caches.embed_text(np.array(ids, np.int64))
+        ids, tokens = self.waiting, self._embedded
+        self.waiting, self._embedded = [], None
+        if tokens is None:
+            tokens = self.caches.embed_text(np.array(ids, np.int64))
         for number in range(len(self._stages)):
             check()
             first = self.next_position(number)
@@ -354,7 +357,7 @@ class Session:
     def ran(self, logits: NDArray[np.float32], state: HiddenStates) -> None:
         """Take over the logits [vocab] after `to_run`, which is in the caches now, and the last state [hidden]."""
         self._suffix += self.to_run
-        self.next_token, self.waiting, self._ahead, self._state = None, [], logits, state[None]
+        self.next_token, self.waiting, self._embedded, self._ahead, self._state = None, [], None, logits, state[None]
 
     def _check_room(self, tokens: int, vision: int = 0) -> None:
         if tokens + 1 > self.capacity:
@@ -403,7 +406,7 @@ class Session:
             self._layouts = [replace(layout, position=layout.slots) for layout in self._layouts]
         self.selection, self._reused_stages = selection, min(depth, caches.first_pruned)
         if waits:
-            self.waiting = [*selection.ids]
+            self.waiting, self._embedded = [*selection.ids], tokens
         else:
             self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
 

@@ -106,6 +106,11 @@ class Gpu:
     def recording(self) -> bool:
         return self._recording is not None
 
+    @property
+    def busy(self) -> bool:
+        """True if work is queued that nothing has waited for."""
+        return bool(self._queue)
+
     def queue(self, work: Work) -> None:
         (self._queue if self._recording is None else self._recording).append(work)
 
@@ -434,6 +439,7 @@ class Context:
         if self.kernels is not None and self.engine.graph not in self.kernels.compiled:
             self.gpu.calls["compile"] += 1
             self.kernels.compiled.add(self.engine.graph)
+        self.gpu.calls["enqueue"] += 1
         self.gpu.calls["captured enqueue"] += self.captures
         assert self.gpu.current == self.gpu.number, f"TensorRT runs on device {self.gpu.current}"
         if self.gpu.refused == "execute" and self.gpu.recording:

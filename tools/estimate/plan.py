@@ -21,9 +21,10 @@ from vtx.runtime.policies.base import Reduction
 from vtx.runtime.policies.make import check_depth, check_layout, check_patches
 from vtx.runtime.policies.spec import to_spec
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
+from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate import flops, weights
 from vtx.tools.estimate.sizes import ModelSize
-from vtx.tools.estimate.towers import PairedSize
+from vtx.tools.estimate.towers import NativeSize, PairedSize
 
 SPREAD = 8  # rows of the table over K
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
@@ -284,6 +285,9 @@ def make_plan(
     """
     if engine is None:
         engine = ENGINES["cpu"].costs["ort"] if profile is not None and profile.kind == "cpu" else IDEAL
+    largest: NativeSize | None = None
+    if engine.reserved and isinstance(model.vision, NativeSize) and isinstance(model.layout, Native):
+        largest = model.vision.of_pixels(engine.reserved * model.layout.max_pixels)
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)
@@ -311,7 +315,7 @@ def make_plan(
                 total_ratio=total / whole,
                 kv_slots=tuple(count * (size.source(n) == n) for n, count in enumerate(slots, 1)),
                 precisions={
-                    p: _cost(model, workload, views, slots, c, profile, engine, again)
+                    p: _cost(model, workload, views, slots, c, profile, engine, again, largest)
                     for p, c in parts.items()
                 },
             )
@@ -326,8 +330,9 @@ def make_plan(
 
 def _cost(
     model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None,
-    engine: EngineCost, again: int,
+    engine: EngineCost, again: int, largest: NativeSize | None,
 ) -> PrecisionCost:  # fmt: skip
+    """The memory of one precision; `largest`: the tower for which the engine takes memory at load, if that is fixed."""
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
     step = BLOCK if engine.blocks else 1
@@ -337,7 +342,7 @@ def _cost(
     stored = weights.stored_bytes(weights.all_weights(model), precisions)
     held = stored if engine.floats is None else weights.resident(model, precisions, engine.floats)
     wide = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
-    activations = activation_bytes(model, slots, views, 4 if wide else 2)
+    activations = activation_bytes(model, slots, views, 4 if wide else 2, largest)
     peak = held + kv + activations + RUN_BASE
     if profile is None:
         return PrecisionCost(cache, kv, held, activations, peak)
@@ -349,8 +354,12 @@ def _cost(
     return PrecisionCost(cache, kv, held, activations, peak, profile.usable_bytes - peak, phases, hertz)
 
 
-def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int) -> int:
+def activation_bytes(
+    model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int, largest: NativeSize | None = None
+) -> int:
     """The larger of prefill's and the vision graph's intermediate values, and the fp32 logits of one token.
+
+    `largest`: the tower with the image for which memory is taken at load, with that of its inputs and outputs in fp32.
 
     A layer holds two residual vectors a token, and q, k, v and their product or the three vectors of the feed-forward
     block (of the tower: `widest`); no square of attention scores, which fused kernels never write.
@@ -361,4 +370,7 @@ def activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, elemen
     encode = 0
     if vision is not None:
         encode = views * vision.widest
-    return element_bytes * max(prefill, encode) + 4 * size.vocab
+    ends = 0
+    if largest is not None:
+        encode, ends = largest.widest, largest.bound
+    return element_bytes * max(prefill, encode) + 4 * (ends + size.vocab)

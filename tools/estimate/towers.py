@@ -104,6 +104,17 @@ class NativeSize(VisionSize):
         tokens = max(1, min(tokens, self.image_tokens))
         return replace(self, patches=self.features * tokens, view_tokens=tokens, image_tokens=tokens)
 
+    def of_pixels(self, pixels: int) -> NativeSize:
+        """The tower as it sees that many pixels, which may be more than an image has."""
+        patches = pixels // self.patch**2
+        tokens = patches // self.features
+        return replace(self, patches=patches, view_tokens=tokens, image_tokens=tokens)
+
+    @property
+    def bound(self) -> int:
+        """Numbers that go into the tower and out of it: pixels of both moments, and tokens with their maps."""
+        return MOMENTS * self.patches * 3 * self.patch**2 + (1 + self.maps) * self.view_tokens * self.out
+
     @property
     def tower_tokens(self) -> int:
         return self.patches

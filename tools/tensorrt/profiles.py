@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from vtx.runtime.backends.engines import WIDEST
 from vtx.runtime.bundle.fingerprint import Profile, Range
 from vtx.runtime.bundle.spec import graphs as graph_sizes
 from vtx.runtime.bundle.spec.manifest import Manifest
@@ -30,7 +31,6 @@ SLOTS = "slots"  # of a cache
 PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
 SCORE_TOKENS = 256
-WIDEST = 2  # the longer side of an image at native resolution, by the shorter one, if it has the most pixels
 LIKELY_CAMERAS = 2  # of a bundle that names none
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 

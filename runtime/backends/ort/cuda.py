@@ -196,6 +196,7 @@ class OrtCudaBackend(OrtBackend):
 
     def close(self) -> None:
         self._steps = None
-        super().close()
         with suppress(DeviceError), self.cuda:  # the device may be gone
+            self.cuda.wait()  # an error may have left work behind that runs in the sessions
             self._states.memory.unused.clear()
+        super().close()

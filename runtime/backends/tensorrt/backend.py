@@ -227,6 +227,7 @@ class TensorrtBackend:
 
     def close(self) -> None:
         with suppress(DeviceError), self.cuda:  # the device may be gone
+            self.cuda.wait()  # an error may have left work behind that runs in the engines
             self._steps = None
             self._caches.pool.unused.clear()
             self.engines.close()

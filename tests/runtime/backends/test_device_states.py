@@ -20,11 +20,12 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.cuda import Cuda, MemoryPool
+from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool
 from vtx.runtime.backends.device_states import StatesPool
 from vtx.runtime.backends.ort.cuda import OrtCudaBackend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.session.session import Session
+from vtx.runtime.vision.tokens import TokenStates
 
 QUESTION = "How many circle shapes are there?"
 WIDTH = 64
@@ -58,6 +59,11 @@ def copies(device: Gpu, side: str) -> Counter[int]:
     return Counter(nbytes for way, nbytes in device.copies if way == side)
 
 
+def launches(device: Gpu) -> int:
+    """Runs of engines, or of onnxruntime's graphs."""
+    return sum(device.calls[name] for name in ("enqueue", "run", "run on arrays"))
+
+
 @pytest.mark.parametrize("k", [None, 2, 3])
 def test_a_prompt_copies_its_embeddings_in_and_its_logits_out(k: int | None, opened: tuple[Model, Gpu]) -> None:
     model, device = opened
@@ -75,11 +81,12 @@ def test_a_prompt_copies_its_embeddings_in_and_its_logits_out(k: int | None, ope
     assert max(small) == 8 * whole  # its positions; the picture is larger than its states
     other = prompt(model, prompt_messages("Is it red?"), [random_image(1)])
     device.copies.clear()
+    before = launches(device)
     session.prefill(other, policy(k))
     rest = len(other.ids) - first
-    # its embeddings twice: its policy is asked about them before it runs
-    assert copies(device, "out") == Counter([row * rest, row * rest, 4 * m.model.vocab])
+    assert copies(device, "out") == Counter([row * rest, 4 * m.model.vocab])
     assert copies(device, "in")[row * rest] == 1
+    assert launches(device) - before == 1 + len(m.stages) + 1  # the embedding and the head, once each
 
 
 def test_a_draft_copies_its_embeddings_in_and_its_logits_out(folder: Path, opened: tuple[Model, Gpu]) -> None:
@@ -152,6 +159,48 @@ def test_states_of_a_device_behave_as_arrays(pool: StatesPool) -> None:
         np.array(other, copy=False)
     with pytest.raises(TypeError, match="no implementation found"):
         np.stack([other, other])
+
+
+def test_memory_that_is_dropped_while_work_is_queued_is_freed_after_that_work(opened: tuple[Model, Gpu]) -> None:
+    """A session and what it saved, which only the collector frees, and states that are copied at that moment."""
+    model, device = opened
+    m, array = model.manifest, np.random.default_rng(0).standard_normal((40, model.manifest.model.hidden))
+    session = Session(model.backend, m)
+    session.prefill(prompt(model, prompt_messages(QUESTION), [random_image(1)]), policy(3))
+    cache: Any = session.caches.cache(0)
+    saved: Any = cache.read(np.arange(5))
+    states = cache.append(TokenStates(array.astype(np.float32)), np.arange(90, 130))
+    address = saved.buffer.address
+    loop = [saved, session]
+    loop.append(loop)
+    gathered = states[np.arange(0, 40, 3)]
+    assert device.busy
+    del session, cache, saved, loop
+    gc.collect()
+    assert device.busy, "nothing waits in a finalizer"
+    assert address in device.device
+    np.testing.assert_array_equal(gathered, np.asarray(states)[::3])
+    assert address not in device.device
+    assert not model.backend.cuda._after  # type: ignore[attr-defined]
+
+
+def test_what_was_released_while_work_was_queued_is_freed_for_new_memory_and_at_the_end(gpu: Gpu) -> None:
+    gpu.total = 4000
+    cuda = Cuda(gpu)
+    with cuda:
+        first, second = (Buffer(cuda, 1500, "one half") for _ in range(2))
+        cuda.zero(second)
+        del first
+        assert gpu.used == 3000
+        third = Buffer(cuda, 2000, "more than is left")
+        assert gpu.used == 3500
+        cuda.zero(third)
+    del second, third
+    assert gpu.busy
+    assert gpu.used == 3500
+    del cuda
+    gc.collect()
+    assert gpu.used == 0
 
 
 def test_memory_of_states_is_used_again(pool: StatesPool, gpu: Gpu) -> None:

@@ -212,7 +212,7 @@ def test_a_greedy_token_is_chosen_on_the_device_with_one_wait(
     stages = len(ours.manifest.stages)
     launches = {"captured enqueue": 3 * (stages + 2)} if jetpack is None else {"cudaGraphLaunch": 3}
     more.subtract(few)
-    further = {name: n for name, n in more.items() if n and name not in ("cudaGetDevice", "cudaMemcpyAsync")}
+    further = {name: n for name, n in more.items() if n and name not in ("cudaGetDevice", "cudaMemcpyAsync", "enqueue")}
     # K and V of each stage, and without a recording of its own each stage's state, go to the next place on the device
     copies = 3 * (stages if jetpack else 2 * stages)
     assert further == {**launches, "cudaMemcpy2DAsync": copies, "cudaStreamSynchronize": 3}

@@ -36,6 +36,7 @@ from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
+from vtx.runtime.bundle.spec import graphs
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
@@ -268,6 +269,19 @@ def test_decoding_is_recorded_once_and_launched_from_then_on(
     assert {name: n for name, n in further.items() if n and name != "cudaGetDevice"} == launches
 
 
+@pytest.mark.parametrize("release", BUILT)
+@pytest.mark.parametrize("k", ["none", "2", "3"])
+def test_hidden_states_of_a_prompt_stay_on_the_device_between_stages(
+    k: str, release: str, exported: Path, machine: Machine, tmp_path: Path
+) -> None:
+    """Out come embeddings, of the prefix and of the question, what the tower gives, and the last token's logits."""
+    report = machine(release)
+    done = ask(exported, tmp_path, "--k", k, "--reduce", "none", "--max-new-tokens", "1")
+    assert done.returncode == 0, done.stderr
+    tower = graphs.vision(Bundle.open(exported).manifest, RELEASES[release][2]).outputs
+    assert report()["copies out"] == 2 + len(tower) + 1
+
+
 ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture", "cudaGraphInstantiateWithFlags")
 
 
@@ -376,6 +390,23 @@ def test_a_gpu_that_is_lost_in_an_answer_is_one_error_with_its_fix(
     assert (done.returncode, done.stdout) == (1, b"")
     [line] = done.stderr.decode().splitlines()
     assert "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg" in line
+
+
+@pytest.mark.parametrize("release", BUILT)
+def test_an_engine_that_does_not_start_is_one_error_and_nothing_is_freed_before_the_work_behind_it(
+    release: str, exported: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to its inputs, and before them other engines' runs, are queued then: the process ends with them."""
+    report, options = machine(release), ("--k", "3", "--reduce", "none", "--max-new-tokens", "2", "--ignore-eos")
+    assert ask(exported, tmp_path, *options).returncode == 0
+    runs = report()["enqueueV3"]
+    for number in (1, 2, runs // 2, runs - 1, runs):
+        monkeypatch.setenv("VTX_STANDIN_REFUSED_RUN", str(number))
+        done = ask(exported, tmp_path, *options)
+        assert (done.returncode, done.stdout) == (1, b""), done.stderr
+        [line] = done.stderr.decode().splitlines()
+        assert "it does not start the graph" in line
+        assert everything_given_back(report())
 
 
 GONE = "the GPU does not answer this process any more; start it again, and see nvidia-smi and dmesg"

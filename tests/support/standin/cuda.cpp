@@ -85,6 +85,7 @@ Gpu& standin::Gpu::one() {
     made->current = std::stoi(setting("VTX_STANDIN_DEVICE", "0"));
     made->number = std::stoi(setting("VTX_STANDIN_USED", "0"));
     made->refused = setting("VTX_STANDIN_REFUSED", "");
+    made->refused_run = std::stoi(setting("VTX_STANDIN_REFUSED_RUN", "0"));
     std::atexit(report);
     return made;
   }();
@@ -200,6 +201,7 @@ EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, v
   gpu.holds(kind == kIn ? to : from, bytes, "cudaMemcpyAsync");
   const void* outside = kind == kIn ? from : to;
   require(!lies_in(gpu.device, outside), "device memory where the host's is meant");
+  gpu.calls[kind == kIn ? "copies in" : "copies out"] += gpu.recording == nullptr;
   bool pinned = lies_in(gpu.host, outside);
   require(pinned || gpu.recording == nullptr, "pageable memory in a graph: it will be gone");
   if (kind == kIn && !pinned) {  // as CUDA stages it

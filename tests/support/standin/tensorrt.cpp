@@ -231,7 +231,7 @@ void compute(EngineImpl& engine, const std::map<std::string, Ids>& shapes, const
 bool enqueue(ContextSelf* self, cudaStream_t) {
   ContextImpl& context = *self->owner;
   EngineImpl& engine = context.engine;
-  ++Gpu::one().calls["enqueueV3"];
+  if (++Gpu::one().calls["enqueueV3"] == Gpu::one().refused_run) return false;
   require(context.scratch != nullptr, "no working memory");
   require(Gpu::one().current == Gpu::one().number, "TensorRT runs on another device");
   if (Gpu::one().recording && Gpu::one().refused == "execute") return false;

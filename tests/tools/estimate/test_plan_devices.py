@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.support.bundles import export
+from tests.support.engines import on_standin, open_model
+from tests.support.families.qwen import QWEN2, QWEN3
+from tests.support.gpu_standin import build_all
+from tests.support.tiny import Tiny
 
 from vtx import cli
 from vtx.runtime.backends.engines import STATES
 from vtx.runtime.backends.ort.cuda import WINDOWS as OF_CUDA
-from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, WINDOWS
+from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, WINDOWS, TensorrtBackend
+from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.host.profiles import load_profile, profile_names
-from vtx.tools.estimate.sizes import KNOWN
+from vtx.runtime.vision.layouts.native import Native
+from vtx.tools.estimate.sizes import KNOWN, bundle_size
+from vtx.tools.estimate.towers import NativeSize
 
 ORINS = [name for name in profile_names() if load_profile(name).kind == "jetson" and "orin" in name]
 
@@ -53,6 +64,41 @@ def test_a_jetson_names_the_tensorrt_of_each_jetpack() -> None:
     assert "answers with --device tensorrt: TensorRT 10.3 of JetPack 6.2, trt10 graphs\n" in shown
     assert "counted below for TensorRT 10.16 of JetPack 7.2: " in shown
     assert "not tensorrt with TensorRT 8.5 of JetPack 5.1: " in shown
+
+
+@pytest.mark.parametrize("model", ["qwen2-vl-2b", "qwen2.5-vl-3b", "qwen3-vl-4b"])
+def test_tensorrt_takes_the_memory_of_the_largest_image_whichever_is_asked_about(model: str) -> None:
+    def activations(device: str, image: str) -> int:
+        words = ("--model", model, "--profile", "rtx-4090", "--device", device, "--image-size", image, "--precision")
+        return int(planned(*words, "fp16", "--k", "none")["depths"][0]["precisions"]["fp16"]["activation_bytes"])
+
+    of_tensorrt, of_cuda = ([activations(d, image) for image in ("280x280", "1400x1400")] for d in ("tensorrt", "cuda"))
+    assert of_tensorrt[0] == of_tensorrt[1]
+    assert of_cuda[0] < of_cuda[1] < of_tensorrt[0]
+    tower, vocab = KNOWN[model].vision, KNOWN[model].decoder.vocab
+    assert isinstance(tower, NativeSize)
+    side = 2 * tower.patches  # of patches: engines take sides of up to the root of that
+    pixels, tokens = 4 * 3 * 2 * side * tower.patch**2, 4 * (1 + tower.maps) * side // 4 * tower.out
+    layer = 2 * side * (2 * tower.hidden + max(4 * tower.hidden, 2 * tower.ffn))
+    assert of_tensorrt[0] == layer + pixels + tokens + 4 * vocab
+
+
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN3], ids=lambda tiny: tiny.family)
+def test_the_pixels_that_are_counted_are_those_that_tensorrt_takes_memory_for(
+    tiny: Tiny, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,))
+    build_all(tmp_path / "bundle")
+    on_standin(monkeypatch)
+    backend, size = open_model(tmp_path / "bundle").backend, bundle_size(Bundle.open(tmp_path / "bundle"))
+    tower = size.vision
+    assert isinstance(backend, TensorrtBackend)
+    assert isinstance(tower, NativeSize)
+    assert isinstance(size.layout, Native)
+    side, unit, each = backend.engines.longest_side, 2 * tower.patch, 4 * 3 * 2  # bytes of a pixel of two moments
+    counted = each * tower.of_pixels(2 * size.layout.max_pixels).patches * tower.patch**2
+    assert backend.engines.buffers[names.PIXELS].nbytes == each * side**2
+    assert each * side**2 <= counted < each * (side + unit) ** 2  # sides are whole tokens
 
 
 def test_a_card_has_the_engines_that_the_family_has_there() -> None:

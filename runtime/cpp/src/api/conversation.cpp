@@ -303,8 +303,7 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
     int64_t token = chosen ? *chosen : sample(guided ? guided->mask(logits) : logits);
     bool complete = guided && guided->push(token);
     if (model_->manifest().text.seg_token_id == token) {
-      const Rows& states = session_.states();
-      Floats state = model_->normed(Floats(states.row(at), states.row(at) + states.width));
+      Floats state = model_->normed(host(take(session_.states(), {static_cast<int64_t>(at)})).data);
       answer.seg_states.width = state.size();
       answer.seg_states.data.insert(answer.seg_states.data.end(), state.begin(), state.end());
     }

@@ -13,7 +13,7 @@
 
 namespace vtxcore {
 
-// An array that goes into a graph: numpy's name of its type, and its sizes.
+// An array that goes into a graph: numpy's name of its type, and its sizes. `data` is null where it is in place already.
 struct GraphInput {
   std::string name, dtype;
   Ids shape;

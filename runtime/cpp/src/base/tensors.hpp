@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,14 +25,31 @@ using Positions = std::vector<Position>;
 
 using SavedSlots = std::vector<uint8_t>;  // K and V of some slots of a stage, as its cache holds them
 
-// Hidden states [count, width] float32.
+struct Rows;
+
+// Hidden states in the memory of a device, which go from stage to stage without the host in between. Nobody writes to them.
+class DeviceRows {
+ public:
+  virtual ~DeviceRows() = default;
+  virtual size_t count() const = 0;
+  virtual Floats read() const = 0;
+  // Some of them: neighbours in the same memory, others as a copy on the device.
+  virtual std::shared_ptr<const DeviceRows> take(const Ids& which) const = 0;
+  // Rows of the host and of this device one after the other, as a copy on the device.
+  virtual std::shared_ptr<const DeviceRows> joined(const Rows& first, const Rows& second) const = 0;
+};
+
+// Hidden states [count, width] float32. Those that a stage gives may be `on_device`; then `data` is empty, and `host` copies
+// them. `take`, `append` and `cut` leave them there.
 struct Rows {
   size_t width = 0;
   Floats data;
+  std::shared_ptr<const DeviceRows> on_device;
 
   Rows() = default;
   Rows(size_t count, size_t wide) : width(wide), data(count * wide) {}
-  size_t count() const { return width == 0 ? 0 : data.size() / width; }
+  Rows(std::shared_ptr<const DeviceRows> rows, size_t wide) : width(wide), on_device(std::move(rows)) {}
+  size_t count() const { return on_device ? on_device->count() : width == 0 ? 0 : data.size() / width; }
   const float* row(size_t index) const { return data.data() + index * width; }
   float* row(size_t index) { return data.data() + index * width; }
 };
@@ -63,8 +81,16 @@ inline Ids indices_of(const Mask& mask, bool wanted = true) {
   return found;
 }
 
+// Positions first, first + 1, ...
+inline Ids count_up(int64_t first, size_t count) {
+  Ids out(count);
+  for (size_t i = 0; i < count; ++i) out[i] = first + static_cast<int64_t>(i);
+  return out;
+}
+
 // The rows that `which` names, in its order.
 inline Rows take(const Rows& rows, const Ids& which) {
+  if (rows.on_device) return {rows.on_device->take(which), rows.width};
   Rows out(which.size(), rows.width);
   for (size_t i = 0; i < which.size(); ++i) {
     const float* from = rows.row(static_cast<size_t>(which[i]));
@@ -74,8 +100,26 @@ inline Rows take(const Rows& rows, const Ids& which) {
 }
 
 inline void append(Rows& rows, const Rows& more) {
+  if (rows.on_device || more.on_device) {
+    rows = {(rows.on_device ? rows : more).on_device->joined(rows, more), more.width};
+    return;
+  }
   rows.width = more.width;
   rows.data.insert(rows.data.end(), more.data.begin(), more.data.end());
+}
+
+// Leaves the first `count` of them.
+inline void cut(Rows& rows, size_t count) {
+  if (rows.on_device)
+    rows = take(rows, count_up(0, count));
+  else
+    rows.data.resize(count * rows.width);
+}
+
+// The same rows in the host's memory.
+inline Rows host(Rows rows) {
+  if (rows.on_device) rows.data = rows.on_device->read(), rows.on_device.reset();
+  return rows;
 }
 
 inline std::map<std::string, Rows> take(const std::map<std::string, Rows>& all, const Ids& which) {
@@ -98,13 +142,6 @@ inline int64_t product(std::initializer_list<int64_t> sizes) {
   int64_t out = 1;
   for (int64_t size : sizes)
     if (__builtin_mul_overflow(out, size, &out) || out > kMost) return kMost;
-  return out;
-}
-
-// Positions first, first + 1, ...
-inline Ids count_up(int64_t first, size_t count) {
-  Ids out(count);
-  for (size_t i = 0; i < count; ++i) out[i] = first + static_cast<int64_t>(i);
   return out;
 }
 

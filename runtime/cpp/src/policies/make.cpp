@@ -54,7 +54,7 @@ class Gate : public Method {
   }
   std::optional<Mask> keep_mask(const Boundary& boundary) const override {
     auto start = std::chrono::steady_clock::now();
-    double probability = double{odds_(boundary.layer, boundary.question_hidden).at(names::kOddsWithdraw)};
+    double probability = double{odds_(boundary.layer, boundary.question_hidden()).at(names::kOddsWithdraw)};
     if (!std::isfinite(probability))
       fail(Kind::bundle, "the gate before layer ", boundary.layer, " gave no number; export the bundle again");
     std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;

@@ -40,7 +40,7 @@ using Images = std::vector<std::shared_ptr<const ImageTokens>>;
 // What is known between two stages, for one question.
 struct Boundary {
   int64_t layer;                                // the first layer to come
-  const Rows& question_hidden;                  // of the text after the last image
+  std::function<Rows()> question_hidden;        // of the text after the last image
   const Images& images;                         // that entered the decoder
   Mask present;                                 // which of all their tokens are still there
   std::function<Scores(bool)> scores;           // of those still there; true: the last question token's only

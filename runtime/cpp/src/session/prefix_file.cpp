@@ -38,7 +38,8 @@ std::string checksum(const Tensors& tensors) {
   return hash.hex();
 }
 
-Tensor rows_tensor(const Rows& rows, size_t count) {
+Tensor rows_tensor(const Rows& given, size_t count) {
+  const Rows rows = host(given);
   return tensor_of("F32", {static_cast<int64_t>(count), static_cast<int64_t>(rows.width)},
                    Floats(rows.data.begin(), rows.data.begin() + static_cast<std::ptrdiff_t>(count * rows.width)));
 }

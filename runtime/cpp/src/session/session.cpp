@@ -35,7 +35,8 @@ PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const
   bool reused = known && prompt.prefix_length() > 0 && prefix_.depth() > 0;
   if (!known) replace_prefix(prompt);
   Rows hidden = run_suffix(prompt, policy, after);
-  states_ = take(hidden, {static_cast<int64_t>(hidden.count()) - 1});
+  states_ = Rows(0, hidden.width);  // a copy, so that the memory of the others is not held
+  vtxcore::append(states_, take(hidden, {static_cast<int64_t>(hidden.count()) - 1}));
   for (size_t number = 0; number < stages_.size(); ++number) cache(number).mark(cache(number).length);
   return result(std::move(backend_.head(states_).data), reused);
 }
@@ -234,7 +235,7 @@ Boundary Session::boundary(size_t number, const TokenStates& suffix, const Polic
   };
   auto image_hidden = [here, of_image] {
     PrunedPrefix at = here();
-    return take(*at.hidden, of_image(at));
+    return host(take(*at.hidden, of_image(at)));
   };
   auto keys = [this, number, image_slots, &hidden] {
     Rows all = cache(number - 1).keys();
@@ -253,7 +254,8 @@ Boundary Session::boundary(size_t number, const TokenStates& suffix, const Polic
     for (int64_t token : of_image(at)) image.push_back(at.positions[static_cast<size_t>(token)].front());
     return std::pair(image, count_up(first, hidden.count()));
   };
-  return {stages_[number].first, hidden,     prefix_.images, present, scores, image_hidden, keys, positions,
+  auto question_hidden = [&hidden] { return host(hidden); };
+  return {stages_[number].first, question_hidden, prefix_.images, present, scores, image_hidden, keys, positions,
           &policy.final_norm,    next_scores};
 }
 
@@ -398,9 +400,8 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
       Positions positions = whole ? prefix_.positions : pruned->positions;
       running.erase(running.begin(), running.begin() + first);
       positions.erase(positions.begin(), positions.begin() + first);
-      TokenStates both{Rows(0, states.width), take(prefix_.inputs, running)};
-      both.hidden.data.reserve(count * states.width + (joins ? suffix.hidden.data.size() : 0));
-      both.hidden.data.insert(both.hidden.data.end(), states.row(states.count() - count), states.row(states.count()));
+      TokenStates both{take(states, count_up(static_cast<int64_t>(states.count() - count), count)),
+                       take(prefix_.inputs, running)};
       if (joins) {
         vtxcore::append(both.hidden, suffix.hidden);
         for (auto& [name, rows] : both.inputs) vtxcore::append(rows, suffix.inputs.at(name));
@@ -413,7 +414,7 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
       for (size_t row = count; row < both.count(); ++row) outputs.push_back(static_cast<int64_t>(row));
       found = here.append(both, positions, false, leaves ? &outputs : nullptr);
       behind = take(found, count_up(static_cast<int64_t>(own), found.count() - own));
-      found.data.resize(own * found.width);
+      cut(found, own);
     }
     if (whole)
       prefix_.deepen(std::move(found), holding_.count(number) > 0);

@@ -149,7 +149,7 @@ void stage(char** values, const std::vector<std::string>& asked) {
   Ids rows;
   for (const std::string& row : asked) rows.push_back(std::stoll(row));
   Rows all = cache->append({in}, text_positions(0, in.count()), false, rows.empty() ? nullptr : &rows);
-  for (const Rows& out : {all, cache->append({next}, text_positions(count, 1))})
+  for (const Rows& out : {host(all), host(cache->append({next}, text_positions(count, 1)))})
     std::cout.write(reinterpret_cast<const char*>(out.data.data()),
                     static_cast<std::streamsize>(out.data.size() * sizeof(float)));
 }

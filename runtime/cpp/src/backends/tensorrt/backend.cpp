@@ -10,6 +10,7 @@
 #include "backends/graph_backend.hpp"
 #include "backends/tables.hpp"
 #include "backends/tensorrt/cache.hpp"
+#include "backends/tensorrt/device_rows.hpp"
 #include "backends/tensorrt/release.hpp"
 #include "host/gpu.hpp"
 
@@ -72,12 +73,22 @@ class TensorrtBackend : public GraphBackend {
     load_rope();
   }
 
+  ~TensorrtBackend() override {
+    try {
+      Lock held(cuda_);
+      cuda_.wait();           // an error may have left work behind that runs in the engines
+    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the device is gone
+    }
+  }
+
   Rows head(const Rows& rows) override {
     auto most = static_cast<size_t>(engines_->longest(graphs_.head));
     Rows out(0, static_cast<size_t>(m_.model.vocab));
+    Lock held(cuda_);
     for (size_t start = 0; start < rows.count(); start += most) {
       size_t count = std::min(most, rows.count() - start);
-      append(out, run_hidden(graphs_.head, names::kLogits, rows.row(start), count, count, m_.model.vocab));
+      put(cuda_, engines_->address(names::kHidden), rows, start, count);
+      append(out, run_hidden(graphs_.head, names::kLogits, nullptr, count, count, m_.model.vocab));
     }
     return out;
   }

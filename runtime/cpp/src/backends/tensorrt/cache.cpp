@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "backends/tensorrt/device_rows.hpp"
 #include "base/halves.hpp"
 
 namespace vtxcore {
@@ -135,9 +136,14 @@ class TensorrtStageCache : public StageCache {
     Lock held(cuda_);
     room(length + static_cast<int64_t>(tokens.count()));
     RopeRows rope = rope_rows(context_.tables, context_.manifest, positions);
-    auto longest = static_cast<size_t>(context_.engines.longest(graph_));
-    return in_parts(tokens.count(), longest, query ? &memory_->queries : nullptr,
-                    [&](size_t start, size_t count, uint8_t* queries) { return many(tokens, rope, start, count, queries); });
+    size_t all = tokens.count(), longest = static_cast<size_t>(context_.engines.longest(graph_));
+    if (query) memory_->queries.room(all);
+    auto out = std::make_shared<TensorrtRows>(context_, all);
+    for (size_t start = 0; start < all; start += longest)
+      many(tokens, rope, start, std::min(longest, all - start), query ? memory_->queries.address(start) : nullptr,
+           out->row(start));
+    cuda_.wait();
+    return {std::move(out), static_cast<size_t>(context_.manifest.model.hidden)};
   }
 
  private:
@@ -156,23 +162,22 @@ class TensorrtStageCache : public StageCache {
     }
   }
 
-  Rows many(const TokenStates& tokens, const RopeRows& rope, size_t start, size_t count, uint8_t* queries) {
+  // Queues the run of some tokens; their hidden states go to `out`.
+  void many(const TokenStates& tokens, const RopeRows& rope, size_t start, size_t count, uint8_t* queries, uint8_t* out) {
     DeviceSlots& m = *memory_;
     LoadedEngines& engines = context_.engines;
     Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
-    Rows out(count, static_cast<size_t>(context_.manifest.model.hidden));
     int64_t filled = length + static_cast<int64_t>(start);
     bool in_place = m.row % kAlignment == 0;  // else no slot but the first has an address that TensorRT takes
     m.bind(used, count, filled, in_place ? m.slot(filled) : m.new_slots(), in_place ? m.part : aligned(count * m.row),
            !rope.own.empty(), queries);
-    *m.total.data() = static_cast<int32_t>(filled + static_cast<int64_t>(count));
+    auto total = static_cast<int32_t>(filled + static_cast<int64_t>(count));
     copy_tokens(context_, spec_, tokens, rope, start, count);
-    cuda_.copy_in(engines.address(names::kTotalSlots), m.total.data(), m.total.bytes());
+    cuda_.copy_in(engines.address(names::kTotalSlots), &total, sizeof total);
     used.enqueue();
     if (!in_place) m.put(filled, count);
-    cuda_.copy_out(out.data.data(), engines.address(names::kHiddenOut), out.data.size() * sizeof(float));
-    cuda_.wait();
-    return out;
+    size_t bytes = count * static_cast<size_t>(context_.manifest.model.hidden) * sizeof(float);
+    cuda_.copy_rows(out, bytes, engines.address(names::kHiddenOut), bytes, bytes, 1);
   }
 
   TensorrtCacheContext& context_;
@@ -270,19 +275,6 @@ void give_back(TensorrtCacheContext& shared, int64_t stage, std::unique_ptr<Stag
   }
 }
 
-Rows in_parts(size_t tokens, size_t longest, Queries* queries,
-              const std::function<Rows(size_t start, size_t count, uint8_t* queries)>& one) {
-  if (queries) queries->room(tokens);
-  Rows out;
-  for (size_t start = 0; start < tokens; start += longest) {
-    Rows part = one(start, std::min(longest, tokens - start), queries ? queries->address(start) : nullptr);
-    if (tokens <= longest) return part;
-    out.width = part.width;
-    out.data.insert(out.data.end(), part.data.begin(), part.data.end());
-  }
-  return out;
-}
-
 void Queries::room(size_t count) {
   size_t bytes = 4 * count * static_cast<size_t>(context_.manifest.model.heads * context_.manifest.model.head_dim);
   if (!buffer_ || buffer_->size() < bytes) {
@@ -365,7 +357,7 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
 void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const RopeRows& rope,
                  size_t start, size_t count) {
   auto copy = [&](const std::string& name, const Rows& rows) {
-    context.cuda.copy_in(context.engines.address(name), rows.row(start), count * rows.width * sizeof(float));
+    put(context.cuda, context.engines.address(name), rows, start, count);
   };
   copy(names::kHidden, tokens.hidden);
   for (const std::string& name : spec.inputs) copy(names::kTokenInput + name, tokens.inputs.at(name));

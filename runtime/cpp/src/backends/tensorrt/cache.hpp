@@ -43,8 +43,9 @@ struct TensorrtCacheContext {
   std::string score;
   std::map<std::string, Floats> tables = {};
   Addresses rope = {}, own_rope = {};
-  std::map<int64_t, std::vector<std::unique_ptr<StageMemory>>> unused = {};  // of each stage, by its first layer
-  int64_t made = 0;                                                          // memories so far
+  // Of each stage, by its first layer, and of hidden states of this many tokens, turned negative.
+  std::map<int64_t, std::vector<std::unique_ptr<StageMemory>>> unused = {};
+  int64_t made = 0;  // memories so far
 
   // Bytes of K or V of one layer for these slots, so that what follows them is aligned.
   size_t bytes_of(int64_t slots) const { return aligned(static_cast<size_t>(slots) * row_bytes()); }
@@ -57,13 +58,11 @@ struct TensorrtCacheContext {
 constexpr int64_t kSlotBlock = 32;  // slots by which memory grows
 
 // Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new. A cache gives it back as it
-// goes; so the next image allocates nothing, and finds its CUDA graph recorded. All unused memory is freed if the device
-// has too little for new one.
-template <typename Memory>
-std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, const StageSpec& spec, const std::string& graph,
-                               int64_t capacity) {
-  auto make = [&] { return std::make_unique<Memory>(shared, spec, graph, capacity); };
-  auto& unused = shared.unused[spec.first];
+// goes; so the next image allocates nothing, and finds its CUDA graph recorded. All unused memory of caches is freed if the
+// device has too little for new one.
+template <typename Memory, typename Make>
+std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, int64_t stage, int64_t capacity, const Make& make) {
+  auto& unused = shared.unused[stage];
   auto best = unused.end();
   for (auto it = unused.begin(); it != unused.end(); ++it)
     if ((*it)->capacity >= capacity && (best == unused.end() || (*it)->capacity < (*best)->capacity)) best = it;
@@ -77,9 +76,12 @@ std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, const StageSpec& sp
     return make();
   } catch (const Error&) {
     bool any = false;
-    for (const auto& [first, kept] : shared.unused) any = any || !kept.empty();
+    for (auto& [first, kept] : shared.unused) {
+      if (stage > 0 && first < 0) continue;  // hidden states, or a longer cache would leave no room for a prompt
+      any = any || !kept.empty();
+      kept.clear();
+    }
     if (!any) throw;
-    shared.unused.clear();
     return make();
   }
 }
@@ -90,7 +92,9 @@ template <typename Memory>
 void make_room(TensorrtCacheContext& shared, const StageSpec& spec, const std::string& graph, int64_t slots, int64_t limit,
                int64_t length, std::unique_ptr<Memory>& memory) {
   if (memory && memory->capacity >= slots) return;
-  auto longer = borrow<Memory>(shared, spec, graph, std::min(limit, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock));
+  int64_t capacity = std::min(limit, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock);
+  auto longer =
+      borrow<Memory>(shared, spec.first, capacity, [&] { return std::make_unique<Memory>(shared, spec, graph, capacity); });
   if (memory && length > 0) longer->take_over(*memory, length);
   memory = std::move(longer);
 }
@@ -153,11 +157,6 @@ struct SlotRun {
   size_t start, first, count;
 };
 std::vector<SlotRun> slot_runs(const Ids& slots);
-
-// Runs `one(start, count, queries)` on parts of `tokens` tokens that the stage's engine takes at once, and joins what comes
-// out. `queries`: where those of the part go, null for none.
-Rows in_parts(size_t tokens, size_t longest, Queries* queries,
-              const std::function<Rows(size_t start, size_t count, uint8_t* queries)>& one);
 
 // What every stage is bound to besides K and V: shapes of `count` tokens, and addresses. `own_rope`: the rotary tables have
 // a row for each token.

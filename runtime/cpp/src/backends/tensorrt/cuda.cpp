@@ -98,7 +98,17 @@ void Cuda::load(const std::vector<std::string>& names) {
 #undef VTX_FIND
 }
 
-Cuda::~Cuda() { calls_->cudaStreamDestroy(stream_); }
+Cuda::~Cuda() {
+  if (!after_.empty()) {  // an error left work behind that nothing waited for
+    int before = number_;
+    calls_->cudaGetDevice(&before);
+    calls_->cudaSetDevice(number_);
+    calls_->cudaStreamSynchronize(stream_);
+    free_all();
+    calls_->cudaSetDevice(before);
+  }
+  calls_->cudaStreamDestroy(stream_);
+}
 
 Cuda::Use::Use(Cuda& cuda) : cuda_(cuda), held_(cuda.mutex_), before_(cuda.number_) {
   if (cuda_.uses_ == 0) {
@@ -121,6 +131,10 @@ uint8_t* Cuda::allocate(size_t bytes, const std::string& purpose) {
   Use held(*this);
   void* address = nullptr;
   int error = calls_->cudaMalloc(&address, bytes);
+  if (error == kOutOfMemory && !after_.empty()) {
+    wait();
+    error = calls_->cudaMalloc(&address, bytes);
+  }
   if (error == kOutOfMemory) {
     auto [left, total] = memory();
     fail(Kind::device, purpose, " needs ", size_text(static_cast<int64_t>(bytes)), " of device memory, ", size_text(left),
@@ -131,9 +145,24 @@ uint8_t* Cuda::allocate(size_t bytes, const std::string& purpose) {
   return static_cast<uint8_t*>(address);
 }
 
-void Cuda::release(void* address) noexcept {
+void Cuda::release(void* address) noexcept { free(calls_->cudaFree, address); }
+
+void Cuda::free(Free call, void* released) noexcept {
   std::lock_guard<std::recursive_mutex> held(mutex_);
-  calls_->cudaFree(address);
+  if (queued_) {
+    try {
+      after_.emplace_back(call, released);
+      return;
+    } catch (...) {  // no memory to note it, so it is freed after a wait
+      calls_->cudaStreamSynchronize(stream_);
+    }
+  }
+  call(released);
+}
+
+void Cuda::free_all() noexcept {
+  for (const auto& [call, released] : after_) call(released);
+  after_.clear();
 }
 
 void* Cuda::allocate_host(size_t bytes) {
@@ -144,10 +173,7 @@ void* Cuda::allocate_host(size_t bytes) {
   return address;
 }
 
-void Cuda::release_host(void* address) noexcept {
-  std::lock_guard<std::recursive_mutex> held(mutex_);
-  calls_->cudaFreeHost(address);
-}
+void Cuda::release_host(void* address) noexcept { free(calls_->cudaFreeHost, address); }
 
 std::pair<int64_t, int64_t> Cuda::memory() {
   size_t left = 0, total = 0;
@@ -156,21 +182,25 @@ std::pair<int64_t, int64_t> Cuda::memory() {
 }
 
 void Cuda::zero(void* address, size_t bytes) {
-  check("cudaMemsetAsync", calls_->cudaMemsetAsync(address, 0, bytes, stream_));
+  check("cudaMemsetAsync", calls_->cudaMemsetAsync(address, 0, bytes, stream()));
 }
 
 void Cuda::copy_in(void* to, const void* from, size_t bytes) { copy(to, from, bytes, kIn); }
 void Cuda::copy_out(void* to, const void* from, size_t bytes) { copy(to, from, bytes, kOut); }
 
 void Cuda::copy_rows(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height) {
-  int error = calls_->cudaMemcpy2DAsync(to, to_pitch, from, pitch, width, height, kWithin, stream_);
+  int error = calls_->cudaMemcpy2DAsync(to, to_pitch, from, pitch, width, height, kWithin, stream());
   check("cudaMemcpy2DAsync", error);
 }
 
-void Cuda::wait() { check("cudaStreamSynchronize", calls_->cudaStreamSynchronize(stream_)); }
+void Cuda::wait() {
+  check("cudaStreamSynchronize", calls_->cudaStreamSynchronize(stream_));
+  queued_ = false;
+  free_all();
+}
 
 void Cuda::copy(void* to, const void* from, size_t bytes, int kind) {
-  check("cudaMemcpyAsync", calls_->cudaMemcpyAsync(to, from, bytes, kind, stream_));
+  check("cudaMemcpyAsync", calls_->cudaMemcpyAsync(to, from, bytes, kind, stream()));
 }
 
 void* Cuda::record(const std::function<void()>& work) {
@@ -194,11 +224,8 @@ void* Cuda::record(const std::function<void()>& work) {
   return error == 0 ? recorded : nullptr;
 }
 
-void Cuda::launch(void* recorded) { check("cudaGraphLaunch", calls_->cudaGraphLaunch(recorded, stream_)); }
+void Cuda::launch(void* recorded) { check("cudaGraphLaunch", calls_->cudaGraphLaunch(recorded, stream())); }
 
-void Cuda::forget(void* recorded) noexcept {
-  std::lock_guard<std::recursive_mutex> held(mutex_);
-  calls_->cudaGraphExecDestroy(recorded);
-}
+void Cuda::forget(void* recorded) noexcept { free(calls_->cudaGraphExecDestroy, recorded); }
 
 }  // namespace vtxcore

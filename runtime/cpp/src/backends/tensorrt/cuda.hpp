@@ -53,6 +53,7 @@ class Cuda {
 
   // The address of `bytes` bytes; the error says how many are free where there are not enough.
   uint8_t* allocate(size_t bytes, const std::string& purpose);
+  // What is released while work is queued, which may use it, is freed once something has waited for that work.
   void release(void* address) noexcept;
   void* allocate_host(size_t bytes);  // zeroed, and read and written by the device itself
   void release_host(void* address) noexcept;
@@ -71,9 +72,16 @@ class Cuda {
   void launch(void* recorded);
   void forget(void* recorded) noexcept;
 
-  void* stream() const { return stream_; }
+  // For a call that queues work on it.
+  void* stream() {
+    queued_ = true;
+    return stream_;
+  }
 
  private:
+  using Free = int (*)(void*);
+  void free(Free call, void* released) noexcept;
+  void free_all() noexcept;
   void load(const std::vector<std::string>& names);
   void check(const char* name, int error);
   void copy(void* to, const void* from, size_t bytes, int kind);
@@ -83,6 +91,8 @@ class Cuda {
   int uses_ = 0;
   std::unique_ptr<CudaCalls> calls_;
   void* stream_ = nullptr;
+  bool queued_ = false;                        // work that nothing has waited for
+  std::vector<std::pair<Free, void*>> after_;  // to be freed once there is none
 };
 
 // Device memory that is freed with this object.

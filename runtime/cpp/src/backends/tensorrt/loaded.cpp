@@ -187,7 +187,7 @@ GraphOutputs LoadedEngines::run(const std::string& graph, const std::vector<Grap
     for (int64_t size : input.shape) bytes *= static_cast<size_t>(size);
     addresses[input.name] = address(input.name);
     shapes[input.name] = input.shape;
-    cuda_.copy_in(addresses[input.name], input.data, bytes);
+    if (input.data) cuda_.copy_in(addresses[input.name], input.data, bytes);
   }
   const std::vector<TensorSpec>& given = engines_.at(graph).io.outputs;
   for (const TensorSpec& spec : given) addresses[spec.name] = address(spec.name);

@@ -72,7 +72,7 @@ class Dart : public EntryReduction {
     if (count <= pivots_ + each * all) return std::nullopt;
     auto [image_keys, text_keys] = boundary.keys();
     Rows hidden = weighted(boundary.image_hidden(), *boundary.final_norm);
-    Rows text = weighted(boundary.question_hidden, *boundary.final_norm);
+    Rows text = weighted(boundary.question_hidden(), *boundary.final_norm);
     Ids image_pivots = largest(sizes_of(image_keys), pivots_), words = largest(sizes_of(text_keys), text_pivots_);
     Mask kept(static_cast<size_t>(count), 0);
     for (int64_t pivot : image_pivots) kept[static_cast<size_t>(pivot)] = 1;
