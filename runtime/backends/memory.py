@@ -26,7 +26,7 @@ RUN_BASE = 110 << 20  # of Python, numpy and onnxruntime before any weight
 QUESTION_ROWS = 256  # tokens of text in a prediction
 PREFILL_BUFFERS = 16  # of [prompt tokens, hidden] float32 in a prefill
 SMALL_BYTES = 64 << 20  # of all weights: these fit in parallel anywhere
-SPARE = 2  # times what a bundle needs must be free, since each graph holds weights twice while they are packed
+SPARE = 2  # times what a bundle needs must be free: onnxruntime holds the weights of each graph twice while it packs
 T = TypeVar("T")
 
 
@@ -90,7 +90,7 @@ def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
 
 
 def is_roomy(bundle: Bundle, floats: Mapping[str, int]) -> bool:
-    """True if a load may use memory to be quicker: graphs in parallel, and freed memory kept for the next.
+    """True if a load may use memory to be quicker: graphs in parallel; on onnxruntime freed memory is kept for the next.
 
     `floats` as in `needed_memory`.
     """

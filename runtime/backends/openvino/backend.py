@@ -94,7 +94,6 @@ class OpenvinoBackend(HostBackend):
         by_slot = {"KEY_CACHE_QUANT_MODE": "BY_TOKEN"} if kv == "u8" else {}
         self._cache_settings = {"KV_CACHE_PRECISION": kv, **by_slot}
         self.tower_settings = {"INFERENCE_PRECISION_HINT": "bf16"} if compute == "int8" and "BF16" in able else {}
-        self._roomy = is_roomy(bundle, ENGINES["openvino"].compute[compute])
         self._embed = self._graph(files.embed, graphs.embed(m), m.precision)
         self._gates = {k: self._graph(file, graphs.gate(m), m.precision) for k, file in m.gate_files(DIALECT).items()}
         score = self._graph(files.score, graphs.score(m, DIALECT), m.precision) if files.score else None
@@ -108,7 +107,8 @@ class OpenvinoBackend(HostBackend):
         head = partial(self._graph, files.head, graphs.head(m, DIALECT), m.head_precision, None if m.action else first)
         loads: list[Callable[[], Any]] = [head, *(partial(self._load_stage, *each) for each in m.stage_files(DIALECT))]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
-        self._head, *self.stages = load_each(loads, self.threads if self._roomy else 1, sizes)
+        roomy = is_roomy(bundle, ENGINES["openvino"].compute[compute])
+        self._head, *self.stages = load_each(loads, self.threads if roomy else 1, sizes)
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str]:
@@ -172,7 +172,7 @@ class OpenvinoBackend(HostBackend):
         model = self._read(name, promised)
         if image is not None and not image.own_size:
             model.reshape({names.PIXELS: [-1 if self._manifest.action else 1, 3, *image.size]})
-        with releasing_pages(model, at_once=not self._roomy):
+        with releasing_pages(model):
             compiled = self._compile(name, model, precision, **({} if image is None else self.tower_settings))
             graph = OpenvinoGraph(name, compiled, promised.outputs)
             if first is not None:
@@ -195,7 +195,7 @@ class OpenvinoBackend(HostBackend):
         many = read() if self.compute == "int8" and PRECISIONS[m.precision].bits == 4 else None
         held = [] if many is None else bring_to_int8(many)
         with ExitStack() as pages:
-            pages.enter_context(releasing_pages(model, at_once=not self._roomy))
+            pages.enter_context(releasing_pages(model))
             for_many = None
             if many is not None:
                 pages.enter_context(releasing_pages(many))

@@ -85,12 +85,11 @@ def _multiply_unshaped(product: Any) -> None:
 
 
 @contextmanager
-def releasing_pages(model: Any, *, at_once: bool = True) -> Iterator[None]:
+def releasing_pages(model: Any) -> Iterator[None]:
     """Keep pages of the weights' files that are read within from staying resident, on Linux.
 
     For the time in which the engine packs them: each page is read once, and the engine computes with the packed form.
-    The files stay mapped and can be read again. `model` is an openvino.Model read from files. Unless `at_once`, pages
-    are released at the end only, and none is fetched twice.
+    The files stay mapped and can be read again. `model` is an openvino.Model read from files.
     """
     mapped = _mapped(model) if sys.platform == "linux" else []
     if not mapped:
@@ -107,14 +106,12 @@ def releasing_pages(model: Any, *, at_once: bool = True) -> Iterator[None]:
             release()
 
     watcher = threading.Thread(target=watch, daemon=True)
-    if at_once:
-        watcher.start()
+    watcher.start()
     try:
         yield
     finally:
         done.set()
-        if at_once:
-            watcher.join()
+        watcher.join()
         release()
 
 

@@ -10,9 +10,8 @@
 
 namespace vtxcore {
 
-// Whether a load may take memory to be quicker: graphs side by side, and pages of the weights let go at the end alone. So
-// it is with small bundles, and where twice what the weights take in `compute` arithmetic is free: each graph holds them
-// twice while they are packed.
+// Whether a load may take memory to be quicker: graphs side by side. So it is with small bundles, and where twice what the
+// weights take in `compute` arithmetic is free: on onnxruntime each graph holds them twice while they are packed.
 bool is_roomy(const Manifest& m, const std::string& compute);
 
 // Graphs to be loaded: how to, and how large each is next to the others.

@@ -37,8 +37,7 @@ class OpenvinoBackend : public HostBackend {
   OpenvinoBackend(const Bundle& bundle, const BackendOptions& options)
       : HostBackend(bundle, kDialect), openvino_(options.library),
         context_{m_,      kv_type(options.compute, m_.kv_dtype),       m_.kv_type(kDialect) == "float16", {},
-                 nullptr, rows_of_a_run(m_.precision, options.compute)},
-        roomy_(is_roomy(m_, options.compute)) {
+                 nullptr, rows_of_a_run(m_.precision, options.compute)} {
     device = "openvino", compute = options.compute, library = openvino_.described();
     kv_slot_bytes = context_.slot_bytes();
     int threads = options.threads > 0 ? options.threads : cores();
@@ -46,7 +45,7 @@ class OpenvinoBackend : public HostBackend {
     std::map<std::string, Floats> tables = read_tables(bundle);
     for (const char* name : {names::kCos, names::kSin}) context_.rope[name] = std::move(tables.at(name));
     stages_.resize(m_.stages.size());
-    load_graphs(roomy_ ? threads : 1);
+    load_graphs(is_roomy(m_, compute) ? threads : 1);
     context_.score = score();
   }
 
@@ -93,7 +92,7 @@ class OpenvinoBackend : public HostBackend {
     if (sized) size = m_.image.output();
     // For one image, or several of cameras, which lets the engine choose its kernels for these very sizes.
     if (sized) loading(name, [&] { model->reshape(names::kPixels, {m_.action ? -1 : 1, 3, size.first, size.second}); });
-    auto dropping = model->letting_go(!roomy_);
+    auto dropping = model->letting_go();
     const std::string& precision = vision || name == graphs_.text_tower || name == graphs_.projector ? m_.vision_precision
                                    : head                                                            ? m_.head_precision
                                                                                                      : m_.precision;
@@ -132,7 +131,7 @@ class OpenvinoBackend : public HostBackend {
     const StageSpec& spec = m_.stages[index];
     OpenvinoStage& stage = stages_[index];
     auto model = read_stage(file, spec), many = read_for_many(file, spec, stage);
-    auto dropping = model->letting_go(!roomy_), dropping_many = many ? many->letting_go(true) : nullptr;
+    auto dropping = model->letting_go(), dropping_many = many ? many->letting_go() : nullptr;
     stage.name = file;
     stage.compiled = compile(file, *model, m_.precision);
     if (many) stage.for_many = compile(file, *many, "int8");
@@ -147,7 +146,6 @@ class OpenvinoBackend : public HostBackend {
 
   OpenvinoLibrary openvino_;
   OpenvinoCacheContext context_;
-  const bool roomy_;
   Settings settings_, tower_settings_;
   std::vector<OpenvinoStage> stages_;
 };

@@ -73,7 +73,7 @@ class Model {
   virtual void bring_to_int8(WeightMemory& memory) = 0;
   virtual void reshape(const std::string& input, const std::vector<int64_t>& shape) = 0;
   virtual std::unique_ptr<Compiled> compile(const std::map<std::string, std::string>& settings) = 0;
-  virtual std::unique_ptr<Dropping> letting_go(bool at_once) const = 0;
+  virtual std::unique_ptr<Dropping> letting_go() const = 0;
 };
 
 class Core {
@@ -85,7 +85,7 @@ class Core {
 };
 
 // The one symbol of libvtx_openvino.so; the caller owns the core. Null where the library was built for another bridge.
-inline constexpr int kBridgeVersion = 5;
+inline constexpr int kBridgeVersion = 6;
 inline constexpr char kBridgeSymbol[] = "vtx_openvino_core";
 using BridgeFunction = Core* (*)(int version);
 

@@ -86,7 +86,7 @@ class OvModel : public Model {
   std::unique_ptr<Compiled> compile(const std::map<std::string, std::string>& settings) override {
     return std::make_unique<OvCompiled>(core_.compile_model(model_, "CPU", ov::AnyMap(settings.begin(), settings.end())));
   }
-  std::unique_ptr<Dropping> letting_go(bool at_once) const override { return openvino::letting_go(*model_, at_once); }
+  std::unique_ptr<Dropping> letting_go() const override { return openvino::letting_go(*model_); }
 
  private:
   ov::Core core_;

@@ -109,16 +109,14 @@ std::vector<Mapping> mapped(const ov::Model& model) {
 
 class Watcher : public Dropping {
  public:
-  Watcher(std::vector<Mapping> mappings, bool at_once) : mappings_(std::move(mappings)) {
-    if (at_once) thread_ = std::thread([this] { watch(); });
-  }
+  explicit Watcher(std::vector<Mapping> mappings) : mappings_(std::move(mappings)), thread_([this] { watch(); }) {}
   ~Watcher() override {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       done_ = true;
     }
     woken_.notify_one();
-    if (thread_.joinable()) thread_.join();
+    thread_.join();
     drop();
   }
 
@@ -135,7 +133,7 @@ class Watcher : public Dropping {
   std::mutex mutex_;
   std::condition_variable woken_;
   bool done_ = false;
-  std::thread thread_;
+  std::thread thread_;  // the last member: it uses the others
 };
 
 }  // namespace
@@ -171,10 +169,10 @@ int64_t int4_block(const ov::Model& model) {
   return least == 0 ? names::kQuantisedRowsInt4 : least;
 }
 
-std::unique_ptr<Dropping> letting_go(const ov::Model& model, bool at_once) {
+std::unique_ptr<Dropping> letting_go(const ov::Model& model) {
   std::vector<Mapping> mappings = mapped(model);
   if (mappings.empty()) return nullptr;
-  return std::make_unique<Watcher>(std::move(mappings), at_once);
+  return std::make_unique<Watcher>(std::move(mappings));
 }
 
 }  // namespace vtxcore::openvino

@@ -34,9 +34,8 @@ void keep_narrow(ov::Model& model, const std::string& compute);
 int64_t int4_block(const ov::Model& model);
 
 // Pages of the weights' files that are read while it lives do not stay resident. To be held while the engine packs them:
-// each page is read once, and the packed form is what it computes with. The files stay mapped. Where pages need not go
-// `at_once` they do so at the end, and none is fetched twice.
-std::unique_ptr<Dropping> letting_go(const ov::Model& model, bool at_once);
+// each page is read once, and the packed form is what it computes with. The files stay mapped.
+std::unique_ptr<Dropping> letting_go(const ov::Model& model);
 
 // `plain` graphs as OpenVINO's own kernel takes them: one operator fills caches in blocks and attends to them.
 
