@@ -35,7 +35,8 @@ Ids StateHistory::ends(int64_t length, int64_t count) const {
 }
 
 float* StateHistory::room(size_t ends) {
-  room_.resize(ends * layers_ * numbers_);
+  const size_t size = ends * layers_ * numbers_;
+  if (room_.size() != size) room_ = Floats(size);
   return room_.data();
 }
 
