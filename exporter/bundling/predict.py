@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.decoder import layer_tensors
+from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.scaling import OUTPUTS, TOKENS
 from vtx.runtime.backends.memory import answering_memory, resident_bytes
@@ -24,6 +25,7 @@ GPU_LIBRARIES = 325 << 20  # bytes more of a PyTorch that is built for GPUs, whe
 QUESTION_TOKENS = 64  # of the golden prompt, without the image
 LAYER_GRAPH = 12_000  # bytes of a layer, the decoder's or the tower's, in a dialect's graphs: 10 to 11 thousand
 OTHER_FILES = 64_000  # bytes: the manifest, the configuration, headers, graphs without layers
+MATRIX_BYTES = 4 + 2 + 4  # of each number of a matrix that the reference multiplies: stored, as float32, and packed
 PASSAGE_TOKENS = 256  # of the prompt that the scales of int8 K and V are measured on, without the image
 
 
@@ -68,22 +70,44 @@ def predict(
         if text.tied or name != EMBEDDING  # an untied table stays in its file and is read a row at a time
     )
     # Weights are written in chunks, which takes less than the base. While the reference computes: a layer's largest
-    # matrix, stored and as float32, and its hidden states.
+    # matrix, and its hidden states.
     golden = config.layout.count(*golden_image().size)
     tokens = golden + PASSAGE_TOKENS if KV_DTYPES[kv_dtype].scaled else DECODED_TOKENS + QUESTION_TOKENS
-    checking = (4 + 2 + 4) * text.hidden * max(text.ffn, text.heads * text.head_dim) + 4 * 4 * tokens * text.ffn
+    layers = [[prod(shape) for _, shape in layer_tensors(text, layer + 1)] for layer in range(text.layers)]
+    ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
+    checking = MATRIX_BYTES * max(map(max, layers)) + 4 * 4 * tokens * ffn
     # While activations are measured: a layer as float32, its largest matrix as stored, hidden states, the search.
     measuring = 0
     if measured:
-        matrices = sum(prod(shape) for _, shape in layer_tensors(text, 1))
-        widest = max(text.ffn, text.heads * text.head_dim, text.hidden)
-        measuring = 4 * matrices + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
-        measuring += 4 * max(measured) * (4 * text.ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
+        widest = max(ffn, text.heads * text.head_dim, text.hidden)
+        measuring = 4 * max(map(sum, layers)) + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
+        measuring += 4 * max(measured) * (4 * ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
     return Prediction(
         disk=sum(file.size for file in plan.files) + small, linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=export_base() + max(checking, measuring), run_memory=resident + answering,
+        export_memory=export_base() + max(checking, seeing_memory(config), measuring), run_memory=resident + answering,
         kv_full=slot * text.attending, work=sum(file.work for file in plan.files),
     )  # fmt: skip
+
+
+def seeing_memory(config: ModelConfig) -> int:
+    """Memory in addition to the base while the reference's tower sees the golden picture: bytes.
+
+    They are the tower's largest matrix, its tables of positions, and the hidden states of a block; of a convolutional
+    tower the maps of the first stage's channels.
+    """
+    v, picture = config.vision, golden_image().size
+    matrices, tables = [0], 0
+    for name, shape in vision_tensors(config):
+        if "pos_embed" in name or "position_embedding" in name:
+            tables += prod(shape)
+        else:
+            matrices.append(prod(shape))
+    own = v.native or v.naflex
+    patches = config.layout.count(*picture) * v.square**2 if own else config.layout.passes(*picture) * v.grid**2
+    states = patches * 4 * (v.ffn + v.hidden)
+    if v.stage_blocks:
+        states = 3 * v.stage_widths[0] * (v.image // 2) ** 2
+    return MATRIX_BYTES * max(matrices) + 4 * tables + 4 * states
 
 
 def export_base() -> int:

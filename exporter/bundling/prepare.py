@@ -59,6 +59,7 @@ from vtx.runtime.vision.layouts import spec_of
 from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.pairs import Pairs
 
+DOWNSAMPLE = "downsample_mode"
 DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
 UNPRINTED = "no videos: the chat template does not print them"
 NO_STATES = f"{STATES}, so the bundle has no graphs for CUDA and TensorRT; use onnxruntime or OpenVINO"
@@ -188,7 +189,8 @@ def plan_export(options: ExportOptions) -> Plan:
         _check_ks(options.ks, layers)
     chosen = _downsampling(options, family)
     stated = read_config({**checkpoint.config, **chosen})
-    checkpoint = replace(checkpoint, factors=stated.text.factors, shifts=stated.text.shifts)
+    downsample = _patches_of_a_token(checkpoint, family, chosen)
+    checkpoint = replace(checkpoint, factors=stated.text.factors, shifts=stated.text.shifts, downsample=downsample)
     if family.adjust is not None:
         stated = family.adjust(stated, {**read_image_processor(checkpoint.folder), **chosen})
     if family.statistics is not None:
@@ -301,7 +303,14 @@ def _downsampling(options: ExportOptions, family: Family) -> dict[str, str]:
             f"--downsample is {options.downsample!r:.40}; "
             + (f"this model has {known}; use one of these" if known else "this model leaves no choice; leave it out")
         )
-    return {"downsample_mode": options.downsample}
+    return {DOWNSAMPLE: options.downsample}
+
+
+def _patches_of_a_token(checkpoint: Checkpoint, family: Family, chosen: dict[str, str]) -> str | None:
+    """The chosen setting, else the checkpoint's own, else the family's first; None if it leaves no choice."""
+    if not family.downsampling:
+        return None
+    return chosen.get(DOWNSAMPLE) or checkpoint.config.get(DOWNSAMPLE) or family.downsampling[0]
 
 
 def _check_ks(ks: Sequence[int], layers: int) -> None:

@@ -28,6 +28,7 @@ from vtx.runtime.bundle.files import Folder, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
 from vtx.runtime.units import counted
+from vtx.tools.calibration.report import DOWNSAMPLED
 from vtx.tools.common.files import json_object
 
 MAX_CONFIG = 2**20
@@ -66,6 +67,7 @@ class Checkpoint:
     `revision` is the hub's commit if known. Tensors that no graph needs (rotary buffers, position ids, SigLIP's pooling
     head) are kept, and so are names of unknown parts, unchanged. `original` replaces the files of Hugging Face's layout
     that an original layout lacks; `notes` are for the user. `factors` and `shifts` are the decoder's (`TextConfig`).
+    `downsample` is the number of patches in an image token, of families that leave a choice.
     """
 
     folder: Path
@@ -76,6 +78,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     factors: tuple[tuple[str, float], ...] = ()
     shifts: tuple[tuple[str, float], ...] = ()
+    downsample: str | None = None
 
     def factor(self, name: str) -> float:
         """The factor of the weight of canonical `name`, by which it is multiplied where it is read."""
@@ -88,7 +91,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return a sha256 over the config and every tensor's name, dtype, shape and a few bytes from its middle.
 
-        It changes when a model is retrained, and does not depend on the division into shards. Raises CheckpointError.
+        It changes when a model is retrained, and does not depend on the division into shards. `downsample` follows it,
+        since what is measured with one number of image tokens does not hold for another. Raises CheckpointError.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, info in sorted(self.tensors.items()):
@@ -99,7 +103,7 @@ class Checkpoint:
                     digest.update(file.read(min(64, info.nbytes)))
             except OSError as cause:
                 raise CheckpointError(f"cannot read {info.file} ({reason(cause)}); check the disk") from cause
-        return digest.hexdigest()
+        return digest.hexdigest() + (DOWNSAMPLED + self.downsample if self.downsample else "")
 
     def require(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         """Return the tensor of canonical `name`, which has `shape` and is F32, F16 or BF16."""

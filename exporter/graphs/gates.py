@@ -21,6 +21,7 @@ from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.runtime.bundle.safetensors import TensorInfo, read_bits, read_header, read_tensor, shown
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import CheckpointError
+from vtx.tools.calibration.report import other_downsampling
 
 FEATURES = "mean of the rows after the last image but the last one, and the last one"
 MAX_WIDTH = 1 << 16
@@ -60,6 +61,11 @@ def read_gates(path: Path, text: TextConfig, fingerprint: str) -> Gates:
             "train gates with vtx-train-gate"
         )
     trained_for = metadata.get("model_fingerprint")
+    if trained_for is not None and (modes := other_downsampling(trained_for, fingerprint)):
+        raise CheckpointError(
+            f"{path.name}: the gates were trained with --downsample {shown(modes[0][:12])}, this is {modes[1]}; train "
+            "gates for a bundle of this one with vtx-train-gate --bundle"
+        )
     if trained_for is not None and trained_for != fingerprint:
         raise CheckpointError(
             f"{path.name}: the gates were trained for another model ({shown(trained_for[:12])}, this is "

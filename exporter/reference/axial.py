@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.checkpoint.config import VisionConfig
-from vtx.exporter.reference.native import rotated
+from vtx.exporter.reference.native import attended, rotated
 
 BASE = 100.0
 
@@ -56,7 +56,7 @@ class AxialTower:
             halves = zip(x.chunk(2, -1), axes, strict=True)
             return torch.cat([rotated(half, angles) for half, angles in halves], -1).transpose(0, 1)
 
-        seen = F.scaled_dot_product_attention(turned(q), turned(k), w.transpose(0, 1), scale=1.0)
+        seen = attended(turned(q), turned(k), w.transpose(0, 1), scale=1.0)
         return self._linear(seen.transpose(0, 1).flatten(1), f"{name}.o_proj")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:

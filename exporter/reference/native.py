@@ -67,7 +67,7 @@ class NativeTower:
         q, k = rotated(q, angles), rotated(k, angles)
         y = torch.empty_like(x)
         for own in groups:
-            seen = F.scaled_dot_product_attention(q[:, own], k[:, own], w[:, own])
+            seen = attended(q[:, own], k[:, own], w[:, own])
             y[own] = seen.transpose(0, 1).flatten(1)
         x = x + self._linear(y, f"{name}.attn.proj")
         y, mlp = self._norm(x, f"{name}.norm2"), f"{name}.mlp"
@@ -75,6 +75,15 @@ class NativeTower:
             gate = self._activate(self._linear(y, f"{mlp}.gate_proj"), v.activation)
             return x + self._linear(gate * self._linear(y, f"{mlp}.up_proj"), f"{mlp}.down_proj")
         return x + self._linear(self._activate(self._linear(y, f"{mlp}.fc1"), v.activation), f"{mlp}.fc2")
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """What each of [heads, n, head_dim] reads of all, alike.
+
+    With an axis for images, since PyTorch's kernel without the matrix of scores [heads, n, n] wants one: for an image
+    of Gemma 4 the scores and their softmax take 610 MB.
+    """
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale)[0]
 
 
 def rotated(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:

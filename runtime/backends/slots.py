@@ -245,6 +245,9 @@ class StateHistory:
     image's end, and the last ones. A state cannot be cut as slots can: a cache that goes back to another number of
     tokens goes back to the `nearest` one before, and runs the tokens between again. `tried`: tokens of a run that has
     the state after each of them held.
+
+    While tokens run one by one nothing is copied: a run reads the state `before` it where it is held, and writes the
+    next one into `room`, which is the memory of one that is held no more, and is then held itself.
     """
 
     def __init__(self, spec: StageSpec, model: ModelSpec) -> None:
@@ -253,14 +256,28 @@ class StateHistory:
         self.recent, self.tried = min(RECENT, fit), min(TRIED, fit)
         self.marks = set[int]()
         self._held: dict[int, HiddenStates] = {0: np.zeros(self.shape, np.float32)}
+        self._room: HiddenStates | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in self._held.values())
+        return sum(state.nbytes for state in (*self._held.values(), self._room) if state is not None)
 
     def at(self, length: int) -> HiddenStates:
         """The state after `length` tokens, which must be held."""
         return self._held[length]
+
+    def before(self, length: int) -> HiddenStates:
+        """The state after `length` tokens as a run of one conversation takes it, [layers, 1, numbers]: the held one."""
+        return self._held[length][:, None]
+
+    def room(self, ends: int) -> HiddenStates:
+        """Memory for the states after that many tokens of one run, [layers, 1, ends, numbers], to be `put`."""
+        layers, numbers = self.shape
+        if ends > 1:
+            return np.empty((layers, 1, ends, numbers), np.float32)
+        if self._room is None:
+            self._room = np.empty(self.shape, np.float32)
+        return self._room[:, None, None]
 
     def nearest(self, length: int) -> int:
         """The most tokens, at most `length`, whose state is held."""
@@ -279,19 +296,35 @@ class StateHistory:
         return np.array(sorted(marked.union(recent)), np.int64)
 
     def put(self, length: int, ends: Ids, states: HiddenStates) -> None:
-        """Hold the states [layers, ends, numbers] of a run from `length` on; older ones go, but for marks."""
+        """Hold the states [layers, ends, numbers] of a run from `length` on; older ones go, but for marks.
+
+        They are copied, unless they are the one in `room`, which becomes the history's own.
+        """
         layers, numbers = self.shape
-        apart, oldest = states.reshape(layers, len(ends), numbers), length - self.recent
-        kept = {at: state for at, state in self._held.items() if at in self.marks or at > oldest or not at}
-        self._held = kept | {length + int(end): apart[:, number].copy() for number, end in enumerate(ends)}
+        if self._room is not None and np.shares_memory(states, self._room):
+            made, self._room = {length + int(ends[0]): self._room}, None
+        else:
+            apart = states.reshape(layers, len(ends), numbers)
+            made = {length + int(end): apart[:, number].copy() for number, end in enumerate(ends)}
+        oldest = length - self.recent
+        self._forget({at for at in self._held if at and at not in self.marks and at <= oldest} | {*made})
+        self._held |= made
 
     def keep(self, length: int) -> None:
         """Forget what comes behind `length` tokens, whose state must be held."""
         assert length in self._held, f"the state after {length} tokens is not held"
-        self._held = {at: state for at, state in self._held.items() if at <= length}
+        self._forget({at for at in self._held if at > length})
         self.marks = {mark for mark in self.marks if mark <= length}
 
     def take(self, other: StateHistory, length: int) -> None:
-        """Hold the state of another cache after `length` tokens, and mark it."""
-        self._held[length] = other.at(length)
+        """Hold a copy of the state of another cache after `length` tokens, and mark it."""
+        if length:
+            self._forget({length})
+            self._held[length] = other.at(length).copy()
         self.mark(length)
+
+    def _forget(self, lengths: Iterable[int]) -> None:
+        """Drop states, and have the memory of one as room for the next."""
+        for at in lengths:
+            if (gone := self._held.pop(at, None)) is not None and self._room is None:
+                self._room = gone

@@ -18,6 +18,7 @@ from vtx.tools.data.intervals import CONFIDENCE, MeanInterval, ShareInterval, gr
 
 FORMAT = "vtx-calibration-1"
 REPORT = "report.json"
+DOWNSAMPLED = "@"  # in a model's fingerprint, before the number of patches in an image token
 MAX_REPORT = 1 << 28
 KINDS = ("system", "vision", "question", "answer")
 Shares = tuple[tuple[float, ...], ...]  # [layers or tokens][KINDS]
@@ -153,15 +154,26 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
         raise RequestError(f"{path} is not a report of vtx-calibrate")
     strict, choices = Strict(RequestError, "calibrate again"), report.get("choices")
     model = strict.read(CalibratedModel, report.get("model"), f"{path.name}: model")
+    if model.fingerprint != fingerprint:
+        if modes := other_downsampling(model.fingerprint, fingerprint):
+            raise RequestError(
+                f"{path} was measured with --downsample {modes[0]}, this is {modes[1]}; calibrate a bundle of "
+                f"{modes[1]}, or use --downsample {modes[0]}"
+            )
+        raise RequestError(f"{path} was measured on another model, {model.name}; calibrate this one")
     data = strict.read(CalibrationData, report.get("data"), f"{path.name}: data")
     last = choices[-1] if isinstance(choices, list) and choices else None
     choice = strict.read(Choice, last, f"{path.name}: the last of choices")
-    if model.fingerprint != fingerprint:
-        raise RequestError(f"{path} was measured on another model, {model.name}; calibrate this one")
     k, curve = report.get("k"), report.get("curve")
     points = [point for point in curve if isinstance(point, dict)] if isinstance(curve, list) else []
     at = [strict.read(Point, point, f"{path.name}: K = {k} of the curve") for point in points if point.get("k") == k]
     return _recorded(k, choice, data, at)
+
+
+def other_downsampling(measured: str, fingerprint: str) -> tuple[str, str] | None:
+    """The patches in an image token of two fingerprints, if these alone differ; None: another model, or unknown."""
+    (first, _, then), (second, _, now) = (each.partition(DOWNSAMPLED) for each in (measured, fingerprint))
+    return (then, now) if first == second and then and now else None
 
 
 def find_report(path: Path) -> Path | None:

@@ -239,15 +239,16 @@ class OpenvinoStageCache(SlotCounter):
                     self._block_begins[1] = blocks
                 if self.states is not None:
                     ends = self.states.ends(self.length, count)
-                    past = np.ascontiguousarray(self.states.at(self.length)[:, None])
-                    self._set(names.STATE, self._context.shared(past))
+                    made = self.states.room(len(ends))
+                    self._set(names.STATE, self._context.shared(self.states.before(self.length)))
                     self._set(names.STATE_ENDS, self._context.shared(ends))
+                    self._set(names.STATE_OUT, self._context.shared(made))
                 if count == 1:
                     run_row(self._ran, out)
                 else:
                     run_request(self._ran)
                 if self.states is not None:
-                    self.states.put(self.length, ends, self._ran.get_tensor(names.STATE_OUT).data)
+                    self.states.put(self.length, ends, made)
             finally:
                 for name in own_rope:
                     self._set(name, self._context.shared(rope[name]))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.ort.cache import OrtReadingCache, OrtStage, OrtStageCache, state_arrays
+from vtx.runtime.backends.ort.cache import OrtReadingCache, OrtStage, OrtStageCache
 from vtx.runtime.backends.slots import LanePool
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -101,8 +101,10 @@ class OrtStageBatch:
         positions, last, total = np.zeros((count, 1), np.int64), np.zeros(count, np.int32), np.zeros(1, np.int32)
         outputs = {names.HIDDEN_OUT: np.empty_like(inputs[names.HIDDEN])}
         if (states := self._stage.new_states()) is not None:
-            past, new = state_arrays(states, count, np.ones(1, np.int64))
-            inputs, outputs = {**inputs, **past}, {**outputs, **new}
+            layers, numbers = states.shape
+            inputs[names.STATE] = np.empty((layers, count, numbers), np.float32)
+            inputs[names.STATE_ENDS] = np.ones(1, np.int64)
+            outputs[names.STATE_OUT] = np.empty((layers, count, 1, numbers), np.float32)
         given: dict[str, NDArray[Any]] = {
             **inputs, names.POSITIONS: positions, names.LAST_SLOT: last, names.TOTAL_SLOTS: total,
         }  # fmt: skip

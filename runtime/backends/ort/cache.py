@@ -93,16 +93,6 @@ class OrtStage:
                 binding.bind_ortvalue_output(present, buffer)
 
 
-def state_arrays(
-    states: StateHistory, conversations: int, ends: Ids
-) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float32]]]:
-    """Empty inputs and outputs of a run for the states after `ends` of its tokens, by name."""
-    layers, numbers = states.shape
-    given = np.empty((layers, conversations, numbers), np.float32)
-    made = np.empty((layers, conversations, len(ends), numbers), np.float32)
-    return {names.STATE: given, names.STATE_ENDS: ends}, {names.STATE_OUT: made}
-
-
 class OrtStageCache(SlotCounter):
     """`StageCache` whose K/V buffers are allocated once and bound as input and output alike.
 
@@ -131,9 +121,7 @@ class OrtStageCache(SlotCounter):
         self._row_first = {} if self.window is None else {names.FIRST_SLOT: np.zeros((1, 1), np.int64)}
         for name, width in stage.widths.items():
             self._row[name] = np.zeros((1, width), np.float32)
-        self._row_state, self._row_state_out = dict[str, NDArray[Any]](), dict[str, NDArray[np.float32]]()
-        if self.states is not None:
-            self._row_state, self._row_state_out = state_arrays(self.states, 1, np.ones(1, np.int64))
+        self._row_ends = {} if self.states is None else {names.STATE_ENDS: np.ones(1, np.int64)}
         self.kv, self.buffers, self.row_binding = self.buffers_at(None if self.lane is None else self.lane.number)
 
     def buffers_at(self, number: int | None) -> tuple[list[NDArray[Any]], list[Any], Any]:
@@ -145,10 +133,9 @@ class OrtStageCache(SlotCounter):
     def _bind_row(self, buffers: Sequence[Any]) -> Any:
         inputs: dict[str, NDArray[Any]] = {
             **self._row, names.POSITIONS: self._row_position, **self._slots, **self._row_first, **self._row_seen,
-            **self._row_state,
+            **self._row_ends,
         }  # fmt: skip
-        outputs = {names.HIDDEN_OUT: self._row_out, **self._row_state_out}
-        return self.stage.bind(inputs, outputs, buffers)
+        return self.stage.bind(inputs, {names.HIDDEN_OUT: self._row_out}, buffers)
 
     def filled(self) -> list[NDArray[Any]]:
         """A copy of K and V of the filled slots."""
@@ -181,11 +168,14 @@ class OrtStageCache(SlotCounter):
                 first[:] = self._first_slots(positions)
             for name, row in self._row.items():
                 row[:] = own[name]
+            made = None
             if self.states is not None:
-                self._row_state[names.STATE][:, 0] = self.states.at(self.length)
+                given, made = self.states.before(self.length), self.states.room(1)
+                self.row_binding.bind_ortvalue_input(names.STATE, self._context.value(given))
+                self.row_binding.bind_ortvalue_output(names.STATE_OUT, self._context.value(made))
             self._run_row()
-            if self.states is not None:
-                self.states.put(self.length, np.ones(1, np.int64), self._row_state_out[names.STATE_OUT])
+            if self.states is not None and made is not None:
+                self.states.put(self.length, self._row_ends[names.STATE_ENDS], made)
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
         out, inputs = self._output(count), {names.POSITIONS: positions[None].copy(), **self._slots}
@@ -198,9 +188,8 @@ class OrtStageCache(SlotCounter):
         outputs, ends = {names.HIDDEN_OUT: out}, np.zeros(0, np.int64)
         if self.states is not None:
             ends = self.states.ends(self.length, count)
-            given, made = state_arrays(self.states, 1, ends)
-            given[names.STATE][:, 0] = self.states.at(self.length)
-            inputs, outputs = {**inputs, **given}, {**outputs, **made}
+            inputs |= {names.STATE: self.states.before(self.length), names.STATE_ENDS: ends}
+            outputs[names.STATE_OUT] = self.states.room(len(ends))
         binding = self.stage.bind(inputs, outputs, self.buffers)
         if query:
             self.query = np.empty((count, self.query.shape[1]), np.float32)

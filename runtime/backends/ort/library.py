@@ -16,6 +16,8 @@ FATAL = 4  # the least severity that is logged: failures come back as exceptions
 SILENCE = "ORT_DISABLE_TELEMETRY"
 INT8_KV_RELEASE = (1, 27)  # its GroupQueryAttention is the first to take int8 caches with scales a channel
 OPSET_24_RELEASE = (1, 24)  # the first to compute graphs of the dialect `trt`
+# From 1.27 on a matrix of more than 1 GiB in float32 would stay narrow, and be widened for each token.
+FOLD_LARGE = ("optimization.constant_folding_max_output_size_in_bytes", "0")
 OLD_PYTHON = sys.version_info < (3, 11)  # onnxruntime 1.23 was the last for it
 
 
@@ -104,6 +106,7 @@ def session_options(ort: Any, threads: int) -> Any:
     global _pool_threads
     options = ort.SessionOptions()
     options.log_severity_level = FATAL
+    options.add_session_config_entry(*FOLD_LARGE)
     if owns_process():
         with _lock:
             if not _pool_threads:  # its size is fixed before the first session

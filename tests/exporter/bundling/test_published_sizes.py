@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -105,6 +107,61 @@ def test_predictions_of_a_7b_export_match_its_measurements(
     assert predicted.kv_full == 524_288  # bytes of a slot
     if precision == "int4":
         assert predicted.run_memory == pytest.approx(5.79e9, rel=0.1)
+
+
+SEEING = """
+import json, resource, sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+from benchmarks.shape_files import SHAPES
+
+from vtx.exporter.bundling.predict import seeing_memory
+from vtx.exporter.checkpoint.families.registry import find_family, read_config
+from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.reference.model import Reference
+from vtx.runtime.backends.allocation import returning_memory
+
+shape, size = SHAPES[sys.argv[1]], [int(side) for side in sys.argv[2:]]
+layers = "depth" if "depth" in shape.config["vision_config"] else "num_hidden_layers"
+config = {**shape.config, "vision_config": {**shape.config["vision_config"], layers: 2}}
+if config["vision_config"].get("deepstack_visual_indexes"):
+    config["vision_config"]["deepstack_visual_indexes"] = [0]
+config = find_family(config).adjust(read_config(config), shape.files["preprocessor_config.json"])
+shapes = dict(vision_tensors(config))
+
+
+class Drawn:
+    def read(self, name, rows=None):
+        return torch.full(shapes[name], 0.01)
+
+
+def used():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+reference, pixels = Reference(None, config, Drawn()), np.zeros((1, 3, *size), np.float32)
+import transformers.activations
+before = used()
+with torch.inference_mode(), returning_memory():
+    tokens = len(reference.features(pixels))
+print(json.dumps([tokens * config.vision.square**2, used() - before, seeing_memory(config)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
+@pytest.mark.parametrize(("name", "size"), [("gemma4-e2b", (672, 912)), ("qwen3-vl-2b", (224, 320))])
+def test_a_tower_of_published_width_sees_the_golden_picture_in_the_predicted_memory(
+    name: str, size: tuple[int, int]
+) -> None:
+    """Two blocks of it, whose hidden states are those of all; the matrix of scores would take 610 MB of Gemma 4's."""
+    command = [sys.executable, "-c", SEEING, name, *map(str, size)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    patches, taken, predicted = json.loads(done.stdout)
+    assert patches == size[0] * size[1] // 16**2
+    assert taken <= 1.1 * predicted
+    assert predicted <= 2.5 * taken
 
 
 def test_the_predicted_memory_of_a_7b_calibration_matches_its_measurement(

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 import vtx
 from tests.support.bundles import export
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.ort.library import SILENCE
+from vtx.runtime.backends.ort.library import FOLD_LARGE, SILENCE, load_onnxruntime, session_options
 from vtx.runtime.vision.tokens import TokenStates
 
 USER = """
@@ -93,6 +93,12 @@ def test_onnxruntime_leaves_nothing_in_the_user_s_home(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in (SILENCE, "XDG_CACHE_HOME")}
     subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True)
     assert [*tmp_path.rglob("*")] == []
+
+
+def test_matrices_of_any_size_are_widened_at_load() -> None:
+    """By default releases from 1.27 on leave those of more than 1 GiB to every run."""
+    options = session_options(load_onnxruntime(), 1)
+    assert options.get_session_config_entry(FOLD_LARGE[0]) == "0"
 
 
 COMMAND = """

@@ -255,6 +255,7 @@ def test_in_the_comparison_with_peers_it_gives_python_s_tokens(python: Model, tm
         assert len(theirs.moments) == count
 
 
+@pytest.mark.usefixtures("library")
 def test_a_lack_of_memory_is_one_line_and_the_model_can_be_used_on(python: Model, tmp_path: Path) -> None:
     random_image(1).save(tmp_path / "a.png")
     command = [sys.executable, "-c", IN_LITTLE_MEMORY, str(python.bundle.folder), str(tmp_path / "a.png")]
@@ -285,6 +286,7 @@ print(len(model.ask(picture, ["red?"], max_new_tokens=4)))
 """
 
 
+@pytest.mark.usefixtures("library")
 def test_a_jpeg_that_memory_lacks_for_is_not_called_damaged(python: Model, tmp_path: Path) -> None:
     Image.new("RGB", (4000, 4000)).save(tmp_path / "a.jpg", progressive=True, subsampling=0)
     command = [sys.executable, "-c", DECODING_IN_LITTLE_MEMORY, str(python.bundle.folder), str(tmp_path / "a.jpg")]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 from tests.support.bundles import ORT, export, export_with
 from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
 from tests.support.families.minicpm import MINICPM
+from tests.support.gates import write_gates
 from tests.support.graphs import session
 from tests.support.parity import QUESTIONS, assert_answers_as_reference
 from tests.support.reference import Reference
@@ -24,6 +26,7 @@ from tests.support.tiny import edited, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.calibration.source import open_source
 from vtx.exporter.checkpoint.spec import find_size
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.naflex import places
@@ -43,6 +46,7 @@ from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.layouts import read_layout
 from vtx.runtime.vision.layouts.slices import Slices
+from vtx.tools.calibration.report import FORMAT, read_choice
 from vtx.tools.estimate.sizes import bundle_size
 from vtx.tools.estimate.towers import NaflexSize
 from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
@@ -101,6 +105,26 @@ def test_the_export_chooses_the_patches_of_a_token_whatever_the_checkpoint_says(
         plan_export(ExportOptions(str(tiny_checkpoint(MINICPM)), downsample="8x"))
     with pytest.raises(RequestError, match="this model leaves no choice; leave it out"):
         plan_export(ExportOptions(downsample="4x"))
+
+
+def test_a_calibration_or_gates_of_another_number_of_patches_are_refused_by_it(
+    tiny_checkpoint: Export, tmp_path: Path
+) -> None:
+    checkpoint = str(tiny_checkpoint(MINICPM))
+    fine, coarse = (open_source(checkpoint, downsample=chosen) for chosen in ("4x", "16x"))
+    assert open_source(checkpoint).fingerprint == coarse.fingerprint != fine.fingerprint
+    bundle = export_with(ExportOptions(checkpoint, (), "fp32", dialects=ORT, downsample="4x"), tmp_path / "b").folder
+    assert open_source("", bundle).fingerprint == fine.fingerprint
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"format": FORMAT, "model": asdict(fine.calibrated)}))
+    with pytest.raises(RequestError, match="measured with --downsample 4x, this is 16x"):
+        read_choice(report, coarse.fingerprint)
+    pair = np.zeros((8, 2 * fine.config.text.hidden), np.float32), np.zeros((2, 8), np.float32)
+    gates = write_gates(tmp_path / "gates.safetensors", {3: pair}, {"model_fingerprint": fine.fingerprint})
+    options = ExportOptions(checkpoint, (3,), "fp32", dialects=ORT, gates=gates)
+    with pytest.raises(CheckpointError, match="trained with --downsample 4x, this is 16x"):
+        plan_export(options)
+    assert plan_export(replace(options, downsample="4x")).gated_ks == (3,)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,13 @@ def run(
     return np.concatenate(found), history.at(at)
 
 
+def run_on(cache: StageCache, states: NDArray[np.float32], at: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """As `run`, of a cache that holds `at` tokens, one by one."""
+    found = [cache.append(TokenStates(states[n : n + 1], {}), np.array([at + n])).copy() for n in range(len(states))]
+    history: StateHistory = cache.states  # type: ignore[attr-defined]
+    return np.concatenate(found), history.at(at + len(states))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 31, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 7])
 @pytest.mark.parametrize("equal", [False, True], ids=["random", "equal"])
 def test_any_number_of_tokens_in_one_run_is_as_one_token_after_the_other(model: Model, count: int, equal: bool) -> None:
@@ -144,9 +151,35 @@ def test_large_states_are_held_for_few_tokens_and_answers_stay_the_same(
         answer(session, asked, policy(None), 40)
         assert session.draft_room == 2
         held = sum(len(stage.stateful) for stage in loaded.manifest.stages) * each
-        # those of 0 tokens, of the image's end, of the question's end, and of the last ones
+        # those of 0 tokens, of the image's end, of the question's end, and of the last ones, and room for the next
         assert before == 0
-        assert session.state_bytes <= 7 * held
+        assert session.state_bytes <= 8 * held
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_states_of_single_tokens_are_neither_copied_nor_written_over(folder: Path, device: str) -> None:
+    """Two caches, of which one begins with a state of the other: each token's state is where the run wrote it."""
+    rng = np.random.default_rng(0)
+    with load(folder, device=device, threads=THREADS) as loaded:
+        hidden = rng.standard_normal((40, loaded.manifest.model.hidden), dtype=np.float32)
+        one: Any = loaded.backend.stage(0, 64)
+        two: Any = loaded.backend.stage(0, 64)
+        run(one, hidden, [1] * 3)
+        two.copy(one, 3)
+        begun, seen = two.states.at(3).copy(), set[int]()
+        for at in range(3, 40):
+            room = one.states.room(1)
+            one.append(TokenStates(hidden[at : at + 1], {}), np.array([at]))
+            assert np.shares_memory(one.states.at(at + 1), room)
+            seen.add(room.ctypes.data)
+        assert len(seen) <= slots.RECENT + 2
+        np.testing.assert_array_equal(two.states.at(3), begun)
+        found, state = run(loaded.backend.stage(0, 64), hidden, [40])
+        np.testing.assert_allclose(one.states.at(40), state, atol=TOLERANCE, rtol=0)
+        one.keep(38)
+        _, again = run_on(one, hidden[38:], 38)
+        np.testing.assert_allclose(again, state, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(run_on(two, hidden[3:], 3)[0], found[3:], atol=TOLERANCE, rtol=0)
 
 
 def test_of_many_turns_the_image_s_end_and_the_last_ones_are_held(

@@ -34,25 +34,42 @@ Ids StateHistory::ends(int64_t length, int64_t count) const {
   return {found.begin(), found.end()};
 }
 
-void StateHistory::put(int64_t length, const Ids& ends, const float* states) {
-  std::map<int64_t, Floats> made;
-  for (size_t number = 0; number < ends.size(); ++number) {
-    Floats& state = made[length + ends[number]];
-    state.reserve(layers_ * numbers_);
-    for (size_t layer = 0; layer < layers_; ++layer) {
-      const float* from = states + (layer * ends.size() + number) * numbers_;
-      state.insert(state.end(), from, from + numbers_);
+float* StateHistory::room(size_t ends) {
+  const size_t size = ends * layers_ * numbers_;
+  if (room_.size() != size) room_ = Floats(size);
+  return room_.data();
+}
+
+void StateHistory::put(int64_t length, const Ids& ends) {
+  Held made;
+  if (ends.size() == 1) {
+    made[length + ends[0]] = std::move(room_);
+  } else {
+    for (size_t number = 0; number < ends.size(); ++number) {
+      Floats& state = made[length + ends[number]];
+      state.reserve(layers_ * numbers_);
+      for (size_t layer = 0; layer < layers_; ++layer) {
+        const float* from = room_.data() + (layer * ends.size() + number) * numbers_;
+        state.insert(state.end(), from, from + numbers_);
+      }
     }
   }
+  room_ = Floats();
   for (auto it = held_.begin(); it != held_.end();)
-    it = it->first == 0 || it->first > length - recent_ || marks_.count(it->first) > 0 ? std::next(it) : held_.erase(it);
+    it = it->first == 0 || it->first > length - recent_ || marks_.count(it->first) > 0 ? std::next(it) : forget(it);
   for (auto& [at, state] : made) held_[at] = std::move(state);
 }
 
 void StateHistory::keep(int64_t length) {
   at(length);
-  held_.erase(held_.upper_bound(length), held_.end());
+  for (auto it = held_.upper_bound(length); it != held_.end();) it = forget(it);
   marks_.erase(marks_.upper_bound(length), marks_.end());
+}
+
+// Drops a state, and has its memory as room for the next.
+StateHistory::Held::iterator StateHistory::forget(Held::iterator state) {
+  if (room_.empty()) room_ = std::move(state->second);
+  return held_.erase(state);
 }
 
 void StateHistory::take(const StateHistory& other, int64_t length) {

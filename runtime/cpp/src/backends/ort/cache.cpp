@@ -13,7 +13,7 @@ OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& sta
       last_tensor_(tensor_over(context.ort, &last_, {1}, "int32")),
       total_tensor_(tensor_over(context.ort, &total_, {1}, "int32")),
       token_{Rows(1, static_cast<size_t>(context.manifest.model.hidden))}, token_out_(token_.hidden),
-      token_rope_{Ids(1), {}}, token_seen_(1), token_states_(new_states({1})), token_binding_(stage) {
+      token_rope_{Ids(1), {}}, token_seen_(1), token_binding_(stage) {
   const ModelSpec& model = context.manifest.model;
   Ids shape{1, model.kv_heads, slots, model.head_dim};
   for (size_t plane = 0; plane < 2 * spec.cached.size(); ++plane)
@@ -21,18 +21,11 @@ OrtStageCache::OrtStageCache(const OrtCacheContext& context, const OrtGraph& sta
                                    context.manifest.kv_dtype));
   for (const TokenInput& each : context.manifest.token_inputs)
     token_.inputs[each.name] = Rows(1, static_cast<size_t>(each.width));
-  bind(token_binding_, token_, token_rope_, token_seen_, token_states_, token_out_);
-}
-
-OrtStageCache::States OrtStageCache::new_states(Ids ends) const {
-  if (!states_) return {};
-  auto size = static_cast<size_t>(states_->layers() * states_->numbers());
-  Floats made(ends.size() * size);
-  return {Floats(size), std::move(made), std::move(ends)};
+  bind(token_binding_, token_, token_rope_, token_seen_, token_out_);
 }
 
 void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const RopeRows& rope, const Ids& seen,
-                         const States& states, const Rows& out) {
+                         const Rows& out) {
   auto count = static_cast<int64_t>(tokens.count());
   auto over = [&](const Rows& rows) {
     return tensor_over(context_.ort, rows.data.data(), {count, static_cast<int64_t>(rows.width)}, "float32");
@@ -53,12 +46,6 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const R
                     tensor_over(context_.ort, own->second.data(), {count, context_.manifest.model.head_dim / 2}, "float32"));
   }
   binding.output(names::kHiddenOut, over(out));
-  if (states_) {
-    const int64_t layers = states_->layers(), numbers = states_->numbers(), ends = static_cast<int64_t>(states.ends.size());
-    binding.input(names::kState, tensor_over(context_.ort, states.given.data(), {layers, 1, numbers}, "float32"));
-    binding.input(names::kStateEnds, tensor_over(context_.ort, states.ends.data(), {ends}, "int64"));
-    binding.output(names::kStateOut, tensor_over(context_.ort, states.made.data(), {layers, 1, ends, numbers}, "float32"));
-  }
   bool scaled = context_.manifest.kv_dtype == "int8";
   for (size_t index = 0; index < spec_.cached.size(); ++index) {
     std::string number = std::to_string(spec_.cached[index]);
@@ -72,6 +59,18 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const R
   }
 }
 
+void OrtStageCache::run_bound(OrtBinding& binding, int64_t count) {
+  if (!states_) return binding.run();
+  const Ids ends = states_->ends(length, count);
+  const int64_t layers = states_->layers(), numbers = states_->numbers(), made = static_cast<int64_t>(ends.size());
+  binding.input(names::kState, tensor_over(context_.ort, states_->at(length).data(), {layers, 1, numbers}, "float32"));
+  binding.input(names::kStateEnds, tensor_over(context_.ort, ends.data(), {made}, "int64"));
+  float* room = states_->room(ends.size());
+  binding.output(names::kStateOut, tensor_over(context_.ort, room, {layers, 1, made, numbers}, "float32"));
+  binding.run();
+  states_->put(length, ends);
+}
+
 Rows OrtStageCache::run(const TokenStates& tokens, const Positions& positions, bool query, const Ids*) {
   auto count = static_cast<int64_t>(tokens.count());
   last_ = static_cast<int32_t>(length + count - 1);
@@ -82,25 +81,20 @@ Rows OrtStageCache::run(const TokenStates& tokens, const Positions& positions, b
     for (const std::string& name : spec_.inputs) token_.inputs.at(name).data = tokens.inputs.at(name).data;
     token_rope_.rows[0] = rope.rows[0];
     token_seen_[0] = length + 1;
-    if (states_) token_states_.given = states_->at(length);  // equally long
-    token_binding_.run();
-    if (states_) states_->put(length, token_states_.ends, token_states_.made.data());
+    run_bound(token_binding_, count);
     return token_out_;
   }
   Rows out(tokens.count(), tokens.hidden.width);
   Ids seen = seen_slots(tokens, length);
-  States states = new_states(states_ ? states_->ends(length, count) : Ids());
-  if (states_) states.given = states_->at(length);
   OrtBinding binding(stage_);
-  bind(binding, tokens, rope, seen, states, out);
+  bind(binding, tokens, rope, seen, out);
   if (query) {
     const ModelSpec& model = context_.manifest.model;
     query_ = Rows(tokens.count(), static_cast<size_t>(model.heads * model.head_dim));
     binding.output(names::kQuery,
                    tensor_over(context_.ort, query_.data.data(), {count, model.heads * model.head_dim}, "float32"));
   }
-  binding.run();
-  if (states_) states_->put(length, states.ends, states.made.data());
+  run_bound(binding, count);
   return out;
 }
 

@@ -36,17 +36,11 @@ class OrtStageCache : public StageCache {
   Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) override;
 
  private:
-  // The states that a run of tokens begins with and those after `ends` of them, of layers that keep one.
-  struct States {
-    Floats given, made;
-    Ids ends;
-  };
-
-  // Over tokens, their rows of rotary tables, the slots they see, states and hidden states after the stage, which must stay
-  // until the binding has run.
-  void bind(OrtBinding& binding, const TokenStates& tokens, const RopeRows& rope, const Ids& seen, const States& states,
-            const Rows& out);
-  States new_states(Ids ends) const;
+  // Over tokens, their rows of rotary tables, the slots they see and hidden states after the stage, which must stay until
+  // the binding has run.
+  void bind(OrtBinding& binding, const TokenStates& tokens, const RopeRows& rope, const Ids& seen, const Rows& out);
+  // Runs a binding of `count` tokens. Layers that keep a state read and write it where it is held.
+  void run_bound(OrtBinding& binding, int64_t count);
 
   const OrtCacheContext& context_;
   const OrtGraph& stage_;
@@ -60,7 +54,6 @@ class OrtStageCache : public StageCache {
   Rows token_out_;
   RopeRows token_rope_;
   Ids token_seen_;
-  States token_states_;
   OrtBinding token_binding_;
 };
 

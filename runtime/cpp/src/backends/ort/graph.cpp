@@ -131,6 +131,8 @@ OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::s
   set(api->AddSessionConfigEntry(options, "session.force_spinning_stop", "1"));
   // While a session is made nothing ends their spinning, and they would take a core from the other sessions.
   set(api->AddSessionConfigEntry(options, "session.intra_op.spin_duration_us", "50"));
+  // From 1.27 on a matrix of more than 1 GiB in float32 would stay narrow, and be widened for each token.
+  set(api->AddSessionConfigEntry(options, "optimization.constant_folding_max_output_size_in_bytes", "0"));
   set(api->SetSessionLogSeverityLevel(options, ORT_LOGGING_LEVEL_FATAL));
   set(api->SetSessionGraphOptimizationLevel(options, ORT_ENABLE_ALL));
   set(api->DisableMemPattern(options));   // the number of tokens changes with every prompt
