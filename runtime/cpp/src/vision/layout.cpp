@@ -12,7 +12,9 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
                                                                       {"tiles", make_tiles},
                                                                       {"marked", make_marked},
                                                                       {"native", make_native},
-                                                                      {"native_tiles", make_native_tiles}};
+                                                                      {"native_tiles", make_native_tiles},
+                                                                      {"crops", make_crops},
+                                                                      {"budget", make_budget}};
   auto kind = kLayouts.find(spec.name);
   std::string known;
   for (const auto& [name, make] : kLayouts) known += (known.empty() ? "" : ", ") + name;

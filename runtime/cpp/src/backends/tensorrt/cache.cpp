@@ -106,7 +106,7 @@ class TensorrtStageCache : public StageCache {
     return read_keys(context_, memory_->last_key(), static_cast<size_t>(length));
   }
 
-  SavedSlots read(const Ids& slots) override {
+  SavedSlots read_kv(const Ids& slots) override {
     Lock held(cuda_);
     size_t bytes = static_cast<size_t>(2 * spec_.layers()) * context_.row_bytes() * slots.size();
     SavedSlots kept(bytes);
@@ -118,7 +118,7 @@ class TensorrtStageCache : public StageCache {
     return kept;
   }
 
-  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
+  void put_kv(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
     Lock held(cuda_);
     room(filled);
     if (!kv.empty()) {
@@ -127,7 +127,6 @@ class TensorrtStageCache : public StageCache {
       move(slots, packed.address(), false);
       cuda_.wait();
     }
-    length = filled;
   }
 
  protected:
