@@ -9,7 +9,7 @@
 namespace vtxcore {
 namespace {
 
-constexpr char kBegin[] = "\n\n<start_of_image>", kEnd[] = "<end_of_image>\n\n";
+constexpr char kImageBegin[] = "\n\n<start_of_image>", kImageEnd[] = "<end_of_image>\n\n";
 constexpr char kOriginal[] = "Here is the original image ", kSomeCrops[] = " and here are some crops to help you see better ";
 
 Picture part_of(const Picture& picture, int64_t left, int64_t top, int64_t right, int64_t bottom) {
@@ -39,7 +39,7 @@ class Crops : public TiledLayout {
   // The text is what transformers' processor prints.
   MarkedImage placed(int64_t width, int64_t height) const override {
     const int64_t count = crops(width, height);
-    const std::string begin = kBegin, end = kEnd;
+    const std::string begin = kImageBegin, end = kImageEnd;
     if (count == 0) return {{tokens_}, {begin, end}};
     MarkedImage out{Ids(static_cast<size_t>(1 + count), tokens_), {kOriginal + begin, end + kSomeCrops + begin}};
     for (int64_t crop = 1; crop < count; ++crop) out.marks.push_back(end + " " + begin);
