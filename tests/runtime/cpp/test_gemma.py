@@ -1,4 +1,4 @@
-"""Gemma 3 and 4: libvtx answers as Python does, with windows, images that see themselves both ways, and shared K and V."""
+"""Gemma 3 and 4 in libvtx: windows, images that see themselves both ways, shared K and V; as Python answers."""
 
 from __future__ import annotations
 
@@ -206,14 +206,20 @@ def test_a_long_prompt_runs_in_parts_none_of_which_ends_within_an_image(models: 
 def test_windows_over_gaps_within_an_image_are_refused_on_openvino_in_pythons_words(models: Models) -> None:
     made = models(GEMMA3, (6,), "fp32", ("fastv:k=3,ratio=0.5",))
     images = [random_image(0), random_image(1)]
-    with load(made.bundle.folder, device="openvino", threads=1) as model, model.open(images) as conversation:
-        with pytest.raises(RequestError) as refused:
-            conversation.ask("red?", reduce="fastv:k=3,ratio=0.5")
-    with closing(Loaded(made.bundle.folder, "openvino")) as loaded:
-        with closing(Frames(loaded, list(map(np.asarray, images)))) as frames:
-            with pytest.raises(AssertionError, match=str(refused.value)[:40]):
-                frames.ask("red?", reduce=b"fastv:k=3,ratio=0.5")
-            assert frames.ask("red?", reduce=b"none")["token_ids"], "it goes on"
+    folder, spec = made.bundle.folder, "fastv:k=3,ratio=0.5"
+    with (
+        load(folder, device="openvino", threads=1) as model,
+        model.open(images) as conversation,
+        pytest.raises(RequestError) as refused,
+    ):
+        conversation.ask("red?", reduce=spec)
+    with (
+        closing(Loaded(folder, "openvino")) as loaded,
+        closing(Frames(loaded, list(map(np.asarray, images)))) as frames,
+    ):
+        with pytest.raises(AssertionError, match=str(refused.value)[:40]):
+            frames.ask("red?", reduce=spec.encode())
+        assert frames.ask("red?", reduce=b"none")["token_ids"], "it goes on"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +232,7 @@ def test_windows_over_gaps_within_an_image_are_refused_on_openvino_in_pythons_wo
         (GEMMA3, {"model": {"sliding": {"other": 1}}}, "unknown key 'other'"),
         (GEMMA3, {"model": {"two_way": "all"}}, "'all', unknown to this vtx, which has prompt, images"),
         (GEMMA3, {"model": {"two_way": None}}, "interface is"),
-        (GEMMA3, {"model": {"tower": {"pool": 4}}}, "the image layout says 16 tokens an image, the tower gives 4"),
+        (GEMMA3, {"model": {"tower": {"pool": 4}}}, "interface is"),
         (CROPS, {"layout": {"parameters": {"most": 65}}}, "at most 64 crops"),
         (CROPS, {"layout": {"parameters": {"ratio": 0.5}}}, "a ratio of at least 1"),
         (GEMMA4, {"model": {"shared": 1}}, "model.shared is 1, and each layer from it to the last, 9, needs one"),

@@ -83,7 +83,9 @@ def test_each_runtime_reads_what_the_other_wrote(
             assert second.load_prefix(theirs) == ""
             answer = ask(second, k)
         assert list(answer["token_ids"]) == list(found["token_ids"]) == list(wanted["token_ids"])
-        assert answer["reused_tokens"] == found["reused_tokens"] > answer["vision_tokens"] // 2
+        # Without K an image of Gemma 4 runs again: its states of the layers without K and V of their own are not kept.
+        least = 0 if tiny.family == "gemma4" and k is None else answer["vision_tokens"] // 2
+        assert answer["reused_tokens"] == found["reused_tokens"] > least
         assert list(answer["kv_slots"]) == list(wanted["kv_slots"])
 
 

@@ -51,7 +51,8 @@ class StageCache {
     if (length + count > capacity)
       fail(Kind::context, length + count, " tokens in a cache of ", capacity, " slots, ", length, " of them before");
     place(positions);
-    if (int64_t most = run_limit(); most > 0 && count > most && !query) return append_in_parts(tokens, positions, most, outputs);
+    if (int64_t most = run_limit(); most > 0 && count > most && !query)
+      return append_in_parts(tokens, positions, most, outputs);
     Rows out = run(tokens, positions, query, selects_outputs() ? outputs : nullptr);
     length += count;
     if (outputs && !selects_outputs()) return take(out, *outputs);
@@ -126,8 +127,8 @@ class StageCache {
 // The caches of earlier stages by the layers whose K and V are read.
 using Sources = std::map<int64_t, StageCache*>;
 
-// What one token gives: the id of the largest logit after it, -1 if they are not finite, and its hidden state [hidden] of the
-// last layer; `logits` [vocab] where they were asked for.
+// What one token gives: the id of the largest logit after it, -1 if they are not finite, and its hidden state [hidden] of
+// the last layer; `logits` [vocab] where they were asked for.
 struct Step {
   int64_t best;
   Floats state, logits;
@@ -149,8 +150,8 @@ class Backend {
   virtual Rows head(const Rows& rows) = 0;
   // Whether `step` is there.
   virtual bool steps() const { return false; }
-  // Runs a token of text through the embedding, every stage and the head without the host in between: behind the filled slots
-  // of each stage's cache, at its position in each.
+  // Runs a token of text through the embedding, every stage and the head without the host in between: behind the filled
+  // slots of each stage's cache, at its position in each.
   virtual Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits);
   // The odds [2] (stay, withdraw) that the gate before layer `k` gives.
   virtual Floats gate(int64_t k, const Rows& rows) = 0;

@@ -114,8 +114,7 @@ void StageCache::write(const Ids& slots, const SavedSlots& saved, int64_t filled
 }
 
 void StageCache::write_kv(const Ids& slots, const SavedSlots& kv, const Positions& positions, int64_t filled) {
-  for (size_t i = 0; i < slots.size() && slides(); ++i)
-    placed_[static_cast<size_t>(slots[i])] = positions[i].front();
+  for (size_t i = 0; i < slots.size() && slides(); ++i) placed_[static_cast<size_t>(slots[i])] = positions[i].front();
   put_kv(slots, kv, filled);
   length = filled;
 }

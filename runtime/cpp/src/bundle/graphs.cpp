@@ -21,7 +21,8 @@ Size head_size(const ModelSpec& model, int64_t layer) {
   return model.sliding && model.sliding->head_dim != model.head_dim ? Size("head_dim") : Size(model.head_dim);
 }
 
-TensorSpec cache(const Manifest& m, const std::string& dialect, const std::string& name, const Size& slots, int64_t layer = 0) {
+TensorSpec cache(const Manifest& m, const std::string& dialect, const std::string& name, const Size& slots,
+                 int64_t layer = 0) {
   const Size heads = head_size(m.model, layer);
   if (for_tensorrt(dialect)) return {name, m.kv_type(dialect), {int64_t{1}, slots, m.model.kv_heads, heads}};
   return {name, m.kv_type(dialect), {int64_t{1}, m.model.kv_heads, slots, heads}};

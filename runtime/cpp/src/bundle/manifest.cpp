@@ -278,7 +278,8 @@ std::string read_default(Fields& fields) {
 }
 
 StageSpec read_stage(Fields& fields, const ModelSpec& model) {
-  StageSpec stage{fields.whole("first", 1, model.layers), fields.whole("last", 1, model.layers), fields.flag("query"), {}, {}, {}};
+  StageSpec stage{
+      fields.whole("first", 1, model.layers), fields.whole("last", 1, model.layers), fields.flag("query"), {}, {}, {}};
   if (fields.has("inputs")) stage.inputs = fields.texts("inputs");
   const auto count = static_cast<size_t>(std::max<int64_t>(0, stage.layers()));
   std::vector<std::string> kinds = fields.has("caches") ? fields.texts("caches") : std::vector<std::string>();

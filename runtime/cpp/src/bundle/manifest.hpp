@@ -42,13 +42,13 @@ enum class TwoWay { none, prompt, images };
 struct ModelSpec {
   std::string name, family;
   int64_t layers, hidden, heads, kv_heads, head_dim, vocab, max_positions;
-  double eps;            // of the decoder's norms
-  Ids rope_parts;        // the part of a position that each rotary frequency turns by; empty if a position is one number
+  double eps;      // of the decoder's norms
+  Ids rope_parts;  // the part of a position that each rotary frequency turns by; empty if a position is one number
   TwoWay two_way = TwoWay::none;
   std::optional<SlidingLayers> sliding;
   std::optional<int64_t> shared;  // the first of the last layers, which read K and V of earlier ones and have none
-  Ids conv_layers;       // in place of attention they have a convolution, and keep a state
-  int64_t state_numbers = 0;  // of one of these layers
+  Ids conv_layers;                // in place of attention they have a convolution, and keep a state
+  int64_t state_numbers = 0;      // of one of these layers
   TowerSpec tower;
 
   bool sees_both_ways() const { return two_way != TwoWay::none; }

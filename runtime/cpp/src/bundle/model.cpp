@@ -93,8 +93,8 @@ TowerSpec read_tower(const Json& value) {
            "export again");
     width += second->feature_width;
   }
-  return {image, patch, grid, tokens, states, width, hidden / heads, shuffle, pool, class_token, second.has_value(), native,
-          naflex, axes};
+  return {image,  patch,  grid, tokens, states, width, hidden / heads, shuffle, pool, class_token, second.has_value(),
+          native, naflex, axes};
 }
 
 // The layers with a convolution, and the numbers of one's state: its last columns, then the delta rule's matrices.

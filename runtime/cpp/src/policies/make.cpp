@@ -113,7 +113,8 @@ std::string never_there(const Needs& needs, const TowerSpec& tower) {
                "model does not: ", side == 1 ? "its tower has no class token" : "each of its tokens covers " + patches,
                "; use divprune, cdpruner or dart");
   if ((needs.attention || needs.last_attention) && !tower.class_token)
-    return "ranks patches by the class token's attention, but this model's tower has no class token; use mustdrop without key "
+    return "ranks patches by the class token's attention, but this model's tower has no class token; use mustdrop without "
+           "key "
            "tokens (mustdrop:...,key=0), lsm or fastv";
   return "";
 }

@@ -120,9 +120,10 @@ void save_prefix(const std::string& path, const Bundle& bundle, const Backend& b
         fail(Kind::request, "on ", backend.device, " K and V stay on the GPU and cannot be saved; leave the file out");
       if (index == 0) kv = cache.read_kv(count_up(0, count));
       const size_t bytes = form->bytes();
-      tensors[cat("kv ", stages[number].cached[index])] = {form->dtype, form->shape,
-                                                           {kv.begin() + static_cast<std::ptrdiff_t>(at),
-                                                            kv.begin() + static_cast<std::ptrdiff_t>(at + bytes)}};
+      tensors[cat("kv ", stages[number].cached[index])] = {
+          form->dtype,
+          form->shape,
+          {kv.begin() + static_cast<std::ptrdiff_t>(at), kv.begin() + static_cast<std::ptrdiff_t>(at + bytes)}};
       at += bytes;
     }
   }

@@ -25,8 +25,7 @@ TokenStates last_of(const TokenStates& tokens) {
 
 Session::Session(Backend& backend, const Manifest& manifest)
     : backend_(backend), m_(manifest), stages_(manifest.stages), first_pruned_(manifest.stages.size()) {
-  if (manifest.action)
-    fail(Kind::request, manifest.model.name, " outputs actions, not text; use act, or vtx-run --act");
+  if (manifest.action) fail(Kind::request, manifest.model.name, " outputs actions, not text; use act, or vtx-run --act");
   prefix_ = empty_prefix();
 }
 
@@ -545,7 +544,8 @@ PrefillResult Session::result(Floats logits, bool reused) {
   }
   if (reused && reused_stages_ > 0) out.reused_layers = stages_[reused_stages_ - 1].last;
   bool ran = false;
-  for (size_t number = reused_stages_; number < stages_.size(); ++number) ran |= stages_[number].keeps() && sees_image(number);
+  for (size_t number = reused_stages_; number < stages_.size(); ++number)
+    ran |= stages_[number].keeps() && sees_image(number);
   size_t served = reused ? (ran ? 0 : prefix_.size()) : prefix_.common;
   out.reused_tokens = static_cast<int64_t>(reused_suffix_ + served);
   out.slots = slots;

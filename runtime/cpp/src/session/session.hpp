@@ -61,8 +61,8 @@ class Session {
   PrefillResult prefill(const Prompt& prompt, const Policy& policy, const Selection* after, const Check& check);
   // Runs the next tokens in one pass; the logits [tokens, vocab] after each.
   Rows decode(const Ids& tokens);
-  // Runs the next token; the id of the largest logit after it, the first of equal ones. None, and nothing has run, where only
-  // `decode` can do that. Throws Error(bundle): the logits are not finite.
+  // Runs the next token; the id of the largest logit after it, the first of equal ones. None, and nothing has run, where
+  // only `decode` can do that. Throws Error(bundle): the logits are not finite.
   std::optional<int64_t> choose(int64_t token);
   // The same for tokens that leave the caches again.
   Rows try_tokens(const Ids& tokens);

@@ -45,8 +45,8 @@ std::vector<size_t> OpenvinoStageCache::plane_bytes(const OpenvinoCacheContext& 
   for (int64_t layer : spec.cached)
     for (int part = 0; part < 2; ++part) {
       int64_t width = static_cast<int64_t>(context.slot_width(layer) * context.element_bytes()), total = 0;
-      int64_t bytes = product({static_cast<int64_t>(blocks_of(slots)), context.manifest.model.kv_heads, names::kPagedBlock,
-                               width});
+      int64_t bytes =
+          product({static_cast<int64_t>(blocks_of(slots)), context.manifest.model.kv_heads, names::kPagedBlock, width});
       if (__builtin_add_overflow(static_cast<int64_t>(out.back()), bytes, &total)) cache_failure(static_cast<size_t>(slots));
       out.push_back(static_cast<size_t>(total));
     }
@@ -121,7 +121,8 @@ void OpenvinoStageCache::bind(size_t first, size_t count, const TokenStates& tok
   set(names::kPositions, Type::i64, {1, rows}, rope.rows.data() + (own ? 0 : first));
   for (const auto& [name, table] : own ? rope.own : context_.rope) {
     const Ids whole = table_shape(context_.manifest, name);
-    set(name, Type::f32, {own ? rows : whole[0], whole[1]}, table.data() + (own ? first * static_cast<size_t>(whole[1]) : 0));
+    set(name, Type::f32, {own ? rows : whole[0], whole[1]},
+        table.data() + (own ? first * static_cast<size_t>(whole[1]) : 0));
   }
   if (context_.manifest.model.sees_both_ways()) {
     images_.assign(count, 0);
@@ -147,7 +148,8 @@ void OpenvinoStageCache::place(int64_t before, int64_t count) {
   }
 }
 
-std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::windows(const TokenStates& tokens, const Positions& positions) const {
+std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::windows(const TokenStates& tokens,
+                                                                 const Positions& positions) const {
   const size_t count = tokens.count();
   if (!slides()) return {{count, 0}};
   const Ids firsts = first_slots(positions, length + static_cast<int64_t>(count));
@@ -172,7 +174,7 @@ std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::windows(const TokenStat
 
 // Many hidden states in runs of nearly the same size, which gives the same ones.
 std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::runs(const TokenStates& tokens, const Positions& positions,
-                                                             bool query) const {
+                                                              bool query) const {
   std::vector<Run> out;
   size_t first = 0;
   for (const Run& run : windows(tokens, positions)) {

@@ -61,8 +61,8 @@ class OpenvinoStageCache : public StageCache {
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
   // Runs `count` tokens over what is set, behind `before` others.
   void run_request(int64_t before, size_t count);
-  void run_parts(const TokenStates& tokens, const RopeRows& rope, const Ids& outputs, const std::vector<Run>& runs, Rows& out,
-                 Rows* queries);
+  void run_parts(const TokenStates& tokens, const RopeRows& rope, const Ids& outputs, const std::vector<Run>& runs,
+                 Rows& out, Rows* queries);
   // Takes the queries of a run of `count` tokens into those of all, from the `first` on.
   void take_queries(size_t first, size_t count, Rows& queries);
   // Tensors over the caller's memory, which must stay until others are bound: `count` tokens from the `first` on, which of
@@ -107,8 +107,8 @@ class OpenvinoStageCache : public StageCache {
 std::unique_ptr<StageCache> make_openvino_growing_cache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
                                                         const StageSpec& spec, int64_t slots);
 
-// The cache of a stage whose layers keep nothing: its graph runs as it is written, over K and V of `sources`, caches by layer,
-// whose last slots have the tokens of a run already. They are copied out of their blocks for each run.
+// The cache of a stage whose layers keep nothing: its graph runs as it is written, over K and V of `sources`, caches by
+// layer, whose last slots have the tokens of a run already. They are copied out of their blocks for each run.
 std::unique_ptr<StageCache> make_openvino_reading_cache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
                                                         const StageSpec& spec, const Sources& sources);
 

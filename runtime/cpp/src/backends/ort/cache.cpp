@@ -83,8 +83,7 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const R
     if (own == rope.own.end())
       binding.input(name, context_.tensors.at(name));
     else
-      binding.input(name,
-                    tensor_over(context_.ort, own->second.data(), {count, model.head_dim / 2}, "float32"));
+      binding.input(name, tensor_over(context_.ort, own->second.data(), {count, model.head_dim / 2}, "float32"));
   }
   binding.output(names::kHiddenOut, over(out));
   if (states_) {
@@ -107,9 +106,7 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const R
   }
 }
 
-int64_t OrtStageCache::run_limit() const {
-  return context_.manifest.model.two_way == TwoWay::images ? names::kMasked : 0;
-}
+int64_t OrtStageCache::run_limit() const { return context_.manifest.model.two_way == TwoWay::images ? names::kMasked : 0; }
 
 OrtStageCache::Seen OrtStageCache::count_slots(const TokenStates& tokens, const Positions& positions) {
   const int64_t filled = length + static_cast<int64_t>(tokens.count());

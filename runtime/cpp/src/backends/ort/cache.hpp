@@ -77,8 +77,8 @@ class OrtStageCache : public StageCache {
   std::vector<OrtTensor> buffers_;  // key, value of each layer that it keeps
   std::map<int64_t, Source> sources_;
   std::map<int64_t, int32_t> source_slots_;
-  std::vector<Layer> layers_;       // that its graph reads
-  int32_t last_ = 0, total_ = 0;    // the slots that a run is told of
+  std::vector<Layer> layers_;     // that its graph reads
+  int32_t last_ = 0, total_ = 0;  // the slots that a run is told of
   OrtTensor last_tensor_, total_tensor_;
   Rows query_;
   TokenStates token_;  // the one token of a step

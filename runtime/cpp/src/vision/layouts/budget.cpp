@@ -9,11 +9,12 @@
 namespace vtxcore {
 namespace {
 
-// A token is the mean of a square of `pool` x `pool` patches of `patch` pixels a side. Images are enlarged or shrunk to whole
-// squares, at most `tokens` of them, a number that the model was trained for.
+// A token is the mean of a square of `pool` x `pool` patches of `patch` pixels a side. Images are enlarged or shrunk to
+// whole squares, at most `tokens` of them, a number that the model was trained for.
 class TokenBudget : public Layout {
  public:
-  TokenBudget(int64_t patch, int64_t pool, int64_t tokens) : patch_(patch), pool_(pool), tokens_(tokens), unit_(patch * pool) {
+  TokenBudget(int64_t patch, int64_t pool, int64_t tokens)
+      : patch_(patch), pool_(pool), tokens_(tokens), unit_(patch * pool) {
     if (std::count(std::begin(names::kBudgets), std::end(names::kBudgets), tokens) == 0)
       fail(Kind::bundle, "layout 'budget' has ", tokens, " tokens of ", unit_, " x ", unit_, " pixels; it needs one of ",
            listed(Ids(std::begin(names::kBudgets), std::end(names::kBudgets))));
@@ -88,7 +89,8 @@ class TokenBudget : public Layout {
 }  // namespace
 
 LayoutPtr make_budget(Fields& parameters) {
-  int64_t patch = parameters.whole("patch", 1, names::kMaxInputSide), pool = parameters.whole("pool", 1, names::kMaxInputSide);
+  int64_t patch = parameters.whole("patch", 1, names::kMaxInputSide),
+          pool = parameters.whole("pool", 1, names::kMaxInputSide);
   return std::make_shared<TokenBudget>(patch, pool, parameters.whole("tokens"));
 }
 

@@ -10,7 +10,8 @@ namespace vtxcore {
 namespace {
 
 constexpr char kImageBegin[] = "\n\n<start_of_image>", kImageEnd[] = "<end_of_image>\n\n";
-constexpr char kOriginal[] = "Here is the original image ", kSomeCrops[] = " and here are some crops to help you see better ";
+constexpr char kOriginal[] = "Here is the original image ",
+               kSomeCrops[] = " and here are some crops to help you see better ";
 
 Picture part_of(const Picture& picture, int64_t left, int64_t top, int64_t right, int64_t bottom) {
   Picture out(static_cast<int>(right - left), static_cast<int>(bottom - top));
@@ -53,9 +54,8 @@ class Crops : public TiledLayout {
     std::vector<Pixels> out{preprocess(picture, settings)};
     for (int64_t crop = 0; crop < count; ++crop) {
       const int64_t first = crop * length, last = std::min(longer, first + length);
-      out.push_back(preprocess(width >= height ? part_of(picture, first, 0, last, height)
-                                               : part_of(picture, 0, first, width, last),
-                               settings));
+      out.push_back(preprocess(
+          width >= height ? part_of(picture, first, 0, last, height) : part_of(picture, 0, first, width, last), settings));
     }
     return out;
   }
