@@ -11,8 +11,9 @@ from vtx.runtime import checks
 from vtx.runtime.api import answering
 from vtx.runtime.backends import memory, slots
 from vtx.runtime.backends.openvino import cache, integers, paged
+from vtx.runtime.backends.ort import cache as ort_cache
 from vtx.runtime.backends.ort import library
-from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT
+from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT, WINDOWS
 from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
 from vtx.runtime.bundle import fingerprint, tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
@@ -22,7 +23,7 @@ from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt import guiding, messages, template, text
 from vtx.runtime.session import prefix_file, sampling
 from vtx.runtime.vision import limits, tokens
-from vtx.runtime.vision.layouts import anyres, marked, native
+from vtx.runtime.vision.layouts import anyres, budget, crops, marked, native
 
 FILE = Path(__file__).parents[1] / "runtime/cpp/src/bundle/names.hpp"
 HEAD = """\
@@ -39,7 +40,7 @@ TENSORS = (
     "LOGITS", "BEST", "ODDS", "QUERY", "KEY", "KEY_SCALE", "ATTENTION_SUM", "ATTENTION_MAX", "TAU", "PATCH_INDEX",
     "MERGED", "SIMILARITY", "CLS_ATTENTION", "CLS_ATTENTION_LAST", "CLIP_PATCHES", "TEXT_EMBEDDING", "RECEIVED",
     "TOWER_TOKENS", "TOWER_STATES", "SEEN_SLOTS", "GROUP", "ROBOT_STATE", "ACTIONS", "TIME", "CHANGE", "SLOTTED",
-    "UNCACHED", "STATEFUL", "STATE", "STATE_ENDS", "STATE_OUT",
+    "UNCACHED", "STATEFUL", "STATE", "STATE_ENDS", "STATE_OUT", "SLIDING_COS", "SLIDING_SIN", "FIRST_SLOT",
 )  # fmt: skip
 FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "NEWLINE", "KV_SCALES")
 LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
@@ -55,13 +56,14 @@ def header() -> str:
         "NEWLINE_TENSOR": tensors.NEWLINE_TENSOR,
     }
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
+    words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_WINDOWS": WINDOWS}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE, "BOTH_WAYS": BOTH_WAYS}
     words |= {"NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
     words["KERNELS"] = fingerprint.KERNELS
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),
-        "VALUE_SCALE_OF": names.value_scale(""),
+        "VALUE_SCALE_OF": names.value_scale(""), "SOURCE_SLOT": names.source_slot(""),
     }  # fmt: skip
     numbers = {name: getattr(limits, name) for name in LIMITS}
     numbers |= {
@@ -74,7 +76,7 @@ def header() -> str:
         "MAX_TAPS": model_spec.MAX_TAPS, "RECENT": slots.RECENT, "TRIED": slots.TRIED, "STATE_BYTES": slots.STATE_BYTES,
         "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,
-        "MAX_RATIO": native.MAX_RATIO,
+        "MAX_RATIO": native.MAX_RATIO, "MAX_CROPS": crops.MAX_CROPS, "MASKED": ort_cache.MASKED,
         "NEWLINE": tokens.NEWLINE, "CLASS_TOKEN": names.CLASS_TOKEN, "GONE": names.GONE, "PATCH": names.PATCH,
         "WINDOW": names.WINDOW, "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"), "PAGED_BLOCK": paged.BLOCK,
         "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES, "QUESTION_ROWS": memory.QUESTION_ROWS, "FEW_TOKENS": cache.FEW,
@@ -96,6 +98,7 @@ def header() -> str:
         for compute, count in row.openvino_tokens.items()
     ]
     lines.append(f"inline constexpr RowsOfARun kRowsOfARun[] = {{{', '.join(runs)}}};")
+    lines.append(f"inline constexpr int64_t kBudgets[] = {{{', '.join(map(str, budget.BUDGETS))}}};")
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
     lines.append(f"inline constexpr double kLeastPenalty = {sampling.LEAST_PENALTY};")
     lines.append(f"inline constexpr double kWidest = {action_spec.WIDEST};")

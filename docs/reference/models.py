@@ -25,7 +25,7 @@ from vtx.runtime.vision.layouts.pairs import Pairs
 
 PAGE = Path(__file__).with_suffix(".md")
 CPP = Path(__file__).parents[2] / "runtime/cpp/src"
-BUNDLE = "bundle/manifest", "bundle/text_settings"  # of libvtx, with the keys that it knows
+BUNDLE = "bundle/manifest", "bundle/model", "bundle/text_settings"  # of libvtx, with the keys that it knows
 HEAD = f"""# Models
 
 The model families that vtx exports. A family is identified by a checkpoint's `architectures` and `model_type`, and has
@@ -174,8 +174,6 @@ def _video(_: Family, config: ModelConfig) -> str:
 def _cpp(family: Family, config: ModelConfig) -> str:
     """Support by libvtx, which refuses by name the parts of a manifest that it does not know."""
     layout, spec = spec_of(config.layout), model_spec(config, "")
-    if spec.sliding:
-        return "no: libvtx does not support sliding-window layers (`sliding`)"
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
         return f"no: libvtx does not support the layout `{layout.name}`"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.backend import Backend, StageCache
+from vtx.runtime.backends.backend import NOTHING, Backend, StageCache
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
@@ -38,32 +38,32 @@ class PositionedCache:
     """
 
     def __init__(self, cache: StageCache, parts: tuple[int, ...], use: Callable[[PositionedCache], None]) -> None:
-        self._cache, self._use = cache, use
+        self.cache, self._use = cache, use
         self._positions: Ids = np.zeros((cache.capacity, *parts), np.int64)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
+        return getattr(self.cache, name)
 
     @property
     def positions(self) -> Ids:
         """[length], or [length, 3]: of the filled slots."""
-        return self._positions[: self._cache.length].copy()
+        return self._positions[: self.cache.length].copy()
 
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         self._use(self)
         of_text = positions.ndim < self._positions.ndim  # whose parts are equal
-        length = self._cache.length
+        length = self.cache.length
         self._positions[length : length + len(tokens)] = positions[:, None] if of_text else positions
-        return self._cache.append(tokens, positions, query=query, outputs=outputs)
+        return self.cache.append(tokens, positions, query=query, outputs=outputs)
 
     def read(self, slots: Ids) -> Any:
-        return self._cache.read(slots), self._positions[slots]
+        return self.cache.read(slots), self._positions[slots]
 
     def write(self, slots: Ids, kv: Any, *, length: int) -> None:
         inner, self._positions[slots] = kv
-        self._cache.write(slots, inner, length=length)
+        self.cache.write(slots, inner, length=length)
 
 
 class PositionedBackend:
@@ -78,7 +78,9 @@ class PositionedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def stage(self, index: int, capacity: int) -> StageCache:
+    def stage(self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING) -> StageCache:
+        if sources:  # the stage keeps nothing: these caches know the positions
+            return self._backend.stage(index, capacity, {layer: cache.cache for layer, cache in sources.items()})
         use = partial(self.used.__setitem__, index)
         return cast(StageCache, PositionedCache(self._backend.stage(index, capacity), self._parts, use))
 
@@ -165,5 +167,7 @@ class _Recorder:
         return result, recorded
 
     def _by_layer(self) -> dict[int, Ids]:
-        stages = enumerate(self._model.manifest.stages)
-        return {n: self._backend.used[i].positions for i, stage in stages for n in range(stage.first, stage.last + 1)}
+        """Of each layer the positions of the slots that it reads."""
+        model, stages = self._model.manifest.model, enumerate(self._model.manifest.stages)
+        stage_of = {layer: i for i, stage in stages for layer in range(stage.first, stage.last + 1)}
+        return {layer: self._backend.used[stage_of[model.source(layer)]].positions for layer in stage_of}

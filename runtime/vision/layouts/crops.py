@@ -41,7 +41,7 @@ class Crops(Layout):
         if min(self.tile, self.tokens) < 1 or not 0 <= self.most <= min(self.side, MAX_CROPS) or not self.ratio >= 1:
             raise BundleError(
                 f"layout 'crops' has up to {self.most} crops of at least {self.side} pixels a side and {self.tokens} "
-                f"tokens, from a ratio of {self.ratio:g} on; it needs at least 1 token, at most {MAX_CROPS} crops and "
+                f"tokens, from a ratio of {self.ratio} on; it needs at least 1 token, at most {MAX_CROPS} crops and "
                 "as many pixels, and a ratio of at least 1; export again"
             )
 

@@ -28,7 +28,7 @@ from vtx.runtime.api.model import Model
 pytestmark = needs_cpp
 
 QUESTIONS = ("What is  the picture?", "red?")
-REFUSED = {"minicpmv4_6", "gemma3", "gemma4"}  # by name: test_layouts
+REFUSED = {"minicpmv4_6"}  # by name: test_layouts
 SIZES = ((60, 60), (150, 60), (40, 90))
 FAMILIES = {
     "vila": VILA,
@@ -72,6 +72,7 @@ def test_every_family_is_compared_here_or_where_images_have_tiles() -> None:
     here |= {"pi0", "openvla"}  # test_acting, test_token_acting
     here |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}  # test_native
     here |= {"lfm2_vl", "qwen3_5"}  # test_states
+    here |= {"gemma3", "gemma4"}  # test_gemma
     assert {family.model_type for family in REGISTERED} - REFUSED == here | {tiny.family for tiny in TILED}
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.bundles import ORT, export
 from tests.support.cpp import TILED, ask, assert_answers_equal, expected, needs_cpp, output, run, write_pictures
-from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
@@ -158,7 +157,7 @@ def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model
 
 @pytest.mark.parametrize(
     ("tiny", "named"),
-    [(MINICPM, "merged_after"), (GEMMA4, "sliding"), (GEMMA3, "sliding")],
+    [(MINICPM, "merged_after")],
     ids=lambda value: value if isinstance(value, str) else value.family,
 )
 def test_a_family_that_libvtx_does_not_answer_for_is_refused_by_name(

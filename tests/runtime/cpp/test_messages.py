@@ -25,7 +25,6 @@ ONLY_CPP = {
     "a question has been asked already; load a prefix file right after the images are opened": CALLERS,
     "the buffer's rows are {} bytes apart; give the stride in bytes, {} to {}": CALLERS,
     "{} frame of {}x{} has an odd side; crop it to even ones": CALLERS,
-    "{}.{}: {} are not built in libvtx; load the bundle with Python": BUILT,
     "{} is not built into libvtx, which has {}; use one of these, or Python": BUILT,
     "{} needs {}, which this libvtx was built without; install its headers and build again, or give the pixels": BUILT,
     "tokenizer.json is damaged: {}; export the bundle again": PROMPT,

@@ -14,6 +14,7 @@ import pytest
 from tests.support.cabi import BUNDLE, REQUEST, Frames, Loaded
 from tests.support.cpp import BUILD, needs_cpp, needs_openvino
 from tests.support.exported import Models
+from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN3, QWEN25
 from tests.support.families.smolvlm import SMOLVLM
@@ -63,7 +64,7 @@ def in_python(model: Model, file: Path | None, seed: int, k: int | None) -> dict
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", [None, 3])
 @pytest.mark.parametrize(
-    "tiny", [Tiny(context=512), SMOLVLM, *(replace(tiny, context=512) for tiny in (QWEN25, QWEN3))],
+    "tiny", [Tiny(context=512), SMOLVLM, *(replace(tiny, context=512) for tiny in (QWEN25, QWEN3, GEMMA3, GEMMA4))],
     ids=lambda tiny: tiny.family,
 )  # fmt: skip
 def test_each_runtime_reads_what_the_other_wrote(
@@ -82,7 +83,9 @@ def test_each_runtime_reads_what_the_other_wrote(
             assert second.load_prefix(theirs) == ""
             answer = ask(second, k)
         assert list(answer["token_ids"]) == list(found["token_ids"]) == list(wanted["token_ids"])
-        assert answer["reused_tokens"] == found["reused_tokens"] > answer["vision_tokens"] // 2
+        # Without K an image of Gemma 4 runs again: its states of the layers without K and V of their own are not kept.
+        least = 0 if tiny.family == "gemma4" and k is None else answer["vision_tokens"] // 2
+        assert answer["reused_tokens"] == found["reused_tokens"] > least
         assert list(answer["kv_slots"]) == list(wanted["kv_slots"])
 
 

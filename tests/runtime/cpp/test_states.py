@@ -176,7 +176,7 @@ def test_altered_bundles_are_refused_by_both_runtimes(
     [
         (["slots"], "declares caches ['slots']; it needs one kind a layer"),
         (["slots", "ring"], "layers with a cache of the kind 'ring' are unknown to this vtx"),
-        (["slots", "none"], "layers that share the K and V of earlier ones"),
+        (["none", "none"], "declares caches ['none', 'none']; it needs one kind a layer"),
         (["slots", "slots"], "keeps states in layers []"),
     ],
 )

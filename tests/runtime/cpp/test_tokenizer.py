@@ -145,7 +145,24 @@ def llama(source: Path, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["demo", "qwen2", "qwen3_5", "metaspace", "bytes", "llama"])
+def gemma(source: Path, path: Path, *, marked: bool) -> Path:
+    """A tokenizer of Gemma's form: words end behind spaces; `marked`: a normalizer leaves none, so none ends."""
+    spec = json.loads(source.read_text(encoding="utf-8"))
+    replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    spec["normalizer"] = replaced if marked else None
+    spec["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
+    }  # fmt: skip
+    steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
+    spec["decoder"] = {"type": "Sequence", "decoders": [*steps, {"type": "Fuse"}]}
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    return path
+
+
+KINDS = "demo", "qwen2", "qwen3_5", "metaspace", "bytes", "llama", "gemma", "spaces"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_text_are_those_of_the_library(kind: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     if kind == "demo":
         path = demo()
@@ -154,6 +171,8 @@ def test_ids_and_text_are_those_of_the_library(kind: str, tiny_checkpoint: Calla
     else:
         path = tiny_checkpoint(Tiny(tokenizer="bytes" if kind == "bytes" else "metaspace")) / "tokenizer.json"
         path = llama(path, tmp_path / "tokenizer.json") if kind == "llama" else path
+        if kind in ("gemma", "spaces"):
+            path = gemma(path, tmp_path / "tokenizer.json", marked=kind == "gemma")
     assert differences(path, texts(3000, len(kind))) == []
 
 

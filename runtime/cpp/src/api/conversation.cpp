@@ -163,7 +163,7 @@ bool Conversation::replace(std::vector<PreparedImage> images, double near) {
 
 void Conversation::check_prefix_file() const {
   const ModelSpec& model = model_->manifest().model;
-  if (model.two_way || !model.conv_layers.empty())
+  if (model.two_way == TwoWay::prompt || !model.conv_layers.empty())
     fail(Kind::request, "a prompt of this model cannot be continued from some token on, since tokens see those behind ",
          "them, or layers keep a state; leave the prefix file out");
 }

@@ -23,17 +23,19 @@ using Extras = std::map<std::string, float>;  // extra inputs of a vision graph 
 struct LayerForm {
   std::string dtype;
   Ids shape;
+  size_t bytes() const;
 };
 
 // K/V of one stage for one conversation, [layers, 2, kv_heads, capacity, head_dim], and the stage's run.
 //
 // `length` counts filled slots. Positions live with the tokens, not here: after a withdrawal the next token's position
-// is larger than `length`.
+// is larger than `length`. Only where layers slide the cache notes those of its slots, as windows count positions.
 class StageCache {
  public:
   explicit StageCache(int64_t slots) : capacity(slots) {}
   StageCache(int64_t slots, const StageSpec& stage, const ModelSpec& model) : capacity(slots) {
     if (!stage.stateful.empty()) states_.emplace(stage, model);
+    if (model.sliding) window_ = model.sliding->window, placed_.resize(static_cast<size_t>(slots));
   }
   virtual ~StageCache() = default;
 
@@ -42,8 +44,15 @@ class StageCache {
   // are kept for `attention`.
   Rows append(const TokenStates& tokens, const Positions& positions, bool query = false, const Ids* outputs = nullptr) {
     auto count = static_cast<int64_t>(tokens.count());
+    if (reads_only()) {
+      Rows out = run(tokens, positions, query, nullptr);
+      return outputs ? take(out, *outputs) : out;
+    }
     if (length + count > capacity)
       fail(Kind::context, length + count, " tokens in a cache of ", capacity, " slots, ", length, " of them before");
+    place(positions);
+    if (int64_t most = run_limit(); most > 0 && count > most && !query)
+      return append_in_parts(tokens, positions, most, outputs);
     Rows out = run(tokens, positions, query, selects_outputs() ? outputs : nullptr);
     length += count;
     if (outputs && !selects_outputs()) return take(out, *outputs);
@@ -51,6 +60,8 @@ class StageCache {
   }
   // Whether hidden states that are not asked for cost less.
   virtual bool selects_outputs() const { return false; }
+  // Whether its layers keep nothing, and read K and V of other caches.
+  virtual bool reads_only() const { return false; }
   // What the tokens last appended with `query` give to each slot in the stage's last layer: mean over heads, then sum
   // and maximum over these tokens, or `last_only` their last one; [length] each.
   virtual Scores attention(bool last_only) = 0;
@@ -58,6 +69,7 @@ class StageCache {
   virtual Rows keys() = 0;
   // Forgets every slot from `filled` on, which must be its own `nearest`.
   virtual void keep(int64_t filled) {
+    if (reads_only()) return;  // nothing is held
     if (filled > length) fail(Kind::device, "a cache of ", length, " tokens cannot keep ", filled);
     if (states_) states_->keep(filled);
     length = filled;
@@ -74,25 +86,49 @@ class StageCache {
     write(slots, other.read(slots), filled);
     if (states_) states_->take(*other.states_, filled);
   }
-  // A copy of the K/V of some slots, rising; only `write` looks into it.
-  virtual SavedSlots read(const Ids& slots) = 0;
-  // What `read` gives of each layer of so many slots, one layer after the other as the Python runtime saves them; none if K
-  // and V stay on a device.
-  virtual std::optional<LayerForm> layer_form(int64_t) const { return std::nullopt; }
+  // A copy of the K/V of some slots, rising, and of their positions where layers slide; only `write` looks into it.
+  SavedSlots read(const Ids& slots);
   // Puts K/V that `read` gave into as many slots; from then on the first `filled` ones are filled.
-  virtual void write(const Ids& slots, const SavedSlots& kv, int64_t filled) = 0;
+  void write(const Ids& slots, const SavedSlots& saved, int64_t filled);
+  // A copy of the K/V alone. Of each layer so much as its `layer_form` says, one layer after the other as the Python runtime
+  // saves them.
+  virtual SavedSlots read_kv(const Ids& slots) = 0;
+  // Puts such a copy into as many slots, whose tokens stand at `positions`; the first `filled` slots are filled then.
+  void write_kv(const Ids& slots, const SavedSlots& kv, const Positions& positions, int64_t filled);
+  // The form of the `index`-th cached layer's K and V of so many slots; none if they stay on a device.
+  virtual std::optional<LayerForm> layer_form(int64_t, size_t) const { return std::nullopt; }
+  // Of the first `filled` slots the first one within the window of each of these tokens, which have the last of them.
+  Ids first_slots(const Positions& positions, int64_t filled) const;
 
   int64_t length = 0;
   const int64_t capacity;
 
  protected:
   virtual Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) = 0;
+  virtual void put_kv(const Ids& slots, const SavedSlots& kv, int64_t filled) = 0;
+  // The most tokens of a run without queries, unless those of one image; 0: any number.
+  virtual int64_t run_limit() const { return 0; }
+  bool slides() const { return window_ > 0; }
 
   std::optional<StateHistory> states_;  // of its layers that keep one
+
+ private:
+  Rows append_in_parts(const TokenStates& tokens, const Positions& positions, int64_t most, const Ids* outputs);
+  // Notes the positions of tokens that are about to fill the next slots.
+  void place(const Positions& positions) {
+    for (size_t i = 0; i < positions.size() && slides(); ++i)
+      placed_[static_cast<size_t>(length) + i] = positions[i].front();
+  }
+
+  int64_t window_ = 0;  // the positions that a token sees in layers that slide; 0: none slides
+  Ids placed_;          // the positions of the tokens in slots, where layers slide
 };
 
-// What one token gives: the id of the largest logit after it, -1 if they are not finite, and its hidden state [hidden] of the
-// last layer; `logits` [vocab] where they were asked for.
+// The caches of earlier stages by the layers whose K and V are read.
+using Sources = std::map<int64_t, StageCache*>;
+
+// What one token gives: the id of the largest logit after it, -1 if they are not finite, and its hidden state [hidden] of
+// the last layer; `logits` [vocab] where they were asked for.
 struct Step {
   int64_t best;
   Floats state, logits;
@@ -114,8 +150,8 @@ class Backend {
   virtual Rows head(const Rows& rows) = 0;
   // Whether `step` is there.
   virtual bool steps() const { return false; }
-  // Runs a token of text through the embedding, every stage and the head without the host in between: behind the filled slots
-  // of each stage's cache, at its position in each.
+  // Runs a token of text through the embedding, every stage and the head without the host in between: behind the filled
+  // slots of each stage's cache, at its position in each.
   virtual Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits);
   // The odds [2] (stay, withdraw) that the gate before layer `k` gives.
   virtual Floats gate(int64_t k, const Rows& rows) = 0;
@@ -126,6 +162,8 @@ class Backend {
   virtual Rows project(const Rows& states) = 0;
   // An empty cache of `capacity` slots for stage `index` (from 0).
   virtual std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) = 0;
+  // For a stage whose layers keep nothing: a cache over those that they read, of this backend, which must stay.
+  virtual std::unique_ptr<StageCache> reading(size_t index, const Sources& sources);
 
   std::string device, dialect, compute;
   std::string library;        // the engine, its version, and where it was found

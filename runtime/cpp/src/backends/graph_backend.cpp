@@ -172,6 +172,8 @@ Step Backend::step(const std::vector<StageCache*>&, int64_t, const Ids&, bool) {
   throw std::logic_error("steps() is false");
 }
 
+std::unique_ptr<StageCache> Backend::reading(size_t, const Sources&) { throw std::logic_error("every stage keeps K and V"); }
+
 Rows Backend::views(const std::vector<const Pixels*>&) {
   fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
 }

@@ -1,9 +1,10 @@
-// K/V slots in one block of memory [layers * 2, kv_heads, capacity, head_dim].
+// K/V slots in one block of memory, planes of [capacity, head_dim]: of each layer its keys, then its values, head by head.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/tensors.hpp"
 
@@ -31,17 +32,24 @@ class ZeroedPages {
 // group (names::kGroup), which stand together, see as far as the last of them.
 Ids seen_slots(const TokenStates& tokens, int64_t length);
 
-// The block, zeroed. Throws Error(device) if there is no memory.
+// Of these tokens the first of the group that the n-th one continues, or the n-th.
+size_t begin_of_group(const TokenStates& tokens, size_t number);
+
+// Where runs of the tokens from `first` to before `end` end: nearly alike and of `most` at most (0: any number), but for one
+// group, as none is cut in two.
+std::vector<size_t> run_ends(const TokenStates& tokens, size_t first, size_t end, size_t most);
+
+// The block, zeroed; `slot_bytes` of each plane. Throws Error(device) if there is no memory.
 class SlotMemory {
  public:
-  SlotMemory(size_t planes, size_t capacity, size_t slot_bytes);
+  SlotMemory(const std::vector<size_t>& slot_bytes, size_t capacity);
 
-  uint8_t* plane(size_t index) { return memory_.data() + index * capacity_ * slot_bytes_; }  // [capacity, head_dim]
+  uint8_t* plane(size_t index) { return memory_.data() + begins_[index]; }  // [capacity, head_dim]
   SavedSlots read(const Ids& slots) const;
   void write(const Ids& slots, const SavedSlots& kv);
 
  private:
-  size_t planes_, capacity_, slot_bytes_;
+  std::vector<size_t> slot_bytes_, begins_;
   ZeroedPages memory_;
 };
 

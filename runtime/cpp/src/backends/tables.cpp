@@ -17,16 +17,20 @@ Floats floats(const Tensors& tensors, const std::string& name, const Ids& shape,
 
 Ids table_shape(const Manifest& m, const std::string& name) {
   if (name == names::kCos || name == names::kSin) return {m.max_context, m.model.head_dim / 2};
-  return {1, m.model.kv_heads, 1, m.model.head_dim};
+  if (name == names::kSlidingCos || name == names::kSlidingSin) return {m.max_context, m.model.sliding->head_dim / 2};
+  return {1, m.model.kv_heads, 1, m.model.heads_of(std::stoll(name.substr(name.rfind('.') + 1)))};
 }
 
 std::map<std::string, Floats> read_tables(const Bundle& bundle) {
   const Manifest& m = bundle.manifest();
   std::map<std::string, Floats> out;
-  Tensors rope = bundle.tensors(m.rope, (1 << 16) + 4 * m.max_context * m.model.head_dim);
-  for (const char* name : {names::kCos, names::kSin}) out[name] = floats(rope, name, table_shape(m, name), m.rope);
+  const int64_t widest = std::max(m.model.head_dim, m.model.sliding ? m.model.sliding->head_dim : 0);
+  Tensors rope = bundle.tensors(m.rope, (1 << 16) + 8 * m.max_context * widest);
+  std::vector<const char*> wanted{names::kCos, names::kSin};
+  if (m.model.sliding) wanted.insert(wanted.end(), {names::kSlidingCos, names::kSlidingSin});
+  for (const char* name : wanted) out[name] = floats(rope, name, table_shape(m, name), m.rope);
   if (m.kv_dtype != "int8") return out;
-  int64_t limit = (1 << 18) + product({8, m.model.layers, m.model.kv_heads, m.model.head_dim});
+  int64_t limit = (1 << 18) + product({8, m.model.layers, m.model.kv_heads, widest});
   Tensors scales = bundle.tensors(*m.kv_scales, limit);
   Ids cached;
   for (const StageSpec& stage : m.stages) cached.insert(cached.end(), stage.cached.begin(), stage.cached.end());

@@ -1,6 +1,7 @@
 // The members of a JSON object, each asked for once by name and type; what is left over is an error.
 #pragma once
 
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <set>
@@ -66,6 +67,13 @@ class Fields {
     if (const int64_t* whole = value.integer()) return static_cast<double>(*whole);
     const double* real = value.real();
     return real ? *real : wrong<double>(key, "float");
+  }
+
+  double positive(const char* key) {
+    double value = number(key);
+    if (!(value > 0 && std::isfinite(value)))
+      fail(Kind::bundle, where_, ".", key, " is ", value, ", not a positive number; export again");
+    return value;
   }
 
   const Json::Array& list(const char* key) {

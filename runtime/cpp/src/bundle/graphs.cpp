@@ -15,13 +15,21 @@ TensorSpec hidden(const Manifest& m, const char* name = names::kHidden) {
 
 TensorSpec query(const Manifest& m) { return {names::kQuery, "float32", {"tokens", m.model.heads * m.model.head_dim}}; }
 
-TensorSpec cache(const Manifest& m, const std::string& dialect, const std::string& name, const Size& slots) {
-  if (for_tensorrt(dialect)) return {name, m.kv_type(dialect), {int64_t{1}, slots, m.model.kv_heads, m.model.head_dim}};
-  return {name, m.kv_type(dialect), {int64_t{1}, m.model.kv_heads, slots, m.model.head_dim}};
+// The size of a layer's heads; of any layer, 0, it is free where they differ.
+Size head_size(const ModelSpec& model, int64_t layer) {
+  if (layer > 0) return model.heads_of(layer);
+  return model.sliding && model.sliding->head_dim != model.head_dim ? Size("head_dim") : Size(model.head_dim);
 }
 
-TensorSpec scale(const Manifest& m, const std::string& name) {
-  return {name, "float32", {int64_t{1}, m.model.kv_heads, int64_t{1}, m.model.head_dim}};
+TensorSpec cache(const Manifest& m, const std::string& dialect, const std::string& name, const Size& slots,
+                 int64_t layer = 0) {
+  const Size heads = head_size(m.model, layer);
+  if (for_tensorrt(dialect)) return {name, m.kv_type(dialect), {int64_t{1}, slots, m.model.kv_heads, heads}};
+  return {name, m.kv_type(dialect), {int64_t{1}, m.model.kv_heads, slots, heads}};
+}
+
+TensorSpec scale(const Manifest& m, const std::string& name, int64_t layer = 0) {
+  return {name, "float32", {int64_t{1}, m.model.kv_heads, int64_t{1}, head_size(m.model, layer)}};
 }
 
 template <typename Choice>
@@ -163,24 +171,31 @@ GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query,
                {names::kCos, "float32", {rows, m.model.head_dim / 2}},
                {names::kSin, "float32", {rows, m.model.head_dim / 2}}},
               {hidden(m, names::kHiddenOut)}};
-  if (m.model.two_way) out.inputs.push_back({names::kSeenSlots, "int64", {int64_t{1}, "tokens"}});
+  if (m.model.sees_both_ways()) out.inputs.push_back({names::kSeenSlots, "int64", {int64_t{1}, "tokens"}});
+  if (m.model.sliding) {
+    for (const char* name : {names::kSlidingCos, names::kSlidingSin})
+      out.inputs.push_back({name, "float32", {"max_context", m.model.sliding->head_dim / 2}});
+    out.inputs.push_back({names::kFirstSlot, "int64", {int64_t{1}, "tokens"}});
+  }
   auto reads = [&](const TokenInput& each) {
     return stage && std::count(stage->inputs.begin(), stage->inputs.end(), each.name) > 0;
   };
   add_token_inputs(m, out.inputs, reads);
-  if (in_place(dialect)) out.inputs.push_back(one(names::kLastSlot));
-  if (dialect != "plain") out.inputs.push_back(one(names::kTotalSlots));
-  std::vector<std::string> layers;
-  if (stage == nullptr) layers.push_back("{layer}");
-  for (int64_t n : stage ? stage->cached : Ids()) layers.push_back(std::to_string(n));
-  bool scaled = m.kv_type(dialect) == "int8";
-  for (const std::string& layer : layers) {
-    out.inputs.push_back(cache(m, dialect, names::kPastKey + layer, past));
-    out.inputs.push_back(cache(m, dialect, names::kPastValue + layer, past));
-    if (scaled) out.inputs.push_back(scale(m, names::kKeyScaleOf + layer));
-    if (scaled) out.inputs.push_back(scale(m, names::kValueScaleOf + layer));
-    out.outputs.push_back(cache(m, dialect, names::kPresentKey + layer, present));
-    out.outputs.push_back(cache(m, dialect, names::kPresentValue + layer, present));
+  bool scaled = m.kv_type(dialect) == "int8", keeps = stage == nullptr || stage->keeps();
+  if (keeps && in_place(dialect)) out.inputs.push_back(one(names::kLastSlot));
+  if (keeps && dialect != "plain") out.inputs.push_back(one(names::kTotalSlots));
+  const Ids own = !stage ? Ids{0} : keeps ? stage->cached : m.model.sources(stage->first, stage->last);
+  for (int64_t number : own) {
+    const std::string layer = number > 0 ? std::to_string(number) : "{layer}";
+    if (!keeps && dialect == "plain") past = "slots." + layer;
+    out.inputs.push_back(cache(m, dialect, names::kPastKey + layer, past, number));
+    out.inputs.push_back(cache(m, dialect, names::kPastValue + layer, past, number));
+    if (scaled) out.inputs.push_back(scale(m, names::kKeyScaleOf + layer, number));
+    if (scaled) out.inputs.push_back(scale(m, names::kValueScaleOf + layer, number));
+    if (!keeps && in_place(dialect)) out.inputs.push_back({names::kSourceSlot + layer, "int32", {int64_t{1}}});
+    if (!keeps) continue;
+    out.outputs.push_back(cache(m, dialect, names::kPresentKey + layer, present, number));
+    out.outputs.push_back(cache(m, dialect, names::kPresentValue + layer, present, number));
   }
   if (stage && !stage->stateful.empty()) add_states(m, out, static_cast<int64_t>(stage->stateful.size()));
   if (with_query) out.outputs.push_back(query(m));

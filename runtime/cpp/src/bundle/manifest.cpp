@@ -17,174 +17,6 @@ const std::set<std::string> kPrecisions{"fp32", "fp16", "bf16", "int8", "int4"};
 constexpr char kVideoLayouts[] = "frames, pairs";
 const std::map<std::string, int64_t> kKvBytes{{"float32", 4}, {"float16", 2}, {"int8", 1}};
 
-double positive(Fields& fields, const char* key) {
-  double value = fields.number(key);
-  if (!(value > 0 && std::isfinite(value)))
-    fail(Kind::bundle, fields.where(), ".", key, " is ", value, ", not a positive number; export again");
-  return value;
-}
-
-[[noreturn]] void not_built(const Fields& fields, const char* key, const char* feature) {
-  fail(Kind::bundle, fields.where(), ".", key, ": ", feature, " are not built in libvtx; load the bundle with Python");
-}
-
-void refuse(const Fields& fields, const char* key, const char* feature) {
-  if (fields.has(key)) not_built(fields, key, feature);
-}
-
-// The part of a position that each frequency turns by. Interleaved parts take turns, as long as row or column has
-// frequencies left; time has the rest.
-Ids read_rope(const Json& value, int64_t head_dim) {
-  Fields fields(value, "vtx.json: model.rope");
-  fields.text("kind");
-  positive(fields, "theta");
-  if (fields.has("scale")) positive(fields, "scale");  // the tables hold it
-  const Json::Array& frequencies = fields.list("frequencies");
-  for (const Json& item : frequencies)
-    if (!std::isfinite(fields.number_of(item, "frequencies")))
-      fail(Kind::bundle, "vtx.json: a frequency of model.rope is not a number; export again");
-  if (2 * static_cast<int64_t>(frequencies.size()) != head_dim)
-    fail(Kind::bundle, "vtx.json: ", frequencies.size(), " rotary frequencies do not fit heads of ", head_dim,
-         "; export again");
-  Ids sections = fields.has("sections") ? fields.wholes("sections", 1, names::kMaxSize) : Ids(), parts;
-  bool interleaved = fields.has("interleaved") && fields.flag("interleaved");
-  fields.done();
-  if (sections.empty()) return parts;
-  auto count = static_cast<int64_t>(frequencies.size());
-  if (sections.size() != std::tuple_size_v<Position> ||
-      std::accumulate(sections.begin(), sections.end(), int64_t{0}) != count)
-    fail(Kind::bundle, "vtx.json: model.rope.sections ", sections, " do not divide ", count, " frequencies in ",
-         std::tuple_size_v<Position>, "; export again");
-  for (int64_t number = 0; interleaved && number < count; ++number) {
-    auto part = static_cast<size_t>(number % 3);
-    parts.push_back(part > 0 && number < 3 * sections[part] ? number % 3 : 0);
-  }
-  for (size_t part = 0; !interleaved && part < sections.size(); ++part)
-    parts.insert(parts.end(), static_cast<size_t>(sections[part]), static_cast<int64_t>(part));
-  return parts;
-}
-
-TowerSpec read_tower(const Json& value) {
-  Fields fields(value, "vtx.json: model.tower");
-  fields.text("family");
-  int64_t layers = fields.whole("layers"), hidden = fields.whole("hidden");
-  fields.whole("intermediate");
-  int64_t heads = fields.whole("heads"), image = fields.whole("image"), patch = fields.whole("patch");
-  bool class_token = fields.flag("class_token");
-  Ids chosen = fields.wholes("feature_layers", 0, layers);
-  std::string select = fields.text("select");
-  fields.text("activation");
-  positive(fields, "eps");
-  for (const char* later : {"qkv_bias", "layer_scale"})
-    if (fields.has(later)) fields.flag(later);
-  std::vector<std::string> flags = fields.has("flags") ? fields.texts("flags") : std::vector<std::string>();
-  auto flagged = [&](const char* flag) { return std::count(flags.begin(), flags.end(), flag) > 0; };
-  const bool native = flagged("native"), naflex = flagged("naflex");  // the others say what the graphs compute
-  fields.whole_or_null("position_grid", 1);
-  fields.whole_or_null("window", 1);
-  for (const char* later : {"full_blocks", "maps"})
-    if (fields.has(later)) fields.wholes(later, 0, layers - 1);
-  for (const char* later : {"stage_blocks", "stage_widths"})  // of a convolutional tower
-    if (fields.has(later)) fields.wholes(later, 1, names::kMaxSize);
-  int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;
-  const int64_t registers = fields.whole_or_null("registers", 1).value_or(0);
-  for (const char* later : {"pixel_scale", "pixel_shift"}) {  // of a tower beside another one
-    const Json::Array& numbers = fields.has(later) ? fields.list(later) : Json::Array();
-    for (const Json& item : numbers)
-      if (!std::isfinite(fields.number_of(item, later))) fields.wrong<int>(later, "a list of finite numbers");
-    if (!numbers.empty() && numbers.size() != 3) fields.wrong<int>(later, "a list of 3 numbers, or of none");
-  }
-  std::optional<TowerSpec> second;
-  if (fields.has("beside") && !fields.get("beside").is_null()) second = read_tower(fields.get("beside"));
-  fields.done();
-  if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
-      image / patch > (1 << 15) || shuffle > image / patch)
-    fail(Kind::bundle, "vtx.json: model.tower: images of ", image, " pixels in patches of ", patch, ", hidden size ", hidden,
-         " with ", heads, " heads: sizes are inconsistent; export again");
-  int64_t grid = image / patch;
-  const int64_t along = (grid + shuffle - 1) / shuffle;
-  const int64_t states = grid * grid + (class_token ? 1 : 0) + registers;
-  const int64_t tokens = shuffle > 1 ? along * along : states - (select == "default" ? 1 + registers : 0);
-  int64_t width = product({hidden, static_cast<int64_t>(chosen.size())});
-  if (second) {
-    if (second->paired || second->image != image || second->tokens != tokens)
-      fail(Kind::bundle, "vtx.json: model.tower: the tower beside it sees other patches, or has one beside it, too; ",
-           "export again");
-    width += second->feature_width;
-  }
-  return {image, patch, grid, tokens, states, width, hidden / heads, shuffle, class_token, second.has_value(), native,
-          naflex};
-}
-
-// The layers with a convolution, and the numbers of one's state: its last columns, then the delta rule's matrices.
-void read_convolutions(Fields& fields, ModelSpec& m) {
-  if (fields.has("conv_layers")) m.conv_layers = fields.wholes("conv_layers", 1, m.layers);
-  const int64_t taps = fields.has("conv_taps") ? fields.whole("conv_taps") : 1;
-  bool rising = std::is_sorted(m.conv_layers.begin(), m.conv_layers.end(), std::less_equal<int64_t>());
-  if (!rising || (!m.conv_layers.empty() && (taps < 2 || taps > names::kMaxTaps)))
-    fail(Kind::bundle, "vtx.json: convolutions of ", taps, " taps in the layers ", m.conv_layers, " do not fit ", m.layers,
-         " layers; they have 2 to ", names::kMaxTaps, " taps; export again");
-  int64_t channels = m.hidden, memory = 0;
-  if (fields.has("delta") && !fields.get("delta").is_null()) {
-    Fields delta(fields.get("delta"), "vtx.json: model.delta");
-    int64_t key_heads = delta.whole("key_heads"), value_heads = delta.whole("value_heads");
-    int64_t key_dim = delta.whole("key_dim"), value_dim = delta.whole("value_dim");
-    delta.done();
-    if (value_heads % key_heads != 0)
-      fail(Kind::bundle, "vtx.json: model.delta: ", value_heads, " value heads cannot share ", key_heads,
-           " key heads evenly; export again");
-    if (m.conv_layers.empty())
-      fail(Kind::bundle, "vtx.json: model.delta is for layers with a convolution, and none has one; export again");
-    channels = std::min(product({2, key_heads, key_dim}), names::kMaxSize + 1) +
-               std::min(product({value_heads, value_dim}), names::kMaxSize + 1);
-    memory = std::min(product({value_heads, key_dim, value_dim}), names::kMaxSize + 1);
-  }
-  if (m.conv_layers.empty()) return;
-  m.state_numbers = product({taps - 1, channels}) + memory;
-  if (m.state_numbers > names::kMaxSize)
-    fail(Kind::bundle, "vtx.json: a layer's state has more than ", names::kMaxSize, " numbers; export again");
-}
-
-ModelSpec read_model(const Json& value) {
-  Fields fields(value, "vtx.json: model");
-  ModelSpec m;
-  m.name = fields.text("name"), m.family = fields.text("family");
-  m.layers = fields.whole("layers", 1, names::kMaxLayers);
-  m.hidden = fields.whole("hidden");
-  fields.whole("intermediate");
-  m.heads = fields.whole("heads"), m.kv_heads = fields.whole("kv_heads"), m.head_dim = fields.whole("head_dim");
-  m.vocab = fields.whole("vocab");
-  m.max_positions = fields.whole("max_positions");
-  m.eps = positive(fields, "eps");
-  fields.text("activation");
-  for (const char* key : {"tied", "qkv_bias", "o_bias", "mlp_bias"}) fields.flag(key);
-  if (m.heads % m.kv_heads != 0)
-    fail(Kind::bundle, "vtx.json: ", m.heads, " heads cannot share ", m.kv_heads, " key/value heads evenly; export again");
-  m.rope_parts = read_rope(fields.get("rope"), m.head_dim);
-  refuse(fields, "sliding", "layers with sliding windows, as in Gemma,");
-  if (fields.has("two_way") && !fields.get("two_way").is_null()) {
-    std::string kind = fields.text("two_way");
-    if (kind != "prompt")
-      fail(Kind::bundle, "vtx.json: tokens that see each other both ways are '", kind.substr(0, 40),
-           "', unknown to this vtx, which has prompt; ", kUpgrade);
-    m.two_way = true;
-  }
-  read_convolutions(fields, m);
-  m.tower = read_tower(fields.get("tower"));
-  Fields projector(fields.get("projector"), "vtx.json: model.projector");
-  projector.whole("intermediate");
-  projector.text("activation");
-  projector.flag("bias");
-  if (projector.has("norm_eps")) positive(projector, "norm_eps");
-  if (projector.has("layers")) projector.whole("layers");
-  if (projector.has("rms_norm")) projector.flag("rms_norm");
-  if (projector.has("widths")) projector.wholes("widths", 1, names::kMaxSize);
-  projector.done();
-  if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
-  fields.done();
-  return m;
-}
-
 LayoutSpec read_layout(const Json& value) {
   Fields fields(value, "vtx.json: layout");
   LayoutSpec layout{fields.text("name"), fields.whole("max_tokens"), fields.get("parameters"), std::nullopt};
@@ -204,7 +36,7 @@ std::optional<TextTowerSpec> read_text_tower(const Json& value) {
   int64_t heads = fields.whole("heads");
   t.vocab = fields.whole("vocab"), t.max_tokens = fields.whole("max_tokens"), t.width = fields.whole("width");
   fields.text("activation");
-  positive(fields, "eps"), positive(fields, "vision_eps");
+  fields.positive("eps"), fields.positive("vision_eps");
   if (!fields.get("end_id").is_null()) t.end_id = fields.whole("end_id", 0);
   fields.done();
   if (t.max_tokens > names::kMaxSegment || layers > names::kMaxLayers || hidden % heads != 0)
@@ -334,6 +166,7 @@ bool among(const Ids& values, int64_t wanted) { return std::find(values.begin(),
 
 void check_stages(const Manifest& m) {
   bool sound = !m.stages.empty() && rising(m.variants);
+  const std::optional<int64_t>& shared = m.model.shared;
   int64_t next = 1;
   Ids starts;
   std::vector<std::pair<int64_t, int64_t>> spans;
@@ -345,7 +178,7 @@ void check_stages(const Manifest& m) {
   }
   sound = sound && next == m.model.layers + 1 && !m.stages.back().query;
   for (int64_t k : m.variants) sound = sound && among(starts, k);
-  for (int64_t start : starts) sound = sound && (among(m.variants, start) || !m.reductions.empty());
+  for (int64_t start : starts) sound = sound && (among(m.variants, start) || start == shared || !m.reductions.empty());
   if (!sound)
     fail(Kind::bundle, "vtx.json: stages ", spans, " do not cut ", m.model.layers, " layers at K = ", m.variants,
          " and for the reductions ", m.reductions, "; export again");
@@ -444,22 +277,24 @@ std::string read_default(Fields& fields) {
   return "auto";
 }
 
-StageSpec read_stage(Fields& fields, int64_t layers) {
-  StageSpec stage{fields.whole("first", 1, layers), fields.whole("last", 1, layers), fields.flag("query"), {}, {}, {}};
+StageSpec read_stage(Fields& fields, const ModelSpec& model) {
+  StageSpec stage{
+      fields.whole("first", 1, model.layers), fields.whole("last", 1, model.layers), fields.flag("query"), {}, {}, {}};
   if (fields.has("inputs")) stage.inputs = fields.texts("inputs");
   const auto count = static_cast<size_t>(std::max<int64_t>(0, stage.layers()));
   std::vector<std::string> kinds = fields.has("caches") ? fields.texts("caches") : std::vector<std::string>();
   if (kinds.empty()) kinds.assign(count, names::kSlotted);
-  const std::string known = std::string(names::kSlotted) + ", " + names::kStateful;
+  const std::string known = listed(std::vector<std::string>{names::kSlotted, names::kUncached, names::kStateful});
   int64_t layer = stage.first;
   for (const std::string& kind : kinds) {
-    if (kind == names::kUncached) not_built(fields, "caches", "layers that share the K and V of earlier ones");
-    if (kind != names::kSlotted && kind != names::kStateful)
+    if (kind != names::kSlotted && kind != names::kStateful && kind != names::kUncached)
       fail(Kind::bundle, "vtx.json: layers with a cache of the kind '", kind.substr(0, 40),
            "' are unknown to this vtx, which has ", known, "; ", kUpgrade);
-    (kind == names::kSlotted ? stage.cached : stage.stateful).push_back(layer++);
+    if (kind != names::kUncached) (kind == names::kSlotted ? stage.cached : stage.stateful).push_back(layer);
+    ++layer;
   }
-  if (kinds.size() != count || (stage.query && !among(stage.cached, stage.last)))
+  const bool keyless = stage.first == model.shared && stage.last == model.layers;
+  if (kinds.size() != count || stage.keeps() == keyless || (stage.query && !among(stage.cached, stage.last)))
     fail(Kind::bundle, "vtx.json: stage ", stage.first, "..", stage.last, " declares caches ", kinds,
          "; it needs one kind a layer, slots or a state in at least one, and slots in the last one if it gives queries; "
          "export again");
@@ -505,7 +340,7 @@ Manifest read_manifest(const Json& root) {
   }
   for (const Json& item : fields.list("stages")) {
     Fields stage(item, "vtx.json: stages");
-    m.stages.push_back(read_stage(stage, m.model.layers));
+    m.stages.push_back(read_stage(stage, m.model));
     stage.done();
   }
   m.gates = fields.wholes("gates", 1, names::kMaxLayers);
@@ -523,7 +358,7 @@ Manifest read_manifest(const Json& root) {
          "vtx.json: bins: they go beyond the model's vocabulary, or the model has an expert, too; export again");
   m.image = read_image(fields.get("image"));
   bool own = m.image.own_size();
-  if (own != (m.layout.name == "native" || m.layout.name == "native_tiles"))
+  if (own != (m.layout.name == "native" || m.layout.name == "native_tiles" || m.layout.name == "budget"))
     fail(Kind::bundle, "image setting ", "crop", " is ", own ? "null" : "not null", "; it must be ",
          own ? "set where resize does not fix the size" : "null, as pad and resize, where the layout resizes");
   m.text = read_text_settings(fields.get("text"));
@@ -556,6 +391,11 @@ std::string Manifest::kv_type(const std::string& dialect) const {
 }
 
 int64_t Manifest::kv_bytes(const std::string& dialect) const { return kKvBytes.at(kv_type(dialect)); }
+
+int64_t Manifest::kv_slot_bytes(int64_t number_bytes, int64_t more) const {
+  const double width = model.mean_head_dim() + static_cast<double>(more);
+  return std::llrint(static_cast<double>(2 * model.kv_heads * number_bytes) * width);
+}
 
 Manifest parse_manifest(const std::string& text) {
   Json root = parse_json(text, "vtx.json", Kind::bundle);

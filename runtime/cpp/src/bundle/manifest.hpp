@@ -4,6 +4,7 @@
 #include <array>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -20,22 +21,45 @@ struct TowerSpec {
   int64_t image, patch, grid, tokens, states;  // tokens as they leave the tower, and within it
   int64_t feature_width, key_width;  // numbers of one of these that are projected, and of the mean over heads of its keys
   int64_t shuffle;                   // patches a side that become one token
+  int64_t pool;                      // patches a side whose states are averaged to those of one token
   bool class_token;
   bool paired;  // another tower is beside it, and the features of both are joined
   bool native;  // images keep native resolution, and `image` is the side of the largest square one
   bool naflex;  // likewise, with a table of positions that is resized to each image
+  bool axes;    // likewise, with a table of positions by row and one by column
 };
+
+// The layers whose tokens see only the last `window` positions, their own included; `head_dim` is theirs.
+struct SlidingLayers {
+  std::set<int64_t> layers;
+  int64_t window, head_dim;
+};
+
+// The tokens that see each other both ways: those of a prompt, or those of each image.
+enum class TwoWay { none, prompt, images };
 
 // Sizes of the decoder and of the vision tower, as far as the runtime needs them.
 struct ModelSpec {
   std::string name, family;
   int64_t layers, hidden, heads, kv_heads, head_dim, vocab, max_positions;
-  double eps;            // of the decoder's norms
-  Ids rope_parts;        // the part of a position that each rotary frequency turns by; empty if a position is one number
-  bool two_way = false;  // the tokens of a prompt see each other both ways
-  Ids conv_layers;       // in place of attention they have a convolution, and keep a state
-  int64_t state_numbers = 0;  // of one of these layers
+  double eps;      // of the decoder's norms
+  Ids rope_parts;  // the part of a position that each rotary frequency turns by; empty if a position is one number
+  TwoWay two_way = TwoWay::none;
+  std::optional<SlidingLayers> sliding;
+  std::optional<int64_t> shared;  // the first of the last layers, which read K and V of earlier ones and have none
+  Ids conv_layers;                // in place of attention they have a convolution, and keep a state
+  int64_t state_numbers = 0;      // of one of these layers
   TowerSpec tower;
+
+  bool sees_both_ways() const { return two_way != TwoWay::none; }
+  bool slides(int64_t layer) const { return sliding && sliding->layers.count(layer) > 0; }
+  // The size of a layer's heads, and its mean over the layers that keep K and V.
+  int64_t heads_of(int64_t layer) const { return slides(layer) ? sliding->head_dim : head_dim; }
+  double mean_head_dim() const;
+  // The layer whose K and V a layer reads: its own, or those of the last one before `shared` that slides as it does.
+  int64_t source(int64_t layer) const;
+  // The layers before `first` whose K and V the layers from it to `last` read.
+  Ids sources(int64_t first, int64_t last) const;
 
   int64_t position_parts() const { return rope_parts.empty() ? 1 : std::tuple_size_v<Position>; }
 };
@@ -63,6 +87,8 @@ struct StageSpec {
   std::vector<std::string> inputs;  // names of the token inputs that it reads
   Ids cached, stateful;             // its layers that keep K and V in slots, and those that keep a state
   int64_t layers() const { return last - first + 1; }
+  // Whether a layer keeps something of the tokens it has seen: else all read the K and V of earlier stages.
+  bool keeps() const { return !cached.empty() || !stateful.empty(); }
 };
 
 // An input of stages per token, in addition to the hidden state: `width` numbers, and the graphs that give them.
@@ -206,7 +232,13 @@ struct Manifest {
   // Bytes of a number of K or V in a dialect's graphs, and numpy's name of its type.
   std::string kv_type(const std::string& dialect) const;
   int64_t kv_bytes(const std::string& dialect) const;
+  // Bytes of one KV slot of one layer, K and V of all heads, whose numbers have so many each and `more` a head: the mean of
+  // the layers that keep them.
+  int64_t kv_slot_bytes(int64_t number_bytes, int64_t more = 0) const;
 };
+
+// The section `model`. Throws Error(bundle).
+ModelSpec read_model(const Json& value);
 
 // The section `action`. Throws Error(bundle).
 ActionSpec read_action(const Json& value);

@@ -103,16 +103,18 @@ std::string never_there(const Needs& needs, const TowerSpec& tower) {
   if (tower.paired && (needs.of_patches() || needs.projector))
     return "reads the patches of a single tower, but this model has two towers; use fastv, cdpruner, divprune, dart, or "
            "mustdrop:...,tau=off,key=0";
-  const std::string patches = cat(tower.shuffle, " x ", tower.shuffle, " patches");
-  if (needs.of_patches() && !needs.text_tower && tower.shuffle > 1)
+  const int64_t side = std::max(tower.shuffle, tower.pool);  // in patches, of a token
+  const std::string patches = cat(side, " x ", side, " patches");
+  if (needs.of_patches() && !needs.text_tower && side > 1)
     return cat("works on single patches, but each token of this model covers ", patches,
                "; use fastv, cdpruner, dart, or mustdrop:...,tau=off,key=0");
-  if (needs.projector && (tower.shuffle > 1 || !tower.class_token))
+  if (needs.projector && (side > 1 || !tower.class_token))
     return cat("merges patches by the attention of the tower's class token and projects each patch by itself, but this ",
-               "model does not: ", tower.shuffle == 1 ? "its tower has no class token" : "each of its tokens covers " + patches,
+               "model does not: ", side == 1 ? "its tower has no class token" : "each of its tokens covers " + patches,
                "; use divprune, cdpruner or dart");
   if ((needs.attention || needs.last_attention) && !tower.class_token)
-    return "ranks patches by the class token's attention, but this model's tower has no class token; use mustdrop without key "
+    return "ranks patches by the class token's attention, but this model's tower has no class token; use mustdrop without "
+           "key "
            "tokens (mustdrop:...,key=0), lsm or fastv";
   return "";
 }

@@ -51,8 +51,8 @@ class Normalizer {
   std::vector<Normalize> steps_;
 };
 
-// Which regular expression cuts text into words.
-enum class Words { none, gpt2, qwen2, qwen35, llama3, clip };
+// Which regular expression cuts text into words; `spaces`: none does, and a word ends behind each space.
+enum class Words { none, gpt2, qwen2, qwen35, llama3, clip, spaces };
 
 class PreTokenizer {
  public:

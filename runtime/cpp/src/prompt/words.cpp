@@ -31,6 +31,7 @@ class Cutter {
 
   size_t end_of(size_t at) const {
     bool gpt2 = words_ == Words::gpt2, clip = words_ == Words::clip;
+    if (words_ == Words::spaces) return behind_space(at);
     if (size_t end = contraction(at, !gpt2 && !clip); end > at) return end;
     if (clip) return letter(at) ? run(at, &Cutter::letter) : number(at) ? at + 1 : run(at, &Cutter::other);
     if (gpt2) {
@@ -66,6 +67,12 @@ class Cutter {
   size_t run(size_t at, bool (Cutter::*is)(size_t) const) const {
     while ((this->*is)(at)) ++at;
     return at;
+  }
+
+  // Up to the next space, and with it; a space behind another one is a word by itself.
+  size_t behind_space(size_t at) const {
+    const size_t space = std::min(text_.find(U' ', at), text_.size());
+    return space == text_.size() ? space : space + 1;
   }
 
   // \s+(?!\S)|\s+: all spaces, but for the last one where something follows; one alone stays.
@@ -144,6 +151,10 @@ void PreTokenizer::add(const Json& spec) {
     std::string regex = pattern ? pattern->text("Regex") : "";
     if (spec.text("behavior") == "Removed" && spec.flag("invert") && (regex == kClip || regex == kClipSpecial)) {
       words_ = Words::clip;
+      return;
+    }
+    if (spec.text("behavior") == "MergedWithPrevious" && !spec.flag("invert") && pattern && pattern->text("String") == " ") {
+      words_ = Words::spaces;  // Gemma's, whose normalizer leaves no space
       return;
     }
     if (spec.text("behavior") != "Isolated" || spec.flag("invert")) unknown("words cut by a Split that drops or joins");

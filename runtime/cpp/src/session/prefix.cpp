@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "bundle/names.hpp"
+
 namespace vtxcore {
 namespace {
 
@@ -78,6 +80,11 @@ size_t Prefix::agreement(const Prefix& other) const {
 
 void Prefix::follow(const Prefix& other) {
   size_t count = other.saved_kv.empty() && other.depth() > 0 ? agreement(other) : 0;
+  auto groups = inputs.find(names::kGroup);
+  if (groups != inputs.end() && count < size() && groups->second.data[count] >= 0) {  // none is cut in two
+    const Floats& of = groups->second.data;
+    count = std::min(count, static_cast<size_t>(std::find(of.begin(), of.end(), of[count]) - of.begin()));
+  }
   if (count > 0) common = count, begun = other.text_states(count), filed = std::min(count, other.filed);
 }
 

@@ -114,14 +114,19 @@ void save_prefix(const std::string& path, const Bundle& bundle, const Backend& b
   for (size_t number = 0; number < text.size(); ++number) {
     tensors[cat("text ", number)] = rows_tensor(*text[number], text[number]->count());
     StageCache& cache = session.full_cache(number);
-    std::optional<LayerForm> form = cache.layer_form(size);
-    if (!form)
-      fail(Kind::request, "on ", backend.device, " K and V stay on the GPU and cannot be saved; leave the file out");
-    SavedSlots kv = cache.read(count_up(0, count));
-    auto from = reinterpret_cast<const char*>(kv.data());
-    size_t bytes = kv.size() / static_cast<size_t>(stages[number].layers());
-    for (int64_t layer = stages[number].first; layer <= stages[number].last; ++layer, from += bytes)
-      tensors[cat("kv ", layer)] = {form->dtype, form->shape, std::string(from, bytes)};
+    SavedSlots kv;
+    for (size_t index = 0, at = 0; index < stages[number].cached.size(); ++index) {
+      std::optional<LayerForm> form = cache.layer_form(size, index);
+      if (!form)
+        fail(Kind::request, "on ", backend.device, " K and V stay on the GPU and cannot be saved; leave the file out");
+      if (index == 0) kv = cache.read_kv(count_up(0, count));
+      const size_t bytes = form->bytes();
+      tensors[cat("kv ", stages[number].cached[index])] = {
+          form->dtype,
+          form->shape,
+          {kv.begin() + static_cast<std::ptrdiff_t>(at), kv.begin() + static_cast<std::ptrdiff_t>(at + bytes)}};
+      at += bytes;
+    }
   }
   Metadata metadata;
   for (const auto& [name, value] : binding(bundle, backend)) metadata[name] = value;
@@ -154,7 +159,9 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
   int64_t count = hidden.shape.empty() ? 0 : hidden.shape.front();
   auto depth = static_cast<size_t>(std::count_if(tensors.begin(), tensors.end(),
                                                  [](const auto& each) { return each.first.compare(0, 5, "text ") == 0; }));
-  if (count < 1 || count >= m.max_context || depth < 1 || depth > m.stages.size())
+  auto keeping = static_cast<size_t>(
+      std::count_if(m.stages.begin(), m.stages.end(), [](const StageSpec& stage) { return stage.keeps(); }));
+  if (count < 1 || count >= m.max_context || depth < 1 || depth > keeping)
     wrong(cat("it has ", count, " tokens and ", depth, " stages"));
   Prefix prefix;
   for (char bit : mask.bytes) prefix.is_vision.push_back(bit != 0);
@@ -163,15 +170,25 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
                                          {"is_vision", {"BOOL", {count}}},
                                          {"positions", {"I64", parts > 1 ? Ids{count, parts} : Ids{count}}},
                                          {"hidden", {"F32", {count, m.model.hidden}}}};
-  for (const TokenInput& each : m.token_inputs) forms["input " + each.name] = {"F32", {count, each.width}};
+  std::vector<std::string> inputs;
+  for (const TokenInput& each : m.token_inputs) {
+    inputs.push_back(each.name);
+    forms["input " + each.name] = {"F32", {count, each.width}};
+  }
+  if (m.model.sees_both_ways()) {
+    inputs.emplace_back(names::kGroup);
+    forms[std::string("input ") + names::kGroup] = {"F32", {count, 1}};
+  }
   std::vector<std::unique_ptr<StageCache>> caches;
   for (size_t number = 0; number < depth; ++number) {
     forms[cat("text ", number)] = {"F32", {text, m.model.hidden}};
     caches.push_back(backend.stage(number, m.max_context));
-    std::optional<LayerForm> form = caches.back()->layer_form(count);
-    if (!form)
-      fail(Kind::request, "on ", backend.device, " K and V stay on the GPU and cannot be saved; leave the file out");
-    for (int64_t layer = m.stages[number].first; layer <= m.stages[number].last; ++layer) forms[cat("kv ", layer)] = *form;
+    for (size_t index = 0; index < m.stages[number].cached.size(); ++index) {
+      std::optional<LayerForm> form = caches.back()->layer_form(count, index);
+      if (!form)
+        fail(Kind::request, "on ", backend.device, " K and V stay on the GPU and cannot be saved; leave the file out");
+      forms[cat("kv ", m.stages[number].cached[index])] = *form;
+    }
   }
   for (const auto& [key, form] : forms)
     if (auto tensor = tensors.find(key);
@@ -187,15 +204,15 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
   prefix.next_position = *std::max_element(positions.begin(), positions.end()) + 1;
   prefix.filed = prefix.size();
   prefix.boundaries = {std::make_shared<Rows>(rows_of(hidden))};
-  for (const TokenInput& each : m.token_inputs) prefix.inputs[each.name] = rows_of(tensors["input " + each.name]);
+  for (const std::string& each : inputs) prefix.inputs[each] = rows_of(tensors["input " + each]);
   for (size_t number = 0; number < depth; ++number) {
     prefix.boundaries.push_back(std::make_shared<Rows>(rows_of(tensors[cat("text ", number)])));
     SavedSlots kv;
-    for (int64_t layer = m.stages[number].first; layer <= m.stages[number].last; ++layer) {
+    for (int64_t layer : m.stages[number].cached) {
       const std::string& bytes = tensors[cat("kv ", layer)].bytes;
       kv.insert(kv.end(), bytes.begin(), bytes.end());
     }
-    caches[number]->write(count_up(0, static_cast<size_t>(count)), kv, count);
+    caches[number]->write_kv(count_up(0, static_cast<size_t>(count)), kv, prefix.positions, count);
   }
   session.begin(std::move(prefix), std::move(caches));
 }

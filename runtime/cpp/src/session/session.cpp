@@ -16,12 +16,16 @@ size_t common_prefix(const Ids& cached, const Ids& wanted) {
   return agreed;
 }
 
+TokenStates last_of(const TokenStates& tokens) {
+  const Ids last{static_cast<int64_t>(tokens.count()) - 1};
+  return {take(tokens.hidden, last), take(tokens.inputs, last)};
+}
+
 }  // namespace
 
 Session::Session(Backend& backend, const Manifest& manifest)
     : backend_(backend), m_(manifest), stages_(manifest.stages), first_pruned_(manifest.stages.size()) {
-  if (manifest.action)
-    fail(Kind::request, manifest.model.name, " outputs actions, not text; use act, or vtx-run --act");
+  if (manifest.action) fail(Kind::request, manifest.model.name, " outputs actions, not text; use act, or vtx-run --act");
   prefix_ = empty_prefix();
 }
 
@@ -31,7 +35,7 @@ PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const
     fail(Kind::request, "the prompt ends with an image and leaves no token to answer from; export with a --chat-template ",
          "that prints the question, or ASSISTANT:, after the images");
   check_ = check;
-  bool known = prompt.prefix_key(m_.model.two_way) == prefix_.key;
+  bool known = prompt.prefix_key(whole_prompt()) == prefix_.key;
   bool reused = known && prompt.prefix_length() > 0 && prefix_.depth() > 0;
   if (!known) replace_prefix(prompt);
   Rows hidden = run_suffix(prompt, policy, after);
@@ -96,7 +100,7 @@ void Session::check_room(int64_t tokens, int64_t vision) const {
 // Runs what the caches lack of the prompt's suffix; its hidden states after the last stage.
 Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after) {
   Ids suffix(prompt.ids.begin() + static_cast<std::ptrdiff_t>(prompt.prefix_length()), prompt.ids.end());
-  Selection asked{prompt.prefix_key(m_.model.two_way), policy.key(), suffix};
+  Selection asked{prompt.prefix_key(whole_prompt()), policy.key(), suffix};
   reused_suffix_ = 0;
   bool continues =
       after && after->key == asked.key && after->policy == asked.policy && common_prefix(after->ids, suffix) > 0;
@@ -112,7 +116,7 @@ Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selec
   size_t agreed = held(common_prefix(suffix_, suffix));
   suffix_.resize(agreed);
   reused_suffix_ = cached ? agreed : 0;
-  Rows hidden = append(Ids(suffix.begin() + static_cast<std::ptrdiff_t>(agreed), suffix.end()));
+  Rows hidden = append(Ids(suffix.begin() + static_cast<std::ptrdiff_t>(agreed), suffix.end()), true);
   suffix_ = suffix;
   return hidden;
 }
@@ -126,7 +130,8 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
   first_pruned_ = stages_.size();
   cuts_.clear();
   layouts_.clear();
-  size_t depth = prefix_.depth();
+  size_t depth = prefix_.depth();  // with the stage that need not run, since it keeps nothing of the prefix
+  if (depth > 0 && depth < stages_.size() && !stages_[depth].keeps()) ++depth;
   std::optional<Mask> survivors;
   TokenStates here = embed(selection.ids, true);
   for (size_t number = 0; number < stages_.size(); ++number) {
@@ -159,14 +164,20 @@ size_t Session::held(size_t agreed) {
   return agreed;
 }
 
-// Runs more tokens of the suffix in the caches as they are.
-Rows Session::append(const Ids& ids) {
+// Runs more tokens of the suffix in the caches as they are. `of_prompt`: only the state of the last one is read, so of a
+// stage that keeps nothing it alone runs there.
+Rows Session::append(const Ids& ids, bool of_prompt) {
   TokenStates here = embed(ids);
   auto done = static_cast<int64_t>(suffix_.size());
   for (size_t number = 0; number < stages_.size(); ++number) {
     check_();
+    int64_t first = layouts_[number].position + done;
+    if (of_prompt && !stages_[number].keeps()) {
+      first += static_cast<int64_t>(here.count()) - 1;
+      here = last_of(here);
+    }
     cache(number).keep(layouts_[number].slots + done);
-    here.hidden = cache(number).append(here, text_positions(layouts_[number].position + done, ids.size()));
+    here.hidden = cache(number).append(here, text_positions(first, here.count()));
   }
   return std::move(here.hidden);
 }
@@ -177,11 +188,32 @@ TokenStates Session::embed(const Ids& ids, bool of_prompt) {
   TokenStates out = backend_.embed(ids);
   for (const TokenInput& each : m_.token_inputs)
     if (!each.of_text) out.inputs[each.name] = Rows(ids.size(), static_cast<size_t>(each.width));
-  if (m_.model.two_way) {
+  if (m_.model.sees_both_ways()) {
     Rows& group = out.inputs[names::kGroup] = Rows(ids.size(), 1);
-    if (!of_prompt) std::fill(group.data.begin(), group.data.end(), -1.0f);
+    if (!of_prompt || !whole_prompt()) std::fill(group.data.begin(), group.data.end(), -1.0f);
   }
   return out;
+}
+
+std::unique_ptr<StageCache> Session::new_cache(size_t number, int64_t slots) {
+  reading_.reset();  // it may be over the one that this replaces
+  return backend_.stage(number, slots);
+}
+
+StageCache& Session::cache(size_t number) {
+  const StageSpec& stage = stages_[number];
+  if (stage.keeps()) return *(number < first_pruned_ ? full_ : pruned_).at(number);
+  Sources sources;
+  for (int64_t layer : m_.model.sources(stage.first, stage.last)) {
+    auto holds = [layer](const StageSpec& one) { return one.first <= layer && layer <= one.last; };
+    auto earlier = std::find_if(stages_.begin(), stages_.end(), holds) - stages_.begin();
+    sources[layer] = &cache(static_cast<size_t>(earlier));
+  }
+  if (!reading_ || sources_ != sources) {
+    reading_ = backend_.reading(number, sources);
+    sources_ = std::move(sources);
+  }
+  return *reading_;
 }
 
 // Whether the suffix sees an image token in stage `number`.
@@ -287,13 +319,21 @@ void Session::replace_prefix(const Prompt& prompt) {
           }
         ++token;
       }
+    if (m_.model.two_way == TwoWay::images) {  // image tokens that follow each other are one
+      float run = 0;
+      for (size_t i = 0; i < length; ++i) {
+        if (!prefix.is_vision[i]) continue;
+        if (i == 0 || !prefix.is_vision[i - 1]) ++run;
+        *tokens.inputs.at(names::kGroup).row(i) = run;
+      }
+    }
     std::tie(prefix.positions, prefix.next_position) = place(prefix.is_vision, prefix.images);
     prefix.boundaries = {std::make_shared<Rows>(std::move(tokens.hidden))};
     prefix.inputs = std::move(tokens.inputs);
   }
   suffix_.clear();
   selection_.reset();
-  prefix.key = prompt.prefix_key(m_.model.two_way);
+  prefix.key = prompt.prefix_key(whole_prompt());
   if (continues_) prefix.follow(prefix_);
   former_ = prefix.common > 0 ? std::move(pruned_prefix_) : std::nullopt;
   pruned_prefix_.reset();
@@ -302,6 +342,7 @@ void Session::replace_prefix(const Prompt& prompt) {
 }
 
 void Session::begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches) {
+  reading_.reset();
   for (size_t number = 0; number < caches.size(); ++number) full_[number] = std::move(caches[number]);
   prefix_ = std::move(prefix);
   continue_prefix();
@@ -313,7 +354,7 @@ void Session::copy_prefix(Session& other) {
   Prefix prefix = other.prefix_;
   auto size = static_cast<int64_t>(prefix.size());
   for (size_t number = 0; number < prefix.depth(); ++number) {
-    full_[number] = backend_.stage(number, capacity());
+    full_[number] = new_cache(number, capacity());
     full_[number]->copy(*other.full_.at(number), size);
   }
   prefix.begun.resize(std::min(prefix.begun.size(), prefix.depth()));
@@ -372,17 +413,21 @@ PrefixSlots Session::layout(size_t number) const {
 // which reads the weights once, but not with a long suffix, nor with one whose `query` is kept; always where the prefix sees
 // the suffix. The suffix's hidden states.
 Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
+  if (!stages_[number].keeps()) {  // only the last token's hidden state is read
+    const int64_t position = layout(number).position + static_cast<int64_t>(suffix.count()) - 1;
+    return cache(number).append(last_of(suffix), text_positions(position, 1));
+  }
   bool whole = number < first_pruned_;
   PrunedPrefix* pruned = whole ? nullptr : &*pruned_prefix_;
   std::unique_ptr<StageCache>& cached = (whole ? full_ : pruned_)[number];
   bool due = (whole ? prefix_.depth() : pruned->depth) <= number;
-  if (whole && !cached) cached = backend_.stage(number, capacity());
+  if (whole && !cached) cached = new_cache(number, capacity());
   if (!whole && due) {  // no slot for tokens that never enter it
     int64_t wanted = capacity() - (static_cast<int64_t>(prefix_.size()) - pruned->size());
     bool withdrawn = pruned->size() == static_cast<int64_t>(prefix_.text_size());
     if (!cached || cached->capacity < wanted || (withdrawn && cached->capacity > wanted)) {
       cached.reset();  // freed before the next one is made
-      cached = backend_.stage(number, wanted);
+      cached = new_cache(number, wanted);
     }
   }
   StageCache& here = *cached;
@@ -394,7 +439,7 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
     here.mark(slots.slots);
     Rows found(0, states.width), behind;
     if (count > 0) {  // all of it may be in the cache
-      bool joins = m_.model.two_way || (!query && suffix.count() <= static_cast<size_t>(names::kQuestionRows));
+      bool joins = whole_prompt() || (!query && suffix.count() <= static_cast<size_t>(names::kQuestionRows));
       auto first = static_cast<std::ptrdiff_t>(start);
       Ids running = indices_of(slots.present);
       Positions positions = whole ? prefix_.positions : pruned->positions;
@@ -500,7 +545,8 @@ PrefillResult Session::result(Floats logits, bool reused) {
   }
   if (reused && reused_stages_ > 0) out.reused_layers = stages_[reused_stages_ - 1].last;
   bool ran = false;
-  for (size_t number = reused_stages_; number < stages_.size(); ++number) ran |= sees_image(number);
+  for (size_t number = reused_stages_; number < stages_.size(); ++number)
+    ran |= stages_[number].keeps() && sees_image(number);
   size_t served = reused ? (ran ? 0 : prefix_.size()) : prefix_.common;
   out.reused_tokens = static_cast<int64_t>(reused_suffix_ + served);
   out.slots = slots;

@@ -61,8 +61,8 @@ class Session {
   PrefillResult prefill(const Prompt& prompt, const Policy& policy, const Selection* after, const Check& check);
   // Runs the next tokens in one pass; the logits [tokens, vocab] after each.
   Rows decode(const Ids& tokens);
-  // Runs the next token; the id of the largest logit after it, the first of equal ones. None, and nothing has run, where only
-  // `decode` can do that. Throws Error(bundle): the logits are not finite.
+  // Runs the next token; the id of the largest logit after it, the first of equal ones. None, and nothing has run, where
+  // only `decode` can do that. Throws Error(bundle): the logits are not finite.
   std::optional<int64_t> choose(int64_t token);
   // The same for tokens that leave the caches again.
   Rows try_tokens(const Ids& tokens);
@@ -73,7 +73,7 @@ class Session {
   // The next prompt's prefix may be another one. What it has in common with this one is then not run again; its K and V come
   // from a run of another length, so they are equal up to rounding. Not of a model whose tokens see those behind them, nor
   // where layers keep a state, which cannot be cut back.
-  void continue_prefix() { continues_ = !m_.model.two_way && m_.model.conv_layers.empty(); }
+  void continue_prefix() { continues_ = !whole_prompt() && m_.model.conv_layers.empty(); }
   // Begins with another prefix, which the next one continues, and the caches of the first stages, which hold it. Only while
   // nothing has run.
   void begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches);
@@ -89,17 +89,19 @@ class Session {
     return std::max(prefix_.next_position, static_cast<int64_t>(prefix_.size())) + static_cast<int64_t>(suffix_.size());
   }
   // The cache that stage `number` runs in for this question; for whoever records positions.
-  StageCache& cache(size_t number) { return *(number < first_pruned_ ? full_ : pruned_).at(number); }
+  StageCache& cache(size_t number);
 
  private:
   void check_room(int64_t tokens, int64_t vision) const;
   Rows run_suffix(const Prompt& prompt, const Policy& policy, const Selection* after);
   Rows select(const Selection& selection, const Policy& policy);
-  Rows append(const Ids& ids);
+  Rows append(const Ids& ids, bool of_prompt = false);
   size_t held(size_t agreed);
   Step step(bool logits, int64_t token);
   TokenStates embed(const Ids& ids, bool of_prompt = false);
   bool sees_image(size_t number) const;
+  bool whole_prompt() const { return m_.model.two_way == TwoWay::prompt; }  // its tokens see each other both ways
+  std::unique_ptr<StageCache> new_cache(size_t number, int64_t slots);
   Boundary boundary(size_t number, const TokenStates& suffix, const Policy& policy);
   void replace_prefix(const Prompt& prompt);
   Prefix empty_prefix() const;
@@ -117,6 +119,8 @@ class Session {
   const Manifest& m_;
   const std::vector<StageSpec>& stages_;
   Caches full_, pruned_;
+  Sources sources_;                      // that `reading_` is over
+  std::unique_ptr<StageCache> reading_;  // of the stage whose layers keep nothing
   Prefix prefix_;
   bool continues_ = false;  // the next other prefix does not run again what it has in common with this one
   std::optional<PrunedPrefix> pruned_prefix_;  // what `pruned_` holds of the prefix

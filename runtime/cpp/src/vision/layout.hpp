@@ -70,5 +70,7 @@ LayoutPtr make_tiles(Fields& parameters);
 LayoutPtr make_marked(Fields& parameters);
 LayoutPtr make_native(Fields& parameters);
 LayoutPtr make_native_tiles(Fields& parameters);
+LayoutPtr make_crops(Fields& parameters);
+LayoutPtr make_budget(Fields& parameters);
 
 }  // namespace vtxcore

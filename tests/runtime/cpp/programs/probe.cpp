@@ -353,7 +353,8 @@ int main(int count, char** values) {
     else if (mode == "picture" && count == 3)
       picture(values[2]);
     else if (mode == "cache" && count == 5)
-      SlotMemory(std::stoul(values[2]), std::stoul(values[3]), std::stoul(values[4])), std::cout << "ok\n";
+      SlotMemory(std::vector<size_t>(std::stoul(values[2]), std::stoul(values[4])), std::stoul(values[3])),
+          std::cout << "ok\n";
     else if (mode == "select" && count > 6)
       select(values + 2, count > 7);
     else if (mode == "merge" && count == 7)

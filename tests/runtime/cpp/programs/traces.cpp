@@ -26,20 +26,19 @@ class PositionedCache : public StageCache {
 
   Scores attention(bool last_only) override { return inner_->attention(last_only); }
   Rows keys() override { return inner_->keys(); }
-  SavedSlots read(const Ids& slots) override {
+  SavedSlots read_kv(const Ids& slots) override {
     Positions positions = take(positions_, slots);
     SavedSlots out = inner_->read(slots);
     const auto* first = reinterpret_cast<const uint8_t*>(positions.data());
     out.insert(out.end(), first, first + positions.size() * sizeof(Position));
     return out;
   }
-  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
+  void put_kv(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
     Positions positions(slots.size());
     auto behind = kv.end() - static_cast<std::ptrdiff_t>(positions.size() * sizeof(Position));
     std::copy(behind, kv.end(), reinterpret_cast<uint8_t*>(positions.data()));
     for (size_t i = 0; i < slots.size(); ++i) positions_[static_cast<size_t>(slots[i])] = positions[i];
     inner_->write(slots, SavedSlots(kv.begin(), behind), filled);
-    length = filled;
   }
   bool selects_outputs() const override { return inner_->selects_outputs(); }
   void keep(int64_t filled) override {
@@ -55,6 +54,7 @@ class PositionedCache : public StageCache {
     inner_->keep(length++);
     return inner_.get();
   }
+  StageCache* inner() { return inner_.get(); }
   Positions positions() const { return {positions_.begin(), positions_.begin() + static_cast<std::ptrdiff_t>(length)}; }
 
  protected:
@@ -90,6 +90,11 @@ class PositionedBackend : public Backend {
   Rows project(const Rows& states) override { return inner_.project(states); }
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
     return std::make_unique<PositionedCache>(inner_.stage(index, capacity), &used[index]);
+  }
+  std::unique_ptr<StageCache> reading(size_t index, const Sources& sources) override {
+    Sources inner;
+    for (const auto& [layer, cache] : sources) inner[layer] = static_cast<PositionedCache*>(cache)->inner();
+    return inner_.reading(index, inner);
   }
 
  private:
@@ -200,12 +205,15 @@ class Recorder {
     return tensor_of(positions, model_.manifest().model.position_parts());
   }
 
+  // Each layer with the positions of the slots that it reads.
   template <typename Work>
   void by_layer(Work work) const {
-    const std::vector<StageSpec>& stages = model_.manifest().stages;
-    for (size_t number = 0; number < stages.size(); ++number)
-      for (int64_t layer = stages[number].first; layer <= stages[number].last; ++layer)
-        work(std::to_string(layer), backend_.used[number]->positions());
+    const Manifest& m = model_.manifest();
+    for (int64_t layer = 1; layer <= m.model.layers; ++layer) {
+      size_t number = 0;
+      while (m.stages[number].last < m.model.source(layer)) ++number;
+      work(std::to_string(layer), backend_.used[number]->positions());
+    }
   }
 
   const Model& model_;

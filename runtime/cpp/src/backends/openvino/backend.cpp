@@ -43,19 +43,29 @@ class OpenvinoBackend : public HostBackend {
     int threads = options.threads > 0 ? options.threads : cores();
     choose_settings(threads);
     std::map<std::string, Floats> tables = read_tables(bundle);
-    for (const char* name : {names::kCos, names::kSin}) context_.rope[name] = std::move(tables.at(name));
+    std::vector<const char*> rotary{names::kCos, names::kSin};
+    if (m_.model.sliding) rotary.insert(rotary.end(), {names::kSlidingCos, names::kSlidingSin});
+    for (const char* name : rotary) context_.rope[name] = std::move(tables.at(name));
     stages_.resize(m_.stages.size());
     load_graphs(is_roomy(m_, compute) ? threads : 1);
     context_.score = score();
   }
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
-    if (m_.model.two_way) return make_openvino_growing_cache(context_, stages_[index], m_.stages[index], capacity);
+    if (as_written(m_.stages[index]))
+      return make_openvino_growing_cache(context_, stages_[index], m_.stages[index], capacity);
     return std::make_unique<OpenvinoStageCache>(context_, stages_[index], m_.stages[index], capacity);
+  }
+
+  std::unique_ptr<StageCache> reading(size_t index, const Sources& sources) override {
+    return make_openvino_reading_cache(context_, stages_[index], m_.stages[index], sources);
   }
 
  private:
   using Settings = std::map<std::string, std::string>;
+
+  // Whether a stage's graph runs without paged attention, which is causal, and keeps K and V of its own.
+  bool as_written(const StageSpec& spec) const { return m_.model.two_way == TwoWay::prompt || !spec.keeps(); }
 
   void choose_settings(int threads) {
     std::string able = openvino_.core().capabilities();
@@ -106,9 +116,10 @@ class OpenvinoBackend : public HostBackend {
 
   std::unique_ptr<openvino::Model> read_stage(const std::string& file, const StageSpec& spec) const {
     auto model = openvino_.read(bundle_, file, stage_io(m_, kDialect, spec.query, &spec), compute);
-    if (m_.model.two_way) return model;  // paged attention is causal
+    if (as_written(spec)) return model;
+    const std::set<int64_t> sliding = m_.model.sliding ? m_.model.sliding->layers : std::set<int64_t>();
     loading(file, [&] {
-      model->page_caches(spec.cached, m_.model.heads);
+      model->page_caches(spec.cached, m_.model.heads, sliding, !sliding.empty(), m_.model.sees_both_ways());
       model->choose_rows(spec.cached.empty() || spec.cached.back() != spec.last);
     });
     return model;
@@ -117,7 +128,7 @@ class OpenvinoBackend : public HostBackend {
   // A stage of int4 in int8, where products are of integers; else null.
   std::unique_ptr<openvino::Model> read_for_many(const std::string& file, const StageSpec& spec,
                                                  OpenvinoStage& stage) const {
-    if (compute != kIntegers || m_.precision != "int4" || m_.model.two_way) return nullptr;
+    if (compute != kIntegers || m_.precision != "int4" || as_written(spec)) return nullptr;
     auto model = read_stage(file, spec);
     auto memory = std::make_unique<WeightsOnDisk>();
     loading(file, [&] { model->bring_to_int8(*memory); });
@@ -135,13 +146,16 @@ class OpenvinoBackend : public HostBackend {
     stage.name = file;
     stage.compiled = compile(file, *model, m_.precision);
     if (many) stage.for_many = compile(file, *many, "int8");
-    if (m_.model.two_way) return;
+    if (as_written(spec)) return;
     OpenvinoStageCache cache(context_, stage, spec, names::kFewTokens + 2);
-    for (size_t count : {1, static_cast<int>(names::kFewTokens + 1)}) {
+    auto zeros = [this](size_t count) {
       TokenStates tokens{Rows(count, static_cast<size_t>(m_.model.hidden))};
       for (const TokenInput& each : m_.token_inputs) tokens.inputs[each.name] = Rows(count, static_cast<size_t>(each.width));
-      if (count == 1 || stage.for_many) cache.append(tokens, text_positions(0, count));
-    }
+      return tokens;
+    };
+    for (size_t count : {1, static_cast<int>(names::kFewTokens + 1)})
+      if (count == 1 || stage.for_many) cache.append(zeros(count), text_positions(0, count));
+    if (m_.model.sees_both_ways()) cache.check_both_ways(zeros(2));
   }
 
   OpenvinoLibrary openvino_;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -66,7 +67,8 @@ class Model {
   virtual std::vector<PortView> outputs() const = 0;
   virtual void keep_narrow(const std::string& compute) = 0;
   virtual int64_t int4_block() const = 0;
-  virtual void page_caches(const std::vector<int64_t>& layers, int64_t heads) = 0;
+  virtual void page_caches(const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding, bool windows,
+                           bool both_ways) = 0;
   virtual void choose_rows(bool whole) = 0;
   virtual void multiply_integers() = 0;
   // `memory` must stay as long as what is compiled from the model.

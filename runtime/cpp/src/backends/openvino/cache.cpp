@@ -1,5 +1,7 @@
 #include "backends/openvino/cache.hpp"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "backends/contract.hpp"
@@ -28,21 +30,34 @@ void read_row(const uint8_t* from, Type type, size_t count, float* to) {
 
 size_t OpenvinoCacheContext::element_bytes() const { return kv == Type::f32 ? 4 : kv == Type::u8 ? 1 : 2; }
 
-size_t OpenvinoCacheContext::slot_width() const {
-  return static_cast<size_t>(manifest.model.head_dim + (kv == Type::u8 ? names::kRowScaleBytes : 0));
+size_t OpenvinoCacheContext::slot_width(int64_t layer) const {
+  return static_cast<size_t>(manifest.model.heads_of(layer) + (kv == Type::u8 ? names::kRowScaleBytes : 0));
 }
 
 int64_t OpenvinoCacheContext::slot_bytes() const {
-  return 2 * manifest.model.kv_heads * static_cast<int64_t>(slot_width() * element_bytes());
+  return manifest.kv_slot_bytes(static_cast<int64_t>(element_bytes()), kv == Type::u8 ? names::kRowScaleBytes : 0);
+}
+
+// Where each plane begins in the memory, and where the last one ends.
+std::vector<size_t> OpenvinoStageCache::plane_bytes(const OpenvinoCacheContext& context, const StageSpec& spec,
+                                                    int64_t slots) {
+  std::vector<size_t> out{0};
+  for (int64_t layer : spec.cached)
+    for (int part = 0; part < 2; ++part) {
+      int64_t width = static_cast<int64_t>(context.slot_width(layer) * context.element_bytes()), total = 0;
+      int64_t bytes =
+          product({static_cast<int64_t>(blocks_of(slots)), context.manifest.model.kv_heads, names::kPagedBlock, width});
+      if (__builtin_add_overflow(static_cast<int64_t>(out.back()), bytes, &total)) cache_failure(static_cast<size_t>(slots));
+      out.push_back(static_cast<size_t>(total));
+    }
+  return out;
 }
 
 OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
                                        const StageSpec& spec, int64_t slots)
     : StageCache(slots, spec, context.manifest.model), context_(context), stage_(stage), spec_(spec),
       heads_(static_cast<size_t>(context.manifest.model.kv_heads)), blocks_(blocks_of(slots)),
-      memory_(static_cast<size_t>(product({static_cast<int64_t>(planes_of(spec) * blocks_), context.manifest.model.kv_heads,
-                                           names::kPagedBlock, static_cast<int64_t>(head_bytes())})),
-              static_cast<size_t>(slots)),
+      begins_(plane_bytes(context, spec, slots)), memory_(begins_.back(), static_cast<size_t>(slots)),
       block_numbers_(blocks_), token_{Rows(1, static_cast<size_t>(context.manifest.model.hidden))},
       token_out_(token_.hidden), token_rope_{Ids(1), {}} {
   request_ = running(stage.name, [&] { return stage.compiled->request(); });
@@ -51,17 +66,19 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
   for (size_t i = 0; i < blocks_; ++i) block_numbers_[i] = static_cast<int32_t>(i);
   const Manifest& m = context.manifest;
   for (const TokenInput& each : m.token_inputs) token_.inputs[each.name] = Rows(1, static_cast<size_t>(each.width));
-  Ids shape{static_cast<int64_t>(blocks_), m.model.kv_heads, names::kPagedBlock, static_cast<int64_t>(context.slot_width())};
   running(stage.name, [&] {
     for (size_t index = 0; index < spec.cached.size(); ++index) {
       const std::string layer = std::to_string(spec.cached[index]);
+      const Ids shape{static_cast<int64_t>(blocks_), m.model.kv_heads, names::kPagedBlock,
+                      static_cast<int64_t>(context.slot_width(spec.cached[index]))};
       set(names::kPastKey + layer, context.kv, shape, row(2 * index, 0, 0));
       set(names::kPastValue + layer, context.kv, shape, row(2 * index + 1, 0, 0));
     }
     set(names::kPagedPast, Type::i32, {1}, past_);
-    set(names::kPagedBegins, Type::i32, {2}, begins_);
+    set(names::kPagedBegins, Type::i32, {2}, run_begins_);
     set(names::kPagedFilled, Type::i32, {}, &filled_);
     set(names::kPagedBlockBegins, Type::i32, {2}, block_begins_);
+    if (slides()) set(names::kPagedWindow, Type::i32, {}, &window_);
   });
 }
 
@@ -88,8 +105,8 @@ void OpenvinoStageCache::run_request(int64_t before, size_t count) {
 
 uint8_t* OpenvinoStageCache::row(size_t plane, int64_t slot, size_t head) {
   auto at = static_cast<size_t>(slot), block = static_cast<size_t>(names::kPagedBlock);
-  size_t index = ((plane * blocks_ + at / block) * heads_ + head) * block + at % block;
-  return memory_.data() + index * head_bytes();
+  size_t index = ((at / block) * heads_ + head) * block + at % block;
+  return memory_.data() + begins_[plane] + index * head_bytes(plane);
 }
 
 void OpenvinoStageCache::bind(size_t first, size_t count, const TokenStates& tokens, const RopeRows& rope,
@@ -102,11 +119,18 @@ void OpenvinoStageCache::bind(size_t first, size_t count, const TokenStates& tok
   set_rows(names::kHidden, tokens.hidden);
   for (const std::string& name : spec_.inputs) set_rows(names::kTokenInput + name, tokens.inputs.at(name));
   const bool own = !rope.own.empty();  // tables of these tokens, whose part here begins at row 0
-  const int64_t half = context_.manifest.model.head_dim / 2;
   set(names::kPositions, Type::i64, {1, rows}, rope.rows.data() + (own ? 0 : first));
-  for (const auto& [name, table] : own ? rope.own : context_.rope)
-    set(name, Type::f32, {own ? rows : context_.manifest.max_context, half},
-        table.data() + (own ? first * static_cast<size_t>(half) : 0));
+  for (const auto& [name, table] : own ? rope.own : context_.rope) {
+    const Ids whole = table_shape(context_.manifest, name);
+    set(name, Type::f32, {own ? rows : whole[0], whole[1]},
+        table.data() + (own ? first * static_cast<size_t>(whole[1]) : 0));
+  }
+  if (context_.manifest.model.sees_both_ways()) {
+    images_.assign(count, 0);
+    if (auto groups = tokens.inputs.find(names::kGroup); groups != tokens.inputs.end())  // not of a single token
+      for (size_t i = 0; i < count; ++i) images_[i] = groups->second.data[first + i] >= 0;
+    set(names::kPagedImages, Type::i32, {rows}, images_.data());
+  }
   set(names::kPagedRows, Type::i32, {found}, asked.data());
   set(names::kHiddenOut, Type::f32, {found, static_cast<int64_t>(tokens.hidden.width)}, out);
 }
@@ -115,7 +139,7 @@ void OpenvinoStageCache::bind(size_t first, size_t count, const TokenStates& tok
 // would overflow them.
 void OpenvinoStageCache::place(int64_t before, int64_t count) {
   past_[0] = static_cast<int32_t>(before);
-  begins_[1] = static_cast<int32_t>(count);
+  run_begins_[1] = static_cast<int32_t>(count);
   filled_ = static_cast<int32_t>(before + count);
   auto blocks = static_cast<int32_t>(blocks_of(filled_));
   if (blocks != block_begins_[1]) {
@@ -125,57 +149,116 @@ void OpenvinoStageCache::place(int64_t before, int64_t count) {
   }
 }
 
-void OpenvinoStageCache::run_parts(const TokenStates& tokens, const RopeRows& rope, const Ids& outputs, size_t runs,
-                                   Rows& out) {
+std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::windows(const TokenStates& tokens,
+                                                                 const Positions& positions) const {
+  const size_t count = tokens.count();
+  if (!slides()) return {{count, 0}};
+  const Ids firsts = first_slots(positions, length + static_cast<int64_t>(count));
+  std::vector<Run> out;
+  Ids seen;
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t own = length + static_cast<int64_t>(i);
+    seen.push_back(firsts[i] > 0 ? own - firsts[i] + 1 : 0);
+    if (i > 0 && seen[i] != seen[i - 1]) out.push_back({i, static_cast<int32_t>(seen[i - 1])});
+  }
+  out.push_back({count, static_cast<int32_t>(seen.empty() ? 0 : seen.back())});
+  if (out.size() > 1 && seen[0] == 0) {  // the first see fewer slots than the next
+    const int64_t last = length + static_cast<int64_t>(out.front().end) - 1;
+    if (last < seen[out.front().end]) out.erase(out.begin());
+  }
+  for (const Run& run : out)
+    if (begin_of_group(tokens, run.end) != run.end)
+      fail(Kind::request, "OpenVINO runs an image at once, and its tokens see different numbers of slots in layers that ",
+           "slide, since a reduction left some out within the window; use --reduce none or --device cpu");
+  return out;
+}
+
+// Many hidden states in runs of nearly the same size, which gives the same ones.
+std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::runs(const TokenStates& tokens, const Positions& positions,
+                                                              bool query) const {
+  std::vector<Run> out;
+  size_t first = 0;
+  for (const Run& run : windows(tokens, positions)) {
+    for (size_t end : run_ends(tokens, first, run.end, query ? 0 : context_.most_rows)) out.push_back({end, run.window});
+    first = run.end;
+  }
+  return out;
+}
+
+void OpenvinoStageCache::run_parts(const TokenStates& tokens, const RopeRows& rope, const Ids& outputs,
+                                   const std::vector<Run>& runs, Rows& out, Rows* queries) {
   Rows unread(1, out.width);  // where nothing of a part is asked for: engines differ in empty products
   size_t first = 0, found = 0;
-  for (size_t left = runs; left > 0; --left) {
-    size_t count = (tokens.count() - first + left - 1) / left, end = first + count, next = found;
+  for (const Run& run : runs) {
+    size_t count = run.end - first, next = found;
     std::vector<int32_t> mine;
-    for (; next < outputs.size() && static_cast<size_t>(outputs[next]) < end; ++next)
+    for (; next < outputs.size() && static_cast<size_t>(outputs[next]) < run.end; ++next)
       mine.push_back(static_cast<int32_t>(outputs[next] - static_cast<int64_t>(first)));
     if (mine.empty()) mine.push_back(0);
     bind(first, count, tokens, rope, mine, next == found ? unread.row(0) : out.row(found));
     const int64_t before = length + static_cast<int64_t>(first);
     place(before, static_cast<int64_t>(count));
+    window_ = run.window;
     run_request(before, count);
-    first = end, found = next;
+    if (queries) take_queries(first, count, *queries);
+    first = run.end, found = next;
   }
 }
 
+void OpenvinoStageCache::take_queries(size_t first, size_t count, Rows& queries) {
+  openvino::TensorView view = ran_->get(names::kQuery);
+  check_width(stage_.name, view.shape, static_cast<int64_t>(queries.width));
+  check_rows(stage_.name, static_cast<size_t>(view.shape.front()), count);
+  std::memcpy(queries.row(first), view.data, sizeof(float) * count * queries.width);
+}
+
 Rows OpenvinoStageCache::run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) {
-  size_t count = tokens.count(), most = context_.most_rows;
+  size_t count = tokens.count();
   Ids wanted = outputs ? *outputs : count_up(0, count);
   RopeRows rope = rope_rows(context_.rope, context_.manifest, positions);
   Rows out(wanted.size(), tokens.hidden.width);
+  const std::vector<Run> parts = runs(tokens, positions, query);
+  if (query) {
+    const ModelSpec& model = context_.manifest.model;
+    query_ = Rows(count, static_cast<size_t>(model.heads * model.heads_of(spec_.last)));
+  }
   running(stage_.name, [&] {
-    if (count == 1 && wanted.size() == 1 && rope.own.empty()) {
+    if (count == 1 && wanted.size() == 1 && rope.own.empty() && !query) {
       token_.hidden.data = tokens.hidden.data;  // equally long: the memory that is bound stays
       for (const std::string& name : spec_.inputs) token_.inputs[name].data = tokens.inputs.at(name).data;
       token_rope_.rows[0] = rope.rows[0];
       if (!token_bound_) bind(0, 1, token_, token_rope_, token_asked_, token_out_.row(0));
       token_bound_ = true;
       place(length, 1);
+      window_ = parts.front().window;
       run_request(length, 1);
       out.data = token_out_.data;
     } else {
-      run_parts(tokens, rope, wanted, query || most == 0 || count == 0 ? 1 : (count + most - 1) / most, out);
-    }
-    if (query) {
-      openvino::TensorView view = ran_->get(names::kQuery);
-      const ModelSpec& model = context_.manifest.model;
-      query_ = Rows(count, static_cast<size_t>(model.heads * model.head_dim));
-      check_width(stage_.name, view.shape, static_cast<int64_t>(query_.width));
-      check_rows(stage_.name, static_cast<size_t>(view.shape.front()), count);
-      std::memcpy(query_.data.data(), view.data, 4 * query_.data.size());
+      run_parts(tokens, rope, wanted, parts, out, query ? &query_ : nullptr);
     }
   });
   return out;
 }
 
+void OpenvinoStageCache::check_both_ways(TokenStates tokens) {
+  std::vector<Floats> found;
+  for (size_t i = 0; i < tokens.hidden.data.size(); ++i)  // any numbers that differ
+    tokens.hidden.data[i] = std::sin(static_cast<float>(i + 1));
+  for (float group : {-1.0f, 0.0f}) {
+    keep(0);
+    Rows& groups = tokens.inputs[names::kGroup] = Rows(tokens.count(), 1);
+    std::fill(groups.data.begin(), groups.data.end(), group);
+    const Rows out = append(tokens, text_positions(0, tokens.count()));
+    found.emplace_back(out.row(0), out.row(0) + out.width);
+  }
+  if (found[0] == found[1])
+    fail(Kind::device, "this release of OpenVINO cannot let the tokens of an image see each other both ways; ",
+         "pip install -U openvino, or use --device cpu");
+}
+
 Scores OpenvinoStageCache::attention(bool last_only) {
-  size_t count = query_.count(), first = last_only ? count - 1 : 0, dim = context_.slot_width();
-  if (context_.kv == Type::u8) dim -= static_cast<size_t>(names::kRowScaleBytes);
+  size_t count = query_.count(), first = last_only ? count - 1 : 0;
+  const auto dim = static_cast<size_t>(context_.manifest.model.heads_of(spec_.cached.back()));
   Rows found = keys();
   Floats keys(found.data.size());  // [kv_heads, length, head_dim]
   for (size_t head = 0; head < heads_; ++head)
@@ -199,35 +282,40 @@ Scores OpenvinoStageCache::attention(bool last_only) {
   return {found_scores.at(names::kAttentionSum).floats, found_scores.at(names::kAttentionMax).floats};
 }
 
-Rows OpenvinoStageCache::keys() {
-  auto dim = static_cast<size_t>(context_.manifest.model.head_dim);
+Rows OpenvinoStageCache::keys() { return numbers(spec_.cached.back(), false); }
+
+Rows OpenvinoStageCache::numbers(int64_t layer, bool values) {
+  auto dim = static_cast<size_t>(context_.manifest.model.heads_of(layer));
   Rows out(static_cast<size_t>(length), heads_ * dim);
-  size_t plane = planes_of(spec_) - 2;  // the last layer's keys
+  auto index = static_cast<size_t>(std::find(spec_.cached.begin(), spec_.cached.end(), layer) - spec_.cached.begin());
+  size_t plane = 2 * index + (values ? 1 : 0);
   for (int64_t slot = 0; slot < length; ++slot)
     for (size_t head = 0; head < heads_; ++head)
       read_row(row(plane, slot, head), context_.kv, dim, out.row(static_cast<size_t>(slot)) + head * dim);
   return out;
 }
 
-SavedSlots OpenvinoStageCache::read(const Ids& slots) {
-  SavedSlots out(planes_of(spec_) * slots.size() * heads_ * head_bytes());
+SavedSlots OpenvinoStageCache::read_kv(const Ids& slots) {
+  size_t bytes = 0;
+  for (size_t plane = 0; plane < planes_of(spec_); ++plane) bytes += slots.size() * heads_ * head_bytes(plane);
+  SavedSlots out(bytes);
   uint8_t* to = out.data();
-  each_row(slots, [&](const uint8_t* from) { std::memcpy(std::exchange(to, to + head_bytes()), from, head_bytes()); });
+  each_row(slots, [&](const uint8_t* from, size_t size) { std::memcpy(std::exchange(to, to + size), from, size); });
   return out;
 }
 
-std::optional<LayerForm> OpenvinoStageCache::layer_form(int64_t slots) const {
+std::optional<LayerForm> OpenvinoStageCache::layer_form(int64_t slots, size_t index) const {
   const char* dtype = context_.kv == Type::f32   ? "F32"
                       : context_.kv == Type::f16 ? "F16"
                       : context_.kv == Type::u8  ? "U8"
                                                  : "U16";  // bfloat16 by its bits
-  return LayerForm{dtype, {slots, 2, context_.manifest.model.kv_heads, static_cast<int64_t>(context_.slot_width())}};
+  const auto width = static_cast<int64_t>(context_.slot_width(spec_.cached.at(index)));
+  return LayerForm{dtype, {slots, 2, context_.manifest.model.kv_heads, width}};
 }
 
-void OpenvinoStageCache::write(const Ids& slots, const SavedSlots& kv, int64_t filled) {
+void OpenvinoStageCache::put_kv(const Ids& slots, const SavedSlots& kv, int64_t) {
   const uint8_t* from = kv.data();
-  each_row(slots, [&](uint8_t* to) { std::memcpy(to, std::exchange(from, from + head_bytes()), head_bytes()); });
-  length = filled;
+  each_row(slots, [&](uint8_t* to, size_t size) { std::memcpy(to, std::exchange(from, from + size), size); });
 }
 
 }  // namespace vtxcore

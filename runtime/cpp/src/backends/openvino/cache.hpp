@@ -21,13 +21,13 @@ struct OpenvinoCacheContext {
   size_t most_rows = 0;  // of one run; 0: any number
 
   size_t element_bytes() const;
-  // Array elements of one slot of one head.
-  size_t slot_width() const;
+  // Array elements of one slot of one head of a layer.
+  size_t slot_width(int64_t layer) const;
   // Bytes of one slot of one layer, K and V of all heads.
   int64_t slot_bytes() const;
 };
 
-// The memory is [layers, 2, blocks, kv_heads, slots of a block, slot width]. One token, as in decoding, runs through
+// The memory has of each layer [2, blocks, kv_heads, slots of a block, slot width]. One token, as in decoding, runs through
 // tensors made once.
 class OpenvinoStageCache : public StageCache {
  public:
@@ -35,26 +35,43 @@ class OpenvinoStageCache : public StageCache {
 
   Scores attention(bool last_only) override;
   Rows keys() override;
-  SavedSlots read(const Ids& slots) override;
-  std::optional<LayerForm> layer_form(int64_t slots) const override;
-  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
+  SavedSlots read_kv(const Ids& slots) override;
+  std::optional<LayerForm> layer_form(int64_t slots, size_t index) const override;
+  // Keys, or values, of a layer that it keeps: [length, kv_heads * head_dim].
+  Rows numbers(int64_t layer, bool values);
+  // Throws Error(device) if the engine's attention is causal for these two tokens of an image, too.
+  void check_both_ways(TokenStates tokens);
   bool selects_outputs() const override { return !spec_.cached.empty() && spec_.cached.back() == spec_.last; }
 
  protected:
   // Many hidden states in runs of nearly the same size, which gives the same ones.
   Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids* outputs) override;
+  void put_kv(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
 
  private:
+  // Where a run ends, and the slots that its tokens see in layers that slide; 0: all.
+  struct Run {
+    size_t end;
+    int32_t window;
+  };
+  // Runs of tokens that see the same number of slots in layers that slide, before they are cut to the number of one run.
+  // Throws Error(request): the tokens of an image would have to go in several.
+  std::vector<Run> windows(const TokenStates& tokens, const Positions& positions) const;
+  std::vector<Run> runs(const TokenStates& tokens, const Positions& positions, bool query) const;
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
   // Runs `count` tokens over what is set, behind `before` others.
   void run_request(int64_t before, size_t count);
-  void run_parts(const TokenStates& tokens, const RopeRows& rope, const Ids& outputs, size_t runs, Rows& out);
+  void run_parts(const TokenStates& tokens, const RopeRows& rope, const Ids& outputs, const std::vector<Run>& runs,
+                 Rows& out, Rows* queries);
+  // Takes the queries of a run of `count` tokens into those of all, from the `first` on.
+  void take_queries(size_t first, size_t count, Rows& queries);
   // Tensors over the caller's memory, which must stay until others are bound: `count` tokens from the `first` on, which of
   // them are `asked` for, and where these go.
   void bind(size_t first, size_t count, const TokenStates& tokens, const RopeRows& rope, const std::vector<int32_t>& asked,
             float* out);
   void place(int64_t before, int64_t count);
-  size_t head_bytes() const { return context_.slot_width() * context_.element_bytes(); }
+  size_t head_bytes(size_t plane) const { return context_.slot_width(spec_.cached[plane / 2]) * context_.element_bytes(); }
+  static std::vector<size_t> plane_bytes(const OpenvinoCacheContext& context, const StageSpec& spec, int64_t slots);
   // The bytes of a slot's row of one head; `plane` counts layers and, in each, K and V.
   uint8_t* row(size_t plane, int64_t slot, size_t head);
   // Each row of these slots, in the order [layers, slots, 2, kv_heads] of saved ones.
@@ -63,17 +80,19 @@ class OpenvinoStageCache : public StageCache {
     for (size_t plane = 0; plane < 2 * spec_.cached.size(); plane += 2)
       for (int64_t slot : slots)
         for (size_t part : {plane, plane + 1})
-          for (size_t head = 0; head < heads_; ++head) work(row(part, slot, head));
+          for (size_t head = 0; head < heads_; ++head) work(row(part, slot, head), head_bytes(part));
   }
 
   const OpenvinoCacheContext& context_;
   const OpenvinoStage& stage_;
   const StageSpec spec_;
   const size_t heads_, blocks_;
+  const std::vector<size_t> begins_;  // of each plane in the memory, and its end
   ZeroedPages memory_;
   std::unique_ptr<openvino::Request> request_, for_many_;
   openvino::Request* ran_;  // last
-  int32_t past_[1] = {}, begins_[2] = {}, block_begins_[2] = {}, filled_ = 0;
+  int32_t past_[1] = {}, run_begins_[2] = {}, block_begins_[2] = {}, filled_ = 0, window_ = 0;
+  std::vector<int32_t> images_;  // of each token of a run: 1 where those beside it with a 1 see it, and it sees them
   std::vector<int32_t> block_numbers_;
   Rows query_;
   TokenStates token_;  // the one token of a step
@@ -87,5 +106,10 @@ class OpenvinoStageCache : public StageCache {
 // go in, and those of the new tokens come out.
 std::unique_ptr<StageCache> make_openvino_growing_cache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
                                                         const StageSpec& spec, int64_t slots);
+
+// The cache of a stage whose layers keep nothing: its graph runs as it is written, over K and V of `sources`, caches by
+// layer, whose last slots have the tokens of a run already. They are copied out of their blocks for each run.
+std::unique_ptr<StageCache> make_openvino_reading_cache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
+                                                        const StageSpec& spec, const Sources& sources);
 
 }  // namespace vtxcore

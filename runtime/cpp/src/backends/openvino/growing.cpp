@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 #include "backends/contract.hpp"
 #include "backends/openvino/cache.hpp"
@@ -16,7 +18,7 @@ class OpenvinoGrowingCache : public StageCache {
       : StageCache(slots), context_(context), stage_(stage), spec_(spec), m_(context.manifest),
         heads_(static_cast<size_t>(m_.model.kv_heads)), dim_(static_cast<size_t>(m_.model.head_dim)),
         slot_bytes_(dim_ * (context.half_keys ? 2 : 4)), planes_(2 * spec.cached.size()),
-        memory_(planes_ * heads_, static_cast<size_t>(slots), slot_bytes_) {
+        memory_(std::vector<size_t>(planes_ * heads_, slot_bytes_), static_cast<size_t>(slots)) {
     request_ = running(stage.name, [&] { return stage.compiled->request(); });
   }
 
@@ -33,14 +35,11 @@ class OpenvinoGrowingCache : public StageCache {
     return out;
   }
 
-  SavedSlots read(const Ids& slots) override { return memory_.read(slots); }
-
-  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
-    memory_.write(slots, kv);
-    length = filled;
-  }
+  SavedSlots read_kv(const Ids& slots) override { return memory_.read(slots); }
 
  protected:
+  void put_kv(const Ids& slots, const SavedSlots& kv, int64_t) override { memory_.write(slots, kv); }
+
   Rows run(const TokenStates& tokens, const Positions& positions, bool, const Ids*) override {
     auto count = static_cast<int64_t>(tokens.count());
     size_t before = static_cast<size_t>(length), grown = before + tokens.count();
@@ -102,7 +101,99 @@ class OpenvinoGrowingCache : public StageCache {
   std::unique_ptr<openvino::Request> request_;
 };
 
+class OpenvinoReadingCache : public StageCache {
+ public:
+  OpenvinoReadingCache(const OpenvinoCacheContext& context, const OpenvinoStage& stage, const StageSpec& spec,
+                       const Sources& sources)
+      : StageCache(0), context_(context), stage_(stage), spec_(spec), m_(context.manifest) {
+    for (const auto& [layer, cache] : sources) sources_[layer] = static_cast<OpenvinoStageCache*>(cache);
+    request_ = running(stage.name, [&] { return stage.compiled->request(); });
+  }
+
+  bool reads_only() const override { return true; }
+  Scores attention(bool) override { nothing_is_held(); }
+  Rows keys() override { nothing_is_held(); }
+  SavedSlots read_kv(const Ids&) override { nothing_is_held(); }
+
+ protected:
+  void put_kv(const Ids&, const SavedSlots&, int64_t) override { nothing_is_held(); }
+
+  Rows run(const TokenStates& tokens, const Positions& positions, bool, const Ids*) override {
+    auto count = static_cast<int64_t>(tokens.count());
+    const RopeRows rope = rope_rows(context_.rope, m_, positions);
+    std::vector<Layer> held;  // until the run is over
+    for (const auto& [layer, cache] : sources_)
+      for (bool values : {false, true}) held.push_back(layer_of(layer, *cache, values));
+    const OpenvinoStageCache* sliding = sources_.rbegin()->second;  // none may slide: then the graph does not use it
+    for (const auto& [layer, cache] : sources_)
+      if (m_.model.slides(layer)) sliding = cache;
+    const Ids firsts = sliding->first_slots(positions, sliding->length);
+    Rows out(tokens.count(), tokens.hidden.width);
+    running(stage_.name, [&] {
+      auto set = [&](const std::string& name, Type type, const Ids& shape, const void* data) {
+        request_->set(name, type, shape, const_cast<void*>(data));
+      };
+      auto set_rows = [&](const std::string& name, const Rows& rows) {
+        set(name, Type::f32, {count, static_cast<int64_t>(rows.width)}, rows.data.data());
+      };
+      set_rows(names::kHidden, tokens.hidden);
+      for (const std::string& name : spec_.inputs) set_rows(names::kTokenInput + name, tokens.inputs.at(name));
+      set(names::kPositions, Type::i64, {1, count}, rope.rows.data());
+      for (const auto& [name, table] : context_.rope) set(name, Type::f32, table_shape(m_, name), table.data());
+      if (m_.model.sliding) set(names::kFirstSlot, Type::i64, {1, count}, firsts.data());
+      for (const Layer& layer : held)
+        set(layer.name, context_.half_keys ? Type::f16 : Type::f32, layer.shape,
+            context_.half_keys ? static_cast<const void*>(layer.halves.data()) : layer.numbers.data());
+      request_->run();
+      openvino::TensorView hidden = request_->get(names::kHiddenOut);
+      check_width(stage_.name, hidden.shape, static_cast<int64_t>(out.width));
+      check_rows(stage_.name, static_cast<size_t>(hidden.shape.front()), out.count());
+      std::memcpy(out.data.data(), hidden.data, sizeof(float) * out.data.size());
+    });
+    return out;
+  }
+
+ private:
+  // Keys or values as the graph reads them, [1, kv_heads, length, head_dim].
+  struct Layer {
+    std::string name;
+    Ids shape;
+    Floats numbers;
+    std::vector<uint16_t> halves;
+  };
+
+  Layer layer_of(int64_t layer, OpenvinoStageCache& cache, bool values) const {
+    const auto heads = static_cast<size_t>(m_.model.kv_heads), dim = static_cast<size_t>(m_.model.heads_of(layer));
+    const Rows found = cache.numbers(layer, values);  // [length, kv_heads * head_dim]
+    Layer out{(values ? names::kPastValue : names::kPastKey) + std::to_string(layer),
+              {1, m_.model.kv_heads, cache.length, m_.model.heads_of(layer)},
+              Floats(found.data.size()),
+              {}};
+    for (size_t head = 0; head < heads; ++head)
+      for (size_t slot = 0; slot < found.count(); ++slot)
+        std::copy_n(found.row(slot) + head * dim, dim,
+                    out.numbers.begin() + static_cast<std::ptrdiff_t>((head * found.count() + slot) * dim));
+    if (context_.half_keys)
+      for (float number : out.numbers) out.halves.push_back(float_to_half(number));
+    return out;
+  }
+
+  [[noreturn]] static void nothing_is_held() { throw std::logic_error("nothing is held"); }
+
+  const OpenvinoCacheContext& context_;
+  const OpenvinoStage& stage_;
+  const StageSpec spec_;
+  const Manifest& m_;
+  std::map<int64_t, OpenvinoStageCache*> sources_;
+  std::unique_ptr<openvino::Request> request_;
+};
+
 }  // namespace
+
+std::unique_ptr<StageCache> make_openvino_reading_cache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
+                                                        const StageSpec& spec, const Sources& sources) {
+  return std::make_unique<OpenvinoReadingCache>(context, stage, spec, sources);
+}
 
 std::unique_ptr<StageCache> make_openvino_growing_cache(const OpenvinoCacheContext& context, const OpenvinoStage& stage,
                                                         const StageSpec& spec, int64_t slots) {

@@ -74,8 +74,9 @@ class OvModel : public Model {
   }
   void keep_narrow(const std::string& compute) override { openvino::keep_narrow(*model_, compute); }
   int64_t int4_block() const override { return openvino::int4_block(*model_); }
-  void page_caches(const std::vector<int64_t>& layers, int64_t heads) override {
-    openvino::page_caches(*model_, layers, heads);
+  void page_caches(const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding, bool windows,
+                   bool both_ways) override {
+    openvino::page_caches(*model_, layers, heads, sliding, windows, both_ways);
   }
   void choose_rows(bool whole) override { openvino::choose_rows(*model_, whole); }
   void multiply_integers() override { openvino::multiply_integers(*model_); }

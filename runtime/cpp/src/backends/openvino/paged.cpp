@@ -15,8 +15,8 @@ using Value = ov::Output<ov::Node>;
 using NodePtr = std::shared_ptr<ov::Node>;
 
 constexpr char kFix[] = "; export the bundle again";
-// Inputs of the operator by their number: three tensors of rows, two caches, four places, the scale, and
-constexpr size_t kScaleInput = 9, kFilledInput = 12;
+// Inputs of the operator by their number: three tensors of rows, two caches, four places, the scale, the window, and
+constexpr size_t kScaleInput = 9, kWindowInput = 10, kFilledInput = 12, kImagesInput = 25;
 
 Value constant(const std::vector<int64_t>& values) {
   return ops::Constant::create(ov::element::i64, ov::Shape{values.size()}, values);
@@ -84,6 +84,16 @@ bool is_one_of(const NodePtr& node, const std::set<std::string>& kinds) {
   return kinds.count(node->get_type_info().name) > 0;
 }
 
+// The reader of a value; of a norm, which reads it for its size too, the division by the size.
+NodePtr reader_or_norm(const Value& value) {
+  std::vector<NodePtr> divisions;
+  for (const auto& reader : value.get_target_inputs()) {
+    NodePtr node = reader.get_node()->shared_from_this();
+    if (is_one_of(node, {"Divide"})) divisions.push_back(node);
+  }
+  return divisions.size() == 1 ? divisions.front() : only_reader(value);
+}
+
 [[noreturn]] void refuse(const NodePtr& node) {
   throw std::runtime_error(std::string("a ") + node->get_type_info().name + " stands behind a layer's attention" + kFix);
 }
@@ -109,7 +119,15 @@ class Pager {
         begins_(say(names::kPagedBegins, {2})), blocks_(say(names::kPagedBlocks, {-1})),
         block_begins_(say(names::kPagedBlockBegins, {2})), filled_(say(names::kPagedFilled, {})) {}
 
-  void page(int64_t layer, const NodePtr& softmax) {
+  // Has inputs for windows, and for tokens that see each other both ways.
+  void add_windows() { window_ = say(names::kPagedWindow, {}); }
+  void add_images() {
+    images_ = say(names::kPagedImages, {-1});
+    if (template_->get_input_size() <= kImagesInput)
+      throw std::runtime_error("this release of OpenVINO cannot attend over blocks; take a newer one");
+  }
+
+  void page(int64_t layer, const NodePtr& softmax, bool slides) {
     auto [products, scale] = inputs(inputs(softmax->input_value(0), "Add").first, "Multiply");
     Value query = inputs(products, "MatMul").first;
     auto readers = softmax->output(0).get_target_inputs();
@@ -133,6 +151,8 @@ class Pager {
     std::copy(ours.begin(), ours.end(), given.begin());
     given[kScaleInput] = scale;
     given[kFilledInput] = filled_;
+    if (slides) given[kWindowInput] = window_;
+    if (images_.get_node()) given[kImagesInput] = images_;
     NodePtr attention = template_->clone_with_new_inputs(given);
     auto& info = attention->get_rt_info();
     info["num_k_heads"] = info["num_v_heads"] = kv_heads;
@@ -177,12 +197,13 @@ class Pager {
   ov::Model& model_;
   int64_t heads_;
   NodePtr template_;
-  Value past_, begins_, blocks_, block_begins_, filled_;
+  Value past_, begins_, blocks_, block_begins_, filled_, window_, images_;
 };
 
 }  // namespace
 
-void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t heads) {
+void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding,
+                 bool windows, bool both_ways) {
   std::vector<NodePtr> softmaxes;
   for (const NodePtr& node : model.get_ordered_ops())
     if (std::string(node->get_type_info().name) == "Softmax") softmaxes.push_back(node);
@@ -190,7 +211,14 @@ void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t h
     throw std::runtime_error(std::to_string(softmaxes.size()) + " layers attend where " + std::to_string(layers.size()) +
                              " are said to" + kFix);
   Pager pager(model, heads);
-  for (size_t i = 0; i < layers.size(); ++i) pager.page(layers[i], softmaxes[i]);
+  if (windows) pager.add_windows();
+  if (both_ways) pager.add_images();
+  for (size_t i = 0; i < layers.size(); ++i) pager.page(layers[i], softmaxes[i], sliding.count(layers[i]) > 0);
+  std::vector<const char*> unread;  // masks are made of them
+  if (windows) unread.push_back(names::kFirstSlot);
+  if (both_ways) unread.push_back(names::kSeenSlots);
+  for (const char* name : unread)
+    model.remove_parameter(ov::as_type_ptr<ops::Parameter>(model.input(name).get_node_shared_ptr()));
   model.validate_nodes_and_infer_types();
 }
 
@@ -218,8 +246,10 @@ void choose_rows(ov::Model& model, bool whole) {
   }
   gather(reader->input(0), chosen);
   value = reader->output(0);
-  for (reader = only_reader(value); is_one_of(reader, {"Convert", "Multiply", "Add"}); reader = only_reader(value)) {
+  for (reader = reader_or_norm(value); is_one_of(reader, {"Convert", "Multiply", "Add", "Divide"});
+       reader = reader_or_norm(value)) {
     for (const auto& input : reader->inputs()) {
+      if (!is_one_of(reader, {"Add"})) break;
       if (input.get_source_output() == value || input.get_partial_shape().size() != 2) continue;  // a bias has one axis
       gather(input, chosen);                                                                      // the residual sum
       model.validate_nodes_and_infer_types();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <openvino/openvino.hpp>
+#include <set>
 
 #include "backends/openvino/bridge.hpp"
 
@@ -42,8 +43,11 @@ std::unique_ptr<Dropping> letting_go(const ov::Model& model);
 // Replaces each softmax(q k^T * scale + mask) v, which these layers have, and the caches that it grows, by one operator that
 // fills blocks. Caches become inputs, named as they were, [blocks, kv_heads, slots of a block, head_dim],
 // which the operator writes into; in which type, the engine's settings say. A row sees its own slot and those before, as the
-// mask said. Throws std::runtime_error where attention is written in another way than vtx writes it.
-void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t heads);
+// mask said; in layers `sliding` the last of these alone, as many as the input names::kPagedWindow says. `windows`: the
+// model has such layers, here or in other stages. `both_ways`: tokens with a 1 in the input names::kPagedImages also see
+// those that follow. Throws std::runtime_error where attention is written in another way than vtx writes it.
+void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding,
+                 bool windows, bool both_ways);
 
 // Adds the input names::kPagedRows, [m] int32: the last layer's output projection and MLP run for these rows of the hidden
 // states alone, and these are what the stage gives; its K and V are of all. `whole`: the last layer keeps a state, so it

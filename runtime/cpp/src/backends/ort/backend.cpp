@@ -16,7 +16,7 @@ class OrtBackend : public HostBackend {
     ort_.check_release(m_.kv_dtype);
     device = "cpu", compute = options.compute;
     library = cat("onnxruntime ", ort_.version, " (", ort_.library().where(), ")");
-    kv_slot_bytes = 2 * m_.model.kv_heads * m_.model.head_dim * m_.kv_bytes("ort");
+    kv_slot_bytes = m_.kv_slot_bytes(m_.kv_bytes("ort"));
     stages_.resize(m_.stages.size());
     load_graphs(is_roomy(m_, compute) ? threads_ : 1);
     context_.score = score();
@@ -27,6 +27,10 @@ class OrtBackend : public HostBackend {
 
   std::unique_ptr<StageCache> stage(size_t index, int64_t capacity) override {
     return std::make_unique<OrtStageCache>(context_, *stages_[index], m_.stages[index], capacity);
+  }
+
+  std::unique_ptr<StageCache> reading(size_t index, const Sources& sources) override {
+    return std::make_unique<OrtStageCache>(context_, *stages_[index], m_.stages[index], 0, sources);
   }
 
  private:

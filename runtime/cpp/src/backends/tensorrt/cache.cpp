@@ -107,7 +107,7 @@ class TensorrtStageCache : public StageCache {
     return read_keys(context_, memory_->last_key(), static_cast<size_t>(length));
   }
 
-  SavedSlots read(const Ids& slots) override {
+  SavedSlots read_kv(const Ids& slots) override {
     Lock held(cuda_);
     size_t bytes = static_cast<size_t>(2 * spec_.layers()) * context_.row_bytes() * slots.size();
     SavedSlots kept(bytes);
@@ -119,7 +119,7 @@ class TensorrtStageCache : public StageCache {
     return kept;
   }
 
-  void write(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
+  void put_kv(const Ids& slots, const SavedSlots& kv, int64_t filled) override {
     Lock held(cuda_);
     room(filled);
     if (!kv.empty()) {
@@ -128,7 +128,6 @@ class TensorrtStageCache : public StageCache {
       move(slots, packed.address(), false);
       cuda_.wait();
     }
-    length = filled;
   }
 
  protected:
