@@ -18,6 +18,7 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.pairs import Pairs
+from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 
 STEM, ATTENDING, HEAD = 4, 2, 32  # of FastViTHD: the stride of its stem, its stages with attention, a head's width
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
@@ -132,7 +133,7 @@ class VideoConfig:
     """
 
     token_id: int
-    layout: Frames | Pairs
+    layout: Frames | Pairs | SlicedFrames
     select: str
     pool: int = 1
     own_tower: bool = False

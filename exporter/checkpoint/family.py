@@ -24,6 +24,7 @@ from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.pairs import Pairs
+from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.text import Text
@@ -134,7 +135,7 @@ class Family:
     processors: tuple[ImageProcessor, ...]
     tensors: tuple[tuple[str, str], ...] = ()
     video_processor: ImageProcessor | None = None
-    adjust_video: Callable[[Any, Config], Frames | Pairs] | None = None
+    adjust_video: Callable[[Any, Config], Frames | Pairs | SlicedFrames] | None = None
     video_template: str | None = None
     adjust: Callable[[ModelConfig, Config], ModelConfig] | None = None
     template: Callable[[str, ModelConfig], str] | None = None
