@@ -365,9 +365,7 @@ def _check_states(part: Reduction, c: TextConfig) -> None:
         )
 
 
-def _video(
-    checkpoint: Checkpoint, config: ModelConfig, family: Family, chosen: Mapping[str, str]
-) -> VideoSpec | None:
+def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family, chosen: Mapping[str, str]) -> VideoSpec | None:
     """The checkpoint's treatment of videos; None if it has none. `chosen` replaces settings of its file."""
     if config.video is None:
         return None

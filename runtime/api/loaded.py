@@ -243,16 +243,14 @@ class LoadedBundle:
             if len(clip.numbers) * layout.max_views > MAX_HELD_FRAMES and not files:
                 files.append(FrameFile(layout.together))
 
-        def prepared(frame: Image.Image) -> range:
+        def prepared(frame: Image.Image) -> list[int]:
             """The numbers of a prepared frame's views, in memory or in the file."""
             sizes.append(frame.size)
             views = layout.views(frame, settings, len(clips[-1].numbers))
             if files:
-                first = [files[0].add(view) for view in views][0]
-            else:
-                first = len(held)
-                held.extend(views)
-            return range(first, first + len(views))
+                return [files[0].add(view) for view in views]
+            held.extend(views)
+            return [*range(len(held) - len(views), len(held))]
 
         frames = load_frames(
             video, video.frames or layout.rate, prepared, stopped, padded=layout.padded, nearest=layout.nearest,

@@ -40,7 +40,8 @@ class PreparedImage:
     also of some, from number `first` on. A video is
     one too, of the `kind` "video": each frame is a view, or several, or each pair of them one [2, 3, height, width], a
     long one's in a file, and `size` that of the first; `refitted` gives its form in a prompt with another number of
-    frames, or other max_pixels or max_views. `counted`: tokens are counted between texts, so that some may leave before the decoder.
+    frames, or other max_pixels or max_views. `counted`: tokens are counted between texts, so that some may leave before
+    the decoder.
     """
 
     views: Views | FrameFile

@@ -97,7 +97,7 @@ class SlicedFrames:
         return replace(frame, spans=frame.spans * count, texts=texts)
 
     def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
-        """One of `frames` frames as the tower's inputs, [3, height, width] float32: the whole frame, then its slices."""
+        """One of `frames` frames as the tower's inputs, [3, height, width] float32: the whole, then its slices."""
         return [*self.slices.views(frame, settings)]
 
     def arrange(
