@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def processor_of(folder: Path) -> Any:
             return pixels.reshape(*image.shape[:-2], size.height, size.width)
 
         def normalize(self, image: torch.Tensor, mean: Any, std: Any, **_: Any) -> torch.Tensor:
-            shift, scale = (torch.tensor(each)[:, None, None] for each in (mean, std))
+            shift, scale = (torch.as_tensor(each)[:, None, None] for each in (mean, std))
             return (image - shift) / scale
 
     class WithVideos(MiniCPMV4_6Processor):
@@ -109,9 +110,10 @@ def video_inputs(processor: Any, text: str, images: list[Image.Image], videos: S
         about.append(VideoMetadata(count, rate, duration=count / rate))
     (wanted,) = most
     further = {} if wanted is None else {"max_num_frames": wanted}
-    return dict(
-        processor(
+    with warnings.catch_warnings():  # it lets numpy sum up tensors of torch
+        warnings.filterwarnings("ignore", "__array_wrap__", DeprecationWarning)
+        found = processor(
             images=[images] if images else None, text=[text], videos=[given.source for given in videos],
             video_metadata=about, return_tensors="pt", **further,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    return dict(found)
