@@ -22,6 +22,7 @@ from vtx.runtime.errors import VtxError
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.layouts import spec_of
 from vtx.runtime.vision.layouts.pairs import Pairs
+from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 
 PAGE = Path(__file__).with_suffix(".md")
 CPP = Path(__file__).parents[2] / "runtime/cpp/src"
@@ -124,7 +125,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_5": {"text_config": {}, "vision_config": {"out_hidden_size": 4096}},
     "minicpmv4_6": {
-        "image_token_id": 248056, "text_config": {"model_type": "qwen3_5_text"},
+        "image_token_id": 248056, "video_token_id": 248057, "text_config": {"model_type": "qwen3_5_text"},
         "vision_config": {"model_type": "minicpmv4_6_vision", "image_size": 448, "patch_size": 16},
     },
 }  # fmt: skip
@@ -167,6 +168,8 @@ def _video(_: Family, config: ModelConfig) -> str:
     frames = config.video.layout
     if isinstance(frames, Pairs):
         return f"by size and length: {frames.a_second:g} frames/s, at most {frames.frames}, two frames per token"
+    if isinstance(frames, SlicedFrames):
+        return f"by size and length: 1 frame/s, at most {frames.frames}, each like an image"
     each, ending = frames.count(2) - frames.count(1), " and a newline" if frames.newline else ""
     return f"{frames.count(frames.frames):,}: {frames.frames} frames of {each}{ending}; other numbers by `--frames`"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -199,7 +199,7 @@ def plan_export(options: ExportOptions) -> Plan:
     for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):
         check_activation(activation)
     config, unprinted = replace(stated, text=with_own_head(stated.text, checkpoint)), False
-    if config.video is not None and (family.video_template or isinstance(config.video.layout, Pairs)):
+    if config.video is not None and (family.video_template or not isinstance(config.video.layout, Frames)):
         unprinted = "video" not in (options.template or family.video_template or read_template(checkpoint.folder))
         config = replace(config, video=None) if unprinted else config
     gates, ks = _gates_and_ks(options, checkpoint, config)
@@ -260,7 +260,7 @@ def plan_export(options: ExportOptions) -> Plan:
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context,
         predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config)),
-        precisions, text_tower, reductions, _video(checkpoint, config, family), tuple(disagreements),
+        precisions, text_tower, reductions, _video(checkpoint, config, family, chosen), tuple(disagreements),
     )  # fmt: skip
 
 
@@ -374,8 +374,8 @@ def _check_states(part: Reduction, c: TextConfig) -> None:
         )
 
 
-def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> VideoSpec | None:
-    """The checkpoint's treatment of videos; None if it has none."""
+def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family, chosen: Mapping[str, str]) -> VideoSpec | None:
+    """The checkpoint's treatment of videos; None if it has none. `chosen` replaces settings of its file."""
     if config.video is None:
         return None
     layout = config.video.layout
@@ -388,11 +388,11 @@ def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family) -> Video
         settings = _of_side(settings, config, "video")
         if family.adjust_video is not None:
             own = read_video_processor(checkpoint.folder)
-            if isinstance(layout, Frames):
+            if not isinstance(layout, Pairs):
                 own = own or read_image_processor(checkpoint.folder)
-            layout = family.adjust_video(layout, own)
-        else:
-            layout = layout if frames is None else replace(layout, frames=frames)
+            layout = family.adjust_video(layout, {**own, **chosen})
+        elif frames is not None:
+            layout = replace(layout, frames=frames)
     return VideoSpec(spec_of(layout), settings, config.frames is not None)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vtx.exporter.checkpoint.fields import number, size
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, TextConfig
@@ -16,8 +16,9 @@ from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MERGED
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
-from vtx.runtime.vision.layouts.frames import Frames
-from vtx.runtime.vision.layouts.pairs import Pairs
+
+if TYPE_CHECKING:
+    from vtx.runtime.vision.layouts import VideoLayout
 
 STEM, ATTENDING, HEAD = 4, 2, 32  # of FastViTHD: the stride of its stem, its stages with attention, a head's width
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
@@ -132,7 +133,7 @@ class VideoConfig:
     """
 
     token_id: int
-    layout: Frames | Pairs
+    layout: VideoLayout
     select: str
     pool: int = 1
     own_tower: bool = False

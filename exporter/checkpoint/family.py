@@ -22,11 +22,10 @@ from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
-from vtx.runtime.vision.layouts.frames import Frames
-from vtx.runtime.vision.layouts.pairs import Pairs
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.text import Text
+    from vtx.runtime.vision.layouts import VideoLayout
 
 Config = Mapping[str, Any]
 NORM = "projector_layernorm_eps"
@@ -134,7 +133,7 @@ class Family:
     processors: tuple[ImageProcessor, ...]
     tensors: tuple[tuple[str, str], ...] = ()
     video_processor: ImageProcessor | None = None
-    adjust_video: Callable[[Any, Config], Frames | Pairs] | None = None
+    adjust_video: Callable[[Any, Config], VideoLayout] | None = None
     video_template: str | None = None
     adjust: Callable[[ModelConfig, Config], ModelConfig] | None = None
     template: Callable[[str, ModelConfig], str] | None = None

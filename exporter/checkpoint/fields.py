@@ -36,12 +36,12 @@ def number(parameters: Mapping[str, Any], name: str, default: float | None = Non
     return float(value)
 
 
-def check_patches(processor: Mapping[str, Any], tower: Mapping[str, int | str]) -> None:
-    """Raise CheckpointError if sizes that an image processor gives are not the tower's, by the same names."""
+def check_patches(processor: Mapping[str, Any], tower: Mapping[str, int | str], kind: str = "image") -> None:
+    """Raise CheckpointError if sizes that the processor of a `kind` gives are not the tower's, by the same names."""
     for name, value in tower.items():
         if processor.get(name, value) != value:
             raise CheckpointError(
-                f"the image processor's {name} is {processor[name]!r:.40}, the tower's is {value}; correct it"
+                f"the {kind} processor's {name} is {processor[name]!r:.40}, the tower's is {value}; correct it"
             )
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec.manifest import PAIRS
 from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
@@ -27,8 +28,8 @@ from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
 from vtx.runtime.vision.files.source import is_file, read_file
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.layout import limited_layout, settings_for
-from vtx.runtime.vision.layouts import PAIRS, read_frames, read_layout
+from vtx.runtime.vision.layout import Views, limited_layout, settings_for
+from vtx.runtime.vision.layouts import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_HELD_FRAMES
 from vtx.runtime.vision.preprocess import fitted, note_discarded
 from vtx.runtime.vision.tokens import PromptImage
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
     from vtx.runtime.prompt.text_tower import TextTower
     from vtx.runtime.vision.frame_file import FrameFile
-    from vtx.runtime.vision.layouts.frames import Frames
-    from vtx.runtime.vision.layouts.pairs import Pairs
+    from vtx.runtime.vision.layouts import VideoLayout
 
 log = logging.getLogger(__name__)
 Picture: TypeAlias = "ImageSource | Video"
@@ -120,7 +120,7 @@ class LoadedBundle:
             vocab=max(manifest.model.vocab, manifest.text.image_token_id + 1),  # which may be in no table
         )  # fmt: skip
         self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)
-        self._max_pixels = max_pixels
+        self._max_tiles, self._max_pixels = max_tiles, max_pixels
         self._newline = (
             read_newline(bundle) if self.layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
         )
@@ -240,40 +240,44 @@ class LoadedBundle:
 
         def begun(clip: SampledFrames) -> None:
             clips.append(clip)
-            if len(clip.numbers) > MAX_HELD_FRAMES and not files:
+            if len(clip.numbers) * layout.max_views > MAX_HELD_FRAMES and not files:
                 files.append(FrameFile(layout.together))
 
-        def prepared(frame: Image.Image) -> int:
-            """The number of a prepared frame, in memory or in the file."""
+        def prepared(frame: Image.Image) -> list[int]:
+            """The numbers of a prepared frame's views, in memory or in the file."""
             sizes.append(frame.size)
-            view = layout.view(frame, settings, len(clips[-1].numbers))
+            views = layout.views(frame, settings, len(clips[-1].numbers))
             if files:
-                return files[0].add(view)
-            held.append(view)
-            return len(held) - 1
+                return [files[0].add(view) for view in views]
+            held.extend(views)
+            return [*range(len(held) - len(views), len(held))]
 
-        order = load_frames(
+        frames = load_frames(
             video, video.frames or layout.rate, prepared, stopped, padded=layout.padded, nearest=layout.nearest,
-            without_ends=layout.without_ends, begun=begun,
+            without_ends=layout.without_ends, by_second=layout.by_second, begun=begun,
         )  # fmt: skip
-        size, clip = sizes[0], clips[-1]
-        views: NDArray[np.float32] | FrameFile
-        if not files:
-            missing = -len(order) % (layout.together or 1)
-            views = np.stack([held[number] for number in [*order, *order[-1:] * missing]])
-            views = views if layout.together is None else views.reshape(-1, layout.together, *views.shape[1:])
-        else:
+        size, clip, order = sizes[0], clips[-1], [number for numbers in frames for number in numbers]
+        views: Views | FrameFile
+        if files:
             views, files[0].order = files[0], order
+        elif layout.together is not None:
+            order += order[-1:] * (-len(order) % layout.together)
+            views = np.stack([held[number] for number in order])
+            views = views.reshape(-1, layout.together, *views.shape[1:])
+        else:
+            views = [held[number] for number in order]
+            views = np.stack(views) if layout.max_views == 1 else views
         note_discarded(*size, settings)
         digest = hashlib.sha256()
         for view in views:
             digest.update(view.tobytes())
         key, form = f"{digest.hexdigest()} of a video", layout.prompt_image(clip, *size)
-        key += f" {size} {clip}" * (layout.together is not None)  # their shape and times are not in the pixels
+        key += f" {size} {clip}" * settings.own_size  # their shape and times are not in the pixels
 
-        def refitted(frames: int, max_pixels: int | None) -> PromptImage:
+        def refitted(frames: int, max_pixels: int | None = None, max_views: int | None = None) -> PromptImage:
             smaller = layout if max_pixels is None else layout.within(max_pixels)
-            return smaller.prompt_image(layout.sampled(clip, frames), *size)
+            smaller = smaller if max_views is None else smaller.limited(max_views)
+            return smaller.prompt_image(clip if frames == len(clip.numbers) else layout.sampled(clip, frames), *size)
 
         arrange = partial(layout.arrange, clip=clip, width=size[0], height=size[1], newline=self._newline)
         counted = self.manifest.video.layout.name == PAIRS
@@ -344,7 +348,10 @@ class LoadedBundle:
         fixes = list[str]()
         for tiles in range(self.layout.max_views - 1, 0, -1):
             layout = self.layout.limited(tiles).for_images(len(images) - len(videos))
-            smaller = (i.in_prompt if i.kind == "video" else layout.prompt_image(*i.size) for i in images)
+            smaller = (
+                layout.prompt_image(*i.size) if i.refitted is None else i.refitted(i.frames, max_views=tiles)
+                for i in images
+            )
             if text + sum(map(self.text.size, smaller)) <= room:
                 fixes.append(f"--max-tiles {tiles} (max_tiles={tiles}) fits")
                 break
@@ -354,7 +361,7 @@ class LoadedBundle:
             fixes.append(f"--max-pixels {pixels} (max_pixels={pixels}) fits")
         others = len(ids) - sum(self.text.size(video.in_prompt) for video in videos)
         for frames in range(max([video.frames for video in videos], default=1) - 1, 0, -1):
-            if others + sum(self.text.size(video.refitted(frames, None)) for video in videos if video.refitted) <= room:
+            if others + sum(self.text.size(video.refitted(frames)) for video in videos if video.refitted) <= room:
                 fixes.append(f"--frames {frames} (frames={frames}) of each video fits")
                 break
         raise ContextError(
@@ -401,10 +408,11 @@ class LoadedBundle:
                 self._grammars = Grammars(self.text, self.manifest.model.vocab)
         return self._grammars.start(guide)
 
-    def frames_layout(self) -> Frames | Pairs:
-        """The layout of videos, within the limit of pixels that images have here."""
+    def frames_layout(self) -> VideoLayout:
+        """The layout of videos, within the limits of views and pixels that images have here."""
         assert self.manifest.video is not None, "videos are refused if the bundle takes none"
         layout = read_frames(self.manifest.video.layout)
+        layout = layout if self._max_tiles is None else layout.limited(self._max_tiles)
         return layout if self._max_pixels is None else layout.within(self._max_pixels)
 
     def normed(self, state: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -134,8 +134,9 @@ class Text:
         if images:
             tokens = sorted({self.settings.image_token, self.settings.video_token or ""} - {""}, key=len, reverse=True)
             first, *parts = re.split(f"({'|'.join(map(re.escape, tokens))})", rendered)
-            numbered = enumerate(zip(images, parts[::2], strict=True))
-            printed = (image.text(token, number) for number, (image, token) in numbered)
+            before = (parts[: 2 * at : 2].count(token) for at, token in enumerate(parts[::2]))  # of the same kind
+            numbered = zip(images, parts[::2], before, strict=True)
+            printed = (image.text(token, number) for image, token, number in numbered)
             rendered = first + "".join(image + text for image, text in zip(printed, parts[1::2], strict=True))
         bos = self.settings.bos_token
         add = self.settings.add_special_tokens and not (bos and rendered.startswith(bos))

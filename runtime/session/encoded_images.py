@@ -38,9 +38,10 @@ class PreparedImage:
 
     `size` is its width and height before that; `arrange` makes the image's tokens from those of its views, of a video
     also of some, from number `first` on. A video is
-    one too, of the `kind` "video": each frame is a view, or each pair of them [2, 3, height, width], a long one's in a
-    file, and `size` that of the first; `refitted` gives its form in a prompt with another number of frames, or other
-    max_pixels. `counted`: tokens are counted between texts, so that some may leave before the decoder.
+    one too, of the `kind` "video": each frame is a view, or several, or each pair of them one [2, 3, height, width], a
+    long one's in a file, and `size` that of the first; `refitted` gives its form in a prompt with another number of
+    frames, or other max_pixels or max_views. `counted`: tokens are counted between texts, so that some may leave before
+    the decoder.
     """
 
     views: Views | FrameFile
@@ -50,7 +51,7 @@ class PreparedImage:
     arrange: Callable[..., ImageTokens]
     kind: Literal["image", "video"] = "image"
     frames: int = 0  # of a video
-    refitted: Callable[[int, int | None], PromptImage] | None = None
+    refitted: Callable[..., PromptImage] | None = None
     counted: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""Prepared frames of a long video in a file without a name, so that memory holds one of them at a time."""
+"""Prepared views of a long video in a file without a name, so that memory holds one of them at a time."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from vtx.runtime.errors import ImageError
 
 
 class FrameFile:
-    """Arrays of one shape, float32: `add` writes them, and once `order` is set, they are read in it, one by one.
+    """Arrays, float32: `add` writes them, and once `order` is set, they are read in it, one by one.
 
-    With `together` this number is read at a time, as one array, the last of all again if some are missing.
-    Its file is on disk, in the system's folder for temporary files, and goes with it. Safe for many readers.
+    With `together` this number, which must have one shape, is read at a time, as one array, the last of all again if
+    some are missing. Its file is on disk, in the system's folder for temporary files, and goes with it. Safe for many
+    readers.
     """
 
     def __init__(self, together: int | None = None) -> None:
-        self.order: Sequence[int] = ()  # of the frames' numbers, which may occur twice
+        self.order: Sequence[int] = ()  # of the arrays' numbers, which may occur twice
         self._together = together
-        self._shape: tuple[int, ...] = ()
-        self._count = 0
+        self._written: list[tuple[int, tuple[int, ...]]] = []  # where each array begins, and its shape
+        self._bytes = 0
         self._lock = threading.Lock()
         self._file = tempfile.TemporaryFile(prefix="vtx-")  # noqa: SIM115 - as long as this
         weakref.finalize(self, self._file.close)
 
     def add(self, frame: NDArray[np.float32]) -> int:
-        """Write a frame; returns its number. Raises ImageError if the disk is full."""
-        self._shape, number = frame.shape, self._count
+        """Write an array; returns its number. Raises ImageError if the disk is full."""
+        number = len(self._written)
         try:
             self._file.write(frame.tobytes())
             self._file.flush()
@@ -40,7 +41,8 @@ class FrameFile:
                 f"{number + 1} frames of a video, {frame.nbytes:,} bytes each, do not fit into {tempfile.gettempdir()} "
                 f"({e.strerror}); free some room there, or ask about fewer frames"
             ) from e
-        self._count += 1
+        self._written.append((self._bytes, frame.shape))
+        self._bytes += frame.nbytes
         return number
 
     def __len__(self) -> int:
@@ -48,10 +50,12 @@ class FrameFile:
 
     def __getitem__(self, place: int) -> NDArray[np.float32]:
         first, count = place * (self._together or 1), self._together or 1
-        view, last = np.empty((count, *self._shape), np.float32), len(self.order) - 1
+        last = len(self.order) - 1
+        written = [self._written[self.order[min(first + number, last)]] for number in range(count)]
+        view = np.empty((count, *written[0][1]), np.float32)
         with self._lock:
-            for number, frame in enumerate(view):
-                self._file.seek(self.order[min(first + number, last)] * frame.nbytes)
+            for frame, (start, _) in zip(view, written, strict=True):
+                self._file.seek(start)
                 self._file.readinto(frame.data.cast("B"))
         return view[0] if self._together is None else view
 
@@ -61,4 +65,4 @@ class FrameFile:
     @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        return self._count * int(np.prod(self._shape)) * np.dtype(np.float32).itemsize
+        return self._bytes

@@ -216,8 +216,8 @@ class PromptImage:
     """An image in a prompt: the number of image tokens in each of its `spans`, and the layout's text among them.
 
     `texts` come before, between and after the spans: one more than these. `span`: the positions of all tokens, if they
-    are more than these. `number`: the texts before and after the image's number in the prompt, from 0, which comes
-    before all else.
+    are more than these. `number`: the texts before and after its number among the prompt's images, or videos, from 0,
+    which comes before all else.
     """
 
     spans: tuple[int, ...]

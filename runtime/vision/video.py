@@ -140,6 +140,7 @@ def load_frames(
     padded: bool = False,
     nearest: bool = False,
     without_ends: float | None = None,
+    by_second: bool = False,
     begun: Callable[[SampledFrames], object] = lambda _: None,
 ) -> list[T]:
     """`prepare` of each of the `wanted` sampled frames; `padded` and `nearest` as in `sampled`, the rest in `chosen`.
@@ -154,7 +155,9 @@ def load_frames(
 
     by_rate = asdict(wanted) if isinstance(wanted, Rate) else None
     most = wanted.most if isinstance(wanted, Rate) else wanted
-    form: dict[str, Any] = {"padded": padded, "nearest": nearest, "without_ends": without_ends}
+    form: dict[str, Any] = {
+        "padded": padded, "nearest": nearest, "without_ends": without_ends, "by_second": by_second,
+    }  # fmt: skip
     if isinstance(given.source, np.ndarray):
         frames = given.source
         if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:

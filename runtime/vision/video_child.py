@@ -50,15 +50,30 @@ def number_sampled(count: int, rate: float, *, a_second: float, fewest: int, mos
     return min(max(round(number) if nearest else int(number), fewest), most, count)
 
 
+def at_seconds(count: int, rate: float, most: int) -> list[int]:
+    """The frame at each full second of a video of `count` frames; of one of more than `most` seconds `most` frames.
+
+    These are sampled evenly from the frames at each tenth of a second, as in transformers' code of MiniCPM-V 4.6.
+    """
+    duration = count / rate
+    if duration <= most:
+        return [min(int(second * rate), count - 1) for second in range(math.ceil(duration))]
+    return [min(int(round(tenth * 0.1, 1) * rate), count - 1) for tenth in sampled(int(duration / 0.1), most)]
+
+
 def chosen(
     count: int, rate: float, wanted: int | None, by_rate: Mapping[str, Any] | None, *, without_ends: float | None,
-    **form: bool,
+    by_second: bool = False, **form: bool,
 ) -> list[int]:  # fmt: skip
     """The numbers of the frames sampled from `count`, `rate` a second: `wanted`, or as many as `number_sampled` says.
 
     `without_ends`: a number of frames a second; of videos of more than the largest number of frames times it and two
-    seconds, a second is left out at each end.
+    seconds, a second is left out at each end. `by_second`: as `at_seconds` says, unless more frames are wanted.
     """
+    if by_second:
+        most = (by_rate or {})["most"] if wanted is None else wanted
+        if wanted is None or count / rate > wanted:
+            return at_seconds(count, rate, most)
     number = number_sampled(count, rate, **(by_rate or {})) if wanted is None else wanted
     if without_ends is None:
         return sampled(count, number, **form)

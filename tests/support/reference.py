@@ -13,7 +13,7 @@ import torch
 from tests.support.families.fast_vlm import load_fast_vlm
 from tests.support.families.gemma import gemma3_logits, gemma4_logits, with_layer_inputs
 from tests.support.families.lfm2_vl import PillowProcessor, with_common_names
-from tests.support.families.minicpm import processor_of
+from tests.support.families.minicpm import processor_of, video_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -167,7 +167,7 @@ class Reference:
 
         With tiles `pixel_values` are [images, tiles, 3, H, W], and `image_sizes` (height, width) go with them. The
         images take the placeholders in their order, and so do `videos`, which are given as pixel values; those of
-        Qwen-VL as pairs of frames [pairs, 2, 3, H, W], each with its clip.
+        Qwen-VL as pairs of frames [pairs, 2, 3, H, W], each with its clip; MiniCPM-V 4.6's as vtx takes them.
         """
         left = iter(images)
         filled = [
@@ -195,6 +195,9 @@ class Reference:
     def _with_videos(self, messages: list[Message], images: list[Image.Image], videos: Sequence[Any]) -> Inputs:
         """Transformers' processor asked with videos that its part for videos is spared."""
         processor = self.processor
+        if self.kind == "minicpmv4_6":
+            text = processor.apply_chat_template(messages, self.template, add_generation_prompt=True, tokenize=False)
+            return video_inputs(processor, text, images, videos)
         processor.video_processor = lambda given, **_: {"pixel_values_videos": torch.stack(given)}
         text = processor.apply_chat_template(messages, self.template, add_generation_prompt=True, tokenize=False)
         if self.kind.startswith("qwen"):
@@ -311,7 +314,7 @@ class Reference:
             features = self.model.model.get_image_features(**self._named(pictures)).pooler_output
             rows[0, inputs["input_ids"][0] == self.image_token] = torch.cat(list(features)).to(rows.dtype)
         if inputs.get("pixel_values_videos") is not None:
-            grids = {name: inputs[name] for name in ("video_grid_thw",) if name in inputs}
+            grids = {name: inputs[name] for name in ("video_grid_thw", "target_sizes_videos") if name in inputs}
             found = self.model.model.get_video_features(inputs["pixel_values_videos"], **grids).pooler_output
             frames = torch.cat([each.reshape(-1, rows.shape[-1]) for each in found])
             rows[0, inputs["input_ids"][0] == self.video_token] = frames.to(rows.dtype)

@@ -165,6 +165,7 @@ class Tiny:
     downsample: str = "16x"
     slices: int = 4  # of an image, at most
     numbered: bool = True  # images in a prompt
+    video_slices: int = 2  # of a frame of a video, at most
 
     @property
     def image_token(self) -> str:
@@ -190,7 +191,9 @@ class Tiny:
         first = "{% for part in m['content'] if part['type'] == 'text' %}"
         if self.family.startswith("qwen"):
             videos = videos.replace("<video>", "<|vision_start|><video><|vision_end|>")
-        taken = self.family in VIDEOS or self.family.startswith("qwen")
+        if self.family == "minicpmv4_6":
+            videos = videos.replace("<video>", self.around[-1])
+        taken = self.family in (*VIDEOS, "minicpmv4_6") or self.family.startswith("qwen")
         template = TEMPLATE.replace(first, videos + first) if taken else TEMPLATE
         return template.replace(IMAGE_TOKEN, "<start_of_image>" if self.family == "gemma3" else self.image_token)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import (
     ModelConfig,
+    VideoConfig,
     VisionConfig,
     check_known,
     check_layers,
@@ -22,14 +23,17 @@ from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcess
 from vtx.exporter.checkpoint.fields import check_patches, size
 from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.bundle.spec.model_spec import MERGED
-from vtx.runtime.errors import BundleError, CheckpointError
+from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import encode
+from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 from vtx.runtime.vision.layouts.slices import MARKS, Slices
+from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 
 NORM_EPS = 1e-6  # of the projector's norm: no setting
 MODE, MODES = "downsample_mode", ("16x", "4x")  # patches of a token
 SIDE, MOST, PATCH = 448, 9, 14  # of the image processor by default
+FRAMES = 128  # of a video by default
 SQUARE = ([MERGED] * 2, (MERGED,) * 2, None)
 
 
@@ -54,11 +58,15 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         tower, shuffle=MERGED, position_grid=tower.grid, post_norm=True, naflex=True, nearest=True,
         merged_after=after + 1 if parsed.downsample_mode == "16x" else None,
     )  # fmt: skip
-    layout = Slices(tower.patch, tower.square, max(SIDE, tower.patch * tower.square), MOST, True)
+    layout, token = Slices(tower.patch, tower.square, max(SIDE, tower.patch * tower.square), MOST, True), None
+    if parsed.video_token_id is not None:
+        token = image_token_of(parsed, text, "video")
+    frames = SlicedFrames(layout, min(FRAMES, MAX_SAMPLED_FRAMES))
     return ModelConfig(
         text=text, vision=_seeing(tower, layout), feature_layers=(tower.layers,), select="full",
         projector_activation="gelu", projector_bias=True, image_token_id=image_token_of(parsed, text), layout=layout,
         projector_norm_eps=NORM_EPS, projector_hidden=tower.hidden * MERGED**2,
+        video=None if token is None else VideoConfig(token, frames, "full"),
     )  # fmt: skip
 
 
@@ -69,19 +77,50 @@ def _seeing(tower: VisionConfig, layout: Slices) -> VisionConfig:
 
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     """Set the image processor's slices; its patches, and how many a token has, must be the tower's."""
-    vision, mode = config.vision, MODES[config.vision.merged_after is None]
-    check_patches({"patch_size": PATCH, MODE: MODES[0], **processor}, {"patch_size": vision.patch, MODE: mode})
-    flags = [processor.get(name, True) for name in ("slice_mode", "use_image_id")]
-    if not all(isinstance(flag, bool) for flag in flags):
-        raise CheckpointError("the image processor's slice_mode and use_image_id must be true or false")
+    vision, assumed = config.vision, config.layout
+    assert isinstance(assumed, Slices)
+    numbered = _flag(processor, "use_image_id", "image")
+    layout = _slices(replace(assumed, numbered=numbered), processor, "image")
+    video = config.video
+    if video is not None:  # transformers' processor numbers videos if the image processor says so
+        assert isinstance(video.layout, SlicedFrames)
+        frames = replace(video.layout, slices=replace(video.layout.slices, numbered=numbered))
+        video = replace(video, layout=frames)
+    return replace(config, layout=layout, vision=_seeing(vision, layout), video=video)
+
+
+def _adjust_video(frames: SlicedFrames, processor: Mapping[str, Any]) -> SlicedFrames:
+    """Set the slices of the video processor's file, and how many frames it samples."""
+    if (stacked := processor.get("stack_frames", 1)) != 1:
+        raise UnsupportedModelError(
+            f"the video processor's stack_frames {stacked!r:.40} is not supported: vtx shows each frame by itself; set "
+            "it to 1"
+        )
+    if processor.get("do_sample_frames", True) is not True:
+        raise UnsupportedModelError("the video processor's do_sample_frames must be true: vtx samples frames")
+    given = SimpleNamespace(max_num_frames=processor.get("max_num_frames", FRAMES))
+    most = size(given, "max_num_frames", 1 << 24, "the video processor")
+    return SlicedFrames(_slices(frames.slices, processor, "video"), min(most, MAX_SAMPLED_FRAMES))
+
+
+def _slices(assumed: Slices, processor: Mapping[str, Any], kind: str) -> Slices:
+    """Slices as a processor's file has them; its patches, and how many a token has, must be those of `assumed`."""
+    mode = MODES[assumed.merge == MERGED]
+    check_patches({"patch_size": PATCH, MODE: MODES[0], **processor}, {"patch_size": assumed.patch, MODE: mode}, kind)
     values = {"scale_resolution": SIDE, "max_slice_nums": MOST}
     given = SimpleNamespace(**{name: processor.get(name, value) for name, value in values.items()})
-    side, most = (size(given, name, 1 << 14, "the image processor") for name in values)
+    side, most = (size(given, name, 1 << 14, f"the {kind} processor") for name in values)
     try:
-        layout = Slices(vision.patch, vision.square, side, most if flags[0] else 1, flags[1])
+        return replace(assumed, side=side, most=most if _flag(processor, "slice_mode", kind) else 1)
     except BundleError as e:
-        raise CheckpointError(f"the image processor's scale_resolution and max_slice_nums: {e}") from e
-    return replace(config, layout=layout, vision=_seeing(vision, layout))
+        raise CheckpointError(f"the {kind} processor's scale_resolution and max_slice_nums: {e}") from e
+
+
+def _flag(processor: Mapping[str, Any], name: str, kind: str) -> bool:
+    value = processor.get(name, True)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"the {kind} processor's {name} is {value!r:.40}; it must be true or false")
+    return value
 
 
 def _check(text: Text) -> None:
@@ -101,5 +140,6 @@ FAMILY = Family(
         (r"^model\.merger\.mlp\.0\.pre_norm\.", "projector.norm."),
         (r"^model\.merger\.mlp\.0\.", "projector."),
     ),
-    adjust=_adjust, check=_check, downsampling=MODES,
+    adjust=_adjust, check=_check, downsampling=MODES, adjust_video=_adjust_video,
+    video_processor=ImageProcessor("MiniCPMV4_6VideoProcessor", {**SIGLIP_DEFAULTS, "resample": 3}, own_size=True),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.action_spec import ActionSpec
-from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec, TokenInput
+from vtx.runtime.bundle.spec.manifest import PAIRS, Manifest, StageSpec, TokenInput
 from vtx.runtime.precision import KV_DTYPES
 
 LAYER = "{layer}"
@@ -79,7 +79,7 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
     images, count = (1, TOKENS) if merges or own else (IMAGES, m.model.tower.tokens)
     outputs = {names.FEATURES: Tensor("float32", (images, count, m.model.hidden))}
     height, width = (HEIGHT, WIDTH) if own else m.image.size
-    pictures = IMAGES if own and m.video is not None else images  # a pair of frames
+    pictures = IMAGES if m.video is not None and m.video.layout.name == PAIRS else images
     inputs = {names.PIXELS: Tensor("float32", (pictures, 3, height, width))}
     if merges:
         inputs[names.TAU] = Tensor("float32", (1,))

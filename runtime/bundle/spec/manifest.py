@@ -24,6 +24,7 @@ TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "ro
 FINAL_NORM = "final_norm.safetensors"  # for reductions that measure hidden states behind the last norm
 NEWLINE = "image_newline.safetensors"  # for layouts with a learned newline among the tokens
 KV_SCALES = "kv_scales.safetensors"  # of int8 K and V
+PAIRS = "pairs"  # the layout of videos of whose frames two are a view
 
 
 @dataclass(frozen=True, slots=True)

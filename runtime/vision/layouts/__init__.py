@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from vtx.runtime.bundle.spec.manifest import LayoutSpec
+from vtx.runtime.bundle.spec.manifest import PAIRS, LayoutSpec
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import UPGRADE, Strict, json_value
@@ -17,9 +17,12 @@ from vtx.runtime.vision.layout import Layout, registered
 if TYPE_CHECKING:
     from vtx.runtime.vision.layouts.frames import Frames
     from vtx.runtime.vision.layouts.pairs import Pairs
+    from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 
-T = TypeVar("T", bound="Layout | Frames | Pairs")
-FRAMES, PAIRS = "frames", "pairs"  # the layouts of videos
+    VideoLayout: TypeAlias = Frames | Pairs | SlicedFrames
+
+T = TypeVar("T", bound="Layout | VideoLayout")
+FRAMES, SLICED = "frames", "sliced_frames"  # layouts of videos beside PAIRS
 
 
 def layouts() -> Mapping[str, type[Layout]]:
@@ -45,13 +48,18 @@ def read_layout(spec: LayoutSpec, tower: TowerSpec) -> Layout:
     return layout
 
 
-def read_frames(spec: LayoutSpec) -> Frames | Pairs:
+def read_frames(spec: LayoutSpec) -> VideoLayout:
     """The layout of videos that a bundle declares. Raises BundleError as `read_layout` does."""
+    return _read(spec, video_layouts(), "layout of videos")
+
+
+def video_layouts() -> Mapping[str, type[VideoLayout]]:
+    """The layouts of videos by their names."""
     from vtx.runtime.vision.layouts.frames import Frames
     from vtx.runtime.vision.layouts.pairs import Pairs
+    from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 
-    known: dict[str, type[Frames | Pairs]] = {FRAMES: Frames, PAIRS: Pairs}
-    return _read(spec, known, "layout of videos")
+    return {FRAMES: Frames, PAIRS: Pairs, SLICED: SlicedFrames}
 
 
 def _read(spec: LayoutSpec, known: Mapping[str, type[T]], noun: str) -> T:
@@ -69,12 +77,9 @@ def _read(spec: LayoutSpec, known: Mapping[str, type[T]], noun: str) -> T:
     return layout
 
 
-def spec_of(layout: Layout | Frames | Pairs) -> LayoutSpec:
+def spec_of(layout: Layout | VideoLayout) -> LayoutSpec:
     """A layout as a bundle declares it."""
-    from vtx.runtime.vision.layouts.frames import Frames
-    from vtx.runtime.vision.layouts.pairs import Pairs
-
-    if isinstance(layout, Frames | Pairs):
-        return LayoutSpec(PAIRS if isinstance(layout, Pairs) else FRAMES, layout.max_tokens, json_value(layout))
-    name = next(name for name, kind in layouts().items() if type(layout) is kind)
-    return LayoutSpec(name, layout.max_tokens, json_value(layout), layout.min_tokens)
+    known: Mapping[str, type[Layout | VideoLayout]] = {**layouts(), **video_layouts()}
+    name = next(name for name, kind in known.items() if type(layout) is kind)
+    least = layout.min_tokens if isinstance(layout, Layout) else None
+    return LayoutSpec(name, layout.max_tokens, json_value(layout), least)

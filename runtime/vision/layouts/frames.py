@@ -104,9 +104,23 @@ class Frames:
         return False
 
     @property
+    def max_views(self) -> int:
+        """Views of a frame, or of a part of one."""
+        return 1
+
+    @property
+    def by_second(self) -> bool:
+        """True if frames are those at full seconds, and not sampled evenly."""
+        return False
+
+    @property
     def together(self) -> int | None:
         """Frames of a view, if it is not one alone."""
         return None
+
+    def limited(self, max_views: int) -> Frames:
+        """The layout itself: frames have no slices."""
+        return self
 
     def within(self, max_pixels: int) -> Frames:
         """The layout itself: frames are resized to the tower's size."""
@@ -127,11 +141,11 @@ class Frames:
             return PromptImage((self.count(frames),))
         return PromptImage((self.count(1),) * frames, ("", *[self.between] * (frames - 1), ""))
 
-    def view(self, frame: Image.Image, settings: ImageSettings, frames: int) -> NDArray[np.float32]:
-        """One of `frames` frames as the tower's input, [3, height, width] float32."""
+    def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
+        """One of `frames` frames as the tower's inputs, [3, height, width] float32: one."""
         if self.longer is not None:
             frame = frame.resize(resized_size(*frame.size, self.longer), Image.Resampling[settings.resample.upper()])
-        return preprocess(frame, settings)
+        return [preprocess(frame, settings)]
 
     def arrange(
         self, views: Sequence[ImageTokens], clip: object, width: int, height: int, newline: HiddenStates, first: int = 0

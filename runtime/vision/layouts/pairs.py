@@ -75,6 +75,16 @@ class Pairs:
         return True
 
     @property
+    def max_views(self) -> int:
+        """Views of a frame, or of a part of one."""
+        return 1
+
+    @property
+    def by_second(self) -> bool:
+        """True if frames are those at full seconds, and not sampled evenly."""
+        return False
+
+    @property
     def together(self) -> int | None:
         """Frames of a view, if it is not one alone."""
         return TOGETHER
@@ -97,6 +107,10 @@ class Pairs:
         most = min(max(self.unit**2, self.max_pixels // share), MAX_RESIZED_PIXELS)
         frame = Native(self.patch, self.merge, min(-(-self.min_pixels // share), most), most)
         return _pairs(self.frames) * frame.max_tokens
+
+    def limited(self, max_views: int) -> Pairs:
+        """The layout itself: frames have no slices."""
+        return self
 
     def within(self, max_pixels: int) -> Pairs:
         """With at most `max_pixels` of each frame; images have checked them."""
@@ -122,10 +136,10 @@ class Pairs:
         before = [f"<{(first + last) / 2:.1f} seconds><|vision_start|>" for first, last in both]
         return PromptImage((columns * rows,) * count, (before[0], *(end + text for text in before[1:]), end))
 
-    def view(self, frame: Image.Image, settings: ImageSettings, frames: int) -> NDArray[np.float32]:
-        """One of `frames` frames as the tower's input, [3, height, width] float32."""
+    def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
+        """One of `frames` frames as the tower's inputs, [3, height, width] float32: one."""
         columns, rows = self._grid(frames, *frame.size)
-        return resized(frame, settings, columns * self.unit, rows * self.unit)
+        return [resized(frame, settings, columns * self.unit, rows * self.unit)]
 
     def arrange(
         self, views: Sequence[ImageTokens], clip: SampledFrames, width: int, height: int, newline: HiddenStates,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
+
 from tests.support.tiny import ARCHITECTURES, Tiny, _text_fields, _weights, write_json, write_weights
+from vtx.runtime.vision.video import Video
 
 MINICPM = Tiny(
     family="minicpmv4_6", text="qwen3_5", tokenizer="bytes", vision="siglip", head_dim=16, attending=(1, 4, 6), taps=4,
@@ -45,6 +51,12 @@ def image_settings(tiny: Tiny) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def video_settings(tiny: Tiny) -> dict[str, Any]:
+    """The video processor's file."""
+    kind = {"video_processor_type": "MiniCPMV4_6VideoProcessor", "max_slice_nums": tiny.video_slices}
+    return {name: value for name, value in image_settings(tiny).items() if name != "image_processor_type"} | kind
+
+
 def make_minicpm(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     from transformers import AutoConfig
 
@@ -54,22 +66,54 @@ def make_minicpm(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     write_json(folder / "config.json", written)
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
     write_json(folder / "preprocessor_config.json", image_settings(tiny))
+    write_json(folder / "video_preprocessor_config.json", video_settings(tiny))
     (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
     write_weights(folder, tiny, _weights(config, tiny, seed))
     return folder
 
 
 def processor_of(folder: Path) -> Any:
-    """Transformers' processor with its image processor on Pillow; the one of videos needs torchvision."""
+    """Transformers' processor, whose images and frames Pillow resizes: its own code for these needs torchvision."""
     from transformers import AutoTokenizer, MiniCPMV4_6ImageProcessorPil, MiniCPMV4_6Processor
+    from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
 
-    class WithoutVideos(MiniCPMV4_6Processor):
+    class OnPillow(MiniCPMV4_6VideoProcessor):
+        def resize(self, image: torch.Tensor, size: Any, resample: Any = None, **_: Any) -> torch.Tensor:
+            frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in image.flatten(0, -4)]
+            resized = [np.array(frame.resize((size.width, size.height), resample)) for frame in frames]
+            pixels = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
+            return pixels.reshape(*image.shape[:-2], size.height, size.width)
+
+        def normalize(self, image: torch.Tensor, mean: Any, std: Any, **_: Any) -> torch.Tensor:
+            shift, scale = (torch.as_tensor(each)[:, None, None] for each in (mean, std))
+            return (image - shift) / scale
+
+    class WithVideos(MiniCPMV4_6Processor):
         def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
             return None
 
     images = MiniCPMV4_6ImageProcessorPil.from_pretrained(folder, local_files_only=True)
-    return WithoutVideos(
-        images, SimpleNamespace(slice_mode=True, downsample_mode="16x", model_input_names=()),
+    return WithVideos(
+        images, OnPillow.from_pretrained(folder, local_files_only=True),
         AutoTokenizer.from_pretrained(folder, local_files_only=True),
         chat_template=(folder / "chat_template.jinja").read_text(encoding="utf-8"),
     )  # fmt: skip
+
+
+def video_inputs(processor: Any, text: str, images: list[Image.Image], videos: Sequence[Video]) -> dict[str, Any]:
+    """What transformers' processor makes of a prompt with images and videos, which it samples itself."""
+    from transformers.video_utils import VideoMetadata
+
+    about, most = list[Any](), {given.frames for given in videos}
+    for given in videos:
+        count, rate = len(given.source), float(given.fps or 24)  # type: ignore[arg-type]
+        about.append(VideoMetadata(count, rate, duration=count / rate))
+    (wanted,) = most
+    further = {} if wanted is None else {"max_num_frames": wanted}
+    with warnings.catch_warnings():  # it lets numpy sum up tensors of torch
+        warnings.filterwarnings("ignore", "__array_wrap__", DeprecationWarning)
+        found = processor(
+            images=[images] if images else None, text=[text], videos=[given.source for given in videos],
+            video_metadata=about, return_tensors="pt", **further,
+        )  # fmt: skip
+    return dict(found)

@@ -120,7 +120,9 @@ def adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
 
 def adjust_video(frames: Pairs, processor: Mapping[str, Any]) -> Pairs:
     """Set the video processor's limits of pixels and its sampling; its patches must be the tower's."""
-    check_patches(processor, {"patch_size": frames.patch, "merge_size": frames.merge, "temporal_patch_size": 2})
+    check_patches(
+        processor, {"patch_size": frames.patch, "merge_size": frames.merge, "temporal_patch_size": 2}, "video"
+    )
     if processor.get("num_frames") is not None:
         raise UnsupportedModelError(
             f"the video processor's num_frames {processor['num_frames']!r:.20} is not supported; leave it out, and ask "

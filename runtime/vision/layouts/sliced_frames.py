@@ -1,0 +1,109 @@
+"""Frames of a video, each as an image in slices: MiniCPM-V 4.6."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
+from vtx.runtime.errors import BundleError
+from vtx.runtime.vision.layouts.slices import Slices
+from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
+from vtx.runtime.vision.video_child import chosen
+
+if TYPE_CHECKING:
+    from vtx.runtime.vision.video import Rate, SampledFrames
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedFrames:
+    """The frame at each full second of a video, at most `frames` of them, each with the views and text of `slices`.
+
+    Frames follow each other without text between them but the marks of their views. A video has a number before it if
+    the slices are `numbered`, and videos are counted by themselves.
+    """
+
+    slices: Slices
+    frames: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.frames <= MAX_SAMPLED_FRAMES:
+            raise BundleError(
+                f"layout 'sliced_frames' has {self.frames} frames; it needs 1 to {MAX_SAMPLED_FRAMES}; export the "
+                "bundle again"
+            )
+
+    @property
+    def max_tokens(self) -> int:
+        """The bound for a video of `frames` frames."""
+        return self.frames * self.slices.max_tokens
+
+    @property
+    def max_views(self) -> int:
+        """The most views of a frame."""
+        return self.slices.max_views
+
+    @property
+    def rate(self) -> Rate:
+        from vtx.runtime.vision.video import Rate
+
+        return Rate(1.0, 1, self.frames)
+
+    @property
+    def padded(self) -> bool:
+        return False
+
+    @property
+    def nearest(self) -> bool:
+        return False
+
+    @property
+    def without_ends(self) -> None:
+        return None
+
+    @property
+    def by_second(self) -> bool:
+        """True: see `at_seconds` in `video_child.py`."""
+        return True
+
+    @property
+    def together(self) -> None:
+        """Each view is of one frame."""
+        return None
+
+    def within(self, max_pixels: int) -> SlicedFrames:
+        return replace(self, slices=self.slices.within(max_pixels))
+
+    def limited(self, max_views: int) -> SlicedFrames:
+        """With at most `max_views` views a frame, the whole frame included."""
+        return replace(self, slices=self.slices.limited(max_views))
+
+    def sampled(self, clip: SampledFrames, frames: int) -> SampledFrames:
+        """The clip with `frames` frames instead."""
+        places = chosen(clip.count, clip.rate, frames, None, without_ends=None, by_second=True)
+        return replace(clip, numbers=tuple(places))
+
+    def prompt_image(self, clip: SampledFrames, width: int, height: int) -> PromptImage:
+        """A video in a prompt: the tokens of each view, and the marks around them."""
+        frame, count = self.slices.prompt_image(width, height), len(clip.numbers)
+        first, *between, last = frame.texts
+        texts = (first, *(*between, last + first) * (count - 1), *between, last)
+        return replace(frame, spans=frame.spans * count, texts=texts)
+
+    def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
+        """One of `frames` frames as the tower's inputs, [3, height, width] float32: the whole, then its slices."""
+        return [*self.slices.views(frame, settings)]
+
+    def arrange(
+        self, views: Sequence[ImageTokens], clip: object, width: int, height: int, newline: HiddenStates, first: int = 0
+    ) -> ImageTokens:
+        """The tokens of a video from those of its frames' views; `newline` is not used."""
+        tokens, each = joined(views), self.slices.count(width, height)
+        frames = np.arange(len(tokens)) // each  # which compete with each other, unlike the views of an image
+        return replace(tokens, patches=replace(tokens.patches, views=None, frames=frames))
