@@ -90,7 +90,7 @@ def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
 
 
 def is_roomy(bundle: Bundle, floats: Mapping[str, int]) -> bool:
-    """True if a load may use memory to be quicker: graphs in parallel; on onnxruntime freed memory is kept for the next.
+    """True if a load may use memory to be quicker: graphs in parallel, and freed memory of onnxruntime kept for them.
 
     `floats` as in `needed_memory`.
     """
