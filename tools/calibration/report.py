@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, json_value, optional
 from vtx.tools.calibration.choosing import Choice, Choosing, Point, choose
@@ -157,8 +158,8 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
     if model.fingerprint != fingerprint:
         if modes := other_downsampling(model.fingerprint, fingerprint):
             raise RequestError(
-                f"{path} was measured with --downsample {modes[0]}, this is {modes[1]}; calibrate a bundle of "
-                f"{modes[1]}, or use --downsample {modes[0]}"
+                f"{path} was measured with --downsample {shown(modes[0][:12])}, this is {modes[1]}; calibrate a bundle "
+                "of this one"
             )
         raise RequestError(f"{path} was measured on another model, {model.name}; calibrate this one")
     data = strict.read(CalibrationData, report.get("data"), f"{path.name}: data")

@@ -117,12 +117,12 @@ def test_a_calibration_or_gates_of_another_number_of_patches_are_refused_by_it(
     assert open_source("", bundle).fingerprint == fine.fingerprint
     report = tmp_path / "report.json"
     report.write_text(json.dumps({"format": FORMAT, "model": asdict(fine.calibrated)}))
-    with pytest.raises(RequestError, match="measured with --downsample 4x, this is 16x"):
+    with pytest.raises(RequestError, match="measured with --downsample '4x', this is 16x"):
         read_choice(report, coarse.fingerprint)
     pair = np.zeros((8, 2 * fine.config.text.hidden), np.float32), np.zeros((2, 8), np.float32)
     gates = write_gates(tmp_path / "gates.safetensors", {3: pair}, {"model_fingerprint": fine.fingerprint})
     options = ExportOptions(checkpoint, (3,), "fp32", dialects=ORT, gates=gates)
-    with pytest.raises(CheckpointError, match="trained with --downsample 4x, this is 16x"):
+    with pytest.raises(CheckpointError, match="trained with --downsample '4x', this is 16x"):
         plan_export(options)
     assert plan_export(replace(options, downsample="4x")).gated_ks == (3,)
 
