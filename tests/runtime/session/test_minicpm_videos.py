@@ -10,6 +10,7 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.support.bundles import ORT, export
 from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
 from tests.support.families.minicpm import MINICPM
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity
-from tests.support.reduced import Talk, word
+from tests.support.reduced import word
 from tests.support.reference import Inputs, Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, edited, make, prompt_messages, random_image, random_video
@@ -37,7 +38,10 @@ from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.manifest import LayoutSpec
+from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import BundleError, CheckpointError, ContextError, RequestError, UnsupportedModelError
+from vtx.runtime.policies.make import make_policy
+from vtx.runtime.session.session import Session
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.layouts import read_frames, spec_of
@@ -181,19 +185,21 @@ def test_reductions_after_a_layer_with_attention_equal_the_statement(
     words, judge = tuple(word(replace(method, k=None)) for method in methods), reference(MINICPM)
     folder = export(tiny_checkpoint(MINICPM), tmp_path / "bundle", (5,), "fp32", reductions=words).folder
     with load(folder, device=device, threads=THREADS) as model:
-        messages = prompt_messages(QUESTION, 0, 1)
-        inputs, _ = both(model, judge, [HIGH])
+        inputs, asked = both(model, judge, [HIGH])
         ids = inputs["input_ids"]
         images = {  # the tower of images sees the same
             "input_ids": torch.where(ids == judge.video_token, judge.image_token, ids),
             "pixel_values": inputs["pixel_values_videos"], "target_sizes": inputs["target_sizes_videos"],
         }  # fmt: skip
         for method in methods:
-            wanted = Statement(judge).answer(images, method, STEPS)
-            found = Talk(model).ask(messages, [HIGH], method, STEPS)  # type: ignore[list-item]
-            assert found.ids == wanted.ids
-            assert {cut: kept for cut, kept in found.kept.items() if kept} == wanted.kept
-            np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+            wanted, session = Statement(judge).answer(images, method, STEPS), Session(model.backend, model.manifest)
+            norm = partial(read_final_norm, model.bundle)
+            chosen = make_policy(method.k, model.manifest, model.backend.gate, reduce=word(method), final_norm=norm)
+            done = session.prefill(asked, chosen)
+            logits = [done.logits, *(session.decode(id) for id in wanted.ids[:-1])]
+            np.testing.assert_allclose(np.stack(logits), wanted.logits, atol=TOLERANCE, rtol=0)
+            kept = {cut.layer - 1: np.flatnonzero(cut.kept).tolist() for cut in done.cuts}
+            assert {cut: left for cut, left in kept.items() if left} == wanted.kept
 
 
 @slow
