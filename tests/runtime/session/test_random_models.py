@@ -44,7 +44,8 @@ def granite(draw: random.Random) -> Tiny:
 def fast_vlm(draw: random.Random) -> Tiny:
     first, most = draw.choice([4, 8, 16]), draw.choice([32, 64])
     return replace(
-        any_text(draw, FAST_VLM), image=64 * draw.randint(1, 4), stage_blocks=tuple(draw.randint(1, 3) for _ in range(5)),
+        any_text(draw, FAST_VLM), image=64 * draw.randint(1, 4),
+        stage_blocks=tuple(draw.randint(1, 3) for _ in range(5)),
         stage_widths=(first, draw.choice([1, 2]) * first, 32, most, draw.choice([1, 2]) * most),
         text=draw.choice(["qwen2", "qwen2", "llama"]), projector_act=draw.choice(["gelu", "silu"]),
     )  # fmt: skip
