@@ -19,8 +19,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.runtime.session.test_random_models import minicpm
 from tests.support.bundles import ORT, export
+from tests.support.drawn import minicpm
 from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
 from tests.support.families.minicpm import MINICPM
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity

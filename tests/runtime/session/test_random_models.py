@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import ORT, export
+from tests.support.drawn import any_text, minicpm, qwen3_5
 from tests.support.exported import greedy, prompt
 from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import GRANITE
-from tests.support.families.minicpm import MINICPM
-from tests.support.families.qwen import QWEN35
 from tests.support.parity import CLOSE, STEPS, assert_chat_as_reference, assert_later_equal_fresh
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, make, prompt_messages, random_image
@@ -32,22 +31,10 @@ QUESTION = "What is the colour of the square in the picture?"
 TOLERANCE = 1e-4
 
 
-def _text(draw: random.Random, tiny: Tiny) -> Tiny:
-    """The family's checkpoint with another decoder."""
-    heads = draw.choice([2, 4])
-    return replace(
-        tiny, layers=draw.randint(5, 8), hidden=draw.choice([48, 64, 96]), heads=heads, ffn=draw.choice([64, 96, 160]),
-        kv_heads=draw.choice([n for n in (1, 2, 4) if n <= heads]), head_dim=draw.choice([8, 16, 24]),
-        tied=draw.random() < 0.5, rope=draw.choice(["default", "linear", "llama3"]), shards=draw.randint(1, 3),
-        theta=draw.choice([1e4, 1e6]), names=draw.choice(["hub", "saved", "new"]),
-        projector_bias=draw.random() < 0.7,
-    )  # fmt: skip
-
-
 def granite(draw: random.Random) -> Tiny:
     layers = draw.randint(3, 5)
     return replace(
-        _text(draw, GRANITE), attention_bias=draw.random() < 0.5, mlp_bias=draw.random() < 0.5, vision_layers=layers,
+        any_text(draw, GRANITE), attention_bias=draw.random() < 0.5, mlp_bias=draw.random() < 0.5, vision_layers=layers,
         feature_layer=tuple(draw.randint(-layers - 1, layers) for _ in range(draw.randint(1, 4))),
         vision_hidden=draw.choice([32, 48]), image=draw.choice([42, 56]),
         multipliers=(draw.uniform(2, 16), draw.uniform(0.02, 0.3), draw.uniform(0.1, 1), draw.uniform(1, 12)),
@@ -57,14 +44,15 @@ def granite(draw: random.Random) -> Tiny:
 def fast_vlm(draw: random.Random) -> Tiny:
     first, most = draw.choice([4, 8, 16]), draw.choice([32, 64])
     return replace(
-        _text(draw, FAST_VLM), image=64 * draw.randint(1, 4), stage_blocks=tuple(draw.randint(1, 3) for _ in range(5)),
+        any_text(draw, FAST_VLM), image=64 * draw.randint(1, 4),
+        stage_blocks=tuple(draw.randint(1, 3) for _ in range(5)),
         stage_widths=(first, draw.choice([1, 2]) * first, 32, most, draw.choice([1, 2]) * most),
         text=draw.choice(["qwen2", "qwen2", "llama"]), projector_act=draw.choice(["gelu", "silu"]),
     )  # fmt: skip
 
 
 def lfm2_vl(draw: random.Random) -> Tiny:
-    tiny = _text(draw, LFM2)
+    tiny = any_text(draw, LFM2)
     attending = draw.sample(range(tiny.layers), draw.randint(1, tiny.layers - 1))
     return replace(
         tiny, rope="default", head_dim=None, hidden=draw.choice([64, 96]), attending=tuple(sorted(attending)),
@@ -74,30 +62,10 @@ def lfm2_vl(draw: random.Random) -> Tiny:
     )  # fmt: skip
 
 
-def qwen3_5(draw: random.Random, family: Tiny = QWEN35) -> Tiny:
-    tiny, key_heads = _text(draw, family), draw.choice([1, 2, 4])
-    attending, width = draw.sample(range(tiny.layers), draw.randint(1, tiny.layers - 1)), draw.choice([16, 32])
-    return replace(
-        tiny, rope="default", head_dim=width, attending=tuple(sorted(attending)), taps=draw.randint(2, 5),
-        delta=(key_heads, key_heads * draw.choice([1, 2, 3]), draw.choice([16, 32]), draw.choice([16, 24, 32])),
-        partial=draw.choice([0.5, 1.0] if width == 16 else [0.25, 0.5, 1.0]), attention_bias=draw.random() < 0.4,
-        names=draw.choice(["hub", "saved"]), vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
-    )  # fmt: skip
-
-
-def minicpm(draw: random.Random) -> Tiny:
-    tiny, patch = qwen3_5(draw, MINICPM), draw.choice([8, 16])
-    return replace(
-        tiny, patch=patch, image=patch * draw.randint(1, 9), insert=draw.randrange(tiny.vision_layers),
-        downsample=draw.choice(["4x", "16x"]), slices=draw.choice([1, 2, 4, 9]), numbered=draw.random() < 0.5,
-        vision_act=draw.choice([None, "gelu"]),
-    )  # fmt: skip
-
-
 def gemma3(draw: random.Random) -> Tiny:
     patch, pool, side = draw.choice([8, 14]), draw.randint(1, 4), draw.randint(2, 4)
     return replace(
-        _text(draw, GEMMA3), rope=draw.choice(["default", "linear"]), full_every=draw.randint(1, 5), patch=patch,
+        any_text(draw, GEMMA3), rope=draw.choice(["default", "linear"]), full_every=draw.randint(1, 5), patch=patch,
         pool=pool, image=patch * pool * side, sliding_window=draw.choice([16, 24, 80, 400]),
         query_scale=draw.choice([8, 16, 24]), vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
         vision_head=draw.random() < 0.5, theta=draw.choice([1e3, 1e4]),

@@ -1,0 +1,42 @@
+"""Random configurations of families, for tests that compare many of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from tests.support.families.minicpm import MINICPM
+from tests.support.families.qwen import QWEN35
+from tests.support.tiny import Tiny
+
+
+def any_text(draw: random.Random, tiny: Tiny) -> Tiny:
+    """The family's checkpoint with another decoder."""
+    heads = draw.choice([2, 4])
+    return replace(
+        tiny, layers=draw.randint(5, 8), hidden=draw.choice([48, 64, 96]), heads=heads, ffn=draw.choice([64, 96, 160]),
+        kv_heads=draw.choice([n for n in (1, 2, 4) if n <= heads]), head_dim=draw.choice([8, 16, 24]),
+        tied=draw.random() < 0.5, rope=draw.choice(["default", "linear", "llama3"]), shards=draw.randint(1, 3),
+        theta=draw.choice([1e4, 1e6]), names=draw.choice(["hub", "saved", "new"]),
+        projector_bias=draw.random() < 0.7,
+    )  # fmt: skip
+
+
+def qwen3_5(draw: random.Random, family: Tiny = QWEN35) -> Tiny:
+    tiny, key_heads = any_text(draw, family), draw.choice([1, 2, 4])
+    attending, width = draw.sample(range(tiny.layers), draw.randint(1, tiny.layers - 1)), draw.choice([16, 32])
+    return replace(
+        tiny, rope="default", head_dim=width, attending=tuple(sorted(attending)), taps=draw.randint(2, 5),
+        delta=(key_heads, key_heads * draw.choice([1, 2, 3]), draw.choice([16, 32]), draw.choice([16, 24, 32])),
+        partial=draw.choice([0.5, 1.0] if width == 16 else [0.25, 0.5, 1.0]), attention_bias=draw.random() < 0.4,
+        names=draw.choice(["hub", "saved"]), vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
+    )  # fmt: skip
+
+
+def minicpm(draw: random.Random) -> Tiny:
+    tiny, patch = qwen3_5(draw, MINICPM), draw.choice([8, 16])
+    return replace(
+        tiny, patch=patch, image=patch * draw.randint(1, 9), insert=draw.randrange(tiny.vision_layers),
+        downsample=draw.choice(["4x", "16x"]), slices=draw.choice([1, 2, 4, 9]), numbered=draw.random() < 0.5,
+        vision_act=draw.choice([None, "gelu"]),
+    )  # fmt: skip
