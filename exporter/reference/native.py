@@ -78,7 +78,7 @@ class NativeTower:
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """What each of [heads, n, head_dim] reads of all, alike.
+    """Attention of each of [heads, n, head_dim] to all of them.
 
     With an axis for images, since PyTorch's kernel without the matrix of scores [heads, n, n] wants one: for an image
     of Gemma 4 the scores and their softmax take 610 MB.

@@ -174,7 +174,7 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
 def other_downsampling(measured: str, fingerprint: str) -> tuple[str, str] | None:
     """The patches in an image token of two fingerprints, if these alone differ; None: another model, or unknown."""
     (first, _, then), (second, _, now) = (each.partition(DOWNSAMPLED) for each in (measured, fingerprint))
-    return (then, now) if first == second and then and now else None
+    return (then, now) if first == second and then and now and then != now else None
 
 
 def find_report(path: Path) -> Path | None:

@@ -181,7 +181,6 @@ def test_memory_that_is_dropped_while_work_is_queued_is_freed_after_that_work(op
     assert address in device.device
     np.testing.assert_array_equal(gathered, np.asarray(states)[::3])
     assert address not in device.device
-    assert not model.backend.cuda._after  # type: ignore[attr-defined]
 
 
 def test_what_was_released_while_work_was_queued_is_freed_for_new_memory_and_at_the_end(gpu: Gpu) -> None:
