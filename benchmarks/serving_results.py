@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving_results FOLDER
 
-FOLDER holds any of pictures.json, parts-*.json, batches.json, deadlines.json, load.json, load-no-amx.json,
+FOLDER holds any of pictures*.json, parts-*.json, batches.json, deadlines*.json, load.json, load-no-amx.json,
 towers-*.json, conversations-*.json, one-picture-*.json and soak.json, as the commands below wrote them. Tables of files
 that are not there stay as they are. `benchmarks.serving_suite` runs all of them.
 """
@@ -120,6 +120,12 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
         "picture are asked at once.",
         "python -m benchmarks.pictures", pictures,
     ),
+    "pictures-before": (
+        "Processor time of a request, compared with an earlier state",
+        "As above, with both installations in memory at the same time, asked in turn. The earlier one is named by its "
+        "date.",
+        "python -m benchmarks.pictures --other PYTHON", pictures,
+    ),
     "parts-openvino": (
         "Where it goes, OpenVINO",
         "Seconds of processor time a request, answers of 4 tokens: `copies` are of K and V that conversations share, "
@@ -148,6 +154,10 @@ SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
     "deadlines": (
         "A deadline under rising load", "New pictures arrive at random; kept is an answer that is complete in time.",
         "python -m benchmarks.deadlines --bundle BUNDLE --report judged/report.json", deadlines,
+    ),
+    "deadlines-demo": (
+        "The same, the demo", "A model so small that the deadline is a matter of the queue.",
+        "python -m benchmarks.deadlines --bundle build/demo --report judged/report.json --rates 10,20,40,80", deadlines,
     ),
     "load": (
         "Time to the first token, the queue included", "New pictures arrive at random (Poisson).",

@@ -1,7 +1,7 @@
 """All measurements of serving, one after the other, and their page: `make bench-serving`.
 
     python -m benchmarks.serving_suite                        half an hour on a quiet machine, once the models are made
-    python -m benchmarks.serving_suite --other PYTHON         the first two beside another installation of vtx
+    python -m benchmarks.serving_suite --other PYTHON         pictures and batches beside another installation of vtx
     python -m benchmarks.serving_suite --llama BUILD/bin      the load test beside llama.cpp's server, both without AMX
     python -m benchmarks.serving_suite --trial                each in its smallest form, on the demo; writes no page
 
@@ -100,7 +100,9 @@ def measurements(given: argparse.Namespace, bundle: Path, wide: Path, judged: Pa
     engine, rounds = ["--device", given.device], ["--rounds", str(given.rounds)]
     other = ["--other", str(given.other), "--other-name", given.other_name] if given.other else []
     other += ["--other-bundle", str(given.other_bundle)] if given.other_bundle else []
-    yield Measurement("pictures", ["benchmarks.pictures", *model, *engine, *rounds, *other], [])
+    yield Measurement("pictures", ["benchmarks.pictures", *model, *engine, *rounds], [])
+    if other:
+        yield Measurement("pictures-before", ["benchmarks.pictures", *model, *engine, *rounds, *other], [])
     asked = ["--pictures", "1", "--questions", "2", "--tokens", "2"]
     batch = ["benchmarks.batches", *model, *engine, "--rounds", "1", "--one-by-one", *other]
     yield Measurement("batches", batch, asked)
@@ -118,6 +120,10 @@ def measurements(given: argparse.Namespace, bundle: Path, wide: Path, judged: Pa
     words += ["--work", str(given.work), "--deadline", str(given.deadline)]
     words += ["--rates", "0.25,0.5,1,2", "--seconds", "15"]
     yield Measurement("deadlines", words, short)
+    if not given.trial:
+        words = ["benchmarks.deadlines", "--bundle", str(DEMO), "--report", str(made_report(DEMO, given)), *engine]
+        words += [*machine, "--work", str(given.work), "--rates", "10,20,40,80", "--seconds", "10"]
+        yield Measurement("deadlines-demo", words, [])
     for device in ("openvino", "cpu"):
         words = ["benchmarks.conversations", str(wide), "--device", device, *machine]
         yield Measurement(f"conversations-{device}", words, ["--conversations", "2", "--tokens", "2"])
@@ -168,7 +174,7 @@ def made_report(bundle: Path, given: argparse.Namespace) -> Path:
     wanted = [json.loads(line)["text"] for line in answers.read_text().splitlines()]
     lines = [{**line, "answer": answer} for line, answer in zip(lines, wanted, strict=True)]
     questions.write_text("\n".join(map(json.dumps, lines)))
-    ks = "none,6" if given.trial else "none,9"
+    ks = "none,6" if bundle == DEMO else "none,9"
     run("evaluate", "exact", questions, "--k", ks, "--no-times", "--out", judged.parent, *common)
     return judged
 
