@@ -155,6 +155,10 @@ class Job:
         stream, self.stream = self.stream, None
         self._fail(ClosedError(), stream)
 
+    def refuse(self, error: VtxError) -> None:
+        """End it with an error before it has begun."""
+        self._fail(error)
+
     def _fail(self, error: Exception, stream: AnswerStream | None = None) -> None:
         """End it with an error. The conversation of its `stream` is released and not kept."""
         if not isinstance(error, VtxError):
@@ -180,8 +184,9 @@ class Scheduler:
     Between two chunks of a prompt, once they took as long as a round, there is a round of the other answers, and a
     request whose end is nearer has its prompt computed first.
 
-    A failure in a round ends one answer, and the rounds go on. `heartbeat` beats between any two runs of a graph, and
-    while there is nothing to do.
+    An urgent request that waits and can no longer make its end is refused and not computed. A failure in a round ends
+    one answer, and the rounds go on. `heartbeat` beats between any two runs of a graph, and while there is nothing to
+    do.
     """
 
     def __init__(
@@ -306,6 +311,7 @@ class Scheduler:
 
     def _begin_next(self, before: Job | None) -> Job | None:
         """Compute the next prompt that may begin. None if there is none."""
+        self._refuse_late()
         with self._changed:
             job = min(self._waiting, key=lambda job: job.order, default=None)
             if job is None or self.active >= self._parallel or (before is not None and job.order >= before.order):
@@ -327,6 +333,26 @@ class Scheduler:
         elif not job.waiting:
             self._prompt_seconds = recent(self._prompt_seconds, self._clock() - job.begun)
         return job
+
+    def _refuse_late(self) -> None:
+        """Refuse the urgent requests that wait and cannot have their first token in time any more.
+
+        Their prompts would only take the time of those that can. As at `submit`, the last one is tried.
+        """
+        with self._changed:
+            if not self._waiting or self.active >= self._parallel:
+                return
+            now, late, kept = self._clock(), list[tuple[Job, TooLateError]](), list[Job]()
+            others = len(self._active) + len(self._waiting) - 1
+            for job in self._waiting:
+                left, needed = job.ends_at - now, job.quickest() or self._prompt_seconds
+                if job.urgent and not job.lacks_memory and needed > left and others > len(late):
+                    late.append((job, TooLateError(needed, left)))
+                else:
+                    kept.append(job)
+            self._waiting = kept
+        for job, error in late:
+            job.refuse(error)
 
     def _between(self, job: Job) -> None:
         """Before each chunk of a job: let others have their turn if it is a chunk of its prompt."""

@@ -106,6 +106,7 @@ def loaded_queue(deadlines: list[float], allowed: list[Allowed]) -> tuple[list[s
         def emit(event: Event) -> None:
             if isinstance(event, Done):
                 kept.append(clock.now <= ends_at + 1e-6)
+            if isinstance(event, Done | TooLateError):
                 ended.release()
 
         job = Job(begin, lambda _: None, emit, ends_at=ends_at, urgent=True)
@@ -133,6 +134,7 @@ def test_k_rises_and_falls_with_the_queue_so_that_deadlines_are_kept() -> None:
     assert loaded_queue([1.25] * 4, allowed) == (["K = 3"] * 4, 4)
     assert loaded_queue([1.2, 1.2, 9.0], allowed) == (["K = 5", "K = 5", "none"], 3)
     assert loaded_queue([1.2, 1.2], [NONE])[1] == 1, "without a choice the second comes too late"
+    assert loaded_queue([1.2, 1.3, 1.4, 2.9, 3.9], [NONE]) == (["none"] * 3, 3), "two are refused and take no time"
 
 
 def test_a_request_is_refused_only_if_the_quickest_method_does_not_make_it() -> None:
