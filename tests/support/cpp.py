@@ -93,6 +93,14 @@ def write_pictures(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[Path]
     return paths
 
 
+def assert_prepared_equal(model: Model, pictures: Sequence[Path]) -> None:
+    """libvtx gives each picture the tokens and the pixels of Python."""
+    lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
+    for path, line in zip(pictures, lines, strict=True):
+        want = model.loaded.prepare(path)
+        assert line == f"{want.tokens} {want.key.split()[0]}", path.name
+
+
 def expected(answer: dict[str, Any]) -> dict[str, Any]:
     """An answer without what differs between two runs."""
     facts: dict[str, Any] = json.loads(json.dumps(answer))

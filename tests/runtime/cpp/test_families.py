@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bundles import ORT, export
-from tests.support.cpp import TILED, assert_answers_equal, needs_cpp, output, write_pictures
+from tests.support.cpp import TILED, assert_answers_equal, assert_prepared_equal, needs_cpp, write_pictures
 from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.families.internvl_chat import INTERNLM
 from tests.support.families.internvl_chat_1 import INTERNVL_CHAT_1, with_internvit
@@ -82,8 +82,5 @@ def test_pixels_and_answers_are_those_of_python(
     made: Callable[[Tiny], Model], pictures: list[Path], family: str
 ) -> None:
     model = made(FAMILIES[family])
-    lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
-    for path, line in zip(pictures, lines, strict=True):
-        want = model.loaded.prepare(path)
-        assert line == f"{want.tokens} {want.key.split()[0]}", path.name
+    assert_prepared_equal(model, pictures)
     assert_answers_equal(model, pictures, QUESTIONS, ("none", 3, 3))

@@ -18,11 +18,11 @@ from tests.support.cabi import Frames, Loaded
 from tests.support.cpp import (
     ask,
     assert_answers_equal,
+    assert_prepared_equal,
     expected,
     needs_abi,
     needs_cpp,
     needs_openvino,
-    output,
     run,
     write_pictures,
 )
@@ -57,10 +57,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize("tiny", [GEMMA3, CROPS, GEMMA4], ids=["gemma3", "crops", "gemma4"])
 def test_pixels_and_tokens_are_those_of_python(models: Models, pictures: list[Path], tiny: Tiny) -> None:
     model = models(tiny, (3, 5))
-    lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
-    for path, line in zip(pictures, lines, strict=True):
-        want = model.loaded.prepare(path)
-        assert line == f"{want.tokens} {want.key.split()[0]}", path.name
+    assert_prepared_equal(model, pictures)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +135,7 @@ def test_any_size_has_the_tokens_that_python_gives_it(models: Models, tmp_path: 
     shown = write_pictures(tmp_path, sorted({(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(40)}))
     for tiny in (CROPS, GEMMA4):
         model = models(tiny, (3, 5))
-        lines = output("probe", "layout", model.bundle.folder, *shown).decode().splitlines()
-        assert lines == [f"{want.tokens} {want.key.split()[0]}" for want in map(model.loaded.prepare, shown)]
+        assert_prepared_equal(model, shown)
 
 
 @needs_abi

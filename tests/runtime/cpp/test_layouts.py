@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.bundles import ORT, export
-from tests.support.cpp import TILED, ask, assert_answers_equal, expected, needs_cpp, output, run, write_pictures
+from tests.support.cpp import (
+    TILED,
+    ask,
+    assert_answers_equal,
+    assert_prepared_equal,
+    expected,
+    needs_cpp,
+    run,
+    write_pictures,
+)
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
@@ -40,10 +49,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @FAMILIES
 def test_views_and_tokens_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
     model = models(tiny, (3, 5))
-    lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
-    for path, line in zip(pictures, lines, strict=True):
-        want = model.loaded.prepare(path)
-        assert line == f"{want.tokens} {want.key.split()[0]}", path.name
+    assert_prepared_equal(model, pictures)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from tests.support.cabi import OK, Loaded, opened, options_of
 from tests.support.cpp import (
     ask,
     assert_answers_equal,
+    assert_prepared_equal,
     expected,
     needs_cpp,
     needs_openvino,
-    output,
     run,
     write_pictures,
 )
@@ -47,8 +47,7 @@ def test_views_tokens_and_answers_are_those_of_python(
     models: Callable[..., Model], pictures: list[Path], tiny: Tiny
 ) -> None:
     model = models(tiny, (3, 5))
-    lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
-    assert lines == [f"{image.tokens} {image.key.split()[0]}" for image in map(model.loaded.prepare, pictures)]
+    assert_prepared_equal(model, pictures)
     assert_answers_equal(model, pictures, QUESTIONS, ("none", 5, 3))
 
 

@@ -20,6 +20,7 @@ from tests.support.cpp import (
     BUILD,
     ask,
     assert_answers_equal,
+    assert_prepared_equal,
     expected,
     needs_abi,
     needs_cpp,
@@ -64,10 +65,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @FAMILIES
 def test_pixels_and_tokens_are_those_of_python(models: Models, pictures: list[Path], tiny: Tiny) -> None:
     model = models(tiny, (3, 5))
-    lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
-    for path, line in zip(pictures, lines, strict=True):
-        want = model.loaded.prepare(path)
-        assert line == f"{want.tokens} {want.key.split()[0]}", path.name
+    assert_prepared_equal(model, pictures)
 
 
 @needs_pillow_13
