@@ -26,11 +26,11 @@ from PIL import Image
 from vtx.runtime.backends.openvino import backend as openvino
 from vtx.runtime.backends.ort import backend as ort
 
-folder, device, kind, threads = sys.argv[1:]
+folder, device, kind, threads, compute = sys.argv[1:]
 openvino.is_roomy = ort.is_roomy = lambda *_: kind == "roomy"
 picture = Image.new("RGB", (336, 336), (200, 30, 30))
 begun = time.perf_counter()
-model = vtx.load(folder, device=device, threads=int(threads), force=True)
+model = vtx.load(folder, device=device, threads=int(threads), force=True, compute=compute or None)
 loaded = time.perf_counter()
 with model.open([picture]) as conversation:
     conversation.ask("How many shapes?", max_new_tokens=1)
@@ -42,11 +42,11 @@ KINDS = {"short": "memory short", "roomy": "memory to spare"}
 PARTS = {"load": "load, s", "answer": "then the first token, s"}
 
 
-def measured(bundle: Path, device: str, kind: str, threads: int, *, cold: bool) -> dict[str, float]:
+def measured(bundle: Path, device: str, kind: str, threads: int, compute: str, *, cold: bool) -> dict[str, float]:
     """Seconds of each part, and the largest memory in bytes."""
     if cold:
         forget(bundle)
-    command = [sys.executable, "-c", LOAD, str(bundle), device, kind, str(threads)]
+    command = [sys.executable, "-c", LOAD, str(bundle), device, kind, str(threads), compute]
     found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found
 
@@ -65,6 +65,7 @@ def main() -> None:
     args.add_argument("--devices", default="cpu,openvino")
     args.add_argument("--repeats", type=int, default=5)
     args.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    args.add_argument("--compute", default="", help="arithmetic on OpenVINO [default: the bundle's]")
     args.add_argument("--cold", action="store_true", help="read the files from the disk each time")
     given = args.parse_args()
     figures, rows = {}, [["bundle", "device", "with", *PARTS.values(), "memory"]]
@@ -73,7 +74,8 @@ def main() -> None:
             runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
             for turn in range(given.repeats + 1):
                 for kind in KINDS if turn % 2 else reversed(KINDS):
-                    runs[kind].append(measured(bundle, device, kind, given.threads, cold=given.cold))
+                    compute = given.compute if device == "openvino" else ""
+                    runs[kind].append(measured(bundle, device, kind, given.threads, compute, cold=given.cold))
             for kind, words in KINDS.items():
                 found = runs[kind][1:]  # the first round warms the caches
                 series = {part: spread([run[part] for run in found]) for part in PARTS}
