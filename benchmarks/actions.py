@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import parser, report, scratch
+from common import parser, report, scratch, write_random
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PI0Config
@@ -33,11 +33,9 @@ from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.safetensors import layout
 from vtx.runtime.host.machine import cores
 from vtx.tools.bench.series import Series, shown, spread
 
-BLOCK = 1 << 22
 INSTRUCTION = "pick up the red cup and put it on the plate"
 
 
@@ -58,19 +56,10 @@ def checkpoint(folder: Path, layers: int, tower_layers: int) -> Path:
     config["dit_config"] |= {"num_hidden_layers": layers, "vocab_size": image}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": {}}))
-    model, rng = read_config(config), np.random.default_rng(0)
+    model = read_config(config)
     assert model.action is not None
     needed = [*vision_tensors(model), *decoder_tensors(model.text), *expert_tensors(model.text, model.action)]
-    weights = folder / "model.safetensors"
-    header, _ = layout(weights, [(name, "F16", shape) for name, shape in needed])
-    with weights.open("wb") as out:
-        out.write(header)
-        for name, shape in needed:
-            left, scale = int(np.prod(shape)), np.float32(0.1 if "norm" in name else shape[-1] ** -0.5)
-            while left:
-                block = rng.standard_normal(min(left, BLOCK), dtype=np.float32) * scale
-                out.write(block.astype("<f2").tobytes())
-                left -= len(block)
+    write_random(folder / "model.safetensors", needed)
     return folder
 
 

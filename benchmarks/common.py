@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from vtx.runtime.bundle.safetensors import layout
 from vtx.runtime.host.machine import cores
 from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import describe
@@ -93,7 +94,6 @@ def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn
     from vtx.exporter.checkpoint.families.registry import read_config
     from vtx.exporter.graphs.decoder import decoder_tensors
     from vtx.exporter.graphs.vision import vision_tensors
-    from vtx.runtime.bundle.safetensors import layout
 
     shutil.copytree(demo_checkpoint(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     path = folder / "config.json"
@@ -103,19 +103,32 @@ def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn
     text |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 2048}
     text |= {"vocab_size": vocab} if vocab else {}
     path.write_text(json.dumps(config), encoding="utf-8")
-    model, rng = read_config(config), np.random.default_rng(0)
-    weights = folder / "model.safetensors"
-    needed = [*vision_tensors(model), *decoder_tensors(model.text)]
-    header, _ = layout(weights, [(_hub_name(name), "F32", shape) for name, shape in needed])
-    with weights.open("wb") as out:
+    model = read_config(config)
+    needed = [(_hub_name(name), shape) for name, shape in (*vision_tensors(model), *decoder_tensors(model.text))]
+    write_random(folder / "model.safetensors", needed, "F32", lambda name, _: (0.02, float("norm" in name)))
+    return folder
+
+
+def of_kept_size(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Deviation and mean of a tensor: norms near 0, matrices so that their products keep the size of what goes in."""
+    return 0.1 if "norm" in name else shape[-1] ** -0.5, 0.0
+
+
+def write_random(
+    file: Path, needed: Sequence[tuple[str, tuple[int, ...]]], kind: str = "F16",
+    deviation_and_mean: Callable[[str, tuple[int, ...]], tuple[float, float]] = of_kept_size,
+) -> None:  # fmt: skip
+    """A safetensors file of random weights, F16 or F32, a block at a time."""
+    rng, stored = np.random.default_rng(0), {"F16": "<f2", "F32": "<f4"}[kind]
+    header, _ = layout(file, [(name, kind, shape) for name, shape in needed])
+    with file.open("wb") as out:
         out.write(header)
         for name, shape in needed:
-            left, scale = int(np.prod(shape)), np.float32(0.02)
+            left, (deviation, mean) = int(np.prod(shape)), deviation_and_mean(name, shape)
             while left:
-                block = rng.standard_normal(min(left, BLOCK), dtype=np.float32) * scale
-                out.write((block + ("norm" in name)).astype("<f4").tobytes())
+                block = rng.standard_normal(min(left, BLOCK), dtype=np.float32)
+                out.write((block * np.float32(deviation) + np.float32(mean)).astype(stored).tobytes())
                 left -= len(block)
-    return folder
 
 
 def _hub_name(name: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import parser, report, scratch
+from common import parser, report, scratch, write_random
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from vtx.exporter.bundling.export import run_export
@@ -29,14 +29,12 @@ from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.safetensors import layout
 from vtx.runtime.host.machine import cores
 from vtx.runtime.vision.tokens import TokenStates
 from vtx.tools.bench.series import shown, spread
 from vtx.tools.estimate.flops import decoder_macs, full_schedule, with_exit
 from vtx.tools.estimate.sizes import bundle_size
 
-BLOCK = 1 << 22
 TEMPLATE = (
     "{% for m in messages %}{% for part in m['content'] %}"
     "{% if part['type'] == 'image' %}<|image|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
@@ -69,18 +67,9 @@ def checkpoint(folder: Path, layers: int) -> Path:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Gemma4ImageProcessor"}))
-    model, rng = read_config(config), np.random.default_rng(0)
+    model = read_config(config)
     needed = [*vision_tensors(model), *decoder_tensors(model.text)]
-    weights = folder / "model.safetensors"
-    header, _ = layout(weights, [(name, "F16", shape) for name, shape in needed])
-    with weights.open("wb") as out:
-        out.write(header)
-        for name, shape in needed:
-            left, scale = int(np.prod(shape)), np.float32(0.1 if "norm" in name else shape[-1] ** -0.5)
-            while left:
-                block = rng.standard_normal(min(left, BLOCK), dtype=np.float32) * scale
-                out.write(block.astype("<f2").tobytes())
-                left -= len(block)
+    write_random(folder / "model.safetensors", needed)
     return folder
 
 
