@@ -59,6 +59,7 @@ def header() -> str:
     words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_WINDOWS": WINDOWS}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE, "BOTH_WAYS": BOTH_WAYS}
     words |= {"NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
+    words["PAIRS"] = manifest.PAIRS
     words["KERNELS"] = fingerprint.KERNELS
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
@@ -73,7 +74,7 @@ def header() -> str:
         "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
         "MAX_STEPS": action_spec.MAX_STEPS, "MAX_BINS": action_spec.MAX_BINS, "MAX_NUMBERS": action_spec.MAX_NUMBERS,
         "MAX_LAYERS": model_spec.MAX_LAYERS, "MAX_SIZE": model_spec.MAX_SIZE, "MAX_SEGMENT": model_spec.MAX_SEGMENT,
-        "MAX_TAPS": model_spec.MAX_TAPS, "RECENT": slots.RECENT, "TRIED": slots.TRIED, "STATE_BYTES": slots.STATE_BYTES,
+        "MERGED_PATCHES": model_spec.MERGED, "MAX_TAPS": model_spec.MAX_TAPS, "RECENT": slots.RECENT, "TRIED": slots.TRIED, "STATE_BYTES": slots.STATE_BYTES,
         "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,
         "MAX_RATIO": native.MAX_RATIO, "MAX_CROPS": crops.MAX_CROPS, "MASKED": ort_cache.MASKED,

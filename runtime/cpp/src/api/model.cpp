@@ -99,7 +99,7 @@ void Model::check_room(const Ids& ids, const std::vector<PreparedImage>& images)
   auto count = static_cast<int64_t>(ids.size()), room = manifest().max_context - 1;
   if (count <= room || (layout_->max_views() == 1 && !layout_->min_tokens())) return;
   auto size = [this](const MarkedImage& image) {
-    return image.has_text() ? static_cast<int64_t>(text().image_ids(image).size()) : image.spans.front();
+    return image.has_text() ? static_cast<int64_t>(text().image_ids(image, 0).size()) : image.spans.front();
   };
   int64_t vision = 0, others = count;
   for (const PreparedImage& image : images) vision += image.tokens, others -= size(image.placed);

@@ -72,6 +72,7 @@ inline constexpr char kBothWays[] = "vtx builds TensorRT engines for models with
 inline constexpr char kNotBuilt[] = "TensorRT does not support native image resolution for this model";
 inline constexpr char kNotRenumbered[] = "positions of three parts, which cannot be renumbered; use positions=keep";
 inline constexpr char kPrefixFormat[] = "vtx-prefix-1";
+inline constexpr char kPairs[] = "pairs";
 inline constexpr char kKernels[] = "kernels.cache";
 inline constexpr char kPastKey[] = "past_key.";
 inline constexpr char kPastValue[] = "past_value.";
@@ -103,6 +104,7 @@ inline constexpr int64_t kMaxNumbers = 256;
 inline constexpr int64_t kMaxLayers = 512;
 inline constexpr int64_t kMaxSize = 2147483647;
 inline constexpr int64_t kMaxSegment = 4096;
+inline constexpr int64_t kMergedPatches = 2;
 inline constexpr int64_t kMaxTaps = 16;
 inline constexpr int64_t kRecent = 16;
 inline constexpr int64_t kTried = 65;

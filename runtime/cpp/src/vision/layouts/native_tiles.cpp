@@ -95,7 +95,7 @@ class NativeTiles : public Native {
       const Picture large =
           resized(picture, static_cast<int>(columns) * side, static_cast<int>(rows) * side, settings.resample);
       for (int y = 0; y < large.height; y += side)
-        for (int x = 0; x < large.width; x += side) out.push_back(normalised(cut(large, x, y, side), settings));
+        for (int x = 0; x < large.width; x += side) out.push_back(normalised(cut(large, x, y, side, side), settings));
     }
     if (columns * rows == 0 || tiling_.thumbnail) out.push_back(Native::views(picture, settings).front());
     return out;
