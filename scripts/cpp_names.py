@@ -43,6 +43,7 @@ TENSORS = (
     "UNCACHED", "STATEFUL", "STATE", "STATE_ENDS", "STATE_OUT", "SLIDING_COS", "SLIDING_SIN", "FIRST_SLOT",
 )  # fmt: skip
 FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "NEWLINE", "KV_SCALES")
+WIDTH = 125  # of a line, in .clang-format
 LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
           "MAX_SCANS", "MAX_SCAN_BLOCKS")  # fmt: skip
 
@@ -91,6 +92,7 @@ def header() -> str:
     numbers |= {f"QUANTISED_ROWS_{row.name.upper()}": row.openvino_group for row in quantised}
     numbers |= {f"WIDE_{row.name.upper()}": row.openvino_hidden for row in PRECISIONS.values()}
     lines = [f'inline constexpr char {_camel(name)}[] = "{word}";' for name, word in (words | prefixes).items()]
+    lines = [line if len(line) <= WIDTH else line.replace(" = ", " =\n    ", 1) for line in lines]
     lines += [f"inline constexpr int64_t {_camel(name)} = {number};" for name, number in numbers.items()]
     lines += ["struct RowsOfARun {", "  const char *weights, *compute;", "  int64_t rows;", "};"]
     runs = [

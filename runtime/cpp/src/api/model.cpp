@@ -148,8 +148,7 @@ Policy Model::policy(const Options& options) const {
   Policy policy = make_policy(k, reduce, m, backend_->dialect, odds, options.gate_threshold, norm);
   for (const MethodPtr& part : policy.reductions())
     if (layout_->has_marks() && part->entry())
-      fail(Kind::request, part->name(),
-           " drops tokens before the decoder, but this model has text between its tiles; ",
+      fail(Kind::request, part->name(), " drops tokens before the decoder, but this model has text between its tiles; ",
            "use fastv, dart after a layer, or mustdrop:...,tau=off,key=0");
   auto entries = policy.entries();
   if (options.about && std::none_of(entries.begin(), entries.end(), [](const auto& e) { return e->uses_question(); }))

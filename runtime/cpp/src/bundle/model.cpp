@@ -58,7 +58,8 @@ TowerSpec read_tower(const Json& value) {
     if (fields.has(later)) fields.flag(later);
   std::vector<std::string> flags = fields.has("flags") ? fields.texts("flags") : std::vector<std::string>();
   auto flagged = [&](const char* flag) { return std::count(flags.begin(), flags.end(), flag) > 0; };
-  const bool native = flagged("native"), naflex = flagged("naflex"), nearest = flagged("nearest");  // the others say what the graphs compute
+  // The other flags say what the graphs compute.
+  const bool native = flagged("native"), naflex = flagged("naflex"), nearest = flagged("nearest");
   fields.whole_or_null("position_grid", 1);
   fields.whole_or_null("window", 1);
   for (const char* later : {"full_blocks", "maps"})
@@ -98,7 +99,7 @@ TowerSpec read_tower(const Json& value) {
            "export again");
     width += second->feature_width;
   }
-  return {image,  patch,  grid, tokens, states, width, hidden / heads, shuffle, pool, class_token, second.has_value(),
+  return {image,  patch,  grid,    tokens, states, width, hidden / heads, shuffle, pool, class_token, second.has_value(),
           native, naflex, nearest, axes};
 }
 

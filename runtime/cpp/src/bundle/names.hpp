@@ -68,7 +68,8 @@ inline constexpr char kPagedImages[] = "token_types";
 inline constexpr char kNoWindows[] = "vtx has no TensorRT engines for models with sliding-window layers";
 inline constexpr char kPagedRows[] = "rows";
 inline constexpr char kOrtSilence[] = "ORT_DISABLE_TELEMETRY";
-inline constexpr char kBothWays[] = "vtx builds TensorRT engines for models with bidirectional attention, but does not run them yet";
+inline constexpr char kBothWays[] =
+    "vtx builds TensorRT engines for models with bidirectional attention, but does not run them yet";
 inline constexpr char kNotBuilt[] = "TensorRT does not support native image resolution for this model";
 inline constexpr char kNotRenumbered[] = "positions of three parts, which cannot be renumbered; use positions=keep";
 inline constexpr char kPrefixFormat[] = "vtx-prefix-1";

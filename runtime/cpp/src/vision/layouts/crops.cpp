@@ -45,9 +45,9 @@ class Crops : public TiledLayout {
     std::vector<Pixels> out{preprocess(picture, settings)};
     for (int64_t crop = 0; crop < count; ++crop) {
       const auto first = static_cast<int>(crop * length), size = static_cast<int>(std::min(longer - crop * length, length));
-      out.push_back(preprocess(width >= height ? cut(picture, first, 0, size, picture.height)
-                                               : cut(picture, 0, first, picture.width, size),
-                               settings));
+      out.push_back(preprocess(
+          width >= height ? cut(picture, first, 0, size, picture.height) : cut(picture, 0, first, picture.width, size),
+          settings));
     }
     return out;
   }

@@ -25,8 +25,8 @@ class Slices : public Layout {
   Slices(int64_t patch, int64_t merge, int64_t side, int64_t most, bool numbered)
       : patch_(patch), merge_(merge), side_(side), most_(most), unit_(product({patch, merge})), numbered_(numbered) {
     if (unit_ > side || most > names::kMaxTiles || product({most, side, side}) > names::kMaxResizedPixels)
-      fail(Kind::bundle, "layout 'slices' has up to ", most, " slices of ", side, " x ", side, " pixels in tokens of ", unit_,
-           " x ", unit_, "; it needs 1 to ", names::kMaxTiles, " slices of at least one token, and at most ",
+      fail(Kind::bundle, "layout 'slices' has up to ", most, " slices of ", side, " x ", side, " pixels in tokens of ",
+           unit_, " x ", unit_, "; it needs 1 to ", names::kMaxTiles, " slices of at least one token, and at most ",
            grouped(names::kMaxResizedPixels), " pixels in all; export again");
   }
 
@@ -79,8 +79,7 @@ class Slices : public Layout {
     const Picture large = at({columns * width, rows * height});
     const auto across = static_cast<int>(width), down = static_cast<int>(height);
     for (int y = 0; y < large.height; y += down)
-      for (int x = 0; x < large.width; x += across)
-        out.push_back(normalised(cut(large, x, y, across, down), settings));
+      for (int x = 0; x < large.width; x += across) out.push_back(normalised(cut(large, x, y, across, down), settings));
     return out;
   }
 
