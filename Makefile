@@ -103,7 +103,7 @@ cpp-tensorrt: $(READY) ## libvtx with a plug-in for each release of TensorRT who
 	$(CMAKE_CPP) -B build/cpp-tensorrt -DVTX_BUILD_STANDIN=ON \
 		-DVTX_TENSORRT_INCLUDES="$(subst $(empty) $(empty),;,$(strip $(TENSORRT)))" > /dev/null
 	ninja -C build/cpp-tensorrt --quiet
-	VTX_CPP_BUILD=$$PWD/build/cpp-tensorrt $(BIN)/pytest -rs tests/runtime/cpp/test_tensorrt.py
+	VTX_CPP_BUILD=$$PWD/build/cpp-tensorrt $(BIN)/pytest -rs tests/runtime/cpp/test_tensorrt*.py
 
 test-aarch64: cpp $(DEMO)/vtx.json ## libvtx for aarch64 answers under qemu as it does here; needs a Debian on x86-64, downloads 150 MB
 	PATH="$$PWD/$(BIN):$$PATH" scripts/test_aarch64.sh $(DEMO) build/aarch64

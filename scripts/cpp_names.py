@@ -43,6 +43,7 @@ TENSORS = (
     "UNCACHED", "STATEFUL", "STATE", "STATE_ENDS", "STATE_OUT", "SLIDING_COS", "SLIDING_SIN", "FIRST_SLOT",
 )  # fmt: skip
 FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "NEWLINE", "KV_SCALES")
+WIDTH = 125  # of a line, in .clang-format
 LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
           "MAX_SCANS", "MAX_SCAN_BLOCKS")  # fmt: skip
 
@@ -59,6 +60,7 @@ def header() -> str:
     words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_WINDOWS": WINDOWS}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE, "BOTH_WAYS": BOTH_WAYS}
     words |= {"NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
+    words["PAIRS"] = manifest.PAIRS
     words["KERNELS"] = fingerprint.KERNELS
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
@@ -73,7 +75,7 @@ def header() -> str:
         "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
         "MAX_STEPS": action_spec.MAX_STEPS, "MAX_BINS": action_spec.MAX_BINS, "MAX_NUMBERS": action_spec.MAX_NUMBERS,
         "MAX_LAYERS": model_spec.MAX_LAYERS, "MAX_SIZE": model_spec.MAX_SIZE, "MAX_SEGMENT": model_spec.MAX_SEGMENT,
-        "MAX_TAPS": model_spec.MAX_TAPS, "RECENT": slots.RECENT, "TRIED": slots.TRIED, "STATE_BYTES": slots.STATE_BYTES,
+        "MERGED_PATCHES": model_spec.MERGED, "MAX_TAPS": model_spec.MAX_TAPS, "RECENT": slots.RECENT, "TRIED": slots.TRIED, "STATE_BYTES": slots.STATE_BYTES,
         "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,
         "MAX_RATIO": native.MAX_RATIO, "MAX_CROPS": crops.MAX_CROPS, "MASKED": ort_cache.MASKED,
@@ -90,6 +92,7 @@ def header() -> str:
     numbers |= {f"QUANTISED_ROWS_{row.name.upper()}": row.openvino_group for row in quantised}
     numbers |= {f"WIDE_{row.name.upper()}": row.openvino_hidden for row in PRECISIONS.values()}
     lines = [f'inline constexpr char {_camel(name)}[] = "{word}";' for name, word in (words | prefixes).items()]
+    lines = [line if len(line) <= WIDTH else line.replace(" = ", " =\n    ", 1) for line in lines]
     lines += [f"inline constexpr int64_t {_camel(name)} = {number};" for name, number in numbers.items()]
     lines += ["struct RowsOfARun {", "  const char *weights, *compute;", "  int64_t rows;", "};"]
     runs = [

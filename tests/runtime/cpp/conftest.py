@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.bundles import export
 from tests.support.cabi import Loaded
+from tests.support.cpp_tensorrt import BUILT, REDUCTIONS, Machine, build, machine_in
+from tests.support.tiny import Tiny
 
 
 @pytest.fixture
@@ -22,3 +25,18 @@ def opened() -> Iterator[Callable[..., Loaded]]:
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture(scope="session")
+def engines(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with engines of the stand-ins for every release of TensorRT."""
+    folder = tmp_path_factory.mktemp("cpp-tensorrt") / "bundle"
+    export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=REDUCTIONS)
+    for release in BUILT:
+        build(folder, release)
+    return folder
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return machine_in(tmp_path, monkeypatch)

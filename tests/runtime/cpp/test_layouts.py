@@ -24,7 +24,6 @@ from tests.support.cpp import (
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
-from tests.support.families.minicpm import MINICPM
 from tests.support.families.videos import VIDEO_LLAVA
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny
@@ -159,20 +158,6 @@ def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[...
 def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model], pictures: list[Path]) -> None:
     done = run("run", "--bundle", models().bundle.folder, pictures[0], "red?", "--max-tiles", "2")
     assert b"max_tiles has no effect here: this model sees each image in one piece" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("tiny", "named"),
-    [(MINICPM, "merged_after")],
-    ids=lambda value: value if isinstance(value, str) else value.family,
-)
-def test_a_family_that_libvtx_does_not_answer_for_is_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path], tiny: Tiny, named: str
-) -> None:
-    folder = export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,), dialects=ORT).folder
-    done = run("run", "--bundle", folder, pictures[0], "red?")
-    assert done.returncode == 1
-    assert named in done.stderr.decode()
 
 
 @pytest.mark.parametrize(

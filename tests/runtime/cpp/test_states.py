@@ -1,4 +1,4 @@
-"""Layers that keep a state: libvtx answers for LFM2-VL and Qwen3.5 as Python does."""
+"""Layers that keep a state: libvtx answers for LFM2-VL, Qwen3.5 and MiniCPM-V 4.6 as Python does."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tests.support.cpp import (
 )
 from tests.support.exported import Models
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, random_image
@@ -39,7 +40,9 @@ from vtx.runtime.vision.layouts import read_layout
 
 pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 
-FAMILIES = pytest.mark.parametrize("tiny", [LFM2, QWEN35], ids=lambda tiny: tiny.family)
+FINE = replace(MINICPM, downsample="4x", numbered=False)
+MADE = {"lfm2_vl": LFM2, "qwen3_5": QWEN35, "minicpmv4_6": MINICPM, "minicpmv4_6, 4x": FINE}
+FAMILIES = pytest.mark.parametrize("tiny", MADE.values(), ids=MADE)
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 SAME = 1e-4  # of logits, as a share of their largest magnitude
@@ -152,6 +155,16 @@ def test_chats_go_back_to_states_as_python_does(models: Models, tiny: Tiny, devi
         (QWEN35, {"model": {"delta": {"key_dim": 1 << 30, "value_dim": 1 << 30}}}, "more than 2147483647 numbers"),
         (QWEN35, {"model": {"delta": {"key_dim": 0}}}, "key_dim is 0, outside 1..2147483647"),
         (QWEN35, {"model": {"delta": {"other": 1}}}, "unknown key 'other'"),
+        (MINICPM, {"model": {"tower": {"merged_after": 9}}}, "model.tower: patches merge after layer 9 of 4"),
+        (MINICPM, {"model": {"tower": {"merged_after": None}}}, "4 x 4 patches of 8 pixels, the tower of 2 x 2 of 8"),
+        (MINICPM, {"model": {"tower": {"flags": []}}}, "has tokens of 4 x 4 patches of 8 pixels, the tower"),
+        (MINICPM, {"layout": {"parameters": {"most": 65}}}, "has up to 65 slices of 64 x 64 pixels"),
+        (MINICPM, {"layout": {"parameters": {"side": 31}}}, "it needs 1 to 64 slices of at least one token"),
+        (MINICPM, {"layout": {"parameters": {"side": 1 << 30}}}, "and at most 33,554,432 pixels in all"),
+        (MINICPM, {"layout": {"parameters": {"merge": 2}}}, "gives at most|tokens of 2 x 2 patches"),
+        (MINICPM, {"layout": {"parameters": {"numbered": 1}}}, "numbered is '1', not bool"),
+        (MINICPM, {"layout": {"max_tokens": 5}}, "layout.max_tokens is 5"),
+        (MINICPM, {"image": {"crop": [64, 64]}}, "null, as pad and resize, where the layout resizes"),
     ],
 )  # fmt: skip
 def test_altered_bundles_are_refused_by_both_runtimes(

@@ -189,7 +189,7 @@ Ids Conversation::expanded(const Ids& ids, const std::vector<MarkedImage>& image
     bool is_image = id == model_->manifest().text.image_token_id;
     Ids own{id};
     if (is_image && images[number].has_text())
-      own = model_->text().image_ids(images[number]);
+      own = model_->text().image_ids(images[number], number);
     else if (is_image)
       own.assign(static_cast<size_t>(images[number].spans.front()), id);
     out.insert(out.end(), own.begin(), own.end());

@@ -99,7 +99,7 @@ void Model::check_room(const Ids& ids, const std::vector<PreparedImage>& images)
   auto count = static_cast<int64_t>(ids.size()), room = manifest().max_context - 1;
   if (count <= room || (layout_->max_views() == 1 && !layout_->min_tokens())) return;
   auto size = [this](const MarkedImage& image) {
-    return image.has_text() ? static_cast<int64_t>(text().image_ids(image).size()) : image.spans.front();
+    return image.has_text() ? static_cast<int64_t>(text().image_ids(image, 0).size()) : image.spans.front();
   };
   int64_t vision = 0, others = count;
   for (const PreparedImage& image : images) vision += image.tokens, others -= size(image.placed);
@@ -148,8 +148,7 @@ Policy Model::policy(const Options& options) const {
   Policy policy = make_policy(k, reduce, m, backend_->dialect, odds, options.gate_threshold, norm);
   for (const MethodPtr& part : policy.reductions())
     if (layout_->has_marks() && part->entry())
-      fail(Kind::request, part->name(),
-           " drops tokens before the decoder, but this model has text between its tiles; ",
+      fail(Kind::request, part->name(), " drops tokens before the decoder, but this model has text between its tiles; ",
            "use fastv, dart after a layer, or mustdrop:...,tau=off,key=0");
   auto entries = policy.entries();
   if (options.about && std::none_of(entries.begin(), entries.end(), [](const auto& e) { return e->uses_question(); }))

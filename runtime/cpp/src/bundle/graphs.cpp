@@ -144,7 +144,7 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   auto [high, wide] = own ? std::pair(0, 0) : m.image.output();
   Size height = own ? Size("height") : Size(int64_t{high}), width = own ? Size("width") : Size(int64_t{wide});
   Size images = one ? Size(int64_t{1}) : Size("images"), count = one ? Size("tokens") : Size(m.model.tower.tokens);
-  Size pictures = own && m.video ? Size("images") : images;  // a pair of frames
+  Size pictures = m.video && m.video->layout.name == names::kPairs ? Size("images") : images;
   GraphIO out{{{names::kPixels, "float32", {pictures, int64_t{3}, height, width}}},
               {{names::kFeatures, "float32", {images, count, m.model.hidden}}}};
   if (merges) {

@@ -14,7 +14,7 @@ namespace vtxcore {
 namespace {
 
 const std::set<std::string> kPrecisions{"fp32", "fp16", "bf16", "int8", "int4"};
-constexpr char kVideoLayouts[] = "frames, pairs";
+constexpr char kVideoLayouts[] = "frames, pairs, sliced_frames";
 const std::map<std::string, int64_t> kKvBytes{{"float32", 4}, {"float16", 2}, {"int8", 1}};
 
 LayoutSpec read_layout(const Json& value) {
@@ -116,8 +116,8 @@ VideoSpec read_video(const Json& value) {
   fields.done();
   const Json* tokens = video.layout.parameters.find("tokens");
   bool frames = video.layout.name == "frames" && tokens != nullptr && tokens->integer() != nullptr;
-  bool pairs = video.layout.name == "pairs" && !video.own_graph;
-  if ((!frames && !pairs) || video.image.own_size() != pairs)
+  bool own = (video.layout.name == names::kPairs || video.layout.name == "sliced_frames") && !video.own_graph;
+  if ((!frames && !own) || video.image.own_size() != own)
     fail(Kind::bundle, "vtx.json: the layout of videos '", video.layout.name.substr(0, 40),
          "' is unknown to this vtx, which has ", kVideoLayouts, "; ", kUpgrade);
   if (frames) video.tokens = *tokens->integer();
@@ -357,8 +357,9 @@ Manifest read_manifest(const Json& root) {
     fail(Kind::bundle,
          "vtx.json: bins: they go beyond the model's vocabulary, or the model has an expert, too; export again");
   m.image = read_image(fields.get("image"));
+  static const std::set<std::string> kResizing{"native", "native_tiles", "budget", "slices"};
   bool own = m.image.own_size();
-  if (own != (m.layout.name == "native" || m.layout.name == "native_tiles" || m.layout.name == "budget"))
+  if (own != (kResizing.count(m.layout.name) > 0))
     fail(Kind::bundle, "image setting ", "crop", " is ", own ? "null" : "not null", "; it must be ",
          own ? "set where resize does not fix the size" : "null, as pad and resize, where the layout resizes");
   m.text = read_text_settings(fields.get("text"));

@@ -20,13 +20,14 @@ namespace vtxcore {
 struct TowerSpec {
   int64_t image, patch, grid, tokens, states;  // tokens as they leave the tower, and within it
   int64_t feature_width, key_width;  // numbers of one of these that are projected, and of the mean over heads of its keys
-  int64_t shuffle;                   // patches a side that become one token
+  int64_t shuffle;                   // patches a side that become one token, those that merge between blocks included
   int64_t pool;                      // patches a side whose states are averaged to those of one token
   bool class_token;
-  bool paired;  // another tower is beside it, and the features of both are joined
-  bool native;  // images keep native resolution, and `image` is the side of the largest square one
-  bool naflex;  // likewise, with a table of positions that is resized to each image
-  bool axes;    // likewise, with a table of positions by row and one by column
+  bool paired;   // another tower is beside it, and the features of both are joined
+  bool native;   // images keep native resolution, and `image` is the side of the largest square one
+  bool naflex;   // likewise, with a table of positions that is resized to each image
+  bool nearest;  // likewise, with a table of positions whose nearest entry each patch has
+  bool axes;     // likewise, with a table of positions by row and one by column
 };
 
 // The layers whose tokens see only the last `window` positions, their own included; `head_dim` is theirs.

@@ -58,7 +58,8 @@ TowerSpec read_tower(const Json& value) {
     if (fields.has(later)) fields.flag(later);
   std::vector<std::string> flags = fields.has("flags") ? fields.texts("flags") : std::vector<std::string>();
   auto flagged = [&](const char* flag) { return std::count(flags.begin(), flags.end(), flag) > 0; };
-  const bool native = flagged("native"), naflex = flagged("naflex");  // the others say what the graphs compute
+  // The other flags say what the graphs compute.
+  const bool native = flagged("native"), naflex = flagged("naflex"), nearest = flagged("nearest");
   fields.whole_or_null("position_grid", 1);
   fields.whole_or_null("window", 1);
   for (const char* later : {"full_blocks", "maps"})
@@ -66,6 +67,11 @@ TowerSpec read_tower(const Json& value) {
   for (const char* later : {"stage_blocks", "stage_widths"})  // of a convolutional tower
     if (fields.has(later)) fields.wholes(later, 1, names::kMaxSize);
   int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;
+  if (const auto after = fields.whole_or_null("merged_after", 1)) {
+    shuffle *= names::kMergedPatches;
+    if (*after > layers)
+      fail(Kind::bundle, "vtx.json: model.tower: patches merge after layer ", *after, " of ", layers, "; export again");
+  }
   const int64_t pool = fields.has("pool") ? fields.whole("pool") : 1;
   const bool axes = fields.whole_or_null("axis_positions", 1).has_value();
   const int64_t registers = fields.whole_or_null("registers", 1).value_or(0);
@@ -93,8 +99,8 @@ TowerSpec read_tower(const Json& value) {
            "export again");
     width += second->feature_width;
   }
-  return {image,  patch,  grid, tokens, states, width, hidden / heads, shuffle, pool, class_token, second.has_value(),
-          native, naflex, axes};
+  return {image,  patch,  grid,    tokens, states, width, hidden / heads, shuffle, pool, class_token, second.has_value(),
+          native, naflex, nearest, axes};
 }
 
 // The layers with a convolution, and the numbers of one's state: its last columns, then the delta rule's matrices.

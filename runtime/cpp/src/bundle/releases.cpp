@@ -58,8 +58,8 @@ int64_t newest(const fs::path& folder) {
 
 void check_release(const std::optional<BundleRelease>& release, const PublicKey& key, const std::string& folder) {
   if (std::string now = today(); release && !release->until.empty() && now > release->until)
-    fail(Kind::bundle, "the bundle ", folder, " may be used until ", release->until, ", and this device's clock says ",
-         now, " (UTC); use a newer bundle, or set the clock");
+    fail(Kind::bundle, "the bundle ", folder, " may be used until ", release->until, ", and this device's clock says ", now,
+         " (UTC); use a newer bundle, or set the clock");
   fs::path noted = release ? of_name(key, release->name) : of_key(key);
   try {
     if (!fs::exists(noted)) return;

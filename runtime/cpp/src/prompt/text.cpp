@@ -77,16 +77,16 @@ std::string Text::with_marks(const std::string& rendered, const std::vector<Mark
   size_t at = 0, printed = 0;
   for (size_t found; (found = rendered.find(token, at)) != std::string::npos; at = found + token.size()) {
     out += rendered.substr(at, found - at);
-    if (printed < images.size()) out += images[printed].text(token);
+    if (printed < images.size()) out += images[printed].text(token, printed);
     ++printed;
   }
   check_printed(printed, images.size());
   return out + rendered.substr(at);
 }
 
-Ids Text::image_ids(const MarkedImage& image) const {
+Ids Text::image_ids(const MarkedImage& image, size_t at) const {
   Ids ids;
-  for (const TokenAt& token : tokenizer_.encode(image.text(m_.text.image_token))) ids.push_back(token.id);
+  for (const TokenAt& token : tokenizer_.encode(image.text(m_.text.image_token, at))) ids.push_back(token.id);
   return expanded(ids, image.spans);
 }
 

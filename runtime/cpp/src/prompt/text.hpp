@@ -20,8 +20,8 @@ class Text {
   // Token ids of the conversation with `images` in their places, one image token for each that is not among them. Special
   // tokens that stand in the messages are text. Throws Error(request), Error(context), Error(templates), Error(bundle).
   Ids prompt(const std::vector<Message>& messages, std::vector<MarkedImage> images) const;
-  // The ids that stand for an image, those of text among its tokens too.
-  Ids image_ids(const MarkedImage& image) const;
+  // The ids that stand for image `at` of a prompt, those of text among its tokens too.
+  Ids image_ids(const MarkedImage& image, size_t at) const;
   std::string decode(const Ids& ids) const { return tokenizer_.decode(ids); }
   const Tokenizer& tokenizer() const { return tokenizer_; }
   // Whether an id is a special token, which has no text.

@@ -10,7 +10,7 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
   static const std::map<std::string, LayoutPtr (*)(Fields&)> kLayouts{
       {"single", make_single}, {"anyres", make_anyres}, {"tiles", make_tiles},
       {"marked", make_marked}, {"native", make_native}, {"native_tiles", make_native_tiles},
-      {"crops", make_crops},   {"budget", make_budget}};
+      {"crops", make_crops},   {"budget", make_budget}, {"slices", make_slices}};
   auto kind = kLayouts.find(spec.name);
   std::string known;
   for (const auto& [name, make] : kLayouts) known += (known.empty() ? "" : ", ") + name;
@@ -28,6 +28,12 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
          "'; export again");
   layout->check(tower);
   return layout;
+}
+
+void check_squares(const TowerSpec& tower, int64_t patch, int64_t side, bool any_shape) {
+  if (patch != tower.patch || side != tower.shuffle || !any_shape)
+    fail(Kind::bundle, "vtx.json: the image layout has tokens of ", side, " x ", side, " patches of ", patch,
+         " pixels, the tower of ", tower.shuffle, " x ", tower.shuffle, " of ", tower.patch, "; export the bundle again");
 }
 
 LayoutPtr Layout::limited(int64_t) const {

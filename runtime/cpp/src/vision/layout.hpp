@@ -56,6 +56,10 @@ class Layout {
 
 using LayoutPtr = std::shared_ptr<const Layout>;
 
+// Throws Error(bundle) unless the tower's tokens are of `side` x `side` patches of `patch` pixels a side, and it is one for
+// images of `any_shape`.
+void check_squares(const TowerSpec& tower, int64_t patch, int64_t side, bool any_shape);
+
 // The layout that a bundle declares, checked against its tower. Throws Error(bundle).
 LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower);
 
@@ -72,5 +76,6 @@ LayoutPtr make_native(Fields& parameters);
 LayoutPtr make_native_tiles(Fields& parameters);
 LayoutPtr make_crops(Fields& parameters);
 LayoutPtr make_budget(Fields& parameters);
+LayoutPtr make_slices(Fields& parameters);
 
 }  // namespace vtxcore

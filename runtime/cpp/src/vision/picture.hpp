@@ -49,8 +49,8 @@ ImageSettings fitted(const ImageSettings& settings, const std::string& fit);
 // where that is not a colour, or the processor does not normalise.
 ImageSettings among_several(const ImageSettings& settings);
 
-// The square of `side` pixels at x, y, which lies inside of the picture.
-Picture cut(const Picture& picture, int x, int y, int side);
+// The part of this size at x, y, which lies inside of the picture.
+Picture cut(const Picture& picture, int x, int y, int width, int height);
 
 // As Pillow's Image.resize with this filter.
 Picture resized(const Picture& picture, int width, int height, const std::string& filter);

@@ -92,10 +92,10 @@ void check_size(const std::string& name, int64_t width, int64_t height) {
          grouped(names::kMaxPixels), " in total; shrink it first");
 }
 
-Picture cut(const Picture& picture, int x, int y, int side) {
-  Picture out(side, side);
-  for (int row = 0; row < side; ++row)
-    std::memcpy(out.pixel(0, row), picture.pixel(x, y + row), 3 * static_cast<size_t>(side));
+Picture cut(const Picture& picture, int x, int y, int width, int height) {
+  Picture out(width, height);
+  for (int row = 0; row < height; ++row)
+    std::memcpy(out.pixel(0, row), picture.pixel(x, y + row), 3 * static_cast<size_t>(width));
   return out;
 }
 

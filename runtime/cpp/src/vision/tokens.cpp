@@ -68,8 +68,8 @@ bool MarkedImage::has_text() const {
   return std::any_of(marks.begin(), marks.end(), [](const std::string& mark) { return !mark.empty(); });
 }
 
-std::string MarkedImage::text(const std::string& image_token) const {
-  std::string out = marks.front();
+std::string MarkedImage::text(const std::string& image_token, size_t at) const {
+  std::string out = (number ? number->first + std::to_string(at) + number->second : "") + marks.front();
   for (size_t i = 1; i < marks.size(); ++i) (out += image_token) += marks[i];
   return out;
 }

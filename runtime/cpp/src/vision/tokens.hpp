@@ -71,15 +71,17 @@ struct ImageTokens {
 };
 
 // An image in a prompt, in `spans` of so many image tokens each, with text of its layout among them: `marks` stand before,
-// between and after the spans, one more than these.
+// between and after the spans, one more than these. `number`: the texts before and after its number among the prompt's
+// images, from 0, which comes before all else.
 struct MarkedImage {
   Ids spans;
   std::vector<std::string> marks;
+  std::optional<std::pair<std::string, std::string>> number = std::nullopt;
 
   static MarkedImage plain(int64_t tokens) { return {{tokens}, {"", ""}}; }
   bool has_text() const;
-  // What is printed for the image, one image token a span.
-  std::string text(const std::string& image_token) const;
+  // What is printed for image `at` of the prompt, one image token a span.
+  std::string text(const std::string& image_token, size_t at) const;
 };
 
 // The outputs of a vision graph for one image.

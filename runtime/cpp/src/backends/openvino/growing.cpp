@@ -11,6 +11,40 @@ namespace {
 
 using openvino::Type;
 
+// A stage's graph as it is written, over tensors that stay where they are until its run is over.
+class WrittenGraph {
+ public:
+  WrittenGraph(openvino::Request& request, const OpenvinoStage& stage) : request_(request), stage_(stage) {}
+
+  void set(const std::string& name, Type type, const Ids& shape, const void* data) {
+    request_.set(name, type, shape, const_cast<void*>(data));
+  }
+
+  // What every graph has of each token: hidden states, the `inputs` of these names, and rows of the rope tables.
+  void set_tokens(const TokenStates& tokens, const std::vector<std::string>& inputs, const RopeRows& rope) {
+    const auto count = static_cast<int64_t>(tokens.count());
+    auto set_rows = [&](const std::string& name, const Rows& rows) {
+      set(name, Type::f32, {count, static_cast<int64_t>(rows.width)}, rows.data.data());
+    };
+    set_rows(names::kHidden, tokens.hidden);
+    for (const std::string& name : inputs) set_rows(names::kTokenInput + name, tokens.inputs.at(name));
+    set(names::kPositions, Type::i64, {1, count}, rope.rows.data());
+  }
+
+  // Writes the hidden states that the graph gives, one for each of `out`.
+  void run(Rows& out) {
+    request_.run();
+    openvino::TensorView hidden = request_.get(names::kHiddenOut);
+    check_width(stage_.name, hidden.shape, static_cast<int64_t>(out.width));
+    check_rows(stage_.name, static_cast<size_t>(hidden.shape.front()), out.count());
+    std::memcpy(out.data.data(), hidden.data, sizeof(float) * out.data.size());
+  }
+
+ private:
+  openvino::Request& request_;
+  const OpenvinoStage& stage_;
+};
+
 // The memory is [layers, 2, kv_heads, capacity, head_dim], of the type that K and V have in the graph.
 class OpenvinoGrowingCache : public StageCache {
  public:
@@ -50,26 +84,15 @@ class OpenvinoGrowingCache : public StageCache {
     Type kind = context_.half_keys ? Type::f16 : Type::f32;
     Rows out(tokens.count(), tokens.hidden.width);
     running(stage_.name, [&] {
-      auto set = [&](const std::string& name, Type type, const Ids& shape, const void* data) {
-        request_->set(name, type, shape, const_cast<void*>(data));
-      };
-      auto set_rows = [&](const std::string& name, const Rows& rows) {
-        set(name, Type::f32, {count, static_cast<int64_t>(rows.width)}, rows.data.data());
-      };
-      set_rows(names::kHidden, tokens.hidden);
-      for (const std::string& name : spec_.inputs) set_rows(names::kTokenInput + name, tokens.inputs.at(name));
-      set(names::kPositions, Type::i64, {1, count}, rope.rows.data());
-      set(names::kSeenSlots, Type::i64, {1, count}, seen.data());
+      WrittenGraph graph(*request_, stage_);
+      graph.set_tokens(tokens, spec_.inputs, rope);
+      graph.set(names::kSeenSlots, Type::i64, {1, count}, seen.data());
       for (const auto& [name, table] : rope.own.empty() ? context_.rope : rope.own)
-        set(name, Type::f32, {rope.own.empty() ? m_.max_context : count, m_.model.head_dim / 2}, table.data());
+        graph.set(name, Type::f32, {rope.own.empty() ? m_.max_context : count, m_.model.head_dim / 2}, table.data());
       each_plane([&](size_t plane, const char* given, const char*, const std::string& layer) {
-        set(given + layer, kind, past_shape, past.data() + plane * heads_ * before * slot_bytes_);
+        graph.set(given + layer, kind, past_shape, past.data() + plane * heads_ * before * slot_bytes_);
       });
-      request_->run();
-      openvino::TensorView hidden = request_->get(names::kHiddenOut);
-      check_width(stage_.name, hidden.shape, static_cast<int64_t>(out.width));
-      check_rows(stage_.name, static_cast<size_t>(hidden.shape.front()), out.count());
-      std::memcpy(out.data.data(), hidden.data, sizeof(float) * out.data.size());
+      graph.run(out);
       each_plane([&](size_t plane, const char*, const char* made, const std::string& layer) {
         openvino::TensorView kv = request_->get(made + layer);
         check_rows(stage_.name, static_cast<size_t>(kv.shape.at(2)), grown);
@@ -130,25 +153,14 @@ class OpenvinoReadingCache : public StageCache {
     const Ids firsts = sliding->first_slots(positions, sliding->length);
     Rows out(tokens.count(), tokens.hidden.width);
     running(stage_.name, [&] {
-      auto set = [&](const std::string& name, Type type, const Ids& shape, const void* data) {
-        request_->set(name, type, shape, const_cast<void*>(data));
-      };
-      auto set_rows = [&](const std::string& name, const Rows& rows) {
-        set(name, Type::f32, {count, static_cast<int64_t>(rows.width)}, rows.data.data());
-      };
-      set_rows(names::kHidden, tokens.hidden);
-      for (const std::string& name : spec_.inputs) set_rows(names::kTokenInput + name, tokens.inputs.at(name));
-      set(names::kPositions, Type::i64, {1, count}, rope.rows.data());
-      for (const auto& [name, table] : context_.rope) set(name, Type::f32, table_shape(m_, name), table.data());
-      if (m_.model.sliding) set(names::kFirstSlot, Type::i64, {1, count}, firsts.data());
+      WrittenGraph graph(*request_, stage_);
+      graph.set_tokens(tokens, spec_.inputs, rope);
+      for (const auto& [name, table] : context_.rope) graph.set(name, Type::f32, table_shape(m_, name), table.data());
+      if (m_.model.sliding) graph.set(names::kFirstSlot, Type::i64, {1, count}, firsts.data());
       for (const Layer& layer : held)
-        set(layer.name, context_.half_keys ? Type::f16 : Type::f32, layer.shape,
-            context_.half_keys ? static_cast<const void*>(layer.halves.data()) : layer.numbers.data());
-      request_->run();
-      openvino::TensorView hidden = request_->get(names::kHiddenOut);
-      check_width(stage_.name, hidden.shape, static_cast<int64_t>(out.width));
-      check_rows(stage_.name, static_cast<size_t>(hidden.shape.front()), out.count());
-      std::memcpy(out.data.data(), hidden.data, sizeof(float) * out.data.size());
+        graph.set(layer.name, context_.half_keys ? Type::f16 : Type::f32, layer.shape,
+                  context_.half_keys ? static_cast<const void*>(layer.halves.data()) : layer.numbers.data());
+      graph.run(out);
     });
     return out;
   }

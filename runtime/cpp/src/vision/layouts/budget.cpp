@@ -24,11 +24,7 @@ class TokenBudget : public Layout {
   // Nearly half of the budget is lost where a single row of squares is left.
   std::optional<int64_t> min_tokens() const override { return tokens_ / 2; }
 
-  void check(const TowerSpec& tower) const override {
-    if (patch_ != tower.patch || pool_ != tower.shuffle || !tower.axes)
-      fail(Kind::bundle, "vtx.json: the image layout has tokens of ", pool_, " x ", pool_, " patches of ", patch_,
-           " pixels, the tower of ", tower.shuffle, " x ", tower.shuffle, " of ", tower.patch, "; export the bundle again");
-  }
+  void check(const TowerSpec& tower) const override { check_squares(tower, patch_, pool_, tower.axes); }
 
   // With the largest of the model's budgets whose images have at most so many pixels.
   LayoutPtr within(int64_t max_pixels) const override {

@@ -1,7 +1,6 @@
 // An image as a whole, and after it crops along its longer side: Gemma 3's pan and scan.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "bundle/fields.hpp"
 #include "vision/layouts/tiled.hpp"
@@ -12,14 +11,6 @@ namespace {
 constexpr char kImageBegin[] = "\n\n<start_of_image>", kImageEnd[] = "<end_of_image>\n\n";
 constexpr char kOriginal[] = "Here is the original image ",
                kSomeCrops[] = " and here are some crops to help you see better ";
-
-Picture part_of(const Picture& picture, int64_t left, int64_t top, int64_t right, int64_t bottom) {
-  Picture out(static_cast<int>(right - left), static_cast<int>(bottom - top));
-  for (int row = 0; row < out.height; ++row)
-    std::memcpy(out.pixel(0, row), picture.pixel(static_cast<int>(left), static_cast<int>(top) + row),
-                3 * static_cast<size_t>(out.width));
-  return out;
-}
 
 // Images of `tile` pixels a side and `tokens` each: the whole one, squeezed to a square, and up to `most` crops. An image is
 // cropped if its longer side is at least `ratio` times the other one and no crop's side is below `side`.
@@ -53,9 +44,10 @@ class Crops : public TiledLayout {
     const int64_t count = crops(width, height), length = count > 0 ? (longer + count - 1) / count : longer;
     std::vector<Pixels> out{preprocess(picture, settings)};
     for (int64_t crop = 0; crop < count; ++crop) {
-      const int64_t first = crop * length, last = std::min(longer, first + length);
+      const auto first = static_cast<int>(crop * length), size = static_cast<int>(std::min(longer - crop * length, length));
       out.push_back(preprocess(
-          width >= height ? part_of(picture, first, 0, last, height) : part_of(picture, 0, first, width, last), settings));
+          width >= height ? cut(picture, first, 0, size, picture.height) : cut(picture, 0, first, picture.width, size),
+          settings));
     }
     return out;
   }

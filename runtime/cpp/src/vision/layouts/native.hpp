@@ -16,6 +16,13 @@ using Grid = std::pair<int64_t, int64_t>;  // columns and rows of tokens, or of 
 inline int64_t up(double value) { return static_cast<int64_t>(std::ceil(value)); }
 inline int64_t down(double value) { return static_cast<int64_t>(std::floor(value)); }
 
+// Throws Error(image) for an image whose sides differ too much.
+inline void check_ratio(int64_t width, int64_t height) {
+  if (std::max(width, height) > names::kMaxRatio * std::min(width, height))
+    fail(Kind::image, "the image is ", width, "x", height, " pixels; its sides may differ at most ", names::kMaxRatio,
+         "-fold; cut off some of its longer side");
+}
+
 // A token is a square of `merge` x `merge` patches of `patch` pixels a side. Images are resized to whole squares, between
 // `least` and `most` pixels.
 class Native : public Layout {
@@ -38,11 +45,7 @@ class Native : public Layout {
     return std::max({down(most), down(std::sqrt(names::kMaxRatio * most)), enlarged});
   }
 
-  void check(const TowerSpec& tower) const override {
-    if (patch_ != tower.patch || merge_ != tower.shuffle || !tower.native)
-      fail(Kind::bundle, "vtx.json: the image layout has tokens of ", merge_, " x ", merge_, " patches of ", patch_,
-           " pixels, the tower of ", tower.shuffle, " x ", tower.shuffle, " of ", tower.patch, "; export the bundle again");
-  }
+  void check(const TowerSpec& tower) const override { check_squares(tower, patch_, merge_, tower.native); }
 
   LayoutPtr within(int64_t max_pixels) const override {
     check_pixels(max_pixels);
@@ -95,9 +98,7 @@ class Native : public Layout {
   }
 
   Grid grid(int64_t width, int64_t height) const {
-    if (std::max(width, height) > names::kMaxRatio * std::min(width, height))
-      fail(Kind::image, "the image is ", width, "x", height, " pixels; its sides may differ at most ", names::kMaxRatio,
-           "-fold; cut off some of its longer side");
+    check_ratio(width, height);
     double wide = real_of(width), high = real_of(height), unit = real_of(unit_);
     Grid nearest = rounded(width, height);
     int64_t pixels = nearest.first * nearest.second * area_;

@@ -37,8 +37,8 @@ class NativeTiles : public Native {
   void check(const TowerSpec& tower) const override {
     if (patch_ != tower.patch || merge_ != tower.shuffle || tiling_.side != tower.image || !tower.naflex)
       fail(Kind::bundle, "vtx.json: the image layout has tokens of ", merge_, " x ", merge_, " patches of ", patch_,
-           " pixels and tiles of ", tiling_.side, ", the tower of ", tower.shuffle, " x ", tower.shuffle, " of ", tower.patch,
-           " and tiles of ", tower.image, "; export the bundle again");
+           " pixels and tiles of ", tiling_.side, ", the tower of ", tower.shuffle, " x ", tower.shuffle, " of ",
+           tower.patch, " and tiles of ", tower.image, "; export the bundle again");
   }
 
   LayoutPtr limited(int64_t max_views) const override {
@@ -95,7 +95,7 @@ class NativeTiles : public Native {
       const Picture large =
           resized(picture, static_cast<int>(columns) * side, static_cast<int>(rows) * side, settings.resample);
       for (int y = 0; y < large.height; y += side)
-        for (int x = 0; x < large.width; x += side) out.push_back(normalised(cut(large, x, y, side), settings));
+        for (int x = 0; x < large.width; x += side) out.push_back(normalised(cut(large, x, y, side, side), settings));
     }
     if (columns * rows == 0 || tiling_.thumbnail) out.push_back(Native::views(picture, settings).front());
     return out;

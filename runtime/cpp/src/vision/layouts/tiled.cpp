@@ -22,7 +22,7 @@ std::shared_ptr<const ImageTokens> TiledLayout::arrange(const Views& views, int6
 void TiledLayout::cut_tiles(const Picture& picture, const ImageSettings& settings, std::vector<Pixels>& views) const {
   auto side = static_cast<int>(tile_);
   for (int y = 0; y < picture.height; y += side)
-    for (int x = 0; x < picture.width; x += side) views.push_back(preprocess(cut(picture, x, y, side), settings));
+    for (int x = 0; x < picture.width; x += side) views.push_back(preprocess(cut(picture, x, y, side, side), settings));
 }
 
 }  // namespace vtxcore
