@@ -20,6 +20,7 @@ from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
+from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import Progress, size
 from vtx.tools.data.items import Data, scene_items
 from vtx.tools.fit.arithmetic import SAMPLES, candidates, measure_arithmetic, memory_to_measure
@@ -68,12 +69,22 @@ def run_export(
             manifest = Bundle.open(folder, check=False).manifest
             if kinds := candidates(manifest, always=wanted.always):
                 data = wanted.data or Data("the drawn scenes", scene_items(SAMPLES))
-                if (memory := memory_to_measure(folder, kinds)) >= LARGE:
+                memory, free, named = memory_to_measure(folder, kinds), available_memory(), " and ".join(kinds)
+                fits = free is None or memory <= free
+                if not fits and not wanted.always:
                     say(
-                        f"checking {' and '.join(kinds)} arithmetic on {len(data.items)} questions, which needs about "
-                        f"{size(memory)} of memory; --arithmetic f32 leaves it out"
+                        f"not checking {named} arithmetic: that needs about {size(memory)} of memory, {size(free or 0)} "
+                        "is free; answers are computed in f32. Export where more is free, or check it all the same with "
+                        "--arithmetic measured"
                     )
-                measure_arithmetic(folder, kinds, data, report)
+                else:
+                    if memory >= LARGE or not fits:
+                        short = "" if fits else f" ({size(free or 0)} is free)"
+                        say(
+                            f"checking {named} arithmetic on {len(data.items)} questions, which needs about "
+                            f"{size(memory)} of memory{short}; --arithmetic f32 leaves it out"
+                        )
+                    measure_arithmetic(folder, kinds, data, report)
         if sign is not None:
             manifest = replace(Bundle.open(folder, check=False).manifest, release=plan.options.release)
             seal_manifest(folder, manifest, sign)

@@ -15,6 +15,7 @@ from typing import Any
 
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
+from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.backends.engines import ENGINES, FASTER, merit_on_cpu
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
@@ -72,8 +73,8 @@ def measure_arithmetic(folder: Path, kinds: Sequence[str], data: Data, report: P
     measured: dict[str, Any] = {}
     report("arithmetic", 0, total)  # before an engine takes memory, which is not the export's own
     for kind in ("f32", *kinds):
-        try:
-            with load(folder, device=DEVICE, compute=kind) as model:
+        try:  # one engine at a time, and the system has its memory back before the next one loads
+            with returning_memory(at_once=False), load(folder, device=DEVICE, compute=kind) as model:
                 answers[kind] = ids(model)
         except DeviceError as e:  # no memory, or no such arithmetic on this processor
             measured[kind] = {"obstacle": str(e)}

@@ -174,9 +174,9 @@ class OpenvinoBackend(HostBackend):
             model.reshape({names.PIXELS: [-1 if self._manifest.action else 1, 3, *image.size]})
         with releasing_pages(model):
             compiled = self._compile(name, model, precision, **({} if image is None else self.tower_settings))
-            graph = OpenvinoGraph(name, compiled, promised.outputs)
-            if first is not None:
-                graph.run(first)
+        graph = OpenvinoGraph(name, compiled, promised.outputs, model)
+        if first is not None:
+            graph.run(first)
         return graph
 
     def _load_stage(self, spec: StageSpec, file: str) -> StageGraph | OpenvinoGraph:

@@ -89,9 +89,9 @@ def releasing_pages(model: Any) -> Iterator[None]:
     """Keep pages of the weights' files that are read within from staying resident, on Linux.
 
     For the time in which the engine packs them: each page is read once, and the engine computes with the packed form.
-    The files stay mapped and can be read again. `model` is an openvino.Model read from files.
+    The files stay mapped and can be read again. `model` is an openvino.Model read from files, or None.
     """
-    mapped = _mapped(model) if sys.platform == "linux" else []
+    mapped = _mapped(model) if model is not None and sys.platform == "linux" else []
     if not mapped:
         yield
         return
