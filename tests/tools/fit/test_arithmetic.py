@@ -104,7 +104,7 @@ def test_a_check_that_does_not_fit_is_left_out_unless_asked_for(
     if always:
         assert f"needs about {needed} of memory (12 MB is free); --arithmetic f32 leaves it out" in line
     else:
-        assert line.startswith(f"not checking bf16 arithmetic: that needs about {needed} of memory, 12 MB is free")
+        assert line.startswith(f"not checking bf16 arithmetic, which needs about {needed} of memory (12 MB is free)")
         assert made.manifest.arithmetic == ()
 
 
