@@ -5,7 +5,7 @@ An engine is a folder next to this file and a row here. Imports nothing heavy: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -118,7 +118,15 @@ FASTER: Mapping[str, set[str]] = {
     "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
     "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"},
 }
+WIDENING = "amx_bf16"  # flag of processors on which OpenVINO widens matrices of 16 bits, unless it computes in bfloat16
 COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))
+
+
+def floats_in_memory(device: str, compute: str, flags: Set[str]) -> Floats:
+    """Bytes of a float of each type that an engine on the CPU holds, on a processor with these `flags`."""
+    floats = ENGINES[device].compute[compute]
+    widened = device == "openvino" and compute != "bf16" and WIDENING in flags
+    return {**floats, **EXPANDED} if widened else floats
 
 
 def split_device(device: str) -> tuple[str, int]:
