@@ -65,9 +65,10 @@ def _known_rows(gather: Any) -> NDArray[np.float32]:
     tower's graph reads one row, from 4.7 to 9.4 GB.
     """
     table, numbers = (gather.input_value(n).get_node() for n in (0, 1))
-    rows = table.get_tensor_view().data.view(np.uint16)[numbers.data]
+    rows: NDArray[np.uint16] = table.get_tensor_view().data.view(np.uint16)[numbers.data]
     if table.get_element_type().get_type_name() == "bf16":
-        return (rows.astype(np.uint32) << 16).view(np.float32)
+        rows_in_32: NDArray[np.uint32] = rows.astype(np.uint32) << 16
+        return rows_in_32.view(np.float32)
     return rows.view(np.float16).astype(np.float32)
 
 

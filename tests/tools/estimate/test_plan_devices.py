@@ -89,6 +89,7 @@ def test_tensorrt_takes_the_memory_of_the_largest_image_whichever_is_asked_about
         ("lfm2-vl-1.6b", 512, "openvino", None, 1782e6),
         ("lfm2-vl-1.6b", 512, "cpu", None, 2377e6),
         ("lfm2-vl-1.6b", 512, "cpu", 6, 2199e6),
+        ("qwen3-vl-2b", 768, "openvino", None, 2636e6),
         ("qwen3-vl-2b", 768, "cpu", None, 3818e6),
         ("qwen3-vl-2b", 768, "cpu", 10, 3794e6),
     ],
