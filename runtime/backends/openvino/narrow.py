@@ -67,8 +67,7 @@ def _known_rows(gather: Any) -> NDArray[np.float32]:
     table, numbers = (gather.input_value(n).get_node() for n in (0, 1))
     rows: NDArray[np.uint16] = table.get_tensor_view().data.view(np.uint16)[numbers.data]
     if table.get_element_type().get_type_name() == "bf16":
-        rows_in_32: NDArray[np.uint32] = rows.astype(np.uint32) << 16
-        return rows_in_32.view(np.float32)
+        return np.left_shift(rows, 16, dtype=np.uint32).view(np.float32)
     return rows.view(np.float16).astype(np.float32)
 
 
