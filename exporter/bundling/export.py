@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vtx.exporter.bundling import staging
+from vtx.exporter.bundling.options import MeasuredArithmetic
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.bundling.staging import check_target
@@ -20,6 +21,7 @@ from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
+from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import Progress, size
 from vtx.tools.data.items import Data, scene_items
 from vtx.tools.fit.arithmetic import SAMPLES, candidates, measure_arithmetic, memory_to_measure
@@ -64,16 +66,8 @@ def run_export(
         fill(folder, plan, journal, report)
         if plan.options.retain is not None:
             fit_thresholds(folder, plan.options.retain, report)
-        if (wanted := plan.options.arithmetic) and plan.config.action is None:
-            manifest = Bundle.open(folder, check=False).manifest
-            if kinds := candidates(manifest, always=wanted.always):
-                data = wanted.data or Data("the drawn scenes", scene_items(SAMPLES))
-                if (memory := memory_to_measure(folder, kinds)) >= LARGE:
-                    say(
-                        f"checking {' and '.join(kinds)} arithmetic on {len(data.items)} questions, which needs about "
-                        f"{size(memory)} of memory; --arithmetic f32 leaves it out"
-                    )
-                measure_arithmetic(folder, kinds, data, report)
+        if plan.options.arithmetic and plan.config.action is None:
+            check_arithmetic(folder, plan.options.arithmetic, report, say)
         if sign is not None:
             manifest = replace(Bundle.open(folder, check=False).manifest, release=plan.options.release)
             seal_manifest(folder, manifest, sign)
@@ -83,6 +77,27 @@ def run_export(
             staging.put_in_place(folder, out, force)
             made = Bundle.open(out, check=False)  # before another export may replace it
     return made
+
+
+def check_arithmetic(folder: Path, wanted: MeasuredArithmetic, report: Progress, say: Callable[[str], None]) -> None:
+    """Measure which arithmetic keeps the bundle's answers; leave it out for want of memory, unless it is asked for."""
+    kinds = candidates(Bundle.open(folder, check=False).manifest, always=wanted.always)
+    if not kinds:
+        return
+    data = wanted.data or Data("the drawn scenes", scene_items(SAMPLES))
+    memory, free, named = memory_to_measure(folder, kinds), available_memory(), " and ".join(kinds)
+    short = "" if free is None or memory <= free else f" ({size(free)} is free)"
+    if short and not wanted.always:
+        return say(
+            f"not checking {named} arithmetic, which needs about {size(memory)} of memory{short}: the bundle is "
+            "answered in f32. Export where more memory is free, or check all the same with --arithmetic measured"
+        )
+    if memory >= LARGE or short:
+        say(
+            f"checking {named} arithmetic on {len(data.items)} questions, which needs about {size(memory)} of "
+            f"memory{short}; --arithmetic f32 leaves it out"
+        )
+    measure_arithmetic(folder, kinds, data, report)
 
 
 def key_of(plan: Plan) -> str:

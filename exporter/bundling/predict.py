@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.graphs.decoder import layer_tensors
+from vtx.exporter.graphs.decoder import PER_LAYER, layer_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.scaling import OUTPUTS, TOKENS
@@ -67,7 +67,8 @@ def predict(
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)
         for name, tensor in plan.stored.items()
-        if text.tied or name != EMBEDDING  # an untied table stays in its file and is read a row at a time
+        # an untied table stays in its file and is read a row at a time, and so does the one of inputs to layers
+        if name != PER_LAYER and (text.tied or name != EMBEDDING)
     )
     # Weights are written in chunks, which takes less than the base. While the reference computes: a layer's largest
     # matrix, and its hidden states.

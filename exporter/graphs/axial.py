@@ -8,7 +8,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes
-from vtx.exporter.graphs.decoder import add_layer_inputs
+from vtx.exporter.graphs.decoder import PER_LAYER, add_layer_inputs
 from vtx.runtime.bundle.spec import names
 
 THETA = 100.0
@@ -100,7 +100,7 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
     normed = b.dialect.norm(b, b.from_float32(tokens), v.hidden, v.eps)
     features = b.to_float32(b.linear(normed, PROJECTION, bias=False))
     if c.text.per_layer is not None:
-        add_layer_inputs(b, c.text, features, b.constant([c.text.padding_id or 0]))
+        add_layer_inputs(b, c.text, features, b.stored_row(PER_LAYER, c.text.padding_id or 0))
     b.output(b.reshape(features, 1, -1, c.text.hidden), names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
 
 

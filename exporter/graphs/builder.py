@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,6 +124,17 @@ class Builder:
     def stored(self, name: str) -> ir.Value:
         location = self._weights[name]
         return self._external(name, location, ELEMENT_TYPES[location.dtype], location.shape)
+
+    def stored_row(self, name: str, row: int) -> ir.Value:
+        """Row `row` [1, width] of a table, from the place of the table.
+
+        To gather a row whose number is in the graph, engines read the whole table while they load, and hold it twice.
+        """
+        table = self._weights[name]
+        count, width = table.shape
+        each = table.nbytes // count
+        part = replace(table, offset=table.offset + row * each, nbytes=each, shape=(1, width))
+        return self._external(f"{name}.{row}", part, ELEMENT_TYPES[table.dtype], part.shape)
 
     def location(self, name: str) -> StoredTensor:
         return self._weights[name]

@@ -82,12 +82,12 @@ def build_embed(b: Builder, c: TextConfig) -> None:
     if c.scaled_embedding:
         hidden = b.op("Mul", hidden, b.constant(np.array(c.hidden**0.5, np.float32)))
     if c.per_layer is not None:
-        add_layer_inputs(b, c, hidden, ids)
+        add_layer_inputs(b, c, hidden, b.op("Gather", b.stored(PER_LAYER), ids))
     b.output(hidden, names.HIDDEN, FLOAT, ["tokens", c.hidden])
 
 
-def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, ids: ir.Value) -> None:
-    """Outputs of each layer's input [tokens, per_layer] from embedded tokens and the ids by which the table has more.
+def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, rows: ir.Value) -> None:
+    """Outputs of each layer's input [tokens, per_layer] from embedded tokens and their rows of the table, or one row.
 
     In float32: the sum of both is small beside its parts.
     """
@@ -102,7 +102,7 @@ def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, ids: ir.Value)
         mean = b.op("ReduceMean", square, b.constant([-1]), keepdims=1)
     size = b.op("Sqrt", b.op("Add", mean, b.constant(np.array(c.eps, np.float32))))
     normed = b.op("Mul", b.op("Div", made, size), b.weight(PER_LAYER_NORM, FLOAT))
-    own = b.op("Cast", b.op("Gather", b.stored(PER_LAYER), ids), to=FLOAT.value)
+    own = b.op("Cast", rows, to=FLOAT.value)
     own = b.op("Mul", b.reshape(own, -1, c.layers, width), b.constant(np.array(width**0.5, np.float32)))
     both = b.op("Mul", b.op("Add", normed, own), b.constant(np.array(2**-0.5, np.float32)))
     for layer in range(1, c.layers + 1):

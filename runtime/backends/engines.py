@@ -5,7 +5,7 @@ An engine is a folder next to this file and a row here. Imports nothing heavy: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -37,6 +37,11 @@ class EngineCost:
     activations are float32. `blocks`: K/V have whole blocks of slots, else as many as are filled; `passes`: times that
     a token reads or writes those that are filled. `reserved`: of images at native resolution, memory is taken at load
     for one of this many times the most pixels; 0: it is taken for the images that are asked about.
+
+    `base`: bytes of the process before any weight: libraries, and what graphs take beside weights. `apart`: values of
+    different sizes do not take the same memory one after another, and neither do the graphs: OpenVINO's graphs of free
+    sizes keep what each took; onnxruntime frees it, and glibc's heap keeps it. `packing`: the floats of the head are
+    there a second time while the engine packs them at load.
     """
 
     floats: Floats | None = None
@@ -44,6 +49,9 @@ class EngineCost:
     blocks: bool = False
     passes: int = 1
     reserved: int = 0
+    base: int = 110 << 20
+    apart: bool = False
+    packing: bool = False
     note: str = "weights as stored, K/V grow with the tokens"
 
 
@@ -82,12 +90,14 @@ class EngineSpec:
 ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the sizes of known models is the last
     "cpu": EngineSpec(
         "onnxruntime", "onnxruntime", "cpu", "onnxruntime", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend",
-        {"ort": EngineCost(EXPANDED, wide=True, note=f"{WIDENED}, K/V grow with the tokens")},
+        {"ort": EngineCost(EXPANDED, wide=True, apart=True, packing=True,
+                           note=f"{WIDENED}, K/V grow with the tokens")},
     ),
     "openvino": EngineSpec(
         "OpenVINO", "openvino", "openvino", "openvino", "plain",
         {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS}, "openvino.backend:OpenvinoBackend",
-        {"plain": EngineCost(KEPT, wide=True)},
+        # 105 MB of libraries, 115 to 130 of the graphs of two models of 42 and 52 layers (docs/measurements/shapes.md)
+        {"plain": EngineCost(KEPT, wide=True, base=220 << 20, apart=True)},
     ),
     "cuda": EngineSpec(
         "onnxruntime's CUDA provider", "onnxruntime", "gpu", "onnxruntime-gpu", "ort-cuda",
@@ -108,7 +118,15 @@ FASTER: Mapping[str, set[str]] = {
     "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
     "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"},
 }
+WIDENING = "amx_bf16"  # flag of processors on which OpenVINO widens matrices of 16 bits, unless it computes in bfloat16
 COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))
+
+
+def floats_in_memory(device: str, compute: str, flags: Set[str]) -> Floats:
+    """Bytes of a float of each type that an engine on the CPU holds, on a processor with these `flags`."""
+    floats = ENGINES[device].compute[compute]
+    widened = device == "openvino" and compute != "bf16" and WIDENING in flags
+    return {**floats, **EXPANDED} if widened else floats
 
 
 def split_device(device: str) -> tuple[str, int]:

@@ -19,6 +19,7 @@ SCALE_BYTES = 12
 KERNEL_BLOCK = 64  # int8 matrices, with a scale a row, are computed in blocks of this size at most
 SCALES = ".scales"
 TABLE = "embed_tokens.weight"
+LAYER_TABLE = "embed_tokens_per_layer.weight"
 HEAD = "head.weight"
 TOWER = ("vision.", "projector.")  # graphs of fixed sizes: OpenVINO packs their floats in the type that it computes in
 STAGES = "text.layers."
@@ -44,7 +45,10 @@ def resident_bytes(dtype: str, shape: tuple[int, ...], scales: int = 0, floats: 
 
 
 def weights_in_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
-    """Bytes that all graphs of a bundle keep resident. The embedding table stays in its file unless it is the head."""
+    """Bytes that all graphs of a bundle keep resident.
+
+    The embedding table stays in its file unless it is the head, and so does the one of inputs to layers.
+    """
     tensors: dict[str, TensorInfo] = {}
     m = bundle.manifest
     precisions = Precisions(m.precision, m.vision_precision, m.head_precision, KV_DTYPES[m.kv_dtype].name)
@@ -54,7 +58,7 @@ def weights_in_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
     tied = not any(name.endswith(HEAD) for name in tensors)
     total = 0
     for name, info in tensors.items():
-        if name.endswith(SCALES) or (name.endswith(TABLE) and not tied):
+        if name.endswith((SCALES, LAYER_TABLE)) or (name.endswith(TABLE) and not tied):
             continue  # scales are counted with their matrix
         scales = tensors.get(name + SCALES)
         if scales is None:
@@ -104,13 +108,16 @@ def is_roomy(bundle: Bundle, floats: Mapping[str, int]) -> bool:
 def load_each(loads: Sequence[Callable[[], T]], threads: int, sizes: Sequence[int]) -> list[T]:
     """The results of the calls, in their order; `threads` run at a time, the largest of `sizes` first.
 
-    So the last of them is a short one, for which few threads wait. The first error is raised once all calls that began
-    have ended; the others do not begin.
+    So the last of them is a short one, for which few threads wait, and what the largest takes beside its weights while
+    it is packed is free again when the others come. The first error is raised once all calls that began have ended; the
+    others do not begin.
     """
+    order = sorted(range(len(loads)), key=lambda i: -sizes[i])
     if threads == 1 or len(loads) < 2:
-        return [load() for load in loads]
+        loaded = {i: loads[i]() for i in order}
+        return [loaded[i] for i in range(len(loads))]
     with ThreadPoolExecutor(threads, "vtx-load") as pool:
-        begun = {i: pool.submit(loads[i]) for i in sorted(range(len(loads)), key=lambda i: -sizes[i])}
+        begun = {i: pool.submit(loads[i]) for i in order}
         try:
             return [begun[i].result() for i in range(len(loads))]
         finally:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from vtx.runtime.backends.engines import ENGINES, EXPANDED, EngineCost
-from vtx.runtime.backends.memory import RUN_BASE
 from vtx.runtime.backends.slots import BLOCK
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError, UnsupportedModelError
@@ -342,8 +341,9 @@ def _cost(
     stored = weights.stored_bytes(weights.all_weights(model), precisions)
     held = stored if engine.floats is None else weights.resident(model, precisions, engine.floats)
     wide = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
-    activations = activation_bytes(model, slots, views, 4 if wide else 2, largest)
-    peak = held + kv + activations + RUN_BASE
+    activations = activation_bytes(model, slots, views, 4 if wide else 2, largest, apart=engine.apart)
+    packing = weights.packed_twice(model, precisions, engine.floats) if engine.packing and engine.floats else 0
+    peak = held + max(kv + activations, packing) + engine.base
     if profile is None:
         return PrecisionCost(cache, kv, held, activations, peak)
     phases = latency(model, views, slots, precisions, profile, engine, read, again)
@@ -355,22 +355,32 @@ def _cost(
 
 
 def activation_bytes(
-    model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int, largest: NativeSize | None = None
-) -> int:
+    model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int, largest: NativeSize | None = None, *,
+    apart: bool = False,
+) -> int:  # fmt: skip
     """The larger of prefill's and the vision graph's intermediate values, and the fp32 logits of one token.
 
     `largest`: the tower with the image for which memory is taken at load, with that of its inputs and outputs in fp32.
 
     A layer holds two residual vectors a token, and q, k, v and their product or the three vectors of the feed-forward
-    block (of the tower: `widest`); no square of attention scores, which fused kernels never write.
+    block (of the tower: `widest`); no square of attention scores, which fused kernels never write. `apart`: both kinds
+    at once, of the tower, of a stage that sees the image and of one that does not, each with its hidden states in fp32.
     """
     size, vision = model.decoder, model.vision
     attention = size.head_dim * (2 * size.heads + 2 * size.kv_heads)
+    if apart:
+        stages = sum({max(tokens), min(tokens)})
+        values = stages * (2 * size.hidden + attention + 3 * size.ffn)
+        ends = stages * 2 * size.hidden
+        if vision is not None and views:
+            values += views * vision.apart
+            ends += views * vision.ends
+        return element_bytes * values + 4 * (ends + size.vocab)
     prefill = max(tokens) * (2 * size.hidden + max(attention, 3 * size.ffn))
     encode = 0
     if vision is not None:
         encode = views * vision.widest
     ends = 0
     if largest is not None:
-        encode, ends = largest.widest, largest.bound
+        encode, ends = largest.widest, largest.ends
     return element_bytes * max(prefill, encode) + 4 * (ends + size.vocab)

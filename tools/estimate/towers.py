@@ -54,6 +54,16 @@ class VisionSize:
         return self.tower_tokens * (2 * self.hidden + max(4 * self.hidden, 2 * self.ffn))
 
     @property
+    def apart(self) -> int:
+        """As `widest`, if nothing takes the memory of another: with q, k, v, two of them rotated, and the MLP's."""
+        return self.tower_tokens * (2 * self.hidden + 6 * self.hidden + 2 * self.ffn)
+
+    @property
+    def ends(self) -> int:
+        """Numbers that go into the tower for one view and out of it: pixels, and tokens."""
+        return self.patches * 3 * self.patch**2 + self.view_tokens * self.out
+
+    @property
     def layer_macs(self) -> int:
         """One layer of the tower for one view, attention products included."""
         return self.layer_macs_on(self.tower_tokens)
@@ -111,7 +121,7 @@ class NativeSize(VisionSize):
         return replace(self, patches=patches, view_tokens=tokens, image_tokens=tokens)
 
     @property
-    def bound(self) -> int:
+    def ends(self) -> int:
         """Numbers that go into the tower and out of it: pixels of both moments, and tokens with their maps."""
         return MOMENTS * self.patches * 3 * self.patch**2 + (1 + self.maps) * self.view_tokens * self.out
 
@@ -338,6 +348,10 @@ class ConvolutionalSize(VisionSize):
     def widest(self) -> int:
         side = self.patch * math.isqrt(self.patches) // STEM
         return side**2 * self.widths[0] * (2 + 2 * WIDER)
+
+    @property
+    def apart(self) -> int:
+        return self.widest
 
     @property
     def patch_macs(self) -> int:

@@ -98,13 +98,14 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     hidden, layers, wide = size.hidden, size.towers * size.used, size.features * size.hidden
     gated, between = (size.gated, wide) if isinstance(size, NativeSize) else (isinstance(size, AxialSize), size.out)
     between = size.between if isinstance(size, NaflexSize) else between
+    mergers = 1 + size.maps if isinstance(size, NativeSize) else 1
     if isinstance(size, ConvolutionalSize):
         tower = [WeightGroup("vision.stages.0.qkv.weight", shape, count) for shape, count in size.matrices()]
     else:
         tower = _blocks(hidden, size.ffn, layers, gated)
     projector = [
-        WeightGroup("projector.linear_1.weight", (between, wide)),
-        WeightGroup("projector.linear_2.weight", (size.out, between), min(1, size.projector_layers - 1)),
+        WeightGroup("projector.linear_1.weight", (between, wide), mergers),
+        WeightGroup("projector.linear_2.weight", (size.out, between), mergers * min(1, size.projector_layers - 1)),
     ]
     if isinstance(size, NaflexSize) and size.merger():
         tower.append(WeightGroup("vision.vit_merger.self_attn.weight", (hidden, hidden), 4))
@@ -152,6 +153,15 @@ def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int]
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
         total += group.count * resident_bytes(dtype, group.shape, _scales(group, scheme) if scheme else 0, floats)
     return total
+
+
+def packed_twice(model: ModelSize, precisions: Precisions, floats: Mapping[str, int]) -> int:
+    """Bytes of the output matrix in floats, as long as a CPU engine packs them from a copy that it widened."""
+    size = model.decoder
+    if model.action is not None:
+        return 0
+    stored = [(precisions.stored(group.name, group.shape, SOURCE), group.shape) for group in head_weights(size)]
+    return sum(floats[dtype] * prod(shape) for (dtype, scheme), shape in stored if scheme is None)
 
 
 def _scales(group: WeightGroup, scheme: Scheme) -> int:

@@ -15,11 +15,13 @@ from typing import Any
 
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
-from vtx.runtime.backends.engines import ENGINES, FASTER, merit_on_cpu
+from vtx.runtime.backends.allocation import returning_memory
+from vtx.runtime.backends.engines import ENGINES, FASTER, floats_in_memory, merit_on_cpu
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.machine import cpu_flags
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.units import Progress
 from vtx.tools.data.intervals import grouped_share
@@ -42,8 +44,8 @@ def candidates(manifest: Manifest, *, always: bool) -> tuple[str, ...]:
 
 def memory_to_measure(folder: Path, kinds: Sequence[str]) -> int:
     """Bytes that `measure_arithmetic` needs at most, with one engine at a time."""
-    bundle = Bundle.open(folder, check=False)
-    return max(needed_memory(bundle, ENGINES[DEVICE].compute[kind]) for kind in ("f32", *kinds))
+    bundle, flags = Bundle.open(folder, check=False), cpu_flags()
+    return max(needed_memory(bundle, floats_in_memory(DEVICE, kind, flags)) for kind in ("f32", *kinds))
 
 
 def measure_arithmetic(folder: Path, kinds: Sequence[str], data: Data, report: Progress) -> None:
@@ -72,8 +74,8 @@ def measure_arithmetic(folder: Path, kinds: Sequence[str], data: Data, report: P
     measured: dict[str, Any] = {}
     report("arithmetic", 0, total)  # before an engine takes memory, which is not the export's own
     for kind in ("f32", *kinds):
-        try:
-            with load(folder, device=DEVICE, compute=kind) as model:
+        try:  # one engine at a time, and the system has its memory back before the next one loads
+            with returning_memory(at_once=False), load(folder, device=DEVICE, compute=kind) as model:
                 answers[kind] = ids(model)
         except DeviceError as e:  # no memory, or no such arithmetic on this processor
             measured[kind] = {"obstacle": str(e)}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import NOTHING, DeviceState
-from vtx.runtime.backends.engines import ENGINES, merit_on_cpu
+from vtx.runtime.backends.engines import floats_in_memory, merit_on_cpu
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.memory import is_roomy, load_each
@@ -31,7 +31,7 @@ from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors import read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
-from vtx.runtime.host.machine import cores, version
+from vtx.runtime.host.machine import cores, cpu_flags, version
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.vision.tokens import TokenStates
 
@@ -107,7 +107,7 @@ class OpenvinoBackend(HostBackend):
         head = partial(self._graph, files.head, graphs.head(m, DIALECT), m.head_precision, None if m.action else first)
         loads: list[Callable[[], Any]] = [head, *(partial(self._load_stage, *each) for each in m.stage_files(DIALECT))]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
-        roomy = is_roomy(bundle, ENGINES["openvino"].compute[compute])
+        roomy = is_roomy(bundle, floats_in_memory("openvino", compute, cpu_flags()))
         self._head, *self.stages = load_each(loads, self.threads if roomy else 1, sizes)
 
     @staticmethod
@@ -174,9 +174,9 @@ class OpenvinoBackend(HostBackend):
             model.reshape({names.PIXELS: [-1 if self._manifest.action else 1, 3, *image.size]})
         with releasing_pages(model):
             compiled = self._compile(name, model, precision, **({} if image is None else self.tower_settings))
-            graph = OpenvinoGraph(name, compiled, promised.outputs)
-            if first is not None:
-                graph.run(first)
+        graph = OpenvinoGraph(name, compiled, promised.outputs, model)
+        if first is not None:
+            graph.run(first)
         return graph
 
     def _load_stage(self, spec: StageSpec, file: str) -> StageGraph | OpenvinoGraph:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.contract import Port
 from vtx.runtime.backends.failures import closed_failure, run_failures
+from vtx.runtime.backends.openvino.narrow import releasing_pages
 from vtx.runtime.vision.tokens import HiddenStates
 
 ENGINE = "OpenVINO"
@@ -28,10 +29,14 @@ def ports(values: Iterable[Any], promised: Iterable[str]) -> Iterator[Port]:
 
 
 class OpenvinoGraph:
-    """A compiled graph with one infer request. Calls from several threads wait for each other."""
+    """A compiled graph with one infer request. Calls from several threads wait for each other.
 
-    def __init__(self, name: str, compiled: Any, outputs: Iterable[str]) -> None:
-        self.name, self._outputs = name, tuple(outputs)
+    `model` is what it was compiled from. The engine packs the weights of a graph of free sizes in its first run, which
+    leaves no pages of their files resident.
+    """
+
+    def __init__(self, name: str, compiled: Any, outputs: Iterable[str], model: Any = None) -> None:
+        self.name, self._outputs, self._unpacked = name, tuple(outputs), model
         self._request: Any = compiled.create_infer_request()
         self._lock = threading.Lock()
 
@@ -39,13 +44,14 @@ class OpenvinoGraph:
         with self._lock:
             if self._request is None:
                 raise closed_failure(self.name)
-            with run_failures(ENGINE, self.name):
+            with releasing_pages(self._unpacked), run_failures(ENGINE, self.name):
                 run_request(self._request, {name: np.ascontiguousarray(array) for name, array in inputs.items()})
+            self._unpacked = None
             return {name: self._request.get_tensor(name).data.copy() for name in self._outputs}
 
     def close(self) -> None:
         with self._lock:
-            self._request = None
+            self._request = self._unpacked = None
 
 
 def run_request(request: Any, inputs: Mapping[str, NDArray[Any]] | None = None) -> None:

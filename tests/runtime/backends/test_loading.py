@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,19 @@ def test_graphs_load_at_the_same_time_and_come_back_in_order() -> None:
 def test_one_thread_loads_one_graph_after_another() -> None:
     here = threading.get_ident()
     assert load_each([threading.get_ident] * 3, 1, (1, 2, 3)) == [here] * 3
+
+
+def test_one_thread_begins_with_the_largest_graph_too() -> None:
+    """What packing takes beside the weights then comes while the fewest others are there."""
+    begun: list[str] = []
+
+    def load(name: str) -> str:
+        begun.append(name)
+        return name
+
+    loads = [partial(load, name) for name in ("small", "large", "middle")]
+    assert load_each(loads, 1, (1, 3, 2)) == ["small", "large", "middle"]
+    assert begun == ["large", "middle", "small"]
 
 
 def test_the_largest_graphs_load_first() -> None:

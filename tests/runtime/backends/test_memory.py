@@ -17,7 +17,7 @@ from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.allocation import zeros_in_small_pages
-from vtx.runtime.backends.engines import EXPANDED, INTEGERS, KEPT, NARROWED
+from vtx.runtime.backends.engines import ENGINES, EXPANDED, INTEGERS, KEPT, NARROWED, floats_in_memory
 from vtx.runtime.backends.memory import answering_memory, needed_memory, weights_in_memory
 
 MB = 1 << 20
@@ -89,6 +89,14 @@ def test_narrow_weights_count_half_where_nothing_expands_them(
     assert weights_in_memory(fp16, NARROWED) < weights_in_memory(fp16, KEPT) < weights_in_memory(fp16, EXPANDED)
     assert weights_in_memory(fp16, NARROWED) == weights_in_memory(fp16, EXPANDED) // 2
     assert weights_in_memory(fp32, KEPT) == weights_in_memory(fp32, EXPANDED) == 2 * weights_in_memory(fp32, NARROWED)
+
+
+def test_a_processor_with_amx_widens_16_bits_unless_it_computes_in_them() -> None:
+    amx, other = frozenset({"amx_bf16"}), frozenset({"avx512_bf16"})
+    for kind, floats in ENGINES["openvino"].compute.items():
+        assert floats_in_memory("openvino", kind, other) == floats
+        assert floats_in_memory("openvino", kind, amx) == (floats if kind == "bf16" else {**floats, **EXPANDED})
+    assert floats_in_memory("cpu", "f32", amx) == EXPANDED
 
 
 def test_int4_of_layers_takes_a_byte_a_weight_more_where_products_are_of_integers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -125,6 +126,76 @@ def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(mode
         hidden = np.ones((40, NATIVE.hidden), np.float32)
         ran = [engine.stage(0, 64).append(TokenStates(hidden), np.arange(40)) for engine in (backend, model.backend)]
     np.testing.assert_allclose(ran[0], ran[1], atol=0.05 * np.abs(ran[1]).max(), rtol=0)
+
+
+def gathering(table: Any, numbers: list[int]) -> Any:
+    """Rows of a table whose numbers are in the graph, in float32, added to an input [n, width]."""
+    from openvino import opset13 as ops
+
+    rows = ops.gather(table, ops.constant(np.array(numbers, np.int64)), ops.constant(np.int64(0)))
+    given = ops.parameter([-1, table.get_output_shape(0)[1]], np.float32)
+    return openvino.Model([ops.add(given, ops.convert(rows, "f32"))], [given], "rows")
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_rows_whose_numbers_are_in_the_graph_are_the_tables(kind: str) -> None:
+    from openvino import opset13 as ops
+
+    values = np.random.default_rng(0).standard_normal((9, 32)).astype(np.float32)
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16) if kind == "bf16" else values.astype(np.float16)
+    wanted = (bits.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else bits.astype(np.float32)
+    model = gathering(ops.constant(openvino.Tensor(bits, bits.shape, getattr(openvino.Type, kind))), [7, 2])
+    keep_narrow(model, "f32")
+    found = openvino.Core().compile_model(model, "CPU")([np.zeros((2, 32), np.float32)])[0]
+    np.testing.assert_array_equal(found, wanted[[7, 2]])
+
+
+ROWS, WIDTH = 1 << 18, 512  # a table of 256 MiB, which OpenVINO would widen to 512
+COMPILING = """
+import re, sys
+import numpy as np, openvino
+from tests.runtime.backends.test_narrow import ROWS, WIDTH, gathering
+from vtx.runtime.backends.openvino.narrow import keep_narrow
+from openvino import opset13 as ops
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) >> 10 for line in status if line.startswith("VmHWM"))
+
+core = openvino.Core()
+core.compile_model(gathering(ops.constant(np.zeros((2, 32), np.float16)), [1]), "CPU")  # what the first graph loads
+table = np.memmap(sys.argv[1], np.float16, "r+", shape=(ROWS, WIDTH))
+model = gathering(ops.constant(table, shared_memory=True), [3])
+before = peak()
+keep_narrow(model, "f32")
+core.compile_model(model, "CPU")
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_table_of_which_a_graph_reads_one_row_is_not_widened(tmp_path: Path) -> None:
+    file = tmp_path / "table"
+    with file.open("wb") as table:
+        table.truncate(2 * ROWS * WIDTH)
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILING, str(file)], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 100  # MiB
+
+
+@pytest.mark.parametrize("graph", ["vision", "embed"])
+def test_pages_of_weights_that_the_first_run_reads_are_let_go(models: Models, graph: str) -> None:
+    """A tower of images at their own size is packed when it first runs."""
+    model = models(NATIVE, (), "int4")
+    with closing(OpenvinoBackend(model.bundle, 1)) as backend:
+        if graph == "vision":
+            model.loaded.prepare(random_image(1, (150, 60))).encode(backend)
+        else:
+            backend.embed(np.arange(9))
+        assert resident(model.bundle.folder) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

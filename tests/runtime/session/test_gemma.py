@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from tests.support.bundles import ORT, export
@@ -18,6 +19,7 @@ from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.families.gemma.gemma4 import FAMILY
 from vtx.exporter.checkpoint.families.registry import read_config
+from vtx.exporter.graphs.decoder import PER_LAYER
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
@@ -35,6 +37,19 @@ def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
 def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
     with load(folder, device=request.param, threads=THREADS) as loaded:
         yield loaded
+
+
+def test_the_graph_of_images_reads_one_row_of_the_table_of_inputs_to_layers(folder: Path) -> None:
+    """E2B's table is 4.7 GB, which an engine would read and widen to gather a row while it loads."""
+    tables = [
+        each
+        for graph in folder.glob("vision.*.onnx")
+        for each in onnx.load(graph, load_external_data=False).graph.initializer
+        if each.name.startswith(PER_LAYER)
+    ]
+    assert len(tables) == len([*folder.glob("vision.*.onnx")]) > 1
+    for table in tables:
+        assert list(table.dims) == [1, GEMMA4.layers * GEMMA4.per_layer]
 
 
 @pytest.mark.parametrize("images", [1, 2])

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from tests.support.bundles import export, export_with
-from tests.support.families.qwen import QWEN25
+from tests.support.families.gemma import GEMMA4
+from tests.support.families.qwen import QWEN3, QWEN25
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.families.vila import VILA
 from tests.support.tiny import Tiny
@@ -21,7 +22,7 @@ from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.spec import find_size, model_size
-from vtx.runtime.backends.memory import weights_in_memory
+from vtx.runtime.backends.memory import needed_memory, weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.host.profiles import Figure, load_profile
@@ -274,6 +275,19 @@ def test_an_exported_bundle_has_the_weights_that_the_plan_counts(
     assert parts.head == bundle.manifest.head_precision
     assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
     assert resident(size, parts) == weights_in_memory(bundle)
+
+
+@pytest.mark.parametrize("tiny", [QWEN3, GEMMA4], ids=lambda tiny: tiny.family)
+def test_mergers_of_maps_are_matrices_and_the_table_of_inputs_to_layers_stays_in_its_file(
+    tiny: Tiny, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint(replace(tiny, dtype="float16"))
+    bundle, size = export(checkpoint, tmp_path / "bundle", precision="int4"), find_size(str(checkpoint))
+    stored = sum(r.bytes for name, r in bundle.manifest.files.items() if name.startswith("weights/"))
+    parts = precisions_of(size, "int4")
+    assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
+    assert resident(size, parts) == weights_in_memory(bundle)
+    assert plan_export(ExportOptions(str(checkpoint), (), "int4")).prediction.run_memory == needed_memory(bundle)
 
 
 def test_sizes_come_from_the_manifest_alone(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -83,6 +83,25 @@ def test_tensorrt_takes_the_memory_of_the_largest_image_whichever_is_asked_about
     assert of_tensorrt[0] == layer + pixels + tokens + 4 * vocab
 
 
+@pytest.mark.parametrize(
+    ("model", "side", "device", "k", "measured"),
+    [  # docs/measurements/shapes.md: peaks of a process that answers; OpenVINO in bf16, without pages of the tower
+        ("lfm2-vl-1.6b", 512, "openvino", None, 1782e6),
+        ("lfm2-vl-1.6b", 512, "cpu", None, 2377e6),
+        ("lfm2-vl-1.6b", 512, "cpu", 6, 2199e6),
+        ("qwen3-vl-2b", 768, "openvino", None, 2636e6),
+        ("qwen3-vl-2b", 768, "cpu", None, 3818e6),
+        ("qwen3-vl-2b", 768, "cpu", 10, 3794e6),
+    ],
+)
+def test_peak_memory_on_a_cpu_is_within_15_percent_of_measurements(
+    model: str, side: int, device: str, k: int | None, measured: float
+) -> None:
+    words = ("--model", model, "--precision", "int4", "--profile", "cpu", "--device", device, "--k", str(k or "none"))
+    found = planned(*words, "--text", "96", "--max-new-tokens", "32", "--image-size", f"{side}x{side}")
+    assert found["depths"][0]["precisions"]["int4"]["peak_bytes"] == pytest.approx(measured, rel=0.15)
+
+
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN3], ids=lambda tiny: tiny.family)
 def test_the_pixels_that_are_counted_are_those_that_tensorrt_takes_memory_for(
     tiny: Tiny, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

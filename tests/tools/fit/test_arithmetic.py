@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,55 @@ def test_the_memory_of_a_large_check_is_said_before_it(
     (line,) = said
     needed = size(memory_to_measure(made.folder, ("bf16",)))
     assert line.startswith(f"checking bf16 arithmetic on 1 questions, which needs about {needed} of memory")
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_check_that_does_not_fit_is_left_out_unless_asked_for(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: bool
+) -> None:
+    monkeypatch.setattr(export_module, "candidates", lambda *_, **__: ("bf16",))
+    monkeypatch.setattr(export_module, "available_memory", lambda: 12_000_000)
+    wanted, said = MeasuredArithmetic(questions(1), always=always), list[str]()
+    plan = plan_export(
+        ExportOptions(str(tiny_checkpoint()), (2,), "fp32", dialects=("ort", "plain"), arithmetic=wanted)
+    )
+    made = run_export(plan, tmp_path / "made", force=False, report=IGNORE, say=said.append)
+    (line,) = said
+    needed = size(memory_to_measure(made.folder, ("bf16",)))
+    assert ("arithmetic" in made.manifest.record) == always
+    if always:
+        assert f"needs about {needed} of memory (12 MB is free); --arithmetic f32 leaves it out" in line
+    else:
+        assert line.startswith(f"not checking bf16 arithmetic, which needs about {needed} of memory (12 MB is free)")
+        assert made.manifest.arithmetic == ()
+
+
+def test_one_arithmetic_is_in_memory_at_a_time(demo: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one took is returned to the system before the next one loads."""
+    open_now, most = 0, 0
+
+    @contextmanager
+    def counted(*given: Any, **more: Any) -> Iterator[Any]:
+        nonlocal open_now, most
+        with load(*given, **more) as model:
+            open_now += 1
+            most = max(most, open_now)
+            yield model
+        open_now -= 1
+
+    events = list[str]()
+
+    @contextmanager
+    def returned(**_: Any) -> Iterator[None]:
+        yield
+        events.append(f"returned with {open_now} open")
+
+    monkeypatch.setattr(arithmetic, "load", counted)
+    monkeypatch.setattr(arithmetic, "returning_memory", returned)
+    kinds = demo.manifest.arithmetic
+    measure_arithmetic(copy(demo.folder, tmp_path / "b"), kinds, questions(2), IGNORE)
+    assert most == 1
+    assert events == ["returned with 0 open"] * (1 + len(kinds))
 
 
 def test_arithmetic_that_changes_answers_is_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -102,12 +102,13 @@ class OpenvinoBackend : public HostBackend {
     if (sized) size = m_.image.output();
     // For one image, or several of cameras, which lets the engine choose its kernels for these very sizes.
     if (sized) loading(name, [&] { model->reshape(names::kPixels, {m_.action ? -1 : 1, 3, size.first, size.second}); });
-    auto dropping = model->letting_go();
     const std::string& precision = vision || name == graphs_.text_tower || name == graphs_.projector ? m_.vision_precision
                                    : head                                                            ? m_.head_precision
                                                                                                      : m_.precision;
-    auto graph =
-        std::make_unique<OpenvinoGraph>(name, compile(name, *model, precision, vision ? tower_settings_ : Settings()), io);
+    auto dropping = model->letting_go();
+    auto compiled = compile(name, *model, precision, vision ? tower_settings_ : Settings());
+    dropping.reset();
+    auto graph = std::make_unique<OpenvinoGraph>(name, std::move(compiled), std::move(model), io);
     // The engine packs the weights of a graph of any size when it first runs.
     Floats zero(static_cast<size_t>(m_.model.hidden));
     if (head && !m_.action) graph->run({{names::kHidden, "float32", {1, m_.model.hidden}, zero.data()}});

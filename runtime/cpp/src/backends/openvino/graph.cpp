@@ -79,8 +79,9 @@ std::unique_ptr<openvino::Model> OpenvinoLibrary::read(const Bundle& bundle, con
   return model;
 }
 
-OpenvinoGraph::OpenvinoGraph(std::string graph, std::unique_ptr<openvino::Compiled> compiled, const GraphIO& io)
-    : name(std::move(graph)), outputs_(io.outputs), compiled_(std::move(compiled)) {
+OpenvinoGraph::OpenvinoGraph(std::string graph, std::unique_ptr<openvino::Compiled> compiled,
+                             std::unique_ptr<openvino::Model> model, const GraphIO& io)
+    : name(std::move(graph)), outputs_(io.outputs), compiled_(std::move(compiled)), unpacked_(std::move(model)) {
   request_ = loading(name, [&] { return compiled_->request(); });
 }
 
@@ -93,7 +94,11 @@ GraphOutputs OpenvinoGraph::run(const std::vector<GraphInput>& inputs) {
   return running(name, [&] {
     for (const GraphInput& input : inputs)
       request_->set(input.name, kTypes.at(input.dtype), input.shape, const_cast<void*>(input.data));
-    request_->run();
+    {
+      auto dropping = unpacked_ ? unpacked_->letting_go() : nullptr;
+      request_->run();
+    }
+    unpacked_.reset();
     GraphOutputs out;
     for (const TensorSpec& spec : outputs_) {
       openvino::TensorView view = request_->get(spec.name);

@@ -63,7 +63,10 @@ auto running(const std::string& graph, Work&& work) {
 // A compiled graph with one infer request. Calls from several threads wait for each other.
 class OpenvinoGraph : public HostGraph {
  public:
-  OpenvinoGraph(std::string name, std::unique_ptr<openvino::Compiled> compiled, const GraphIO& io);
+  // `model`: what it was compiled from. The engine packs the weights of a graph of any size in its first run, which leaves
+  // no pages of their files resident.
+  OpenvinoGraph(std::string name, std::unique_ptr<openvino::Compiled> compiled, std::unique_ptr<openvino::Model> model,
+                const GraphIO& io);
   GraphOutputs run(const std::vector<GraphInput>& inputs) override;
 
   const std::string name;
@@ -71,6 +74,7 @@ class OpenvinoGraph : public HostGraph {
  private:
   std::vector<TensorSpec> outputs_;
   std::unique_ptr<openvino::Compiled> compiled_;
+  std::unique_ptr<openvino::Model> unpacked_;  // null after the first run
   std::unique_ptr<openvino::Request> request_;
   std::mutex lock_;
 };

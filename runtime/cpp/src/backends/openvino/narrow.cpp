@@ -47,6 +47,21 @@ void widen_table(const NodePtr& gather) {
     for (auto& end : reader.get_node()->output(0).get_target_inputs()) end.replace_source_output(rows->output(0));
 }
 
+// Rows of a narrow table whose numbers are in the graph become a constant. To gather them while it compiles, OpenVINO would
+// widen the whole table: Gemma 4 E2B's inputs to layers, of which the tower's graph reads one row, from 4.7 to 9.4 GB.
+void gather_known_rows(const NodePtr& gather, const ops::Constant& numbers) {
+  auto table = ov::as_type_ptr<ops::Constant>(gather->get_input_node_shared_ptr(0));
+  const size_t width = table->get_shape()[1];
+  const auto* values = static_cast<const uint16_t*>(table->get_data_ptr());
+  std::vector<uint16_t> rows;
+  for (int64_t row : numbers.cast_vector<int64_t>())
+    rows.insert(rows.end(), values + static_cast<size_t>(row) * width, values + (static_cast<size_t>(row) + 1) * width);
+  ov::Shape shape = numbers.get_shape();
+  shape.push_back(width);
+  auto known = std::make_shared<ops::Constant>(table->get_element_type(), shape, rows.data());
+  for (auto& end : gather->output(0).get_target_inputs()) end.replace_source_output(known->output(0));
+}
+
 // Has whoever multiplies by a widened bfloat16 matrix multiply by the matrix itself.
 void multiply_in_bfloat16(const NodePtr& widened) {
   for (const auto& reader : widened->output(0).get_target_inputs()) {
@@ -147,9 +162,12 @@ void keep_narrow(ov::Model& model, const std::string& compute) {
       else
         node->get_rt_info()[kMark] = "";
     } else if (type == "Gather" && is_narrow_matrix(node->input_value(0)) &&
-               readers(node) == std::set<std::string>{"Convert"})
-      widen_table(node);
-    else if (type == "MatMul" && kind(node->input_value(0)) == "Reshape" && kind(node->input_value(1)) == "Multiply")
+               readers(node) == std::set<std::string>{"Convert"}) {
+      if (auto numbers = ov::as_type_ptr<ops::Constant>(node->get_input_node_shared_ptr(1)))
+        gather_known_rows(node, *numbers);
+      else
+        widen_table(node);
+    } else if (type == "MatMul" && kind(node->input_value(0)) == "Reshape" && kind(node->input_value(1)) == "Multiply")
       multiply_unshaped(node);
   }
   model.validate_nodes_and_infer_types();
