@@ -50,6 +50,7 @@ class EngineCost:
 # Of an image at native resolution with the most pixels: the longer side by the shorter one. TensorRT's engines take any
 # sides up to the longer one, and so as many times the most pixels.
 WIDEST = 2
+WIDEST_VIEW = 4  # the same of models that see large images in tiles or slices, whose views are small
 WIDENED = "floats are widened to float32 and computed in it"
 
 
