@@ -148,9 +148,7 @@ def _at_once(
     ends: ir.Value, each: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
     """The same of up to `DELTA_RUN` tokens, one chunk: a loop's parts and its outcome are there once."""
-    matrices, q, k, v, beta, decay = (
-        b.op("Unsqueeze", x, b.constant([0])) for x in (matrices, q, k, v, beta, decay)
-    )
+    matrices, q, k, v, beta, decay = (b.op("Unsqueeze", x, b.constant([0])) for x in (matrices, q, k, v, beta, decay))
     passed = b.op("MatMul", _square(b, np.tri(DELTA_RUN, dtype=np.float32), each), decay)  # TensorRT's CumSum may loop
     out, written = _read(b, matrices, _solve(b, q, k, v, beta, passed, each, DELTA_RUN))
     return b.op("Squeeze", out, b.constant([0])), _at_ends(b, k, passed, written, matrices, ends, each)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.spec.manifest import Manifest
 
 AUTO = "auto"
-STATES = "layers without attention keep a state, which vtx's GPU backends do not hold"
 Floats = Mapping[str, int]  # bytes in memory of a float of each of safetensors' types
 # onnxruntime's CPU provider computes in float32 and expands narrower floats to it; OpenVINO packs them as they are, and
 # all of them in bfloat16 if it computes in that.

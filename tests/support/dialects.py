@@ -119,9 +119,11 @@ class _Cache:
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
         if len(tokens) > self._run:
-            parts = [slice(at, at + self._run) for at in range(0, len(tokens), self._run)]
-            whole = np.concatenate([self.append(tokens.part(p.start, p.stop), positions[p], query=query) for p in parts])
-            return whole if outputs is None else whole[outputs]
+            parts = list[HiddenStates]()
+            for at in range(0, len(tokens), self._run):
+                end = min(at + self._run, len(tokens))
+                parts.append(self.append(tokens.part(at, end), positions[at:end], query=query))
+            return np.concatenate(parts) if outputs is None else np.concatenate(parts)[outputs]
         hidden = tokens.hidden
         assert self.length + len(hidden) <= self.capacity
         rope = self._backend.rope

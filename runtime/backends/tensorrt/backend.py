@@ -51,6 +51,7 @@ def load_flavour(flavour: str) -> Any:
 NOT_BUILT = "TensorRT does not support native image resolution for this model"
 WINDOWS = "vtx has no TensorRT engines for models with sliding-window layers"
 BOTH_WAYS = "vtx builds TensorRT engines for models with bidirectional attention, but does not run them yet"
+STATES = "layers without attention keep a state, which libvtx does not hold on a GPU"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 
 
@@ -173,9 +174,10 @@ class TensorrtBackend:
         longest, unit = self.engines.longest_side, m.model.tower.patch * m.model.tower.square
         height, width = pixels.shape[2:]
         if max(height, width) > longest:
+            smaller = "a smaller --max-pixels, " if m.layout.name == "native" else "an image less long, "
             raise DeviceError(
                 f"the image is {width} x {height} pixels as the tower sees it, and this engine takes {longest} a side; "
-                f"use a smaller --max-pixels, --device cpu or openvino"
+                f"use {smaller}--device cpu or openvino"
             )
         tokens = height * width // unit**2 if m.image.own_size else m.model.tower.tokens
         with self.cuda:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Cuda, MemoryPool, aligned
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import StatesPool, put
-from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, KernelCache, make_logger
 from vtx.runtime.backends.slots import HeldStates
+from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, KernelCache, make_logger
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet

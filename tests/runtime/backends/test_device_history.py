@@ -124,9 +124,7 @@ def test_later_questions_and_turns_go_back_to_the_state_after_the_image(
 
 
 @pytest.mark.parametrize("right", [0, 2, MAX_DRAFT])
-def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(
-    right: int, opened: tuple[str, Model, Gpu]
-) -> None:
+def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(right: int, opened: tuple[str, Model, Gpu]) -> None:
     family, model, _ = opened
     asked = prompt(model, prompt_messages("red?"), [random_image(0, LARGE[family])])
     wanted = answer(Session(model.backend, model.manifest), asked, policy(3), MAX_DRAFT + 4)

@@ -16,7 +16,6 @@ from tests.support.gpu_standin import build_all
 from tests.support.tiny import Tiny
 
 from vtx import cli
-from vtx.runtime.backends.engines import STATES
 from vtx.runtime.backends.ort.cuda import WINDOWS as OF_CUDA
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, WINDOWS, TensorrtBackend
 from vtx.runtime.bundle.bundle import Bundle
@@ -24,7 +23,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.host.profiles import load_profile, profile_names
 from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate.sizes import KNOWN, bundle_size
-from vtx.tools.estimate.towers import NativeSize
+from vtx.tools.estimate.towers import NaflexSize, NativeSize
 
 ORINS = [name for name in profile_names() if load_profile(name).kind == "jetson" and "orin" in name]
 
@@ -114,10 +113,15 @@ def test_a_card_has_the_engines_that_the_family_has_there() -> None:
     assert frames["obstacles"]["fp16"] == NO_FRAMES
 
 
-def test_models_with_states_have_no_engine_on_a_gpu() -> None:
-    refused = CliRunner().invoke(cli.plan, ["--model", "lfm2-vl-1.6b", "--profile", "rtx-4090"])
-    assert refused.exit_code == 1
-    assert f"TensorRT-RTX 1.7, onnxruntime's CUDA provider: {STATES}; " in refused.stderr
+@pytest.mark.parametrize("profile", ["rtx-4090", "orin-nano-8"])
+def test_models_with_states_are_answered_on_a_gpu_and_their_largest_view_is_counted(profile: str) -> None:
+    words = ["--model", "lfm2-vl-1.6b", "--profile", profile, "--precision", "int4"]
+    on_gpu, on_cpu = planned(*words), planned("--model", "lfm2-vl-1.6b", "--profile", "cpu", "--precision", "int4")
+    assert all(engine["precisions"] for engine in on_gpu["engines"] if engine["dialect"])
+    tile = KNOWN["lfm2-vl-1.6b"].vision
+    assert isinstance(tile, NaflexSize)
+    assert tile.stretched(4).widest == 4 * tile.widest
+    assert on_cpu
 
 
 def test_a_precision_without_an_engine_has_no_times() -> None:

@@ -73,6 +73,7 @@ inline constexpr char kNotBuilt[] = "TensorRT does not support native image reso
 inline constexpr char kNotRenumbered[] = "positions of three parts, which cannot be renumbered; use positions=keep";
 inline constexpr char kPrefixFormat[] = "vtx-prefix-1";
 inline constexpr char kKernels[] = "kernels.cache";
+inline constexpr char kNoStates[] = "layers without attention keep a state, which libvtx does not hold on a GPU";
 inline constexpr char kPastKey[] = "past_key.";
 inline constexpr char kPastValue[] = "past_value.";
 inline constexpr char kPresentKey[] = "present_key.";
