@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool
@@ -56,6 +57,15 @@ class DeviceStateHistory(StateHistory):
     @property
     def nbytes(self) -> int:
         return self._bytes * (len(self._all) + (0 if self._run is None else self._run.capacity))
+
+    @contextmanager
+    def in_parts(self, length: int) -> Iterator[None]:
+        """While tokens behind `length` run in several parts: the state before all of them stays held."""
+        self.since = length
+        try:
+            yield
+        finally:
+            self.since = None
 
     def version(self, length: int) -> int:
         """The version of the state after `length` tokens."""

@@ -270,7 +270,8 @@ class StateHistory:
     After 0 tokens they are zeros. Kept are those of the last tokens, and those of `marks`: the first one, which is the
     image's end, and the last ones. A state cannot be cut as slots can: a cache that goes back to another number of
     tokens goes back to the `nearest` one before, and runs the tokens between again. `tried`: tokens of a run that has
-    the state after each of them held.
+    the state after each of them held. `since`: where tokens began that run in several parts, which all of them can
+    leave again; None: in one.
 
     While tokens run one by one nothing is copied: a run reads the state `before` it where it is held, and writes the
     next one into `room`, which is the memory of one that is held no more, and is then held itself.
@@ -280,6 +281,7 @@ class StateHistory:
         self.shape, held = (len(spec.stateful), model.state_numbers), HeldStates(model)
         self.recent, self.tried = held.recent, held.tried
         self.marks = set[int]()
+        self.since: int | None = None
         self._held: dict[int, Any] = {0: self._zeros()}
         self._room: Any = None
 
@@ -341,7 +343,7 @@ class StateHistory:
 
     def _outlived(self, length: int) -> set[int]:
         """What goes when tokens have run behind `length`: old states, and those of a run behind it that failed."""
-        oldest = length - self.recent
+        oldest = (length if self.since is None else self.since) - self.recent
         return {at for at in self._held if at > length or (at and at not in self.marks and at <= oldest)}
 
     def keep(self, length: int) -> None:

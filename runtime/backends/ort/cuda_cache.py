@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,7 @@ class OrtCudaCache(OrtStageCache):
     """
 
     stage: OrtCudaStage
+    states: DeviceStateHistory | None
 
     def __init__(self, stage: OrtCudaStage, capacity: int) -> None:
         super().__init__(stage, capacity)
@@ -139,9 +141,10 @@ class OrtCudaCache(OrtStageCache):
             if query or self._context.model.two_way or len(tokens) <= PROMPT_RUN:
                 return super().append(tokens, positions, query=query, outputs=outputs)
             parts = list[HiddenStates]()
-            for start in range(0, len(tokens), PROMPT_RUN):
-                end = min(start + PROMPT_RUN, len(tokens))
-                parts.append(super().append(tokens.part(start, end), positions[start:end]))
+            with nullcontext() if self.states is None else self.states.in_parts(self.length):
+                for start in range(0, len(tokens), PROMPT_RUN):
+                    end = min(start + PROMPT_RUN, len(tokens))
+                    parts.append(super().append(tokens.part(start, end), positions[start:end]))
         joined = np.concatenate(parts)
         return joined if outputs is None else joined[outputs]
 

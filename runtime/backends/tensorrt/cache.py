@@ -12,6 +12,7 @@ decoding, whose recorded work needs one address: it has a copy of the last one, 
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -187,7 +188,7 @@ class TensorrtStageCache(SlotCounter):
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         shared, longest = self._context, self._context.engines.longest(self._graph)
-        with shared.cuda:
+        with shared.cuda, nullcontext() if self.states is None else self.states.in_parts(self.length):
             self.make_room(self.length + len(tokens))
             out = shared.states.empty(len(tokens))
             if query:
