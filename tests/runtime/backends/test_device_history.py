@@ -212,11 +212,11 @@ def test_a_run_that_fails_leaves_no_state_behind(opened: tuple[str, Model, Gpu])
     cache, alone = (model.backend.stage(0, 64) for _ in range(2))
     for each in (cache, alone):
         each.append(TokenStates(rows[:5]), np.arange(5))
-    gpu.errors["cudaStreamSynchronize"] = 719
+    gpu.errors["cudaMemcpy2DAsync"] = 719  # of the states that the run has given out
     with pytest.raises(DeviceError):
         cache.append(TokenStates(rows[5:30]), np.arange(5, 30))
     gpu.errors.clear()
-    assert (cache.length, cache.nearest(29)) == (5, 5) or cache.length == 5
+    assert cache.length == 5
     found = cache.append(TokenStates(rows[30:]), np.arange(5, 15))
     np.testing.assert_allclose(found, alone.append(TokenStates(rows[30:]), np.arange(5, 15)), atol=TOLERANCE)
     history = cache.states  # type: ignore[attr-defined]
