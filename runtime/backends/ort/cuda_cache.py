@@ -178,9 +178,8 @@ class OrtCudaCache(OrtStageCache):
         if self.states is None:
             self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
         else:
-            made = self.states.room(1)
-            given = {names.STATE: self.states.before(self.length)}
-            self.stage.bind_states(held.binding, given, {names.STATE_OUT: made})
+            before, made = self.states.before(self.length), self.states.room(1)
+            self.stage.bind_states(held.binding, {names.STATE: before}, {names.STATE_OUT: made})
             self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
             self.states.put(self.length, self._row_ends[names.STATE_ENDS], made)
         return held.row[names.HIDDEN_OUT].address
