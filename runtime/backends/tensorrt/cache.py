@@ -271,7 +271,7 @@ class TensorrtStageCache(SlotCounter):
         context.enqueue()
         if not in_place:
             memory.put(start, count)
-        if self.states is not None:
+        if self.states is not None and made is not None:
             self.states.put(start, ends, made)
         nbytes = count * shared.states.row_bytes
         cuda.copy_rows(out, nbytes, engines.address(names.HIDDEN_OUT), nbytes, nbytes, 1)
