@@ -32,7 +32,9 @@ from vtx.runtime.backends.ort import cuda as ort_cuda
 from vtx.runtime.backends.slots import RECENT
 from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.report.compare import compare
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import TokenStates
 from vtx.tools.tensorrt.releases import TENSORRT, Release
@@ -230,3 +232,11 @@ def test_a_stage_takes_no_memory_for_states_before_its_first_token(opened: tuple
     cache = model.backend.stage(0, 64)
     assert gpu.used == before
     assert cache.state_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["lfm2_vl", "qwen3_5"])
+def test_graphs_are_compared_one_by_one_with_the_states_that_they_give_out(family: str, folders: Folders) -> None:
+    found = list(compare(Bundle.open(folders(family)), "ort", "trt"))
+    assert all(graph.worst.passed for graph in found)
+    outputs = [output.tensor for graph in found for output in graph.outputs]
+    assert outputs.count(names.STATE_OUT) == 5  # one for each stage: each has a layer with a state
