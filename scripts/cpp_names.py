@@ -13,7 +13,7 @@ from vtx.runtime.backends import memory, slots
 from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import cache as ort_cache
 from vtx.runtime.backends.ort import library
-from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT, WINDOWS
+from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT, STATES, WINDOWS
 from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
 from vtx.runtime.bundle import fingerprint, tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
@@ -61,7 +61,7 @@ def header() -> str:
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE, "BOTH_WAYS": BOTH_WAYS}
     words |= {"NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
     words["PAIRS"] = manifest.PAIRS
-    words["KERNELS"] = fingerprint.KERNELS
+    words |= {"KERNELS": fingerprint.KERNELS, "NO_STATES": STATES}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),

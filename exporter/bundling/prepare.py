@@ -36,7 +36,6 @@ from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_weights, with_own_head
 from vtx.exporter.weights.scaling import scaled_weights
-from vtx.runtime.backends.engines import STATES
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
 from vtx.runtime.bundle.spec.names import SLOTTED, STATEFUL, TENSORRT, UNCACHED, UNTYPED
@@ -62,7 +61,6 @@ from vtx.runtime.vision.layouts.pairs import Pairs
 DOWNSAMPLE = "downsample_mode"
 DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
 UNPRINTED = "no videos: the chat template does not print them"
-NO_STATES = f"{STATES}, so the bundle has no graphs for CUDA and TensorRT; use onnxruntime or OpenVINO"
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +252,6 @@ def plan_export(options: ExportOptions) -> Plan:
     unused = unused_weights(checkpoint, weights.stored, tied=config.text.tied)
     disagreements = ([UNTIED] if stated.text.tied != config.text.tied else []) + ([unused] if unused else [])
     disagreements += [UNPRINTED] * unprinted
-    if config.text.conv_layers and not {*options.dialects} <= {*UNTYPED}:
-        options = replace(options, dialects=tuple(name for name in options.dialects if name in UNTYPED))
-        disagreements.append(NO_STATES)
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context,
         predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config)),

@@ -256,7 +256,8 @@ class StageAttention(Protocol):
 class Dialect(ABC):
     """One operator set. `compute` is the type of the arithmetic; hidden states cross a graph's boundary in float32.
 
-    `sizes_from_values`: the number of tokens may depend on a tensor's values; else a mask hides tokens.
+    `sizes_from_values`: the number of tokens may depend on a tensor's values; else a mask hides tokens. `branches`: a
+    graph may have others within it, conditionals and loops; if not, one run is of one conversation, too.
     """
 
     name: str
@@ -264,6 +265,7 @@ class Dialect(ABC):
     ir_version: int
     compute: ir.DataType = FLOAT
     sizes_from_values: bool = False
+    branches: bool = True
 
     def cache_shape(self, kv_heads: int, slots: str, head_dim: int) -> tuple[int | str, ...]:
         return (1, kv_heads, slots, head_dim)

@@ -3,7 +3,8 @@
 Each value head has a matrix S [key size, value size]. A token with key k, value v, decay exp(g) and rate beta makes it
 S' = exp(g) S + beta k (v - k exp(g) S), and reads q S'. One token is computed so. Many go in chunks of up to `CHUNK`,
 within which the values that the tokens write are those of a triangular system (arXiv 2406.06484, 2412.06464), and a
-loop carries S from one chunk to the next. All of it is float32, as are the states.
+loop carries S from one chunk to the next. In dialects without branches all tokens of a run are one chunk, of up to
+`DELTA_RUN`, and one token is computed as many are. All of it is float32, as are the states.
 
 Queries, keys and values are convolved before, and what is read is normed and gated behind.
 """
@@ -20,6 +21,7 @@ from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors
 from vtx.exporter.graphs.states import END, States
+from vtx.runtime.bundle.spec.graphs import DELTA_RUN
 from vtx.runtime.bundle.spec.model_spec import DeltaSpec
 
 CHUNK = 64  # a power of two
@@ -62,13 +64,15 @@ def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, na
     heads = b.op("Concat", states.conversations, b.constant([d.value_heads, d.key_dim, d.value_dim]), axis=0)
     matrices = b.op("Reshape", memory, heads)
     each = b.op("Shape", q, start=2, end=3)
-    single = b.op("Squeeze", b.op("Equal", each, b.constant([1])))
     ends = b.op("Sub", states.ends, b.constant([1]))
-    read, new = b.choose(
-        single,
-        lambda: _one(b, matrices, q, k, v, beta, decay, ends),
-        lambda: _many(b, d, matrices, q, k, v, beta, decay, ends, each),
-    )
+    if b.dialect.branches:
+        read, new = b.choose(
+            b.op("Squeeze", b.op("Equal", each, b.constant([1]))),
+            lambda: _one(b, matrices, q, k, v, beta, decay, ends),
+            lambda: _many(b, d, matrices, q, k, v, beta, decay, ends, each),
+        )
+    else:
+        read, new = _at_once(b, matrices, q, k, v, beta, decay, ends, each)
     states.keep(b.op("Concat", kept, b.reshape(new, 0, -1, d.memory), axis=-1))
     read = b.from_float32(b.reshape(b.op("Transpose", read, perm=[0, 2, 1, 3]), -1, d.value_heads, d.value_dim))
     gate = b.reshape(b.linear(x, f"{name}.in_proj_z", bias=False), -1, d.value_heads, d.value_dim)
@@ -118,44 +122,81 @@ def _many(
     """The same of any number of tokens."""
     size = b.op("Min", each, b.constant([CHUNK]))  # of a chunk
     q, k, v, beta, decay = _in_chunks(b, (q, k, v, beta, decay), (d.key_dim, d.key_dim, d.value_dim, 1, 1), size)
-    passed = b.op("CumSum", decay, b.constant(np.array(3)))  # decay since the chunk's begin, as a logarithm
-    keys = _turned(b, k)
-    lower = b.op("Cast", _square(b, np.tri(CHUNK, dtype=np.float32), size), to=ir.DataType.BOOL.value)
-    between = b.op("Sub", passed, _turned(b, passed))
-    between = b.op("Exp", b.op("Where", lower, between, b.constant(NEVER)))  # of token j's until token i, i >= j
-    scaled = b.op("Mul", k, beta)
-    inverse = _inverse(b, b.op("Mul", b.op("MatMul", scaled, keys), between), size)
-    since = b.op("Exp", passed)
-    values = b.op("MatMul", inverse, b.op("Mul", v, beta))
-    reads = b.op("MatMul", inverse, b.op("Mul", scaled, since))
-    within = b.op("Mul", b.op("MatMul", q, keys), between)
+    passed = b.op("CumSum", decay, b.constant(np.array(3)))
+    system = _solve(b, q, k, v, beta, passed, size, CHUNK)
     last = b.op("Slice", passed, b.constant([-1]), b.constant([END]), b.constant([3]))
     kept = _turned(b, b.op("Mul", k, b.op("Exp", b.op("Sub", last, passed))))
 
     def step(before: ir.Value, *parts: ir.Value) -> tuple[ir.Value, ...]:
-        values, reads, asks, within, kept, decayed = parts
-        written = b.op("Sub", values, b.op("MatMul", reads, before))
-        out = b.op("Add", b.op("MatMul", asks, before), b.op("MatMul", within, written))
+        *system, kept, decayed = parts
+        out, written = _read(b, before, system)
         after = b.op("Add", b.op("Mul", before, decayed), b.op("MatMul", kept, written))
         return after, out, written, b.op("Identity", before)
 
-    asks = b.op("Mul", q, since)
-    _, out, written, begins = b.scan(step, matrices, (values, reads, asks, within, kept, b.op("Exp", last)))
-    chunk, place = b.op("Div", ends, size), b.op("Unsqueeze", b.op("Mod", ends, size), b.constant([1]))
+    _, out, written, begins = b.scan(step, matrices, (*system, kept, b.op("Exp", last)))
+    chunk, place = b.op("Div", ends, size), b.op("Mod", ends, size)
+    k, passed, written, begins = (b.op("Gather", part, chunk, axis=0) for part in (k, passed, written, begins))
+    at_ends = _at_ends(b, k, passed, written, begins, place, size)
+    # [chunks, conversations, heads, tokens of a chunk, width] in order again, without what was padded
+    shape = b.op("Concat", b.op("Shape", v, start=1, end=3), b.constant([-1]), b.op("Shape", v, start=4), axis=0)
+    out = b.op("Reshape", b.op("Transpose", out, perm=[1, 2, 0, 3, 4]), shape)
+    return b.op("Slice", out, b.constant([0]), each, b.constant([2])), at_ends
+
+
+def _at_once(
+    b: Builder, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value,
+    ends: ir.Value, each: ir.Value,
+) -> tuple[ir.Value, ir.Value]:  # fmt: skip
+    """The same of up to `DELTA_RUN` tokens, one chunk: a loop's parts and its outcome are there once."""
+    matrices, q, k, v, beta, decay = (b.op("Unsqueeze", x, b.constant([0])) for x in (matrices, q, k, v, beta, decay))
+    passed = b.op("MatMul", _square(b, np.tri(DELTA_RUN, dtype=np.float32), each), decay)  # TensorRT's CumSum may loop
+    out, written = _read(b, matrices, _solve(b, q, k, v, beta, passed, each, DELTA_RUN))
+    return b.op("Squeeze", out, b.constant([0])), _at_ends(b, k, passed, written, matrices, ends, each)
+
+
+def _solve(
+    b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, passed: ir.Value, size: ir.Value, most: int
+) -> tuple[ir.Value, ...]:
+    """What `_read` takes of chunks of `size` tokens, `most` at most; `passed` is the decay since a chunk's begin.
+
+    Decays are logarithms.
+    """
+    keys = _turned(b, k)
+    lower = b.op("Cast", _square(b, np.tri(most, dtype=np.float32), size), to=ir.DataType.BOOL.value)
+    between = b.op("Sub", passed, _turned(b, passed))
+    between = b.op("Exp", b.op("Where", lower, between, b.constant(NEVER)))  # of token j's until token i, i >= j
+    scaled = b.op("Mul", k, beta)
+    inverse = _inverse(b, b.op("Mul", b.op("MatMul", scaled, keys), between), size, most)
+    since = b.op("Exp", passed)
+    values = b.op("MatMul", inverse, b.op("Mul", v, beta))
+    reads = b.op("MatMul", inverse, b.op("Mul", scaled, since))
+    return values, reads, b.op("Mul", q, since), b.op("Mul", b.op("MatMul", q, keys), between)
+
+
+def _read(b: Builder, before: ir.Value, system: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
+    """Results of a chunk's tokens and the values that they write, from the matrices `before` it."""
+    values, reads, asks, within = system
+    written = b.op("Sub", values, b.op("MatMul", reads, before))
+    return b.op("Add", b.op("MatMul", asks, before), b.op("MatMul", within, written)), written
+
+
+def _at_ends(
+    b: Builder, k: ir.Value, passed: ir.Value, written: ir.Value, begins: ir.Value, place: ir.Value, size: ir.Value
+) -> ir.Value:
+    """The matrices [conversations, ends, heads, ...] after the token `place` [ends] of each end's chunk of `size`.
+
+    The others are of each end's chunk, [ends or 1, conversations, heads, tokens of a chunk, width].
+    """
     order = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", size), b.constant(np.array(1)))
+    place = b.op("Unsqueeze", place, b.constant([1]))
     seen, own = (  # [ends, 1, 1, tokens of a chunk, 1]
         b.op("Unsqueeze", b.op(compare, order, place), b.constant([1, 2, 4])) for compare in ("LessOrEqual", "Equal")
     )
-    k, passed, written, begins = (b.op("Gather", part, chunk, axis=0) for part in (k, passed, written, begins))
     until = b.op("ReduceSum", b.op("Where", own, passed, _number(b, 0)), b.constant([3]), keepdims=1)
     weights = b.op("Exp", b.op("Where", seen, b.op("Sub", until, passed), b.constant(NEVER)))
     added = b.op("MatMul", _turned(b, b.op("Mul", k, weights)), written)
     at_ends = b.op("Add", b.op("Mul", begins, b.op("Exp", until)), added)
-    # [chunks, conversations, heads, tokens of a chunk, width] in order again, without what was padded
-    shape = b.op("Concat", b.op("Shape", v, start=1, end=3), b.constant([-1]), b.op("Shape", v, start=4), axis=0)
-    out = b.op("Reshape", b.op("Transpose", out, perm=[1, 2, 0, 3, 4]), shape)
-    out = b.op("Slice", out, b.constant([0]), each, b.constant([2]))
-    return out, b.op("Transpose", at_ends, perm=[1, 0, 2, 3, 4])
+    return b.op("Transpose", at_ends, perm=[1, 0, 2, 3, 4])
 
 
 def _in_chunks(b: Builder, parts: Sequence[ir.Value], widths: Sequence[int], size: ir.Value) -> Sequence[ir.Value]:
@@ -172,14 +213,14 @@ def _in_chunks(b: Builder, parts: Sequence[ir.Value], widths: Sequence[int], siz
     return b.ops("Split", apart, b.constant([*widths]), outputs=len(widths), axis=-1)
 
 
-def _inverse(b: Builder, system: ir.Value, size: ir.Value) -> ir.Value:
-    """The inverse of 1 + the strictly lower part of [..., size, size].
+def _inverse(b: Builder, system: ir.Value, size: ir.Value, most: int) -> ir.Value:
+    """The inverse of 1 + the strictly lower part of [..., size, size]; `most`, a power of two, is the largest size.
 
     Blocks of one row are their own inverses. Those of twice as many have the inverses of both halves, X, and beneath
     the diagonal - X system X; every step does all of them, and computes with no number larger than the inverse has.
     """
-    inverse, rows = _square(b, np.eye(CHUNK, dtype=np.float32), size), np.arange(CHUNK)
-    for block in 1 << np.arange(CHUNK.bit_length() - 1):
+    inverse, rows = _square(b, np.eye(most, dtype=np.float32), size), np.arange(most)
+    for block in 1 << np.arange(most.bit_length() - 1):
         pair, half = rows // (2 * block), rows // block % 2
         beneath = (pair[:, None] == pair) & (half[:, None] > half)
         part = b.op("Mul", system, _square(b, beneath.astype(np.float32), size))

@@ -23,11 +23,12 @@ class States:
 
     def __init__(self, b: Builder, c: TextConfig, layers: Sequence[int]) -> None:
         self._b, self._c, self._layers, columns = b, c, layers, c.conv_taps - 1
-        self._past = b.input(names.STATE, FLOAT, [len(layers), "conversations", c.state_numbers])
+        self._each: int | str = "conversations" if b.dialect.branches else 1
+        self._past = b.input(names.STATE, FLOAT, [len(layers), self._each, c.state_numbers])
         self.ends = b.input(names.STATE_ENDS, ir.DataType.INT64, ["ends"])
         each = b.op("Add", b.op("Unsqueeze", self.ends, b.constant([1])), b.constant(list(range(columns))))
         self._columns = b.reshape(each, -1)  # of the past and the run together, the columns that are given out
-        self.conversations = b.op("Shape", self._past, start=1, end=2)
+        self.conversations = b.op("Shape", self._past, start=1, end=2) if b.dialect.branches else b.constant([1])
         self._states: list[ir.Value] = []
 
     def apart(self, x: ir.Value, *sizes: int) -> ir.Value:
@@ -72,5 +73,5 @@ class States:
     def finish(self) -> None:
         """Declare the states as an output."""
         states = self._b.op("Concat", *self._states, axis=0)
-        shape: list[int | str] = [len(self._layers), "conversations", "ends", self._c.state_numbers]
+        shape: list[int | str] = [len(self._layers), self._each, "ends", self._c.state_numbers]
         self._b.output(states, names.STATE_OUT, FLOAT, shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -152,6 +152,8 @@ class Cuda:
 
     def copy_rows(self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int) -> None:
         """Queue a copy of `height` rows of `width` bytes on the device, `pitch` bytes apart."""
+        if not height:  # of a stage without K and V
+            return
         kind = self._kinds.cudaMemcpyDeviceToDevice
         self.call("cudaMemcpy2DAsync", to, to_pitch, source, pitch, width, height, kind, self.stream)
 
@@ -236,12 +238,15 @@ Memory = TypeVar("Memory", bound=StageMemory)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """Memory of each stage, by its first layer, that no cache has now. The next conversation's caches take it."""
+    """Memory of each stage, by its first layer, that no cache has now. The next conversation's caches take it.
+
+    Other memory that goes from one to the next has keys of its own.
+    """
 
     cuda: Cuda
-    unused: dict[int, list[Any]] = field(default_factory=dict)
+    unused: dict[Hashable, list[Any]] = field(default_factory=dict)
 
-    def borrow(self, stage: int, capacity: int, make: Callable[[int], Memory]) -> Memory:
+    def borrow(self, stage: Hashable, capacity: int, make: Callable[[int], Memory]) -> Memory:
         """Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new.
 
         All unused memory is freed if the device has too little for new one.
@@ -264,7 +269,11 @@ class MemoryPool:
                 memory = make(capacity)
         return memory
 
-    def give_back_with(self, cache: object, stage: int, held: list[Any]) -> None:
+    def give_back(self, stage: Hashable, memory: StageMemory) -> None:
+        """Have the next cache take it; work that is queued may still use it, as later work is queued behind it."""
+        self.unused.setdefault(stage, []).append(memory)
+
+    def give_back_with(self, cache: object, stage: Hashable, held: list[Any]) -> None:
         """Have the memory in `held` come back when the cache is gone.
 
         So the next image allocates nothing, and finds its CUDA graph recorded.

@@ -97,6 +97,10 @@ class DeviceStates:
     def nbytes(self) -> int:
         return self._tokens * self._pool.row_bytes
 
+    @property
+    def address(self) -> int:
+        return self._address
+
     def row(self, token: int) -> int:
         """The address of a token's state."""
         return self._address + token * self._pool.row_bytes

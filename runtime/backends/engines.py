@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.spec.manifest import Manifest
 
 AUTO = "auto"
-STATES = "layers without attention keep a state, which vtx's GPU backends do not hold"
 Floats = Mapping[str, int]  # bytes in memory of a float of each of safetensors' types
 # onnxruntime's CPU provider computes in float32 and expands narrower floats to it; OpenVINO packs them as they are, and
 # all of them in bfloat16 if it computes in that.
@@ -58,6 +57,7 @@ class EngineCost:
 # Of an image at native resolution with the most pixels: the longer side by the shorter one. TensorRT's engines take any
 # sides up to the longer one, and so as many times the most pixels.
 WIDEST = 2
+WIDEST_VIEW = 4  # the same of models that see large images in tiles or slices, whose views are small
 WIDENED = "floats are widened to float32 and computed in it"
 
 

@@ -238,25 +238,52 @@ class SlotCounter(ABC):
         return self._run(tokens, positions, query=False)[outputs]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldStates:
+    """The number of states that a cache holds, by the size of one."""
+
+    model: ModelSpec
+
+    @property
+    def _fitting(self) -> int:
+        return max(1, STATE_BYTES // (4 * self.model.state_numbers))
+
+    @property
+    def recent(self) -> int:
+        """Last tokens whose states are held."""
+        return min(RECENT, self._fitting)
+
+    @property
+    def tried(self) -> int:
+        """Tokens of a run that has the state after each of them held."""
+        return min(TRIED, self._fitting)
+
+    @property
+    def ends(self) -> int:
+        """The most states of one run: of each of few tokens, or of the last ones and of every mark."""
+        return max(self.tried, 2 * self.recent + 1)
+
+
 class StateHistory:
     """States [layers, numbers] by the number of tokens that they have seen.
 
     After 0 tokens they are zeros. Kept are those of the last tokens, and those of `marks`: the first one, which is the
     image's end, and the last ones. A state cannot be cut as slots can: a cache that goes back to another number of
     tokens goes back to the `nearest` one before, and runs the tokens between again. `tried`: tokens of a run that has
-    the state after each of them held.
+    the state after each of them held. `since`: where tokens began that run in several parts, which all of them can
+    leave again; None: in one.
 
     While tokens run one by one nothing is copied: a run reads the state `before` it where it is held, and writes the
     next one into `room`, which is the memory of one that is held no more, and is then held itself.
     """
 
     def __init__(self, spec: StageSpec, model: ModelSpec) -> None:
-        self.shape = len(spec.stateful), model.state_numbers
-        fit = max(1, STATE_BYTES // (4 * model.state_numbers))
-        self.recent, self.tried = min(RECENT, fit), min(TRIED, fit)
+        self.shape, held = (len(spec.stateful), model.state_numbers), HeldStates(model)
+        self.recent, self.tried = held.recent, held.tried
         self.marks = set[int]()
-        self._held: dict[int, HiddenStates] = {0: np.zeros(self.shape, np.float32)}
-        self._room: HiddenStates | None = None
+        self.since: int | None = None
+        self._held: dict[int, Any] = {0: self._zeros()}
+        self._room: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -264,13 +291,14 @@ class StateHistory:
 
     def at(self, length: int) -> HiddenStates:
         """The state after `length` tokens, which must be held."""
-        return self._held[length]
+        state: HiddenStates = self._held[length]
+        return state
 
-    def before(self, length: int) -> HiddenStates:
+    def before(self, length: int) -> Any:
         """The state after `length` tokens as a run of one conversation takes it, [layers, 1, numbers]: the held one."""
         return self._held[length][:, None]
 
-    def room(self, ends: int) -> HiddenStates:
+    def room(self, ends: int) -> Any:
         """Memory for the states after that many tokens of one run, [layers, 1, ends, numbers], to be `put`."""
         layers, numbers = self.shape
         if ends > 1:
@@ -289,13 +317,17 @@ class StateHistory:
         if len(self.marks) > 1 + self.recent:
             self.marks.remove(sorted(self.marks)[1])
 
-    def ends(self, length: int, count: int) -> Ids:
-        """The numbers of a run's `count` tokens, behind `length` others, after which states are to be held."""
-        recent = range(max(1, count - self.recent + 1) if count > self.tried else 1, count + 1)
+    def ends(self, length: int, count: int, *, more: bool = False) -> Ids:
+        """The numbers of a run's `count` tokens, behind `length` others, after which states are to be held.
+
+        `more`: another run follows at once, so that only the last token of this one is gone back to, and marks.
+        """
+        first = count if more else count - self.recent + 1 if count > self.tried else 1
+        recent = range(max(1, first), count + 1)
         marked = {mark - length for mark in self.marks if 0 < mark - length <= count}
         return np.array(sorted(marked.union(recent)), np.int64)
 
-    def put(self, length: int, ends: Ids, states: HiddenStates) -> None:
+    def put(self, length: int, ends: Ids, states: Any) -> None:
         """Hold the states [layers, ends, numbers] of a run from `length` on; older ones go, but for marks.
 
         They are copied, unless they are the one in `room`, which becomes the history's own.
@@ -306,9 +338,13 @@ class StateHistory:
         else:
             apart = states.reshape(layers, len(ends), numbers)
             made = {length + int(end): apart[:, number].copy() for number, end in enumerate(ends)}
-        oldest = length - self.recent
-        self._forget({at for at in self._held if at and at not in self.marks and at <= oldest} | {*made})
+        self._forget(self._outlived(length) | {*made})
         self._held |= made
+
+    def _outlived(self, length: int) -> set[int]:
+        """What goes when tokens have run behind `length`: old states, and those of a run behind it that failed."""
+        oldest = (length if self.since is None else self.since) - self.recent
+        return {at for at in self._held if at > length or (at and at not in self.marks and at <= oldest)}
 
     def keep(self, length: int) -> None:
         """Forget what comes behind `length` tokens, whose state must be held."""
@@ -322,6 +358,9 @@ class StateHistory:
             self._forget({length})
             self._held[length] = other.at(length).copy()
         self.mark(length)
+
+    def _zeros(self) -> Any:
+        return np.zeros(self.shape, np.float32)
 
     def _forget(self, lengths: Iterable[int]) -> None:
         """Drop states, and have the memory of one as room for the next."""

@@ -30,6 +30,7 @@ from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.ort.library import check_opset, check_release, load_onnxruntime, session_options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec.graphs import DELTA_RUN
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import BundleError, RequestError
@@ -108,7 +109,7 @@ class DialectSource:
             count, values = len(inputs[names.HIDDEN]), dict[str, NDArray[Any]]()
             for name, value in self._stage(part.number, inputs).items():
                 values[name] = value
-                if value.ndim == 4:  # K or V: the filled slots
+                if value.ndim == 4 and name != names.STATE_OUT:  # K or V: the filled slots
                     heads_first = value.swapaxes(1, 2) if self.dialect in names.TENSORRT else value
                     values[name] = heads_first[:, :, :count].astype(np.float32)
                     if self._scales:
@@ -139,8 +140,16 @@ class DialectSource:
         slots, heads = count if self.dialect in names.IN_PLACE else 0, model.kv_heads
         sizes = (slots, heads) if self.dialect in names.TENSORRT else (heads, slots)
         empty = np.zeros((1, *sizes, model.head_dim), self._kv_type)
-        layers = range(stage.first, stage.last + 1)
+        layers = stage.cached
         caches = {name(n): empty for n in layers for name in (names.past_key, names.past_value)}
+        if stage.stateful:  # none before the first token; the one after the last is compared
+            caches[names.STATE] = np.zeros((len(stage.stateful), 1, model.state_numbers), np.float32)
+            caches[names.STATE_ENDS] = np.array([count], np.int64)
+            if model.delta is not None and self.dialect in names.TENSORRT and count > DELTA_RUN:
+                raise BundleError(
+                    f"the golden prompt has {count} tokens, the {self.dialect!r} graphs of this model take {DELTA_RUN} "
+                    "at once; compare with the device: --compare ort,tensorrt"
+                )
         slot_numbers = {names.LAST_SLOT: count - 1, names.TOTAL_SLOTS: count}
         numbers = {name: np.array([slot_numbers[name]], np.int32) for name in names.SLOTS[self.dialect]}
         scales = {

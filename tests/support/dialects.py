@@ -13,7 +13,7 @@ from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.ort.graph import ports
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
-from vtx.runtime.backends.slots import seen_slots
+from vtx.runtime.backends.slots import StateHistory, seen_slots
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs as graph_io
 from vtx.runtime.bundle.spec import names
@@ -103,6 +103,9 @@ class _Cache:
         empty = np.zeros((1, *sizes), names.kv_type(backend.dialect, backend.manifest.kv_dtype))
         self._kv = {name(n): empty for n in self._layers for name in (names.past_key, names.past_value)}
         self._query: HiddenStates = np.zeros((0, model.heads * model.head_dim), np.float32)
+        self.states = StateHistory(spec, model) if spec.stateful else None
+        limited = model.delta is not None and backend.dialect in names.TENSORRT
+        self._run = graph_io.DELTA_RUN if limited else capacity
         self.length = 0
 
     def first_slots(self) -> int:
@@ -115,6 +118,12 @@ class _Cache:
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
+        if len(tokens) > self._run:
+            parts = list[HiddenStates]()
+            for at in range(0, len(tokens), self._run):
+                end = min(at + self._run, len(tokens))
+                parts.append(self.append(tokens.part(at, end), positions[at:end], query=query))
+            return np.concatenate(parts) if outputs is None else np.concatenate(parts)[outputs]
         hidden = tokens.hidden
         assert self.length + len(hidden) <= self.capacity
         rope = self._backend.rope
@@ -126,7 +135,12 @@ class _Cache:
         inputs |= {names.token_input(name): tokens.inputs[name] for name in self._reads}
         if self._backend.manifest.model.two_way:
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
+        if self.states is not None:
+            ends = self.states.ends(self.length, len(hidden))
+            inputs |= {names.STATE: self.states.before(self.length), names.STATE_ENDS: ends}
         found = _run(self._session, inputs | self.told(len(hidden)))
+        if self.states is not None:
+            self.states.put(self.length, ends, found[names.STATE_OUT])
         for n in self._layers:
             self._take(names.past_key(n), found[names.present_key(n)])
             self._take(names.past_value(n), found[names.present_value(n)])
@@ -157,17 +171,28 @@ class _Cache:
 
     def keep(self, length: int) -> None:
         assert length <= self.length
+        if self.states is not None:
+            self.states.keep(length)
+        self._cut(length)
+
+    def _cut(self, length: int) -> None:
         self.length = length
 
     def mark(self, length: int) -> None:
-        """Slots can be cut back to any length."""
+        if self.states is not None:
+            self.states.mark(length)
 
     def nearest(self, length: int) -> int:
-        return length
+        return length if self.states is None else self.states.nearest(length)
+
+    def copy(self, other: _Cache, length: int) -> None:
+        self.write(np.arange(length), other.read(np.arange(length)), length=length)
+        if self.states is not None:
+            self.states.take(other.states, length)
 
     @property
     def tried(self) -> int:
-        return self.capacity
+        return self.capacity if self.states is None else self.states.tried
 
     @property
     def state_bytes(self) -> int:
@@ -183,8 +208,7 @@ class _Cache:
             room[self._axis] = (0, max(0, length - self._kv[name].shape[self._axis]))
             self._kv[name] = np.pad(self._kv[name], room)
             self._slots(name, slice(None))[:, :, slots] = rows
-        self.length = length
-        self.keep(length)
+        self._cut(length)
 
 
 class GrownCache(_Cache):
@@ -197,8 +221,8 @@ class GrownCache(_Cache):
         assert {kv.shape[2] for kv in self._kv.values()} == {self.length}
         return {}
 
-    def keep(self, length: int) -> None:
-        super().keep(length)
+    def _cut(self, length: int) -> None:
+        super()._cut(length)
         self._kv = {name: kv[:, :, :length] for name, kv in self._kv.items()}
 
 

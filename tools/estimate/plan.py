@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from vtx.runtime.backends.engines import ENGINES, EXPANDED, EngineCost
+from vtx.runtime.backends.engines import ENGINES, EXPANDED, WIDEST_VIEW, EngineCost
 from vtx.runtime.backends.slots import BLOCK
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError, UnsupportedModelError
@@ -23,7 +23,7 @@ from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate import flops, weights
 from vtx.tools.estimate.sizes import ModelSize
-from vtx.tools.estimate.towers import NativeSize, PairedSize
+from vtx.tools.estimate.towers import NaflexSize, NativeSize, PairedSize
 
 SPREAD = 8  # rows of the table over K
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
@@ -284,9 +284,11 @@ def make_plan(
     """
     if engine is None:
         engine = ENGINES["cpu"].costs["ort"] if profile is not None and profile.kind == "cpu" else IDEAL
-    largest: NativeSize | None = None
+    largest: NativeSize | NaflexSize | None = None
     if engine.reserved and isinstance(model.vision, NativeSize) and isinstance(model.layout, Native):
         largest = model.vision.of_pixels(engine.reserved * model.layout.max_pixels)
+    if engine.reserved and isinstance(model.vision, NaflexSize):
+        largest = model.vision.stretched(WIDEST_VIEW)
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)
@@ -329,7 +331,7 @@ def make_plan(
 
 def _cost(
     model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None,
-    engine: EngineCost, again: int, largest: NativeSize | None,
+    engine: EngineCost, again: int, largest: NativeSize | NaflexSize | None,
 ) -> PrecisionCost:  # fmt: skip
     """The memory of one precision; `largest`: the tower for which the engine takes memory at load, if that is fixed."""
     element = KV_DTYPES[precisions.kv_dtype].bytes
@@ -355,8 +357,8 @@ def _cost(
 
 
 def activation_bytes(
-    model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int, largest: NativeSize | None = None, *,
-    apart: bool = False,
+    model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int,
+    largest: NativeSize | NaflexSize | None = None, *, apart: bool = False,
 ) -> int:  # fmt: skip
     """The larger of prefill's and the vision graph's intermediate values, and the fp32 logits of one token.
 

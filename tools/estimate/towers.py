@@ -175,6 +175,15 @@ class NaflexSize(VisionSize):
         patches = self.features * each * (1 if self.merged_after is None else MERGED**2)
         return replace(self, patches=patches, view_tokens=each, image_tokens=views * each, views=views)
 
+    def stretched(self, times: int) -> NaflexSize:
+        """The tower as it sees a view of `times` the pixels of a tile, as an engine takes memory for one."""
+        return replace(self, patches=times * self.patches, view_tokens=times * self.view_tokens)
+
+    @property
+    def bound(self) -> int:
+        """Numbers that go into the tower and out of it, of one view."""
+        return self.patches * 3 * self.patch**2 + self.view_tokens * self.out
+
     def merger(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the matrices of the MLP that makes one patch of those of a square."""
         if self.merged_after is None:

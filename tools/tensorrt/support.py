@@ -6,16 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtx.runtime.backends.engines import ENGINES, STATES, EngineCost
+from vtx.runtime.backends.engines import ENGINES, EngineCost
 from vtx.runtime.backends.ort.cuda import WINDOWS
-from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
+from vtx.runtime.backends.tensorrt.backend import NO_FRAMES
 from vtx.runtime.backends.tensorrt.backend import WINDOWS as OF_TENSORRT
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.profiles import Profile
 from vtx.tools.estimate.sizes import ModelSize
-from vtx.tools.estimate.towers import NaflexSize
 from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS
 
@@ -68,7 +67,7 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
     for device, spec in ENGINES.items():
         if device != "tensorrt" and spec.gpu == (profile.kind != "cpu"):
             refusal = spec.load().refusal
-            whole = WINDOWS if model.decoder.sliding is not None else STATES if model.decoder.conv_layers else None
+            whole = WINDOWS if model.decoder.sliding is not None else None
             refusals = {
                 name: (whole if spec.gpu else None) or refusal(p.kv_dtype, jetson=profile.kind == "jetson")
                 for name, p in parts.items()
@@ -118,11 +117,7 @@ def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack:
 def _tensorrt(
     software: str, release: Release, lacks: frozenset[str], model: ModelSize, parts: Mapping[str, Precisions]
 ) -> EngineSupport:
-    whole = NOT_BUILT if isinstance(model.vision, NaflexSize) else None
-    if model.decoder.conv_layers:
-        whole = STATES
-    if model.decoder.sliding is not None:
-        whole = OF_TENSORRT
+    whole = OF_TENSORRT if model.decoder.sliding is not None else None
     if model.vision is not None and model.vision.towers > 1:
         whole = NO_FRAMES
     obstacles = dict[str, str | None]()

@@ -29,6 +29,7 @@ class Trt(Dialect):
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 24})
     ir_version: int = 10
     max_context: int = 0
+    branches: bool = False  # CUDA does not record them
 
     def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
         y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)

@@ -21,6 +21,7 @@ class Trt10(Plain, Trt):
     name: str = "trt10"
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 19})
     ir_version: int = 9
+    branches: bool = False
 
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> Trt10Attention:
         assert c.sliding is None, "refused for these layers"

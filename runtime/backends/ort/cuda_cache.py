@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, SavedSlots, aligned, runs
+from vtx.runtime.backends.device_history import DeviceStateHistory, StatesAt
 from vtx.runtime.backends.device_states import FLOAT, DeviceStates, StatesPool
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStage, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph
@@ -38,15 +40,22 @@ class OrtCudaStage(OrtStage):
     def shape(self, slots: int) -> tuple[int, int, int, int]:
         return 1, self.context.model.kv_heads, slots, self.context.model.head_dim
 
+    def new_states(self) -> DeviceStateHistory | None:
+        return DeviceStateHistory(self.spec, self.context.model, self.cuda, self.pool) if self.spec.stateful else None
+
     def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], kv: Sequence[Any]) -> Any:
-        states = {name: x for name, x in inputs.items() if isinstance(x, DeviceStates)}
-        made = {name: x for name, x in outputs.items() if isinstance(x, DeviceStates)}
-        of_host = [{n: x for n, x in side.items() if not isinstance(x, DeviceStates)} for side in (inputs, outputs)]
+        sides = inputs, outputs
+        there = [{n: x for n, x in side.items() if isinstance(x, DeviceStates | StatesAt)} for side in sides]
+        of_host = [{n: x for n, x in side.items() if n not in found} for side, found in zip(sides, there, strict=True)]
         binding = super().bind(of_host[0], of_host[1], kv)
-        for bind, each in ((binding.bind_input, states), (binding.bind_output, made)):
-            for name, x in each.items():
-                bind(name, *self.context.memory, FLOAT, x.shape, x.row(0))
+        self.bind_states(binding, *there)
         return binding
+
+    def bind_states(self, binding: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        """Bind hidden states of the device, and states of layers."""
+        for bind, each in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+            for name, x in each.items():
+                bind(name, *self.context.memory, FLOAT, x.shape, x.address)
 
     def bind_kv(self, binding: Any, kv: Sequence[OrtDeviceSlots]) -> None:
         (held,) = kv
@@ -65,13 +74,15 @@ class OrtDeviceSlots:
         self.stage, self.capacity = stage, capacity
         self.part = aligned(stage.context.model.kv_heads * capacity * stage.slot_bytes)
         purpose = f"the KV cache of layers {stage.spec.first} to {stage.spec.last}"
-        self.kv = Buffer(cuda, self.part * len(stage.kv_names), purpose)
+        self.kv = Buffer(cuda, max(1, self.part * len(stage.kv_names)), purpose)
         self.row = {name: Buffer(cuda, array.nbytes, "one token") for name, array in row.items()}
         self.total = np.zeros(1, np.int32)  # stays in the host's memory, where the operator reads it
         self.binding = stage.bind({names.TOTAL_SLOTS: self.total}, {}, [self])
         for name, array in row.items():
             bind = self.binding.bind_output if name == names.HIDDEN_OUT else self.binding.bind_input
             bind(name, *memory, array.dtype, array.shape, self.row[name].address)
+        if names.STATE_ENDS in row:
+            cuda.copy_in(self.row[names.STATE_ENDS].address, row[names.STATE_ENDS])
         self.clear()
 
     def address(self, part: int) -> int:
@@ -91,6 +102,7 @@ class OrtCudaCache(OrtStageCache):
     """
 
     stage: OrtCudaStage
+    states: DeviceStateHistory | None
 
     def __init__(self, stage: OrtCudaStage, capacity: int) -> None:
         super().__init__(stage, capacity)
@@ -108,7 +120,7 @@ class OrtCudaCache(OrtStageCache):
         if self._held and self._held[0].capacity >= slots:
             return
         capacity = min(self.capacity, -(-slots // BLOCK) * BLOCK)
-        row = {**self._given, names.HIDDEN_OUT: self._row_out}
+        row = {**self._given, **self._row_ends, names.HIDDEN_OUT: self._row_out}
         longer = stage.pool.borrow(stage.spec.first, capacity, lambda count: OrtDeviceSlots(stage, row, count))
         if self._held and self.length:
             for part in range(len(stage.kv_names)):
@@ -129,9 +141,10 @@ class OrtCudaCache(OrtStageCache):
             if query or self._context.model.two_way or len(tokens) <= PROMPT_RUN:
                 return super().append(tokens, positions, query=query, outputs=outputs)
             parts = list[HiddenStates]()
-            for start in range(0, len(tokens), PROMPT_RUN):
-                end = min(start + PROMPT_RUN, len(tokens))
-                parts.append(super().append(tokens.part(start, end), positions[start:end]))
+            with nullcontext() if self.states is None else self.states.in_parts(self.length):
+                for start in range(0, len(tokens), PROMPT_RUN):
+                    end = min(start + PROMPT_RUN, len(tokens))
+                    parts.append(super().append(tokens.part(start, end), positions[start:end]))
         joined = np.concatenate(parts)
         return joined if outputs is None else joined[outputs]
 
@@ -162,7 +175,13 @@ class OrtCudaCache(OrtStageCache):
                     array[...] = 0
                 cuda.copy_in(to, array)
         held.total[:] = self._total
-        self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
+        if self.states is None:
+            self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
+        else:
+            before, made = self.states.before(self.length), self.states.room(1)
+            self.stage.bind_states(held.binding, {names.STATE: before}, {names.STATE_OUT: made})
+            self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
+            self.states.put(self.length, self._row_ends[names.STATE_ENDS], made)
         return held.row[names.HIDDEN_OUT].address
 
     def _bind_keys(self, binding: Any) -> None:

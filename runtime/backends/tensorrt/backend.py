@@ -20,6 +20,7 @@ from vtx.runtime.backends.backend import DeviceState, Step
 from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool, load_cuda
 from vtx.runtime.backends.device_states import StatesPool
 from vtx.runtime.backends.memory import QUESTION_ROWS
+from vtx.runtime.backends.slots import HeldStates
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
 from vtx.runtime.backends.tensorrt.step import TokenSteps
@@ -50,12 +51,13 @@ def load_flavour(flavour: str) -> Any:
 NOT_BUILT = "TensorRT does not support native image resolution for this model"
 WINDOWS = "vtx has no TensorRT engines for models with sliding-window layers"
 BOTH_WAYS = "vtx builds TensorRT engines for models with bidirectional attention, but does not run them yet"
+STATES = "layers without attention keep a state, which libvtx does not hold on a GPU"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 
 
 def has_engines(m: Manifest) -> bool:
     """True if vtx-build makes engines of the vision graph: those of images of any size are built for "native" alone."""
-    return not m.image.own_size or m.layout.name == "native"
+    return not m.image.own_size or m.layout.name in ("native", "native_tiles", "slices")
 
 
 def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
@@ -169,12 +171,13 @@ class TensorrtBackend:
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
         m = self._manifest
-        longest, unit = self.engines.longest_side, m.model.tower.patch * m.model.tower.shuffle
+        longest, unit = self.engines.longest_side, m.model.tower.patch * m.model.tower.square
         height, width = pixels.shape[2:]
         if max(height, width) > longest:
+            smaller = "a smaller --max-pixels, " if m.layout.name == "native" else "an image less long, "
             raise DeviceError(
                 f"the image is {width} x {height} pixels as the tower sees it, and this engine takes {longest} a side; "
-                f"use a smaller --max-pixels, --device cpu or openvino"
+                f"use {smaller}--device cpu or openvino"
             )
         tokens = height * width // unit**2 if m.image.own_size else m.model.tower.tokens
         with self.cuda:
@@ -244,7 +247,9 @@ class TensorrtBackend:
         m = self._manifest
         engines = sum(record.bytes for record in self.engine_set.engines.values())
         slots = min(m.max_context, m.layout.max_tokens + QUESTION_ROWS)
-        caches = slots * m.model.layers * self.kv_slot_bytes
+        caches = slots * m.model.attending * self.kv_slot_bytes
+        if m.model.conv_layers:
+            caches += 4 * m.model.state_numbers * len(m.model.conv_layers) * HeldStates(m.model).ends
         free, total = self.cuda.memory()
         if engines + caches > free:
             raise DeviceError(

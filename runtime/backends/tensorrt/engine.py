@@ -107,6 +107,7 @@ class GraphEngine:
         is_input = trt.TensorIOMode.INPUT
         self.inputs = [name for name in names if self._engine.get_tensor_mode(name) == is_input]
         self.outputs = [name for name in names if name not in self.inputs]
+        self.tensors = frozenset(names)
 
     def context(self, profile: int, scratch: Buffer, *, captures: bool = False) -> Context:
         """A context of its own for one of the engine's profiles (-1: the last), on memory that others use in turn.
@@ -140,9 +141,13 @@ class Context:
         self._addresses: dict[str, int] = {}
 
     def bind(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Shapes of the inputs that have free sizes, and the address of every tensor that is not bound yet."""
+        """Shapes of the inputs that have free sizes, and the address of every tensor that is not bound yet.
+
+        Of tensors that the engine has: TensorRT may leave out an input that nothing reads, as slots of a stage without
+        attention.
+        """
         for name, shape in shapes.items():
-            if self._shapes.get(name) != shape:
+            if name in self.engine.tensors and self._shapes.get(name) != shape:
                 if not self.execution.set_input_shape(name, shape):
                     raise DeviceError(
                         f"{self.engine.name} takes no {name} of shape {shape}{self.engine.reason()}; "
@@ -150,7 +155,7 @@ class Context:
                     )
                 self._shapes[name] = shape
         for name, address in addresses.items():
-            if self._addresses.get(name) != address:
+            if name in self.engine.tensors and self._addresses.get(name) != address:
                 if not self.execution.set_tensor_address(name, address):
                     raise DeviceError(f"{self.engine.name} does not take the address of {name}{self.engine.reason()}")
                 self._addresses[name] = address

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Cuda, MemoryPool, aligned
+from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import StatesPool, put
+from vtx.runtime.backends.slots import HeldStates
 from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, KernelCache, make_logger
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -109,7 +111,7 @@ class LoadedEngines:
         most, tower = max(longest[graph] for graph in files.stages), m.model.tower
         if m.image.own_size:
             pixels = self.longest_side**2 * (1 if m.video is None else 2)
-            seen = self.longest_side**2 // (tower.patch * tower.shuffle) ** 2
+            seen = self.longest_side**2 // (tower.patch * tower.square) ** 2
         else:
             pixels, seen = math.prod(m.image.size), tower.tokens
         sizes = {
@@ -134,7 +136,11 @@ class LoadedEngines:
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
         row = m.kv_slot_bytes(self._set.dialect) // 2
         at_once = most if row % ALIGNMENT else 1
-        return sizes | {new_slots(stage): 2 * len(stage.cached) * aligned(row * at_once) for stage in m.stages}
+        if m.model.conv_layers:  # of one token; more are written where they are held
+            sizes[names.STATE_ENDS] = 8 * HeldStates(m.model).ends
+            sizes[names.STATE_OUT] = 4 * m.model.state_numbers * max(len(stage.stateful) for stage in m.stages)
+        kept = [stage for stage in m.stages if stage.cached]
+        return sizes | {new_slots(stage): 2 * len(stage.cached) * aligned(row * at_once) for stage in kept}
 
 
 def new_slots(spec: StageSpec) -> str:
@@ -176,6 +182,9 @@ class TensorrtCacheContext:
     def pool(self) -> MemoryPool:
         """Memory that goes from one conversation to the next."""
         return self.states.memory
+
+    def new_states(self, spec: StageSpec) -> DeviceStateHistory | None:
+        return DeviceStateHistory(spec, self.model, self.cuda, self.pool) if spec.stateful else None
 
     def bytes_of(self, slots: int) -> int:
         """Bytes of K or V of one layer for these slots, so that what follows them is aligned."""

@@ -2,7 +2,8 @@
 
 Ids and positions go in, the best token and its hidden state come out; the logits stay on the device unless they are
 asked for. The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones
-launch it. K and V of the token are copied behind the filled slots afterwards, since their address changes.
+launch it. K and V of the token are copied behind the filled slots afterwards, since their address changes, and so are
+states of layers to where they are held.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ class TokenSteps:
         self._ids[0] = token
         for cache, memory, position in zip(caches, memories, positions, strict=True):
             memory.position[0, 0], memory.total[0] = position, cache.length + 1
+            if cache.states is not None:
+                memory.load(cache.states, cache.length)
         self._launch(memories)
         for cache, memory in zip(caches, memories, strict=True):
             memory.put(cache.length, 1)
+            if cache.states is not None:
+                memory.save(cache.states, cache.length)
         if logits:
             cuda.copy_out(self._logits, self._shared.engines.address(names.LOGITS))
         cuda.wait()
@@ -82,6 +87,7 @@ class TokenSteps:
             cuda.copy_in(address(names.POSITIONS), memory.position)
             cuda.copy_in(address(names.TOTAL_SLOTS), memory.total)
             memory.decode.enqueue()
+            memory.turn()
             cuda.copy_rows(hidden, nbytes, hidden_out, nbytes, nbytes, 1)
         self._head.enqueue()
         cuda.copy_out(self._state, hidden)

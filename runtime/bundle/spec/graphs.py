@@ -17,6 +17,8 @@ from vtx.runtime.precision import KV_DTYPES
 LAYER = "{layer}"
 TOKENS, IMAGES, HEIGHT, WIDTH = "tokens", "images", "height", "width"
 STATES = "states"  # tokens within the tower
+ENDS = "ends"  # tokens of a run after which states are given out
+DELTA_RUN = 128  # tokens of a run at most, with the gated delta rule in TensorRT's dialects; a power of two
 # Of past and present.
 CACHE_SLOTS = {
     **dict.fromkeys(names.IN_PLACE, ("capacity", "capacity")), "plain": ("past", "past + tokens"),
@@ -148,8 +150,8 @@ def stage(
     outputs |= {name(LAYER): cache(m, dialect, present) for name in (names.present_key, names.present_value)}
     if stateful is not None:
         inputs[names.STATE] = Tensor("float32", (stateful, "conversations", m.model.state_numbers))
-        inputs[names.STATE_ENDS] = Tensor("int64", ("ends",))
-        outputs[names.STATE_OUT] = Tensor("float32", (stateful, "conversations", "ends", m.model.state_numbers))
+        inputs[names.STATE_ENDS] = Tensor("int64", (ENDS,))
+        outputs[names.STATE_OUT] = Tensor("float32", (stateful, "conversations", ENDS, m.model.state_numbers))
     if query:
         outputs[names.QUERY] = _query(m)
     return GraphIO(inputs, outputs)

@@ -15,6 +15,9 @@ import torch
 from tests.support.bundles import export, export_with
 from tests.support.dialects import DialectBackend
 from tests.support.exported import KS, Checkpoints, Models, greedy, policy, prompt
+from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.minicpm import MINICPM
+from tests.support.families.qwen import QWEN35
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import run_export
@@ -54,6 +57,7 @@ VARIANTS = {
     "qwen2-siglip-mha": Tiny(text="qwen2", vision="siglip", kv_heads=4, vision_act="gelu"),
     "qwen3": Tiny(text="qwen3"),
 }
+STATEFUL = {LFM2: (150, 60), QWEN35: (300, 160), MINICPM: (150, 61)}  # and a picture that they see in tiles or slices
 WORDS = "What is the colour of the square in the picture?"
 Get = Callable[..., Model]
 
@@ -104,6 +108,35 @@ def test_a_second_question_goes_on_from_the_slots_that_were_kept(
         wanted = judge.greedy(judge.inputs(messages, images), k, 4)
         found = [done.logits, *(session.decode(token) for token in wanted.ids[:3])]
         np.testing.assert_allclose(np.stack(found), wanted.logits.numpy(), atol=TOLERANCES["fp32"], rtol=0)
+
+
+@pytest.mark.parametrize("dialect", names.ON_GPU)
+@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize("tiny", STATEFUL, ids=lambda tiny: tiny.family)
+def test_layers_that_keep_a_state_answer_as_transformers_and_go_back_to_the_image(
+    dialect_models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, dialect: str
+) -> None:
+    """Three questions in one conversation, at K that leave stages with and without attention; also long prompts."""
+    model, judge, images = dialect_models(dialect, tiny, precision), reference(tiny), [random_image(0, STATEFUL[tiny])]
+    session = Session(model.backend, model.manifest)
+    for words, k in (("red?", None), (WORDS, None), ("red?", 3), (WORDS, 3), ("red?", 8), (WORDS * 4, 2)):
+        messages = prompt_messages(words)
+        wanted = judge.greedy(judge.inputs(messages, images), k, 4)
+        done = session.prefill(prompt(model, messages, images), policy(k))
+        found = np.stack([done.logits, *(session.decode(token) for token in wanted.ids[:3])])
+        np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCES[precision], rtol=0)
+        if precision == "fp32":
+            assert wanted.margin > 2 * TOLERANCES["fp32"], "this prompt proves nothing: two tokens are too close"
+            assert found.argmax(-1).tolist() == wanted.ids
+
+
+@pytest.mark.parametrize("dialect", TENSORRT)
+def test_graphs_for_tensorrt_have_no_graph_within_them(dialect_models: Get, dialect: str) -> None:
+    """CUDA does not record conditionals and loops."""
+    bundle = dialect_models(dialect, QWEN35).bundle
+    for name in bundle.manifest.dialects[dialect].stages:
+        nodes = onnx.load(bundle.path(name), load_external_data=False).graph.node
+        assert {node.op_type for node in nodes}.isdisjoint({"If", "Loop", "Scan", "CumSum"})
 
 
 @pytest.mark.parametrize("dialect", OTHERS)

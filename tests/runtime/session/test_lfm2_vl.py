@@ -20,7 +20,7 @@ from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.backends.engines import STATES
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.vision.layouts import read_layout
@@ -142,13 +142,11 @@ def test_image_processors_that_do_not_fit_are_refused_by_name(
         plan_export(ExportOptions(str(broken), (), "fp32"))
 
 
-def test_tensorrt_graphs_are_left_out_and_the_reason_is_said(
-    tiny_checkpoint: Callable[..., Path], folder: Path
-) -> None:
+def test_graphs_for_gpus_are_exported(tiny_checkpoint: Callable[..., Path], folder: Path) -> None:
     plan = plan_export(ExportOptions(str(tiny_checkpoint(LFM2)), (3,), "fp32"))
-    assert any(STATES in line for line in plan.warnings)
-    assert [*plan.dialects] == ["ort", "plain"]
-    with pytest.raises(DeviceError):
+    assert not plan.warnings
+    assert [*plan.dialects] == [*DIALECTS]
+    with pytest.raises(DeviceError, match="holds no engines"):
         load(folder, device="tensorrt")
 
 

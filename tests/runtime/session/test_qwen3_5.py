@@ -39,9 +39,9 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends import slots
 from vtx.runtime.backends.backend import StageCache
-from vtx.runtime.backends.engines import STATES
 from vtx.runtime.backends.slots import StateHistory
 from vtx.runtime.bundle.spec.manifest import StageSpec
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
@@ -284,10 +284,10 @@ def test_without_kinds_of_layers_each_fourth_has_attention(tmp_path: Path) -> No
     assert plan_export(ExportOptions(str(place), (), "fp32")).config.text.conv_layers == (1, 2, 3, 5, 6, 7)
 
 
-def test_graphs_for_gpus_are_left_out_and_tuning_is_refused(tiny_checkpoint: Export) -> None:
+def test_graphs_for_gpus_are_exported_and_tuning_is_refused(tiny_checkpoint: Export) -> None:
     plan = plan_export(ExportOptions(str(tiny_checkpoint(QWEN35)), (3,), "fp32"))
-    assert any(STATES in line for line in plan.warnings)
-    assert [*plan.dialects] == ["ort", "plain"]
+    assert not plan.warnings
+    assert [*plan.dialects] == [*DIALECTS]
     with pytest.raises(UnsupportedModelError, match="vtx-tune does not support"):
         check_tunable(plan.config, "this model", original=False)
 

@@ -16,7 +16,7 @@ from tests.support.gpu_standin import build_all
 from tests.support.tiny import Tiny
 
 from vtx import cli
-from vtx.runtime.backends.engines import STATES
+from vtx.runtime.backends.engines import WIDEST_VIEW
 from vtx.runtime.backends.ort.cuda import WINDOWS as OF_CUDA
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, WINDOWS, TensorrtBackend
 from vtx.runtime.bundle.bundle import Bundle
@@ -24,7 +24,7 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.host.profiles import load_profile, profile_names
 from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate.sizes import KNOWN, bundle_size
-from vtx.tools.estimate.towers import NativeSize
+from vtx.tools.estimate.towers import NaflexSize, NativeSize
 
 ORINS = [name for name in profile_names() if load_profile(name).kind == "jetson" and "orin" in name]
 
@@ -133,10 +133,23 @@ def test_a_card_has_the_engines_that_the_family_has_there() -> None:
     assert frames["obstacles"]["fp16"] == NO_FRAMES
 
 
-def test_models_with_states_have_no_engine_on_a_gpu() -> None:
-    refused = CliRunner().invoke(cli.plan, ["--model", "lfm2-vl-1.6b", "--profile", "rtx-4090"])
-    assert refused.exit_code == 1
-    assert f"TensorRT-RTX 1.7, onnxruntime's CUDA provider: {STATES}; " in refused.stderr
+@pytest.mark.parametrize("profile", ["rtx-4090", "orin-nano-8"])
+def test_models_with_states_are_answered_on_a_gpu(profile: str) -> None:
+    engines = planned("--model", "lfm2-vl-1.6b", "--profile", profile, "--precision", "int4")["engines"]
+    found = [engine["precisions"] for engine in engines if engine["device"] == "tensorrt" and engine["dialect"]]
+    assert found == [["int4"]] * (1 if profile == "rtx-4090" else 2)
+
+
+def test_tensorrt_takes_memory_for_the_longest_view_of_tiles_of_any_shape() -> None:
+    words = ["--model", "lfm2-vl-1.6b", "--profile", "rtx-4090", "--precision", "int4", "--k", "none"]
+    on = {device: planned(*words, "--device", device)["depths"][0] for device in ("tensorrt", "cuda")}
+    taken = {device: depth["precisions"]["int4"]["activation_bytes"] for device, depth in on.items()}
+    view = KNOWN["lfm2-vl-1.6b"].vision
+    assert isinstance(view, NaflexSize)
+    longest = view.stretched(WIDEST_VIEW)
+    assert (longest.patches, longest.view_tokens) == (4 * 1024, 4 * 256)
+    assert taken["tensorrt"] == 2 * longest.widest + 4 * (longest.bound + KNOWN["lfm2-vl-1.6b"].decoder.vocab)
+    assert taken["tensorrt"] > taken["cuda"]
 
 
 def test_a_precision_without_an_engine_has_no_times() -> None:

@@ -14,9 +14,11 @@ from onnx import TensorProto
 from onnx.helper import make_tensor_value_info
 from tests.support.bundles import IGNORE, export
 from tests.support.engine_graphs import Graph
+from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.minicpm import MINICPM
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.pi0 import TinyPi0, make_pi0
-from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny, make
 
@@ -112,6 +114,27 @@ def test_towers_of_images_at_their_own_resolution_become_engines(
     area = bundle.manifest.layout.parameters["max_pixels"]
     assert least == unit
     assert likely**2 <= area < 2 * area < (most + unit) ** 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dialect", "precision"), [("trt", "fp16"), ("trt", "int4"), ("trt10", "int4")])
+@pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM], ids=lambda tiny: tiny.family)
+def test_layers_with_states_and_views_of_any_shape_become_engines(
+    tiny: Tiny, dialect: str, precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With stages of no layer with attention, whose inputs for slots nothing reads."""
+    bundle = export(tiny_checkpoint(tiny), tmp_path / "bundle", (2, 3), precision)
+    outcomes = list(build_engines(plan(bundle, "sm89", dialect), IGNORE))
+    assert all(outcome.built is not None for outcome in outcomes)
+    engines, m = fingerprint.read_engines(bundle, "sm89").engines, bundle.manifest
+    graphs = m.dialects[dialect]
+    assert {*engines} == {*graphs.all}
+    assert engines[graphs.stages[0]].profiles[0]["ends"] == [1, 1, 65]
+    assert engines[graphs.stages[0]].longest("tokens") == (m.max_context if m.model.delta is None else 128)
+    if tiny is not QWEN35:
+        unit, likely, longest = engines[graphs.vision].profiles[0]["width"]
+        assert unit == m.model.tower.patch * m.model.tower.square
+        assert longest == 2 * likely >= m.model.tower.image
 
 
 @pytest.mark.slow
