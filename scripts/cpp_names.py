@@ -13,7 +13,7 @@ from vtx.runtime.backends import memory, slots
 from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import cache as ort_cache
 from vtx.runtime.backends.ort import library
-from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT, WINDOWS
+from vtx.runtime.backends.tensorrt.backend import ACTIONS, NOT_BUILT
 from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
 from vtx.runtime.bundle import fingerprint, tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
@@ -56,8 +56,8 @@ def header() -> str:
         "NEWLINE_TENSOR": tensors.NEWLINE_TENSOR,
     }
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
-    words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_WINDOWS": WINDOWS}
-    words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE, "BOTH_WAYS": BOTH_WAYS}
+    words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_ACTIONS": ACTIONS}
+    words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE}
     words |= {"NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
     words["KERNELS"] = fingerprint.KERNELS
     prefixes = {

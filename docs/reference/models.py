@@ -17,7 +17,7 @@ from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES
 from vtx.exporter.tuning.options import check_tunable
 from vtx.runtime.backends.engines import STATES
-from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, NOT_BUILT, WINDOWS
+from vtx.runtime.backends.tensorrt.backend import ACTIONS, NOT_BUILT
 from vtx.runtime.errors import VtxError
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.layouts import spec_of
@@ -196,10 +196,8 @@ def _cpp(family: Family, config: ModelConfig) -> str:
 def _tensorrt(_: Family, config: ModelConfig) -> str:
     if config.vision.naflex:
         return f"no: {NOT_BUILT}"
-    if config.text.sliding:
-        return f"no: {WINDOWS}"
-    if config.text.two_way:
-        return f"no: {BOTH_WAYS}"
+    if config.action:
+        return f"no: {ACTIONS}"
     if config.text.conv_layers:
         return f"no: {STATES}"
     return "yes" if config.frames is None else "images, not videos"

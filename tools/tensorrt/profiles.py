@@ -1,12 +1,13 @@
 """Optimisation profiles: the sizes that an engine is built for, by the names of its graph's free sizes.
 
 embed    one profile: any number of tokens
-stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory. For
-         TensorRT two: decode, one token, and prefill, two tokens and more; for TensorRT-RTX one, because it
-         specialises kernels for the tokens at run time, and stores most weights once per profile
-vision   one image; of a model that outputs actions, those of all its cameras; of one that sees images at native
-         resolution, any sides up to those of an image of the most pixels that is twice as wide as high, or as high as
-         wide, and of one that sees videos too, a pair of frames
+stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory, but prompts
+         whose tokens all see each other run whole. For TensorRT two: decode, one token, and prefill, two tokens and
+         more; for TensorRT-RTX one, because it specialises kernels for the tokens at run time, and stores most weights
+         once per profile
+vision   one image; of a model that outputs actions, those of all its cameras; of one that sees images of any size, any
+         sides up to those of an image of the most pixels that is twice as wide as high, or as high as wide, and of one
+         that sees videos too, a pair of frames
 head     a few tokens: only the last one is sampled; one step of an expert, over any prompt in each layer
 gate     the tokens of a question
 text_tower   a question in the tower's own ids
@@ -37,10 +38,11 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     """One profile, or with `apart` one for decode and one for prefill; the likely prompt is an image and a question."""
-    slots = m.max_context
-    longest, filled = min(PREFILL_TOKENS, slots), min(slots - 1, m.layout.max_tokens + 64)
-    likely = min(longest, m.layout.max_tokens + 64)
-    table: Profile = {MAX_CONTEXT: (slots,) * 3}
+    slots, model = m.max_context, m.model
+    longest = slots if model.two_way == "prompt" else min(PREFILL_TOKENS, slots)
+    filled, likely = min(slots - 1, m.layout.max_tokens + 64), min(longest, m.layout.max_tokens + 64)
+    sources = model.sources(model.shared or 1, model.layers)  # whose slots a later stage reads
+    table: Profile = {MAX_CONTEXT: (slots,) * 3, **{f"{SLOTS}.{source}": (1, filled, slots) for source in sources}}
     if not apart:
         return ({**table, TOKENS: (1, likely, longest), SLOTS: (0, 0, slots)},)
     decode: Profile = {**table, TOKENS: (1, 1, 1), SLOTS: (0, filled, slots)}
@@ -77,7 +79,8 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
 
 
 def _own_size(m: Manifest) -> Profile:
-    unit, most = m.model.tower.patch * m.model.tower.shuffle, int(m.layout.parameters["max_pixels"])
+    unit = m.model.tower.patch * m.model.tower.shuffle
+    most = int(m.layout.parameters.get("max_pixels", m.layout.max_tokens * unit**2))
     likely, longest = (max(1, math.floor(math.sqrt(area) / unit)) * unit for area in (most, WIDEST * most))
     sides: Range = (unit, likely, longest)
     return {IMAGES: (1, 1, 1 if m.video is None else 2), HEIGHT: sides, WIDTH: sides}

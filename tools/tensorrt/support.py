@@ -9,7 +9,6 @@ from typing import Any
 from vtx.runtime.backends.engines import ENGINES, STATES, EngineCost
 from vtx.runtime.backends.ort.cuda import WINDOWS
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, NOT_BUILT
-from vtx.runtime.backends.tensorrt.backend import WINDOWS as OF_TENSORRT
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device
@@ -121,8 +120,6 @@ def _tensorrt(
     whole = NOT_BUILT if isinstance(model.vision, NaflexSize) else None
     if model.decoder.conv_layers:
         whole = STATES
-    if model.decoder.sliding is not None:
-        whole = OF_TENSORRT
     if model.vision is not None and model.vision.towers > 1:
         whole = NO_FRAMES
     obstacles = dict[str, str | None]()

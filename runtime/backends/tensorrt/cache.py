@@ -1,23 +1,27 @@
 """K and V of one stage in device memory, and the stage's runs over them.
 
-The buffer is [layers, 2] parts of [slots, kv_heads, head_dim]. It has the slots that the conversation needs, and is
-replaced by a longer one as that grows: tokens that have left the decoder take no memory behind the cut. A stage reads
-the slots before its tokens and writes theirs. Prompts run in as many parts as the engine's profile asks for; `step.py`
-decodes. Memory and what is recorded over it go from one conversation to the next.
+The buffer has parts of [slots, kv_heads, head_dim] for each layer, as `regions.py` says. It has the slots that the
+conversation needs, and is replaced by a longer one as that grows: tokens that have left the decoder take no memory
+behind the cut. A stage reads the slots before its tokens and writes theirs. Prompts run in as many parts as the
+engine's profile asks for; `step.py` decodes. Memory and what is recorded over it go from one conversation to the next.
+Layers without K and V of their own read those of earlier stages: `reading.py`.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Graph, SavedSlots, aligned, runs
+from vtx.runtime.backends.cuda import Buffer, Graph, SavedSlots, runs
 from vtx.runtime.backends.device_states import put
-from vtx.runtime.backends.slots import BLOCK, SlotCounter
-from vtx.runtime.backends.tensorrt.engine import Context
-from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots
+from vtx.runtime.backends.slots import BLOCK, SlotCounter, part_ends, seen_slots
+from vtx.runtime.backends.tensorrt.engine import Context, Shape
+from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, sight_of, written_in_place
+from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
@@ -29,78 +33,109 @@ PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, name
 DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
 
 
-class DeviceSlots:
-    """A stage's K and V with what is bound to them: its context for one token, and that token's position.
+class BoundStage:
+    """A stage's context for one token, and the numbers that the host tells it of that token, by the input's name.
 
-    `number` is never that of another one; `recordings` are of steps that end with this memory, by the numbers of
-    all stages' memories; None once one has run.
+    `number` is never that of another one; `recordings` are of steps that end with this stage, by the numbers of all
+    that are bound for them; None once one has run.
+    """
+
+    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, slots: Iterable[str]) -> None:
+        cuda = shared.cuda
+        self._shared, self._spec = shared, spec
+        self.number, self.recordings = next(_numbers), dict[tuple[int, ...], Graph | None]()
+        self.told: dict[str, NDArray[Any]] = {
+            **{name: cuda.pinned((1, 1), np.int64) for name in (names.POSITIONS, *sight_of(shared.model))},
+            **{name: cuda.pinned((1,), np.int32) for name in slots},
+        }
+        self.decode = shared.engines.new_context(graph, DECODE, captures=True)
+
+    def tell(self, told: dict[str, int]) -> None:
+        for name, value in told.items():
+            self.told[name][...] = value
+
+    def put(self, start: int, tokens: int) -> None:
+        """Copy new K and V from their buffer to the slots from `start` on, if there are any."""
+
+    def bind_tokens(
+        self, tokens: int, queries: int | None = None, *, turned: bool = False
+    ) -> tuple[dict[str, Shape], dict[str, int]]:
+        """Shapes and addresses of all but K and V for `tokens` tokens; `turned`: rotary tables have a row for each."""
+        shared, address, model = self._shared, self._shared.engines.address, self._shared.model
+        addresses = {
+            **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, *self.told)},
+            **{name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()},
+        }
+        shapes: dict[str, Shape] = {names.HIDDEN: (tokens, model.hidden)}
+        shapes |= {name: (1, tokens) for name in (names.POSITIONS, *sight_of(model))}
+        if self._spec.query:
+            addresses[names.QUERY] = queries or address(names.QUERY)
+        for name, width in shared.widths(self._spec).items():
+            shapes[names.token_input(name)] = (tokens, width)
+            addresses[names.token_input(name)] = address(names.token_input(name))
+        return shapes, addresses
+
+
+class DeviceSlots(BoundStage):
+    """A stage's K and V for `capacity` slots, with what is bound to them.
+
+    `readers` are bound to them and to the memory of other stages, by the numbers of both.
     """
 
     def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         cuda = shared.cuda
-        self._shared, self._spec, self.capacity = shared, spec, capacity
-        self.number, self.recordings = next(_numbers), dict[tuple[int, ...], Graph | None]()
-        self.part, self.parts = shared.bytes_of(capacity), 2 * len(spec.cached)
-        self.kv = Buffer(cuda, self.parts * self.part, f"the KV cache of layers {spec.first} to {spec.last}")
+        self.capacity, self._layout = capacity, shared.layout(spec)
+        purpose = f"the KV cache of layers {spec.first} to {spec.last}"
+        self.kv = Buffer(cuda, self._layout.nbytes(capacity), purpose)
+        self.regions = self._layout.regions(self.kv.address, capacity)
         self.queries = Queries(shared)
-        self.position, self.total = cuda.pinned((1, 1), np.int64), cuda.pinned((1,), np.int32)
-        self.decode = shared.engines.new_context(graph, DECODE, captures=True)
-        self.bind(self.decode, 1, capacity, *self.new_slots(1))
+        self.readers = dict[tuple[int, ...], BoundStage]()
+        super().__init__(shared, spec, graph, [names.TOTAL_SLOTS])
+        self.bind(self.decode, 1, capacity, self.new_slots(1))
         self.clear()
 
     def clear(self) -> None:
         self._shared.cuda.zero(self.kv)  # masked slots must still be numbers
         self._shared.cuda.wait()
 
-    def take_over(self, other: DeviceSlots, length: int) -> None:
-        row, cuda = self._shared.row_bytes, self._shared.cuda
-        cuda.copy_rows(self.kv.address, self.part, other.kv.address, other.part, length * row, self.parts)
-        cuda.wait()
+    def at(self, slot: int) -> list[Region]:
+        """The parts from that slot on."""
+        return [region.at(slot) for region in self.regions]
 
-    def new_slots(self, tokens: int) -> tuple[int, int]:
-        """The address of the first part of the buffer for new K and V, and the bytes from one part to the next."""
-        return self._shared.engines.address(new_slots(self._spec)), aligned(tokens * self._shared.row_bytes)
+    def take_over(self, other: DeviceSlots, length: int) -> None:
+        copy_slots(self._shared.cuda, self.regions, other.regions, length)
+        self._shared.cuda.wait()
+
+    def new_slots(self, tokens: int) -> list[Region]:
+        """The parts of the buffer for new K and V."""
+        return self._layout.regions(self._shared.engines.address(new_slots(self._spec)), tokens)
 
     def put(self, start: int, tokens: int) -> None:
-        """Copy new K and V from their buffer to the slots from `start` on."""
-        shared, (source, pitch) = self._shared, self.new_slots(tokens)
-        to, width = self.kv.address + start * shared.row_bytes, tokens * shared.row_bytes
-        shared.cuda.copy_rows(to, self.part, source, pitch, width, self.parts)
+        copy_slots(self._shared.cuda, self.at(start), self.new_slots(tokens), tokens)
 
     def bind(
-        self, to: Context, tokens: int, filled: int, new: int, pitch: int, queries: int | None = None, *,
+        self, to: Context, tokens: int, filled: int, new: list[Region], queries: int | None = None, *,
         turned: bool = False,
     ) -> None:  # fmt: skip
-        """Bind a context for `tokens` tokens after `filled` slots; K and V go to `new`, a part each `pitch` bytes.
-
-        `turned`: the rotary tables have a row for each token.
-        """
-        shared, address, model = self._shared, self._shared.engines.address, self._shared.model
-        addresses = {
-            **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS, names.TOTAL_SLOTS)},
-            **{name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()},
-        }
-        shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (tokens, model.hidden), names.POSITIONS: (1, tokens)}
-        if self._spec.query:
-            addresses[names.QUERY] = queries or address(names.QUERY)
-        for number, layer in enumerate(self._spec.cached):
+        """Bind a context for `tokens` tokens after `filled` slots, whose K and V go to `new`."""
+        shapes, addresses = self.bind_tokens(tokens, queries, turned=turned)
+        model = self._shared.model
+        for layer in self._spec.cached:
             for half, (past, present) in enumerate(PAST_AND_PRESENT):
-                part = 2 * number + half
-                addresses |= {past(layer): self.kv.address + part * self.part, present(layer): new + part * pitch}
-                shapes[past(layer)] = (1, filled, model.kv_heads, model.head_dim)
-        for name, width in shared.widths(self._spec).items():
-            shapes[names.token_input(name)] = (tokens, width)
-            addresses[names.token_input(name)] = address(names.token_input(name))
+                addresses |= {past(layer): part(self.regions, layer, half), present(layer): part(new, layer, half)}
+                shapes[past(layer)] = (1, filled, model.kv_heads, model.heads_of(layer))
         to.bind(shapes, addresses)
 
 
 class TensorrtStageCache(SlotCounter):
     """`StageCache` over engines that read filled slots and write new ones behind them."""
 
+    keeps = True
+
     def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
-        super().__init__(capacity)
-        self._context, self._spec, self._graph = context, spec, graph
-        self._parts = 2 * len(spec.cached)
+        sliding = context.model.sliding
+        super().__init__(capacity, None if sliding is None else sliding.window)
+        self._context, self._spec, self._graph, self._layout = context, spec, graph, context.layout(spec)
         self._held: list[DeviceSlots] = []  # its memory, once it has any
         context.pool.give_back_with(self, spec.first, self._held)
 
@@ -113,8 +148,8 @@ class TensorrtStageCache(SlotCounter):
 
     def _last_keys(self) -> tuple[int, tuple[int, ...]]:
         """The address and shape of the keys of the stage's last layer."""
-        memory, model = self.memory, self._context.model
-        return memory.kv.address + (self._parts - 2) * memory.part, (1, self.length, model.kv_heads, model.head_dim)
+        model, layer = self._context.model, self._spec.cached[-1]
+        return part(self.memory.regions, layer, 0), (1, self.length, model.kv_heads, model.heads_of(layer))
 
     def make_room(self, slots: int) -> None:
         """Have memory for `slots` slots. If there is not enough, the cache stays as it is."""
@@ -134,11 +169,11 @@ class TensorrtStageCache(SlotCounter):
             out = shared.states.empty(len(tokens))
             if query:
                 self.memory.queries.room(len(tokens))
-            for start in range(0, len(tokens), longest):
-                end = min(start + longest, len(tokens))
+            for start, end in itertools.pairwise([0, *part_ends(tokens, longest)]):
+                shared.engines.check_tokens(self._graph, end - start)
                 address = self.memory.queries.address(start) if query else None
-                part = tokens.part(start, end)
-                self._run_part(part, positions[start:end], self.length + end, address, out.row(start))
+                some = tokens.part(start, end)
+                self._run_part(some, positions[start:end], self.length + end, address, out.row(start))
             shared.cuda.wait()
         return out.as_states()
 
@@ -155,10 +190,19 @@ class TensorrtStageCache(SlotCounter):
             cuda.wait()
         return keys.astype(np.float32).transpose(1, 0, 2)
 
+    def told(self, position: int) -> dict[str, int]:
+        """The numbers for a token at that position, which `place` knows, behind the filled slots."""
+        filled, told = self.length + 1, {names.POSITIONS: position, names.TOTAL_SLOTS: self.length + 1}
+        if self.window is not None:
+            told[names.FIRST_SLOT] = int(self.first_slots(np.array([position]), filled)[0])
+        if self._context.model.two_way is not None:
+            told[names.SEEN_SLOTS] = filled
+        return told
+
     def _read(self, slots: Ids) -> SavedSlots:
         context = self._context
         with context.cuda:
-            nbytes = max(1, self._parts * len(slots) * context.row_bytes)
+            nbytes = max(1, self._layout.nbytes(len(slots), packed=True))
             kept = SavedSlots(Buffer(context.cuda, nbytes, "K/V set aside"), len(slots))
             self._move(slots, kept, out=True)
         return kept
@@ -171,32 +215,33 @@ class TensorrtStageCache(SlotCounter):
 
     def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
         """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
-        row, cuda = self._context.row_bytes, self._context.cuda
+        packed, cuda = self._layout.regions(kept.buffer.address, kept.count, packed=True), self._context.cuda
         for start, first, count in runs(slots):
-            packed = (kept.buffer.address + start * row, kept.count * row)
-            ends = [packed, (self.memory.kv.address + first * row, self.memory.part)]
-            (to, to_pitch), (source, pitch) = ends if out else reversed(ends)
-            cuda.copy_rows(to, to_pitch, source, pitch, count * row, self._parts)
+            ends = [region.at(start) for region in packed], self.memory.at(first)
+            to, source = ends if out else reversed(ends)
+            copy_slots(cuda, to, source, count)
         cuda.wait()
 
     def _run_part(self, tokens: TokenStates, positions: Ids, total: int, queries: int | None, out: int) -> None:
         """Queue the run of some tokens, the last of `total`; their states go to the address `out`."""
         shared, memory, count = self._context, self.memory, len(tokens)
         engines, cuda, start = shared.engines, shared.cuda, total - count
-        context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
-        in_place = shared.row_bytes % ALIGNMENT == 0  # else no slot but the first has an address that TensorRT takes
-        new = (memory.kv.address + start * shared.row_bytes, memory.part) if in_place else memory.new_slots(count)
+        context, in_place = engines.context(self._graph, DECODE if count == 1 else PREFILL), written_in_place(self._layout)
+        inputs: dict[str, NDArray[Any]] = {names.TOTAL_SLOTS: np.array([total], np.int32)}
+        if self.window is not None:
+            inputs[names.FIRST_SLOT] = self.first_slots(positions, total)
+        if shared.model.two_way is not None:
+            inputs[names.SEEN_SLOTS] = seen_slots(tokens, start)
         turned = positions.ndim > 1
-        memory.bind(context, count, start, *new, queries, turned=turned)
+        memory.bind(context, count, start, memory.at(start) if in_place else memory.new_slots(count), queries, turned=turned)
         if turned:
             tables = shared.tables[names.COS], shared.tables[names.SIN]
             cos, sin = rope_at(tables, shared.model.rope.axes, positions)
             for name, rows in ((names.COS, cos), (names.SIN, sin)):
                 cuda.copy_in(shared.turned[name].address, rows)
             positions = np.arange(count)
-        for name, array in shared.inputs_of(self._spec, tokens, positions).items():
+        for name, array in (shared.inputs_of(self._spec, tokens, positions) | inputs).items():
             put(cuda, engines.address(name), array)
-        put(cuda, engines.address(names.TOTAL_SLOTS), np.array([total], np.int32))
         context.enqueue()
         if not in_place:
             memory.put(start, count)

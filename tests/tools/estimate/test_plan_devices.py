@@ -18,7 +18,7 @@ from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.runtime.backends.engines import STATES
 from vtx.runtime.backends.ort.cuda import WINDOWS as OF_CUDA
-from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, WINDOWS, TensorrtBackend
+from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, TensorrtBackend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.host.profiles import load_profile, profile_names
