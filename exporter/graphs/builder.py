@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,6 +124,13 @@ class Builder:
     def stored(self, name: str) -> ir.Value:
         location = self._weights[name]
         return self._external(name, location, ELEMENT_TYPES[location.dtype], location.shape)
+
+    def stored_rows(self, name: str, first: int, count: int) -> ir.Value:
+        """Some neighbouring rows of a stored matrix."""
+        whole = self._weights[name]
+        row, shape = whole.nbytes // whole.shape[0], (count, *whole.shape[1:])
+        rows = replace(whole, offset=whole.offset + first * row, nbytes=count * row, shape=shape)
+        return self._external(f"{name}.{first}", rows, ELEMENT_TYPES[whole.dtype], shape)
 
     def location(self, name: str) -> StoredTensor:
         return self._weights[name]
@@ -245,7 +252,8 @@ class StageAttention(Protocol):
 class Dialect(ABC):
     """One operator set. `compute` is the type of the arithmetic; hidden states cross a graph's boundary in float32.
 
-    `sizes_from_values`: the number of tokens may depend on a tensor's values; else a mask hides tokens.
+    `sizes_from_values`: the number of tokens may depend on a tensor's values; else a mask hides tokens. `largest`: the
+    most numbers of a tensor, None for any number.
     """
 
     name: str
@@ -253,6 +261,7 @@ class Dialect(ABC):
     ir_version: int
     compute: ir.DataType = FLOAT
     sizes_from_values: bool = False
+    largest: int | None = None
 
     def cache_shape(self, kv_heads: int, slots: str, head_dim: int) -> tuple[int | str, ...]:
         return (1, kv_heads, slots, head_dim)

@@ -86,10 +86,10 @@ def build_embed(b: Builder, c: TextConfig) -> None:
     b.output(hidden, names.HIDDEN, FLOAT, ["tokens", c.hidden])
 
 
-def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, ids: ir.Value) -> None:
+def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, ids: ir.Value | int) -> None:
     """Outputs of each layer's input [tokens, per_layer] from embedded tokens and the ids by which the table has more.
 
-    In float32: the sum of both is small beside its parts.
+    They may be one id for all tokens. In float32: the sum of both is small beside its parts.
     """
     width = c.per_layer
     assert width is not None
@@ -102,12 +102,30 @@ def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, ids: ir.Value)
         mean = b.op("ReduceMean", square, b.constant([-1]), keepdims=1)
     size = b.op("Sqrt", b.op("Add", mean, b.constant(np.array(c.eps, np.float32))))
     normed = b.op("Mul", b.op("Div", made, size), b.weight(PER_LAYER_NORM, FLOAT))
-    own = b.op("Cast", b.op("Gather", b.stored(PER_LAYER), ids), to=FLOAT.value)
+    own = b.op("Cast", _rows(b, PER_LAYER, ids), to=FLOAT.value)
     own = b.op("Mul", b.reshape(own, -1, c.layers, width), b.constant(np.array(width**0.5, np.float32)))
     both = b.op("Mul", b.op("Add", normed, own), b.constant(np.array(2**-0.5, np.float32)))
     for layer in range(1, c.layers + 1):
         given = b.op("Gather", both, b.constant(np.array(layer - 1, np.int64)), axis=1)
         b.output(given, names.token_input(f"layer{layer}"), FLOAT, ["tokens", width])
+
+
+def _rows(b: Builder, table: str, ids: ir.Value | int) -> ir.Value:
+    """Rows of a stored table [rows, width]; of one that is larger than a tensor may be, from parts of it."""
+    (rows, width), largest = b.location(table).shape, b.dialect.largest
+    if isinstance(ids, int):
+        return b.stored_rows(table, ids, 1) if largest else b.op("Gather", b.stored(table), b.constant([ids]))
+    if largest is None or rows * width <= largest:
+        return b.op("Gather", b.stored(table), ids)
+    each, found = largest // width, list[ir.Value]()
+    for first in range(0, rows, each):
+        count, start = min(each, rows - first), b.constant(np.array(first))
+        within = b.op("Max", b.op("Sub", ids, start), b.constant(np.array(0)))
+        within = b.op("Min", within, b.constant(np.array(count - 1)))
+        part = b.op("Gather", b.stored_rows(table, first, count), within)
+        behind = b.op("Unsqueeze", b.op("GreaterOrEqual", ids, start), b.constant([1]))
+        found.append(b.op("Where", behind, part, found[-1]) if found else part)
+    return found[-1]
 
 
 def build_head(b: Builder, c: TextConfig) -> None:

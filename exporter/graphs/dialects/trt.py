@@ -19,6 +19,7 @@ from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_hea
 from vtx.runtime.bundle.spec import names
 
 HEADS_FIRST = [0, 2, 1, 3]  # of [1, slots, kv_heads, head_dim], and back
+LARGEST = (1 << 31) - 1  # numbers of a tensor (NvInfer.h of 10.3: "less than 2^31 elements")
 NO_SLOT = 1 << 30  # the number of a slot that no token sees
 
 
@@ -30,6 +31,7 @@ class Trt(Dialect):
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 24})
     ir_version: int = 10
     max_context: int = 0
+    largest: int | None = LARGEST
 
     def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
         y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.dialects.plain import UNSEEN, Plain, at_positions, rotate_halves
-from vtx.exporter.graphs.dialects.trt import Trt, TrtAttention
+from vtx.exporter.graphs.dialects.trt import LARGEST, Trt, TrtAttention
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Trt10(Plain, Trt):
     name: str = "trt10"
     opsets: Mapping[str, int] = field(default_factory=lambda: {"": 19})
     ir_version: int = 9
+    largest: int | None = LARGEST
 
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> Trt10Attention:
         return Trt10Attention(b, c, kv_type, layers, self.max_context)

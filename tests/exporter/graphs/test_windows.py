@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from tests.support.bundles import export
@@ -20,6 +21,8 @@ from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.parity import QUESTIONS, STEPS
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.graphs.dialects.trt import Trt
+from vtx.exporter.graphs.dialects.trt10 import Trt10
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.precision import PRECISIONS
@@ -96,3 +99,26 @@ def test_a_dialect_computes_what_the_stored_weights_say(
     checks = list(check_golden(Model(bundle, DialectBackend(bundle, dialect), 0)))
     assert len(checks) == 5
     assert all(check.difference <= PRECISIONS["fp16"].tolerance for check in checks), checks
+
+
+@pytest.mark.parametrize("dialect", ["trt", "trt10"])
+def test_a_table_that_is_larger_than_a_tensor_may_be_is_read_in_parts(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4 E2B has 2.3 G numbers in its table of inputs to each layer; here 320 rows are read from parts of 100."""
+    width = GEMMA4.layers * GEMMA4.per_layer
+    kind = {"trt": Trt, "trt10": Trt10}[dialect]
+    monkeypatch.setattr(kind, "__init__", partialmethod(kind.__init__, largest=100 * width))
+    bundle = export(tiny_checkpoint(GEMMA4), tmp_path / "bundle", (3,), dialects=("ort", dialect))
+    graphs = bundle.manifest.dialects[dialect]
+    sizes = {
+        name: [tuple(x.dims) for x in onnx.load(bundle.path(name), load_external_data=False).graph.initializer]
+        for name in (graphs.embed, graphs.vision)
+    }
+    assert [shape for shape in sizes[graphs.embed] if shape[-1:] == (width,)] == 3 * [(100, width)] + [(20, width)]
+    assert [shape for shape in sizes[graphs.vision] if shape[-1:] == (width,)] == [(1, width)]
+    ids = np.arange(320)
+    found, wanted = (DialectBackend(bundle, name).embed(ids) for name in (dialect, "ort"))
+    np.testing.assert_allclose(found.hidden, wanted.hidden, atol=1e-6)
+    for name, each in wanted.inputs.items():
+        np.testing.assert_allclose(found.inputs[name], each, atol=1e-6)

@@ -32,7 +32,6 @@ from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, random_image
 from tests.support.traces import meets
 from vtx.runtime.api.load import load
-from vtx.runtime.backends.tensorrt.backend import WINDOWS
 from vtx.runtime.bundle.vtx_json import parse_manifest
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layouts import read_layout
@@ -196,13 +195,6 @@ def test_a_long_prompt_runs_in_parts_none_of_which_ends_within_an_image(models: 
             assert min(found["vision_tokens"], found["prompt_tokens"] - found["vision_tokens"]) > 512
             assert found["token_ids"] == list(want.token_ids)
             np.testing.assert_allclose(found["logprobs"], want.logprobs or (), atol=SAME, rtol=0)
-
-
-@FAMILIES
-def test_tensorrt_is_refused_in_pythons_words(models: Models, pictures: list[Path], tiny: Tiny) -> None:
-    done = run("run", "--bundle", models(tiny, (3, 5)).bundle.folder, pictures[0], "red?", "--device", "tensorrt")
-    assert done.returncode == 1
-    assert done.stderr.decode() == f"Error: {WINDOWS}; run the bundle with --device cpu or openvino\n"
 
 
 @needs_openvino
