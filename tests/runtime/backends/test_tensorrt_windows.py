@@ -15,7 +15,7 @@ from tests.support.exported import QUESTIONS, THREADS, greedy, policy, prompt
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.gpu_standin import Gpu, build_all
-from tests.support.tiny import Tiny, prompt_messages, random_image
+from tests.support.tiny import prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.slots import part_ends
@@ -132,7 +132,10 @@ def test_a_prompt_in_parts_cuts_no_image_in_two(bundle: Callable[[str], Path], d
             assert got.ids == want.ids
             np.testing.assert_allclose(got.logits, want.logits, atol=TOLERANCE)
         shorten(folder, "sm89", 15)
-        with open_model(folder).open([random_image(0)]) as image, pytest.raises(ContextError, match="16 tokens at once"):
+        with (
+            open_model(folder).open([random_image(0)]) as image,
+            pytest.raises(ContextError, match="16 tokens at once"),
+        ):
             image.ask("red?", "none")
     finally:
         build_all(folder)

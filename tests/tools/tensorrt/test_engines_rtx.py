@@ -126,7 +126,9 @@ def test_a_prompt_that_sees_itself_both_ways_and_an_expert_become_engines(family
     assert all(outcome.built is not None for outcome in outcomes)
     assert {*fingerprint.read_engines(bundle, "sm89").engines} == {*bundle.manifest.dialects["trt"].all}
     if family == "pi0":
-        with pytest.raises(DeviceError, match="output actions, but does not run them yet; run the bundle with --device"):
+        with pytest.raises(
+            DeviceError, match="output actions, but does not run them yet; run the bundle with --device"
+        ):
             load(bundle.folder, device="tensorrt")
 
 
