@@ -226,19 +226,16 @@ class TensorrtStageCache(SlotCounter):
         """Queue the run of some tokens, the last of `total`; their states go to the address `out`."""
         shared, memory, count = self._context, self.memory, len(tokens)
         engines, cuda, start = shared.engines, shared.cuda, total - count
-        context, in_place = (
-            engines.context(self._graph, DECODE if count == 1 else PREFILL),
-            written_in_place(self._layout),
-        )
+        context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
+        in_place = written_in_place(self._layout)
+        new = memory.at(start) if in_place else memory.new_slots(count)
         inputs: dict[str, NDArray[Any]] = {names.TOTAL_SLOTS: np.array([total], np.int32)}
         if self.window is not None:
             inputs[names.FIRST_SLOT] = self.first_slots(positions, total)
         if shared.model.two_way is not None:
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, start)
         turned = positions.ndim > 1
-        memory.bind(
-            context, count, start, memory.at(start) if in_place else memory.new_slots(count), queries, turned=turned
-        )
+        memory.bind(context, count, start, new, queries, turned=turned)
         if turned:
             tables = shared.tables[names.COS], shared.tables[names.SIN]
             cos, sin = rope_at(tables, shared.model.rope.axes, positions)
