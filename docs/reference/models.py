@@ -39,9 +39,9 @@ registers together with SigLIP.
 Precisions, K, gates, calibration and streaming export work in the same way for every family. onnxruntime and OpenVINO
 give the same answers *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs for TensorRT come from the same
 builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; TensorRT-RTX engines were built from random
-models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila` and `internvl_chat` *(built without a
-GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM, `vtx-tune` on SmolVLM, LLaVA-OneVision,
-Qwen2.5-VL and Qwen3-VL *(run on a CPU, small random models)*.
+models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`, `gemma3` and `gemma4`
+*(built without a GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM, `vtx-tune` on SmolVLM,
+LLaVA-OneVision, Qwen2.5-VL and Qwen3-VL *(run on a CPU, small random models)*.
 """
 # The shapes of published checkpoints, most with a CLIP tower, from which the cells are computed.
 _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,

@@ -141,7 +141,7 @@ class TrtAttention(HeadsApart):
         return self._b.op("Add", self._count(self._tokens()), filled)
 
     def _mask(self, slots: ir.Value, own: ir.Value, *, sliding: bool) -> ir.Value:
-        """[1, 1, tokens, slots]: a token sees the slots up to its own, or `seen_slots` of them; `sliding`: its window's.
+        """[1, 1, tokens, slots]: a token sees the slots up to its own, or `seen_slots` of them; `sliding`: the window.
 
         `slots` [slots] are their numbers, NO_SLOT of those that are not filled.
         """

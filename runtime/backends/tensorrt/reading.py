@@ -85,9 +85,11 @@ class TensorrtReadingCache(SlotCounter):
 
     def told(self, position: int) -> dict[str, int]:
         """The numbers for a token at that position, which is to fill the next slot of each source."""
-        first = self._placed.first_slots(np.array([position]), self._placed.length + 1)
-        slots = {names.source_slot(layer): cache.length for layer, cache in self._sources.items()}
-        return {names.POSITIONS: position, names.FIRST_SLOT: int(first[0]), **slots}
+        told = {names.POSITIONS: position}
+        told |= {names.source_slot(layer): cache.length for layer, cache in self._sources.items()}
+        if self._placed.window is not None:
+            told[names.FIRST_SLOT] = int(self._placed.first_slots(np.array([position]), self._placed.length + 1)[0])
+        return told
 
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
@@ -103,7 +105,8 @@ class TensorrtReadingCache(SlotCounter):
             context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
             self.memory.bind(context, count, filled)
             inputs = shared.inputs_of(self._spec, tokens, positions)
-            inputs[names.FIRST_SLOT] = self._placed.first_slots(positions, self._placed.length)
+            if self._placed.window is not None:
+                inputs[names.FIRST_SLOT] = self._placed.first_slots(positions, self._placed.length)
             for layer, slots in filled.items():
                 inputs[names.source_slot(layer)] = np.array([slots - 1], np.int32)
             for name, array in inputs.items():
