@@ -146,10 +146,10 @@ class DialectSource:
         }
         caches |= {name(n): self._shared[name(n)] for n in sources for name in past}
         slot_numbers = {names.LAST_SLOT: count - 1, names.TOTAL_SLOTS: count}
-        slots = {name: slot_numbers[name] for name in names.SLOTS[self.dialect]}
+        told = {name: slot_numbers[name] for name in names.SLOTS[self.dialect]}
         if sources:
-            slots = {names.source_slot(n): count - 1 for n in sources if slots}
-        numbers = {name: np.array([value], np.int32) for name, value in slots.items()}
+            told = {names.source_slot(n): count - 1 for n in sources if told}
+        numbers = {name: np.array([value], np.int32) for name, value in told.items()}
         scales = {
             name(n): self._scales[name(n)]
             for n in stage.cached or sources if self._scales
