@@ -164,13 +164,14 @@ class TensorrtStageCache(SlotCounter):
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         shared, longest = self._context, self._context.engines.longest(self._graph)
+        parts = list(itertools.pairwise([0, *part_ends(tokens, longest)]))
+        shared.engines.check_tokens(self._graph, max(end - start for start, end in parts))
         with shared.cuda:
             self.make_room(self.length + len(tokens))
             out = shared.states.empty(len(tokens))
             if query:
                 self.memory.queries.room(len(tokens))
-            for start, end in itertools.pairwise([0, *part_ends(tokens, longest)]):
-                shared.engines.check_tokens(self._graph, end - start)
+            for start, end in parts:
                 address = self.memory.queries.address(start) if query else None
                 some = tokens.part(start, end)
                 self._run_part(some, positions[start:end], self.length + end, address, out.row(start))

@@ -180,17 +180,19 @@ class TensorrtStageCache : public StageCache, public DecodingCache {
 
  protected:
   Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids*) override {
+    size_t all = tokens.count(), start = 0;
+    const std::vector<size_t> ends = part_ends(tokens, static_cast<size_t>(context_.engines.longest(graph_)));
+    for (size_t end : ends) context_.engines.check_tokens(graph_, end - start), start = end;
     Lock held(cuda_);
     room(length + static_cast<int64_t>(tokens.count()));
     RopeRows rope = rope_rows(context_.tables, context_.manifest, positions);
     Sight sight;
     if (slides()) sight.first = first_slots(positions, length + static_cast<int64_t>(tokens.count()));
     if (context_.manifest.model.sees_both_ways()) sight.seen = seen_slots(tokens, length);
-    size_t all = tokens.count(), longest = static_cast<size_t>(context_.engines.longest(graph_)), start = 0;
     if (query) memory_->queries.room(all);
     auto out = std::make_shared<TensorrtRows>(context_, all);
-    for (size_t end : part_ends(tokens, longest)) {
-      context_.engines.check_tokens(graph_, end - start);
+    start = 0;
+    for (size_t end : ends) {
       many(tokens, rope, sight, start, end - start, query ? memory_->queries.address(start) : nullptr, out->row(start));
       start = end;
     }
