@@ -165,7 +165,7 @@ class TensorrtStageCache(SlotCounter):
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         shared, longest = self._context, self._context.engines.longest(self._graph)
         parts = list(itertools.pairwise([0, *part_ends(tokens, longest)]))
-        shared.engines.check_tokens(self._graph, max(end - start for start, end in parts))
+        shared.engines.check_tokens(self._graph, max((end - start for start, end in parts), default=0))
         with shared.cuda:
             self.make_room(self.length + len(tokens))
             out = shared.states.empty(len(tokens))
