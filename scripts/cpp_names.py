@@ -26,6 +26,8 @@ from vtx.runtime.vision import limits, tokens
 from vtx.runtime.vision.layouts import anyres, budget, crops, marked, native
 
 FILE = Path(__file__).parents[1] / "runtime/cpp/src/bundle/names.hpp"
+# Python runs these.
+NO_WINDOWS = "libvtx does not run TensorRT engines of models with sliding windows or bidirectional attention yet"
 HEAD = """\
 // Names, limits and constants that the Python runtime declares. Written by scripts/cpp_names.py; do not edit.
 #pragma once
@@ -57,6 +59,7 @@ def header() -> str:
     }
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
     words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_ACTIONS": ACTIONS}
+    words |= {"NO_WINDOWS": NO_WINDOWS}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE}
     words |= {"NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
     words["KERNELS"] = fingerprint.KERNELS

@@ -99,11 +99,6 @@ class StageCache {
   virtual std::optional<LayerForm> layer_form(int64_t, size_t) const { return std::nullopt; }
   // Of the first `filled` slots the first one within the window of each of these tokens, which have the last of them.
   Ids first_slots(const Positions& positions, int64_t filled) const;
-  // Notes the positions of tokens that are about to fill the next slots.
-  void place(const Positions& positions) {
-    for (size_t i = 0; i < positions.size() && slides(); ++i)
-      placed_[static_cast<size_t>(length) + i] = positions[i].front();
-  }
 
   int64_t length = 0;
   const int64_t capacity;
@@ -119,6 +114,11 @@ class StageCache {
 
  private:
   Rows append_in_parts(const TokenStates& tokens, const Positions& positions, int64_t most, const Ids* outputs);
+  // Notes the positions of tokens that are about to fill the next slots.
+  void place(const Positions& positions) {
+    for (size_t i = 0; i < positions.size() && slides(); ++i)
+      placed_[static_cast<size_t>(length) + i] = positions[i].front();
+  }
 
   int64_t window_ = 0;  // the positions that a token sees in layers that slide; 0: none slides
   Ids placed_;          // the positions of the tokens in slots, where layers slide

@@ -66,6 +66,7 @@ inline constexpr char kPagedFilled[] = "max_context_len";
 inline constexpr char kPagedWindow[] = "window";
 inline constexpr char kPagedImages[] = "token_types";
 inline constexpr char kNoActions[] = "vtx builds TensorRT engines for models that output actions, but does not run them yet";
+inline constexpr char kNoWindows[] = "libvtx does not run TensorRT engines of models with sliding windows or bidirectional attention yet";
 inline constexpr char kPagedRows[] = "rows";
 inline constexpr char kOrtSilence[] = "ORT_DISABLE_TELEMETRY";
 inline constexpr char kNotBuilt[] = "TensorRT does not support native image resolution for this model";
