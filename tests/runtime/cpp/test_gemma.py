@@ -202,8 +202,8 @@ def test_tensorrt_is_refused(models: Models, pictures: list[Path], tiny: Tiny) -
     done = run("run", "--bundle", models(tiny, (3, 5)).bundle.folder, pictures[0], "red?", "--device", "tensorrt")
     assert done.returncode == 1
     assert done.stderr.decode() == (
-        "Error: libvtx does not run TensorRT engines of models with sliding windows or bidirectional attention yet; run "
-        "the bundle with --device cpu or openvino\n"
+        "Error: libvtx does not run TensorRT engines of models with sliding windows or bidirectional attention yet; "
+        "run the bundle with --device cpu or openvino\n"
     )
 
 
