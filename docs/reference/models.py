@@ -16,7 +16,7 @@ from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
 from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES
 from vtx.exporter.tuning.options import check_tunable
-from vtx.runtime.backends.tensorrt.backend import BOTH_WAYS, WINDOWS
+from vtx.runtime.backends.tensorrt.backend import ACTIONS
 from vtx.runtime.errors import VtxError
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.layouts import spec_of
@@ -38,7 +38,8 @@ registers together with SigLIP.
 Precisions, K, gates, calibration and streaming export work in the same way for every family. onnxruntime and OpenVINO
 give the same answers *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs for TensorRT come from the same
 builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; TensorRT-RTX engines were built from random
-models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`, `lfm2_vl` and `qwen3_5`
+models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`, `lfm2_vl`, `qwen3_5`,
+`gemma3` and `gemma4`
 *(built without a GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM, `vtx-tune` on SmolVLM,
 LLaVA-OneVision, Qwen2.5-VL and Qwen3-VL *(run on a CPU, small random models)*.
 """
@@ -193,10 +194,8 @@ def _cpp(family: Family, config: ModelConfig) -> str:
 
 
 def _tensorrt(_: Family, config: ModelConfig) -> str:
-    if config.text.sliding:
-        return f"no: {WINDOWS}"
-    if config.text.two_way:
-        return f"no: {BOTH_WAYS}"
+    if config.action:
+        return f"no: {ACTIONS}"
     if config.text.conv_layers:
         return "in Python"
     return "yes" if config.frames is None else "images, not videos"

@@ -38,7 +38,7 @@ from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_w
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
-from vtx.runtime.bundle.spec.names import SLOTTED, STATEFUL, TENSORRT, UNCACHED, UNTYPED
+from vtx.runtime.bundle.spec.names import CUDA, SLOTTED, STATEFUL, TENSORRT, UNCACHED, UNTYPED
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
@@ -139,7 +139,7 @@ class Plan:
     def dialects(self) -> dict[str, Graphs]:
         needs, made = self.reductions.needs, dict[str, Graphs]()
         for dialect in self.options.dialects:
-            if dialect not in UNTYPED and self.config.text.sliding is not None:
+            if dialect == CUDA and self.config.text.sliding is not None:
                 continue  # as a warning says
             suffix = f"{dialect}.onnx"
             stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
@@ -167,8 +167,8 @@ class Plan:
             f"map n is added after layer n and seen from layer n + 1 on, so all {maps} count from K = {maps + 2} on"
             for k in sorted(self.ks) if k < maps + 2
         )  # fmt: skip
-        windows = self.config.text.sliding is not None and not {*self.options.dialects} <= {*UNTYPED}
-        left_out = ["no graphs for CUDA and TensorRT: sliding windows are not built for them"] * windows
+        windows = self.config.text.sliding is not None and CUDA in self.options.dialects
+        left_out = ["no graphs for CUDA: sliding windows are not built for onnxruntime's CUDA provider"] * windows
         return *left_out, *self.disagreements, *gates, *tower, *unread, *(f"skipped {line}" for line in skipped)
 
 

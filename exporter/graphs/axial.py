@@ -100,7 +100,7 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
     normed = b.dialect.norm(b, b.from_float32(tokens), v.hidden, v.eps)
     features = b.to_float32(b.linear(normed, PROJECTION, bias=False))
     if c.text.per_layer is not None:
-        add_layer_inputs(b, c.text, features, b.stored_row(PER_LAYER, c.text.padding_id or 0))
+        add_layer_inputs(b, c.text, features, b.stored_rows(PER_LAYER, c.text.padding_id or 0, 1))
     b.output(b.reshape(features, 1, -1, c.text.hidden), names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
 
 

@@ -125,16 +125,15 @@ class Builder:
         location = self._weights[name]
         return self._external(name, location, ELEMENT_TYPES[location.dtype], location.shape)
 
-    def stored_row(self, name: str, row: int) -> ir.Value:
-        """Row `row` [1, width] of a table, from the place of the table.
+    def stored_rows(self, name: str, first: int, count: int) -> ir.Value:
+        """Neighbouring rows [count, ...] of a table, from the place of the table.
 
         To gather a row whose number is in the graph, engines read the whole table while they load, and hold it twice.
         """
         table = self._weights[name]
-        count, width = table.shape
-        each = table.nbytes // count
-        part = replace(table, offset=table.offset + row * each, nbytes=each, shape=(1, width))
-        return self._external(f"{name}.{row}", part, ELEMENT_TYPES[table.dtype], part.shape)
+        row, shape = table.nbytes // table.shape[0], (count, *table.shape[1:])
+        rows = replace(table, offset=table.offset + first * row, nbytes=count * row, shape=shape)
+        return self._external(f"{name}.{first}", rows, ELEMENT_TYPES[table.dtype], shape)
 
     def location(self, name: str) -> StoredTensor:
         return self._weights[name]
@@ -257,7 +256,8 @@ class Dialect(ABC):
     """One operator set. `compute` is the type of the arithmetic; hidden states cross a graph's boundary in float32.
 
     `sizes_from_values`: the number of tokens may depend on a tensor's values; else a mask hides tokens. `branches`: a
-    graph may have others within it, conditionals and loops; if not, one run is of one conversation, too.
+    graph may have others within it, conditionals and loops; if not, one run is of one conversation, too. `largest`: the
+    most numbers of a tensor, None for any number.
     """
 
     name: str
@@ -266,6 +266,7 @@ class Dialect(ABC):
     compute: ir.DataType = FLOAT
     sizes_from_values: bool = False
     branches: bool = True
+    largest: int | None = None
 
     def cache_shape(self, kv_heads: int, slots: str, head_dim: int) -> tuple[int | str, ...]:
         return (1, kv_heads, slots, head_dim)

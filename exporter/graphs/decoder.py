@@ -82,7 +82,7 @@ def build_embed(b: Builder, c: TextConfig) -> None:
     if c.scaled_embedding:
         hidden = b.op("Mul", hidden, b.constant(np.array(c.hidden**0.5, np.float32)))
     if c.per_layer is not None:
-        add_layer_inputs(b, c, hidden, b.op("Gather", b.stored(PER_LAYER), ids))
+        add_layer_inputs(b, c, hidden, _rows(b, PER_LAYER, ids))
     b.output(hidden, names.HIDDEN, FLOAT, ["tokens", c.hidden])
 
 
@@ -108,6 +108,22 @@ def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, rows: ir.Value
     for layer in range(1, c.layers + 1):
         given = b.op("Gather", both, b.constant(np.array(layer - 1, np.int64)), axis=1)
         b.output(given, names.token_input(f"layer{layer}"), FLOAT, ["tokens", width])
+
+
+def _rows(b: Builder, table: str, ids: ir.Value) -> ir.Value:
+    """Rows of a stored table [rows, width]; of one that is larger than a tensor may be, from parts of it."""
+    (rows, width), largest = b.location(table).shape, b.dialect.largest
+    if largest is None or rows * width <= largest:
+        return b.op("Gather", b.stored(table), ids)
+    each, found = largest // width, list[ir.Value]()
+    for first in range(0, rows, each):
+        count, start = min(each, rows - first), b.constant(np.array(first))
+        within = b.op("Max", b.op("Sub", ids, start), b.constant(np.array(0)))
+        within = b.op("Min", within, b.constant(np.array(count - 1)))
+        part = b.op("Gather", b.stored_rows(table, first, count), within)
+        behind = b.op("Unsqueeze", b.op("GreaterOrEqual", ids, start), b.constant([1]))
+        found.append(b.op("Where", behind, part, found[-1]) if found else part)
+    return found[-1]
 
 
 def build_head(b: Builder, c: TextConfig) -> None:

@@ -103,6 +103,17 @@ def run_ends(tokens: TokenStates, first: int, end: int, most: int | None) -> lis
     return sorted({begin_of_group(tokens, first + int(size)) for size in sizes} - {first})
 
 
+def part_ends(tokens: TokenStates, most: int) -> list[int]:
+    """Ends of parts of these tokens, each of `most` at most, but for one group, since none is cut in two."""
+    ends, count = [0], len(tokens)
+    while ends[-1] < count:
+        end = begin_of_group(tokens, min(ends[-1] + most, count))
+        if end == ends[-1]:  # a group that is longer
+            end = next(n for n in range(end + 1, count + 1) if begin_of_group(tokens, n) == n)
+        ends.append(end)
+    return ends[1:]
+
+
 class SlotCounter(ABC):
     """The base of every `StageCache`: `length` of `capacity` slots are filled, and no run may fill more.
 

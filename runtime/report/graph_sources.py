@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.backend import Backend
+from vtx.runtime.backends.backend import Backend, StageCache
 from vtx.runtime.backends.devices import choose, open_backend
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.ort.library import check_opset, check_release, load_onnxruntime, session_options
@@ -67,7 +67,7 @@ def open_source(bundle: Bundle, name: str) -> GraphSource:
     if name in names.DIALECTS:
         return DialectSource(bundle, name)
     if name in BACKENDS:
-        return BackendSource(open_backend(bundle, choose(bundle, name), None))
+        return BackendSource(open_backend(bundle, choose(bundle, name), None), bundle.manifest)
     raise RequestError(
         f"{name!r} cannot be compared; dialects on onnxruntime: {', '.join(names.DIALECTS)}; "
         f"devices: {', '.join(BACKENDS)}"
@@ -103,6 +103,7 @@ class DialectSource:
         check_release(self._ort, self._kv_type)
         self._scales = read_kv_scales(bundle) if KV_DTYPES[self._kv_type].scaled else {}
         self._rope = read_rope(bundle)
+        self._shared = dict[str, NDArray[Any]]()  # K and V that later layers read, by their names as inputs
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         if part.kind == "stage":
@@ -139,9 +140,12 @@ class DialectSource:
         count, model = len(inputs[names.HIDDEN]), self._manifest.model
         slots, heads = count if self.dialect in names.IN_PLACE else 0, model.kv_heads
         sizes = (slots, heads) if self.dialect in names.TENSORRT else (heads, slots)
-        empty = np.zeros((1, *sizes, model.head_dim), self._kv_type)
-        layers = stage.cached
-        caches = {name(n): empty for n in layers for name in (names.past_key, names.past_value)}
+        past, present = (names.past_key, names.past_value), (names.present_key, names.present_value)
+        sources = () if stage.keeps else model.sources(stage.first, stage.last)
+        caches = {
+            name(n): np.zeros((1, *sizes, model.heads_of(n)), self._kv_type) for n in stage.cached for name in past
+        }
+        caches |= {name(n): self._shared[name(n)] for n in sources for name in past}
         if stage.stateful:  # none before the first token; the one after the last is compared
             caches[names.STATE] = np.zeros((len(stage.stateful), 1, model.state_numbers), np.float32)
             caches[names.STATE_ENDS] = np.array([count], np.int64)
@@ -151,18 +155,26 @@ class DialectSource:
                     "at once; compare with the device: --compare ort,tensorrt"
                 )
         slot_numbers = {names.LAST_SLOT: count - 1, names.TOTAL_SLOTS: count}
-        numbers = {name: np.array([slot_numbers[name]], np.int32) for name in names.SLOTS[self.dialect]}
+        told = {name: slot_numbers[name] for name in names.SLOTS[self.dialect]}
+        if sources:
+            told = {names.source_slot(n): count - 1 for n in sources if told}
+        numbers = {name: np.array([value], np.int32) for name, value in told.items()}
         scales = {
             name(n): self._scales[name(n)]
-            for n in layers if self._scales
+            for n in stage.cached or sources if self._scales
             for name in (names.key_scale, names.value_scale)
         }  # fmt: skip
         positions = {names.POSITIONS: np.arange(count)[None]}
         if model.two_way:
             positions[names.SEEN_SLOTS] = np.arange(1, count + 1)[None]
-        return self._session_run(
+        if model.sliding is not None:
+            positions[names.FIRST_SLOT] = np.maximum(np.arange(count) - model.sliding.window + 1, 0)[None]
+        outputs = self._session_run(
             self._graphs.stages[number], {**inputs, **positions, **self._rope, **caches, **numbers, **scales}
         )
+        for n in {*stage.cached} & {*model.sources(model.shared or 1, model.layers)}:
+            self._shared |= {kept(n): outputs[given(n)] for kept, given in zip(past, present, strict=True)}
+        return outputs
 
     def _session_run(self, graph: str, inputs: Tensors) -> dict[str, NDArray[Any]]:
         try:
@@ -184,9 +196,10 @@ def _of_image(image: ImageTokens) -> dict[str, NDArray[Any]]:
 class BackendSource:
     """The graphs of a device's backend."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self.name, self.dialect, self.compute = backend.device, backend.dialect, backend.compute
-        self._backend = backend
+        self._backend, self._manifest = backend, manifest
+        self._caches = dict[int, StageCache]()  # by the layers that they hold
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         backend = self._backend
@@ -200,7 +213,10 @@ class BackendSource:
             return {names.LOGITS: backend.head(hidden)}
         if part.kind == "gate":
             return {names.ODDS: backend.gate(part.number, hidden)}
-        cache = backend.stage(part.number, len(hidden))
+        stage = self._manifest.stages[part.number]
+        sources = () if stage.keeps else self._manifest.model.sources(stage.first, stage.last)
+        cache = backend.stage(part.number, len(hidden), {layer: self._caches[layer] for layer in sources})
+        self._caches |= dict.fromkeys(stage.cached, cache)
         extras = {
             name.removeprefix(names.TOKEN_INPUT): x for name, x in inputs.items() if name.startswith(names.TOKEN_INPUT)
         }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.exported import THREADS
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.backend import NOTHING, StageCache
 from vtx.runtime.backends.ort.graph import ports
 from vtx.runtime.backends.ort.library import load_onnxruntime, session_options
 from vtx.runtime.backends.slots import StateHistory, seen_slots
@@ -22,6 +23,7 @@ from vtx.runtime.bundle.tensors import read_rope, rope_at
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, Scores, TokenStates
 
 Tensors = dict[str, NDArray[Any]]
+POSITIONS = "positions"  # among the saved K and V of slots
 
 
 class DialectBackend:
@@ -73,7 +75,9 @@ class DialectBackend:
         file = self.manifest.dialects[self.dialect].text_tower
         return _first(self._session(file, graph_io.text_tower(self.manifest)), {names.IDS: ids})
 
-    def stage(self, index: int, capacity: int) -> StageCache:
+    def stage(self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING) -> StageCache:
+        if sources:
+            return cast(StageCache, ReadingCache(self, *self.stages[index], sources))
         return CACHES[self.dialect](self, *self.stages[index], capacity)
 
 
@@ -98,18 +102,29 @@ class _Cache:
         model = backend.manifest.model
         self._axes = model.rope.axes
         self._axis = 1 if backend.dialect in names.TENSORRT else 2  # that of the slots
-        sizes = [model.kv_heads, model.head_dim]
-        sizes.insert(self._axis - 1, self.first_slots())
-        empty = np.zeros((1, *sizes), names.kv_type(backend.dialect, backend.manifest.kv_dtype))
-        self._kv = {name(n): empty for n in self._layers for name in (names.past_key, names.past_value)}
+        self._kv = {name(n): self._empty(n) for n in self._layers for name in (names.past_key, names.past_value)}
+        self.positions = np.zeros(backend.manifest.max_context, np.int64)  # of the tokens in slots
         self._query: HiddenStates = np.zeros((0, model.heads * model.head_dim), np.float32)
         self.states = StateHistory(spec, model) if spec.stateful else None
         limited = model.delta is not None and backend.dialect in names.TENSORRT
         self._run = graph_io.DELTA_RUN if limited else capacity
         self.length = 0
 
+    def _empty(self, layer: int) -> NDArray[Any]:
+        backend, model = self._backend, self._backend.manifest.model
+        sizes = [model.kv_heads, model.heads_of(layer)]
+        sizes.insert(self._axis - 1, self.first_slots())
+        return np.zeros((1, *sizes), names.kv_type(backend.dialect, backend.manifest.kv_dtype))
+
     def first_slots(self) -> int:
         raise NotImplementedError
+
+    def seen_from(self, positions: Ids, filled: int) -> Ids:
+        """The first of `filled` slots within the window of tokens at these positions, one by one."""
+        sliding = self._backend.manifest.model.sliding
+        assert sliding is not None
+        near = [np.flatnonzero(p - self.positions[:filled] < sliding.window) for p in positions]
+        return np.array([slots[0] for slots in near])
 
     def told(self, rows: int) -> Tensors:
         """What the dialect tells a stage of slots."""
@@ -138,6 +153,10 @@ class _Cache:
         if self.states is not None:
             ends = self.states.ends(self.length, len(hidden))
             inputs |= {names.STATE: self.states.before(self.length), names.STATE_ENDS: ends}
+        if self._backend.manifest.model.sliding is not None:
+            filled = self.length + len(hidden)
+            self.positions[self.length : filled] = positions
+            inputs[names.FIRST_SLOT] = self.seen_from(positions, filled)[None]
         found = _run(self._session, inputs | self.told(len(hidden)))
         if self.states is not None:
             self.states.put(self.length, ends, found[names.STATE_OUT])
@@ -199,11 +218,14 @@ class _Cache:
         return 0
 
     def read(self, slots: Ids) -> Tensors:
-        return {name: self._slots(name, slots) for name in self._kv}
+        return {POSITIONS: self.positions[slots], **{name: self._slots(name, slots) for name in self._kv}}
 
     def write(self, slots: Ids, kv: Tensors, *, length: int) -> None:
         """Slots from the end of a grown cache on make it longer."""
+        self.positions[slots] = kv[POSITIONS]
         for name, rows in kv.items():
+            if name == POSITIONS:
+                continue
             room = [(0, 0)] * 4
             room[self._axis] = (0, max(0, length - self._kv[name].shape[self._axis]))
             self._kv[name] = np.pad(self._kv[name], room)
@@ -249,6 +271,33 @@ class InPlaceCache(_Cache):
     def told(self, rows: int) -> Tensors:
         total = self.length + rows
         return {names.LAST_SLOT: np.array([total - 1], np.int32), names.TOTAL_SLOTS: np.array([total], np.int32)}
+
+
+class ReadingCache:
+    """Of a stage whose layers read K and V of `sources`, caches by layer; the tokens are in their last slots."""
+
+    selects_outputs, length, state_bytes = False, 0, 0
+
+    def __init__(self, backend: DialectBackend, spec: StageSpec, session: Any, sources: Mapping[int, Any]) -> None:
+        self._backend, self._session, self._reads, self._sources = backend, session, spec.inputs, sources
+
+    def append(
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
+    ) -> HiddenStates:
+        inputs = {names.HIDDEN: tokens.hidden, names.POSITIONS: positions[None], **self._backend.rope}
+        inputs |= {names.token_input(name): tokens.inputs[name] for name in self._reads}
+        for layer, cache in self._sources.items():
+            for name in (names.past_key(layer), names.past_value(layer)):
+                inputs[name] = cache._kv[name]
+            if self._backend.dialect != "plain":
+                inputs[names.source_slot(layer)] = np.array([cache.length - 1], np.int32)
+            if self._backend.manifest.model.slides(layer) or names.FIRST_SLOT not in inputs:
+                inputs[names.FIRST_SLOT] = cache.seen_from(positions, cache.length)[None]
+        out: HiddenStates = _run(self._session, inputs)[names.HIDDEN_OUT]
+        return out if outputs is None else out[outputs]
+
+    def keep(self, length: int) -> None:
+        """Nothing is held."""
 
 
 CACHES: dict[str, type[_Cache]] = {

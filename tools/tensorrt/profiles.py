@@ -1,14 +1,15 @@
 """Optimisation profiles: the sizes that an engine is built for, by the names of its graph's free sizes.
 
 embed    one profile: any number of tokens
-stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory. For
-         TensorRT two: decode, one token, and prefill, two tokens and more; for TensorRT-RTX one, because it
-         specialises kernels for the tokens at run time, and stores most weights once per profile. With the gated delta
-         rule up to 128 at once, which are one chunk. States after as many tokens as a cache ever holds of one run
-vision   one image; of a model that outputs actions, those of all its cameras; of one that sees images at native
-         resolution, any sides up to those of an image of the most pixels that is twice as wide as high, or as high as
-         wide, and of one that sees videos too, a pair of frames; of one with tiles or slices of any shape, up to the
-         sides of a view that is four times as wide as high
+stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory, but prompts
+         whose tokens all see each other run whole. For TensorRT two: decode, one token, and prefill, two tokens and
+         more; for TensorRT-RTX one, because it specialises kernels for the tokens at run time, and stores most weights
+         once per profile. With the gated delta rule up to 128 at once, which are one chunk. States after as many tokens
+         as a cache ever holds of one run
+vision   one image; of a model that outputs actions, those of all its cameras; of one that sees images of any size, any
+         sides up to those of an image of the most pixels that is twice as wide as high, or as high as wide, and of one
+         that sees videos too, a pair of frames; of one with tiles or slices of any shape, up to the sides of a view
+         that is four times as wide as high
 head     a few tokens: only the last one is sampled; one step of an expert, over any prompt in each layer
 gate     the tokens of a question
 text_tower   a question in the tower's own ids
@@ -40,13 +41,15 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     """One profile, or with `apart` one for decode and one for prefill; the likely prompt is an image and a question."""
-    slots = m.max_context
-    most = PREFILL_TOKENS if m.model.delta is None else graph_sizes.DELTA_RUN
-    longest, filled = min(most, slots), min(slots - 1, m.layout.max_tokens + 64)
-    likely = min(longest, m.layout.max_tokens + 64)
+    slots, model = m.max_context, m.model
+    most = PREFILL_TOKENS if model.delta is None else graph_sizes.DELTA_RUN
+    longest = slots if model.two_way == "prompt" else min(most, slots)
+    filled, likely = min(slots - 1, m.layout.max_tokens + 64), min(longest, m.layout.max_tokens + 64)
+    sources = model.sources(model.shared or 1, model.layers)  # whose slots a later stage reads
     table: dict[str, Range] = {MAX_CONTEXT: (slots,) * 3}
-    if m.model.conv_layers:
-        table[graph_sizes.ENDS] = (1, 1, HeldStates(m.model).ends)
+    table |= {f"{SLOTS}.{source}": (1, filled, slots) for source in sources}
+    if model.conv_layers:
+        table[graph_sizes.ENDS] = (1, 1, HeldStates(model).ends)
     if not apart:
         return ({**table, TOKENS: (1, likely, longest), SLOTS: (0, 0, slots)},)
     decode: Profile = {**table, TOKENS: (1, 1, 1), SLOTS: (0, filled, slots)}
@@ -84,8 +87,11 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
 
 def _own_size(m: Manifest) -> Profile:
     unit, sizes = m.model.tower.patch * m.model.tower.square, m.layout.parameters
-    most = int(sizes["max_pixels"] if "max_pixels" in sizes else sizes["side"] ** 2)
-    widest = WIDEST if m.layout.name == "native" else WIDEST_VIEW
+    if "max_pixels" in sizes:
+        most = int(sizes["max_pixels"])
+    else:
+        most = int(sizes["side"]) ** 2 if "side" in sizes else m.layout.max_tokens * unit**2
+    widest = WIDEST if m.layout.name in ("native", "budget") else WIDEST_VIEW
     likely, longest = (max(1, math.floor(math.sqrt(area) / unit)) * unit for area in (most, widest * most))
     sides: Range = (unit, likely, max(longest, int(sizes.get("tile", 0))))
     return {IMAGES: (1, 1, 1 if m.video is None else 2), HEIGHT: sides, WIDTH: sides}

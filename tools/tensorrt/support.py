@@ -9,7 +9,6 @@ from typing import Any
 from vtx.runtime.backends.engines import ENGINES, EngineCost
 from vtx.runtime.backends.ort.cuda import WINDOWS
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES
-from vtx.runtime.backends.tensorrt.backend import WINDOWS as OF_TENSORRT
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device
@@ -117,9 +116,7 @@ def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack:
 def _tensorrt(
     software: str, release: Release, lacks: frozenset[str], model: ModelSize, parts: Mapping[str, Precisions]
 ) -> EngineSupport:
-    whole = OF_TENSORRT if model.decoder.sliding is not None else None
-    if model.vision is not None and model.vision.towers > 1:
-        whole = NO_FRAMES
+    whole = NO_FRAMES if model.vision is not None and model.vision.towers > 1 else None
     obstacles = dict[str, str | None]()
     for name, p in parts.items():
         lacking = sorted({p.decoder, p.vision, p.head} & lacks)

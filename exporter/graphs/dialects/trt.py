@@ -19,6 +19,8 @@ from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_hea
 from vtx.runtime.bundle.spec import names
 
 HEADS_FIRST = [0, 2, 1, 3]  # of [1, slots, kv_heads, head_dim], and back
+LARGEST = (1 << 31) - 1  # numbers of a tensor (NvInfer.h of 10.3: "less than 2^31 elements")
+NO_SLOT = 1 << 30  # the number of a slot that no token sees
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Trt(Dialect):
     ir_version: int = 10
     max_context: int = 0
     branches: bool = False  # CUDA does not record them
+    largest: int | None = LARGEST
 
     def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
         y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)
@@ -42,8 +45,7 @@ class Trt(Dialect):
         return b.op("Transpose", keys, perm=HEADS_FIRST)
 
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> TrtAttention:
-        assert c.sliding is None, "refused for these layers"
-        return TrtAttention(b, c, kv_type, self.max_context)
+        return TrtAttention(b, c, kv_type, layers, self.max_context)
 
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
@@ -61,54 +63,98 @@ class Trt(Dialect):
 class TrtAttention(HeadsApart):
     """`StageAttention` by TensorRT's Attention, whose inputs are separate heads and a mask, without a cache.
 
-    Its causal flag counts from the first slot, which is wrong for every chunk but the first.
+    Its causal flag counts from the first slot, which is wrong for every chunk but the first. There is one mask for
+    layers that slide, one for the others, and one for each source of layers without keys and values of their own.
     """
 
-    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, max_context: int) -> None:
+    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range, max_context: int) -> None:
         super().__init__(b, c, kv_type)
-        shape = [max_context, c.head_dim // 2]
-        self._tables = [b.from_float32(b.input(name, FLOAT, shape)) for name in (names.COS, names.SIN)]
-        self._total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
-        self._mask: ir.Value | None = None
+        tables = [((names.COS, names.SIN), c.head_dim)]
+        self._first: ir.Value | None = None  # the first slot that each token sees in layers that slide, [tokens, 1]
+        if c.sliding is not None:
+            tables.append(((names.SLIDING_COS, names.SLIDING_SIN), c.sliding.head_dim))
+            given = b.input(names.FIRST_SLOT, ir.DataType.INT64, [1, "tokens"])
+            self._first = b.op("Transpose", given, perm=[1, 0])
+        self._tables = [
+            [b.from_float32(b.input(name, FLOAT, [max_context, width // 2])) for name in pair] for pair, width in tables
+        ]
+        own = any(c.source(layer) == layer for layer in layers)
+        self._total = self._whole(b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1])) if own else None
+        self._masks: dict[bool, ir.Value] = {}  # by sliding
+        self._sources: dict[int, tuple[ir.Value, ir.Value, ir.Value]] = {}
+
+    def _whole(self, x: ir.Value) -> ir.Value:
+        return self._b.op("Cast", x, to=ir.DataType.INT64.value)
 
     def rotate(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
-        return self._b.op("RotaryEmbedding", x, *self._tables, self._positions)
+        return self._b.op("RotaryEmbedding", x, *self._tables[self._c.slides(layer)], self._positions)
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        b, (past_key, past_value) = self._b, self._past(layer, "slots")
-        compute, kv_type = b.dialect.compute, self._kv_type
-        if compute != kv_type:  # cast the few new tokens, not the cache
-            q, k, v = (b.op("Cast", x, to=kv_type.value) for x in (q, k, v))
-        if self._mask is None:
-            self._mask = self._seen(past_key)
-        new = [b.op("Transpose", x, perm=HEADS_FIRST) for x in (k, v)]
+        b, past, sliding = self._b, self._past(layer, "slots"), self._c.slides(layer)
+        new = [b.op("Transpose", self._in_kv_type(x), perm=HEADS_FIRST) for x in (k, v)]
+        if sliding not in self._masks:
+            assert self._total is not None
+            filled = b.op("Sub", self._total, self._tokens())
+            slots = self._count(b.op("Shape", past[0], start=1, end=2))
+            past_slots = b.op("Where", b.op("Less", slots, filled), slots, b.constant([NO_SLOT]))
+            own = self._own(filled)
+            self._masks[sliding] = self._mask(b.op("Concat", past_slots, own, axis=0), own, sliding=sliding)
         self._keep(layer, *new)
-        joined = [b.op("Concat", past, x, axis=1) for past, x in zip((past_key, past_value), new, strict=True)]
-        key_value = [b.op("Transpose", x, perm=HEADS_FIRST) for x in joined]
-        y = self._attended(q, key_value[0], key_value[1], self._mask, layer)
-        return y if compute == kv_type else b.op("Cast", y, to=compute.value)
-
-    def _attended(self, q: ir.Value, k: ir.Value, v: ir.Value, seen: ir.Value, layer: int) -> ir.Value:
-        """Attention of q to K and V [1, heads or kv_heads, slots + tokens, head_dim], all of the KV type."""
-        return self._b.op("Attention", q, k, v, seen, scale=self._c.scale(layer))
+        joined = [b.op("Concat", *pair, axis=1) for pair in zip(past, new, strict=True)]
+        key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in joined)
+        return self._attend_masked(q, key, value, self._masks[sliding], layer)
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
-        raise AssertionError("refused for these layers")
+        b, source = self._b, self._c.source(layer)
+        if source not in self._sources:
+            last = self._whole(b.input(names.source_slot(source), ir.DataType.INT32, [1]))
+            held = self._past(source, f"slots.{source}")
+            slots, one = self._count(b.op("Shape", held[0], start=1, end=2)), b.constant([1])
+            own = self._own(b.op("Sub", b.op("Add", last, one), self._tokens()))
+            key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in held)
+            self._sources[source] = key, value, self._mask(slots, own, sliding=self._c.slides(source))
+        return self._attend_masked(q, *self._sources[source], layer)
 
-    def _seen(self, past: ir.Value) -> ir.Value:
-        """[1, 1, tokens, slots + tokens]: a token sees the filled slots up to its own, or up to `seen_slots`."""
+    def _in_kv_type(self, x: ir.Value) -> ir.Value:
+        """The few new tokens are cast, not the cache."""
+        return x if self._b.dialect.compute == self._kv_type else self._b.op("Cast", x, to=self._kv_type.value)
+
+    def _attend_masked(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
+        """Attention to K and V [1, kv_heads, all slots, head_dim] of the KV type, in the arithmetic's type."""
+        compute = self._b.dialect.compute
+        y = self._attended(self._in_kv_type(q), k, v, mask, layer)
+        return y if compute == self._kv_type else self._b.op("Cast", y, to=compute.value)
+
+    def _attended(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
+        return self._b.op("Attention", q, k, v, mask, scale=self._c.scale(layer))
+
+    def _tokens(self) -> ir.Value:
+        """The number of tokens [1]."""
+        return self._b.op("Shape", self._positions, start=1, end=2)
+
+    def _count(self, number: ir.Value) -> ir.Value:
+        """0, 1, ... before `number` [1]."""
         b = self._b
-        zero, one = b.constant(np.array(0)), b.constant(np.array(1))
-        tokens, slots = b.op("Shape", self._positions, start=1, end=2), b.op("Shape", past, start=1, end=2)
-        filled = b.op("Sub", self._total, tokens)
-        own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), filled)
-        every = b.op("Range", zero, b.op("Squeeze", slots), one)
-        every = b.op("Where", b.op("Less", every, filled), every, b.constant([1 << 30]))
-        last = b.op("Unsqueeze", own, b.constant([1]))
+        return b.op("Range", b.constant(np.array(0)), b.op("Squeeze", number), b.constant(np.array(1)))
+
+    def _own(self, filled: ir.Value) -> ir.Value:
+        """The tokens' own slots [tokens], which follow `filled` [1] ones."""
+        return self._b.op("Add", self._count(self._tokens()), filled)
+
+    def _mask(self, slots: ir.Value, own: ir.Value, *, sliding: bool) -> ir.Value:
+        """[1, 1, tokens, slots]: a token sees the slots up to its own, or `seen_slots` of them; `sliding`: the window.
+
+        `slots` [slots] are their numbers, NO_SLOT of those that are not filled.
+        """
+        b = self._b
+        slot, last = b.op("Unsqueeze", slots, b.constant([0])), b.op("Unsqueeze", own, b.constant([1]))
         if self._seen_slots is not None:
-            last = b.op("Sub", self._seen_slots, one)
-        slot = b.op("Unsqueeze", b.op("Concat", every, own, axis=0), b.constant([0]))
-        return b.op("Unsqueeze", b.op("LessOrEqual", slot, last), b.constant([0, 1]))
+            last = b.op("Sub", self._seen_slots, b.constant(np.array(1)))
+        seen = b.op("LessOrEqual", slot, last)
+        if sliding:
+            assert self._first is not None
+            seen = b.op("And", seen, b.op("GreaterOrEqual", slot, self._first))
+        return b.op("Unsqueeze", seen, b.constant([0, 1]))
 
     def finish(self) -> None:
         self._finish("tokens")

@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.backend import DeviceState, Step
+from vtx.runtime.backends.backend import NOTHING, DeviceState, Step
 from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool, load_cuda
 from vtx.runtime.backends.device_states import StatesPool
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.slots import HeldStates
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
+from vtx.runtime.backends.tensorrt.reading import TensorrtReadingCache
 from vtx.runtime.backends.tensorrt.step import TokenSteps
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -49,15 +50,13 @@ def load_flavour(flavour: str) -> Any:
 
 
 NOT_BUILT = "TensorRT does not support native image resolution for this model"
-WINDOWS = "vtx has no TensorRT engines for models with sliding-window layers"
-BOTH_WAYS = "vtx builds TensorRT engines for models with bidirectional attention, but does not run them yet"
-STATES = "layers without attention keep a state, which libvtx does not hold on a GPU"
+ACTIONS = "vtx builds TensorRT engines for models that output actions, but does not run them yet"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 
 
 def has_engines(m: Manifest) -> bool:
-    """True if vtx-build makes engines of the vision graph: those of images of any size are built for "native" alone."""
-    return not m.image.own_size or m.layout.name in ("native", "native_tiles", "slices")
+    """True if vtx-build makes engines of the vision graph: of those of images of any size, for some layouts alone."""
+    return not m.image.own_size or m.layout.name in ("native", "budget", "native_tiles", "slices")
 
 
 def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
@@ -130,10 +129,8 @@ class TensorrtBackend:
 
     @staticmethod
     def obstacle(bundle: Bundle, number: int = 0) -> str | None:
-        if bundle.manifest.model.sliding is not None:
-            return f"{WINDOWS}; run the bundle with --device cpu or openvino"
-        if bundle.manifest.model.two_way:
-            return f"{BOTH_WAYS}; run the bundle with --device cpu or openvino"
+        if bundle.manifest.action is not None:
+            return f"{ACTIONS}; run the bundle with --device cpu or openvino"
         try:
             find_engines(bundle, find_gpu(number))
         except VtxError as e:
@@ -210,12 +207,19 @@ class TensorrtBackend:
         assert graph is not None, "the bundle has no graph of the projector"
         return self._run(graph, {names.TOWER_STATES: states}, names.HIDDEN, (len(states), self._manifest.model.hidden))
 
-    def stage(self, index: int, capacity: int) -> TensorrtStageCache:
+    def stage(
+        self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING
+    ) -> TensorrtStageCache | TensorrtReadingCache:
         spec, graph = self._manifest.stage_files(self.dialect)[index]
         with self.cuda:
+            if not spec.keeps:
+                return TensorrtReadingCache(self._caches, spec, graph, sources)
             return TensorrtStageCache(self._caches, spec, graph, capacity)
 
-    def step(self, caches: Sequence[TensorrtStageCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
+    def step(
+        self, caches: Sequence[TensorrtStageCache | TensorrtReadingCache], token: int, positions: Sequence[int], *,
+        logits: bool,
+    ) -> Step:  # fmt: skip
         contract.embeddable(self._manifest, np.array([token]))
         with self.cuda:
             for cache in caches:
@@ -247,7 +251,7 @@ class TensorrtBackend:
         m = self._manifest
         engines = sum(record.bytes for record in self.engine_set.engines.values())
         slots = min(m.max_context, m.layout.max_tokens + QUESTION_ROWS)
-        caches = slots * m.model.attending * self.kv_slot_bytes
+        caches = slots * sum(len(stage.cached) for stage in m.stages) * self.kv_slot_bytes
         if m.model.conv_layers:
             caches += 4 * m.model.state_numbers * len(m.model.conv_layers) * HeldStates(m.model).ends
         free, total = self.cuda.memory()

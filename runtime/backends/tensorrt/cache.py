@@ -1,9 +1,10 @@
 """K and V of one stage in device memory, and the stage's runs over them.
 
-The buffer is [layers, 2] parts of [slots, kv_heads, head_dim]. It has the slots that the conversation needs, and is
-replaced by a longer one as that grows: tokens that have left the decoder take no memory behind the cut. A stage reads
-the slots before its tokens and writes theirs. Prompts run in as many parts as the engine's profile asks for; `step.py`
-decodes. Memory and what is recorded over it go from one conversation to the next.
+The buffer has parts of [slots, kv_heads, head_dim] for each layer, as `regions.py` says. It has the slots that the
+conversation needs, and is replaced by a longer one as that grows: tokens that have left the decoder take no memory
+behind the cut. A stage reads the slots before its tokens and writes theirs. Prompts run in as many parts as the
+engine's profile asks for; `step.py` decodes. Memory and what is recorded over it go from one conversation to the next.
+Layers without K and V of their own read those of earlier stages: `reading.py`.
 
 Layers that keep a state have theirs in the history of `device_history.py`. A stage reads and writes them there, but for
 decoding, whose recorded work needs one address: it has a copy of the last one, of which it makes the next one.
@@ -12,18 +13,20 @@ decoding, whose recorded work needs one address: it has a copy of the last one, 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Graph, SavedSlots, aligned, runs
+from vtx.runtime.backends.cuda import Buffer, Graph, SavedSlots, aligned, runs
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import FLOAT, put
-from vtx.runtime.backends.slots import BLOCK, SlotCounter
-from vtx.runtime.backends.tensorrt.engine import Context
-from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots
+from vtx.runtime.backends.slots import BLOCK, SlotCounter, part_ends, seen_slots
+from vtx.runtime.backends.tensorrt.engine import Context, Shape
+from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, sight_of, written_in_place
+from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
@@ -33,8 +36,6 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 _numbers = itertools.count()
 PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, names.present_value))
 DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
-
-
 ONE = np.ones(1, np.int64)  # the numbers of a run's tokens whose states are given out, if it is of one token
 
 
@@ -47,21 +48,65 @@ class BoundStates(NamedTuple):
     number: int
 
 
-class DeviceSlots:
-    """A stage's K and V with what is bound to them: its context for one token, and that token's position.
+class BoundStage:
+    """A stage's context for one token, and the numbers that the host tells it of that token, by the input's name.
 
-    `state`, if its layers keep one, is the last state of `version`, and behind it the number of the one token.
+    `number` is never that of another one; `recordings` are of steps that end with this stage, by the numbers of all
+    that are bound for them; None once one has run.
+    """
 
-    `number` is never that of another one; `recordings` are of steps that end with this memory, by the numbers of
-    all stages' memories; None once one has run.
+    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, slots: Iterable[str]) -> None:
+        cuda = shared.cuda
+        self._shared, self._spec = shared, spec
+        self.number, self.recordings = next(_numbers), dict[tuple[int, ...], Graph | None]()
+        self.told: dict[str, NDArray[Any]] = {
+            **{name: cuda.pinned((1, 1), np.int64) for name in (names.POSITIONS, *sight_of(shared.model))},
+            **{name: cuda.pinned((1,), np.int32) for name in slots},
+        }
+        self.decode = shared.engines.new_context(graph, DECODE, captures=True)
+
+    def tell(self, told: dict[str, int]) -> None:
+        for name, value in told.items():
+            self.told[name][...] = value
+
+    def turn(self) -> None:
+        """Queue what makes the memory ready for the token after the one whose run is queued, at the same addresses."""
+
+    def bind_tokens(
+        self, tokens: int, queries: int | None = None, *, turned: bool = False
+    ) -> tuple[dict[str, Shape], dict[str, int]]:
+        """Shapes and addresses of all but K and V for `tokens` tokens; `turned`: rotary tables have a row for each."""
+        shared, address, model = self._shared, self._shared.engines.address, self._shared.model
+        addresses = {
+            **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, *self.told)},
+            **{name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()},
+        }
+        shapes: dict[str, Shape] = {names.HIDDEN: (tokens, model.hidden)}
+        shapes |= {name: (1, tokens) for name in (names.POSITIONS, *sight_of(model))}
+        if self._spec.query:
+            addresses[names.QUERY] = queries or address(names.QUERY)
+        for name, width in shared.widths(self._spec).items():
+            shapes[names.token_input(name)] = (tokens, width)
+            addresses[names.token_input(name)] = address(names.token_input(name))
+        return shapes, addresses
+
+
+class DeviceSlots(BoundStage):
+    """A stage's K and V for `capacity` slots, with what is bound to them.
+
+    `readers` are bound to them and to the memory of other stages, by the numbers of both. `state`, if its layers keep
+    one, is the last state of `version`, and behind it the number of the one token.
     """
 
     def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         cuda = shared.cuda
-        self._shared, self._spec, self.capacity = shared, spec, capacity
-        self.number, self.recordings = next(_numbers), dict[tuple[int, ...], Graph | None]()
-        self.part, self.parts = shared.bytes_of(capacity), 2 * len(spec.cached)
-        self.kv = Buffer(cuda, max(1, self.parts * self.part), f"the KV cache of layers {spec.first} to {spec.last}")
+        self.capacity, self._layout = capacity, shared.layout(spec)
+        purpose = f"the KV cache of layers {spec.first} to {spec.last}"
+        self.kv = Buffer(cuda, max(1, self._layout.nbytes(capacity)), purpose)
+        self.regions = self._layout.regions(self.kv.address, capacity)
+        self.queries = Queries(shared)
+        self.readers = dict[tuple[int, ...], BoundStage]()
+        super().__init__(shared, spec, graph, [names.TOTAL_SLOTS])
         self.state: Buffer | None = None
         self.state_bytes, self.version = FLOAT.itemsize * len(spec.stateful) * shared.model.state_numbers, 0
         states: BoundStates | None = None
@@ -71,80 +116,67 @@ class DeviceSlots:
             cuda.copy_in(self.state.address + room, ONE)
             made = shared.engines.address(names.STATE_OUT)
             states = BoundStates(self.state.address, made, self.state.address + room, 1)
-        self.queries = Queries(shared)
-        self.position, self.total = cuda.pinned((1, 1), np.int64), cuda.pinned((1,), np.int32)
-        self.decode = shared.engines.new_context(graph, DECODE, captures=True)
-        self.bind(self.decode, 1, capacity, *self.new_slots(1), states=states)
+        self.bind(self.decode, 1, capacity, self.new_slots(1), states=states)
         self.clear()
 
     def load(self, states: DeviceStateHistory, length: int) -> None:
         """Have the state after `length` tokens for the next one."""
         assert self.state is not None
         if self.version != states.version(length):
-            source, nbytes = states.before(length).address, self.state_bytes
-            self._shared.cuda.copy_rows(self.state.address, nbytes, source, nbytes, nbytes, 1)
+            self._copy_state(self.state.address, states.before(length).address)
         self.version = 0  # until the token has run
 
     def turn(self) -> None:
         """Queue the copy of the state that a token's run gave out to the place of the one that it took."""
         if self.state is not None:
-            made, nbytes = self._shared.engines.address(names.STATE_OUT), self.state_bytes
-            self._shared.cuda.copy_rows(self.state.address, nbytes, made, nbytes, nbytes, 1)
+            self._copy_state(self.state.address, self._shared.engines.address(names.STATE_OUT))
 
     def save(self, states: DeviceStateHistory, length: int) -> None:
         """Copy the state after the token that ran behind `length` others to the history."""
         assert self.state is not None
-        room, nbytes = states.room(1), self.state_bytes
-        self._shared.cuda.copy_rows(room.address, nbytes, self.state.address, nbytes, nbytes, 1)
+        room = states.room(1)
+        self._copy_state(room.address, self.state.address)
         states.put(length, ONE, room)
         self.version = states.version(length + 1)
+
+    def _copy_state(self, to: int, source: int) -> None:
+        nbytes = self.state_bytes
+        self._shared.cuda.copy_rows(to, nbytes, source, nbytes, nbytes, 1)
 
     def clear(self) -> None:
         self.version = 0
         self._shared.cuda.zero(self.kv)  # masked slots must still be numbers
         self._shared.cuda.wait()
 
-    def take_over(self, other: DeviceSlots, length: int) -> None:
-        row, cuda = self._shared.row_bytes, self._shared.cuda
-        cuda.copy_rows(self.kv.address, self.part, other.kv.address, other.part, length * row, self.parts)
-        cuda.wait()
+    def at(self, slot: int) -> list[Region]:
+        """The parts from that slot on."""
+        return [region.at(slot) for region in self.regions]
 
-    def new_slots(self, tokens: int) -> tuple[int, int]:
-        """The address of the first part of the buffer for new K and V, and the bytes from one part to the next."""
-        if not self.parts:
-            return 0, 0
-        return self._shared.engines.address(new_slots(self._spec)), aligned(tokens * self._shared.row_bytes)
+    def take_over(self, other: DeviceSlots, length: int) -> None:
+        copy_slots(self._shared.cuda, self.regions, other.regions, length)
+        self._shared.cuda.wait()
+
+    def new_slots(self, tokens: int) -> list[Region]:
+        """The parts of the buffer for new K and V, none if no layer has any."""
+        if not self._spec.cached:
+            return []
+        return self._layout.regions(self._shared.engines.address(new_slots(self._spec)), tokens)
 
     def put(self, start: int, tokens: int) -> None:
         """Copy new K and V from their buffer to the slots from `start` on."""
-        shared, (source, pitch) = self._shared, self.new_slots(tokens)
-        to, width = self.kv.address + start * shared.row_bytes, tokens * shared.row_bytes
-        shared.cuda.copy_rows(to, self.part, source, pitch, width, self.parts)
+        copy_slots(self._shared.cuda, self.at(start), self.new_slots(tokens), tokens)
 
     def bind(
-        self, to: Context, tokens: int, filled: int, new: int, pitch: int, queries: int | None = None, *,
+        self, to: Context, tokens: int, filled: int, new: list[Region], queries: int | None = None, *,
         turned: bool = False, states: BoundStates | None = None,
     ) -> None:  # fmt: skip
-        """Bind a context for `tokens` tokens after `filled` slots; K and V go to `new`, a part each `pitch` bytes.
-
-        `turned`: the rotary tables have a row for each token.
-        """
-        shared, address, model = self._shared, self._shared.engines.address, self._shared.model
-        addresses = {
-            **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, names.POSITIONS, names.TOTAL_SLOTS)},
-            **{name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()},
-        }
-        shapes: dict[str, tuple[int, ...]] = {names.HIDDEN: (tokens, model.hidden), names.POSITIONS: (1, tokens)}
-        if self._spec.query:
-            addresses[names.QUERY] = queries or address(names.QUERY)
-        for number, layer in enumerate(self._spec.cached):
+        """Bind a context for `tokens` tokens after `filled` slots, whose K and V go to `new`."""
+        shapes, addresses = self.bind_tokens(tokens, queries, turned=turned)
+        model = self._shared.model
+        for layer in self._spec.cached:
             for half, (past, present) in enumerate(PAST_AND_PRESENT):
-                part = 2 * number + half
-                addresses |= {past(layer): self.kv.address + part * self.part, present(layer): new + part * pitch}
-                shapes[past(layer)] = (1, filled, model.kv_heads, model.head_dim)
-        for name, width in shared.widths(self._spec).items():
-            shapes[names.token_input(name)] = (tokens, width)
-            addresses[names.token_input(name)] = address(names.token_input(name))
+                addresses |= {past(layer): part(self.regions, layer, half), present(layer): part(new, layer, half)}
+                shapes[past(layer)] = (1, filled, model.kv_heads, model.heads_of(layer))
         if states is not None:
             addresses |= {names.STATE: states.given, names.STATE_OUT: states.made, names.STATE_ENDS: states.ends}
             shapes[names.STATE_ENDS] = (states.number,)
@@ -154,12 +186,13 @@ class DeviceSlots:
 class TensorrtStageCache(SlotCounter):
     """`StageCache` over engines that read filled slots and write new ones behind them."""
 
+    reads = False
     states: DeviceStateHistory | None
 
     def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
-        super().__init__(capacity, states=context.new_states(spec))
-        self._context, self._spec, self._graph = context, spec, graph
-        self._parts = 2 * len(spec.cached)
+        sliding = context.model.sliding
+        super().__init__(capacity, None if sliding is None else sliding.window, context.new_states(spec))
+        self._context, self._spec, self._graph, self._layout = context, spec, graph, context.layout(spec)
         self._held: list[DeviceSlots] = []  # its memory, once it has any
         context.pool.give_back_with(self, spec.first, self._held)
 
@@ -172,8 +205,8 @@ class TensorrtStageCache(SlotCounter):
 
     def _last_keys(self) -> tuple[int, tuple[int, ...]]:
         """The address and shape of the keys of the stage's last layer."""
-        memory, model = self.memory, self._context.model
-        return memory.kv.address + (self._parts - 2) * memory.part, (1, self.length, model.kv_heads, model.head_dim)
+        model, layer = self._context.model, self._spec.cached[-1]
+        return part(self.memory.regions, layer, 0), (1, self.length, model.kv_heads, model.heads_of(layer))
 
     def make_room(self, slots: int) -> None:
         """Have memory for `slots` slots. If there is not enough, the cache stays as it is."""
@@ -188,16 +221,17 @@ class TensorrtStageCache(SlotCounter):
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         shared, longest = self._context, self._context.engines.longest(self._graph)
+        parts = list(itertools.pairwise([0, *part_ends(tokens, longest)]))
+        shared.engines.check_tokens(self._graph, max((end - start for start, end in parts), default=0))
         with shared.cuda, nullcontext() if self.states is None else self.states.in_parts(self.length):
             self.make_room(self.length + len(tokens))
             out = shared.states.empty(len(tokens))
             if query:
                 self.memory.queries.room(len(tokens))
-            for start in range(0, len(tokens), longest):
-                end = min(start + longest, len(tokens))
+            for start, end in parts:
                 address = self.memory.queries.address(start) if query else None
-                part, more = tokens.part(start, end), end < len(tokens)
-                self._run_part(part, positions[start:end], self.length + end, address, out.row(start), more=more)
+                some, more = tokens.part(start, end), end < len(tokens)
+                self._run_part(some, positions[start:end], self.length + end, address, out.row(start), more=more)
             shared.cuda.wait()
         return out.as_states()
 
@@ -214,10 +248,28 @@ class TensorrtStageCache(SlotCounter):
             cuda.wait()
         return keys.astype(np.float32).transpose(1, 0, 2)
 
+    def begin_token(self, position: int) -> None:
+        """Have what a token at that position is told, behind the filled slots, and the state before it."""
+        filled, told = self.length + 1, {names.POSITIONS: position, names.TOTAL_SLOTS: self.length + 1}
+        if self.window is not None:
+            self.place(np.array([position]))
+            told[names.FIRST_SLOT] = int(self.first_slots(np.array([position]), filled)[0])
+        if self._context.model.two_way is not None:
+            told[names.SEEN_SLOTS] = filled
+        self.memory.tell(told)
+        if self.states is not None:
+            self.memory.load(self.states, self.length)
+
+    def end_token(self) -> None:
+        """Queue copies of the token's K and V, and of the state after it, to where they are held."""
+        self.memory.put(self.length, 1)
+        if self.states is not None:
+            self.memory.save(self.states, self.length)
+
     def _read(self, slots: Ids) -> SavedSlots:
         context = self._context
         with context.cuda:
-            nbytes = max(1, self._parts * len(slots) * context.row_bytes)
+            nbytes = max(1, self._layout.nbytes(len(slots), packed=True))
             kept = SavedSlots(Buffer(context.cuda, nbytes, "K/V set aside"), len(slots))
             self._move(slots, kept, out=True)
         return kept
@@ -230,12 +282,11 @@ class TensorrtStageCache(SlotCounter):
 
     def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
         """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
-        row, cuda = self._context.row_bytes, self._context.cuda
+        packed, cuda = self._layout.regions(kept.buffer.address, kept.count, packed=True), self._context.cuda
         for start, first, count in runs(slots):
-            packed = (kept.buffer.address + start * row, kept.count * row)
-            ends = [packed, (self.memory.kv.address + first * row, self.memory.part)]
-            (to, to_pitch), (source, pitch) = ends if out else reversed(ends)
-            cuda.copy_rows(to, to_pitch, source, pitch, count * row, self._parts)
+            ends = [region.at(start) for region in packed], self.memory.at(first)
+            to, source = ends if out else reversed(ends)
+            copy_slots(cuda, to, source, count)
         cuda.wait()
 
     def _run_part(
@@ -248,8 +299,13 @@ class TensorrtStageCache(SlotCounter):
         shared, memory, count = self._context, self.memory, len(tokens)
         engines, cuda, start = shared.engines, shared.cuda, total - count
         context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
-        in_place = shared.row_bytes % ALIGNMENT == 0  # else no slot but the first has an address that TensorRT takes
-        new = (memory.kv.address + start * shared.row_bytes, memory.part) if in_place else memory.new_slots(count)
+        in_place = written_in_place(self._layout)
+        new = memory.at(start) if in_place else memory.new_slots(count)
+        inputs: dict[str, NDArray[Any]] = {names.TOTAL_SLOTS: np.array([total], np.int32)}
+        if self.window is not None:
+            inputs[names.FIRST_SLOT] = self.first_slots(positions, total)
+        if shared.model.two_way is not None:
+            inputs[names.SEEN_SLOTS] = seen_slots(tokens, start)
         turned = positions.ndim > 1
         ends, bound, made = ONE, None, None
         if self.states is not None:
@@ -257,17 +313,16 @@ class TensorrtStageCache(SlotCounter):
             made = self.states.room(len(ends))
             given = self.states.before(start).address
             bound = BoundStates(given, made.address, engines.address(names.STATE_ENDS), len(ends))
-            put(cuda, bound.ends, ends)
-        memory.bind(context, count, start, *new, queries, turned=turned, states=bound)
+            inputs[names.STATE_ENDS] = ends
+        memory.bind(context, count, start, new, queries, turned=turned, states=bound)
         if turned:
             tables = shared.tables[names.COS], shared.tables[names.SIN]
             cos, sin = rope_at(tables, shared.model.rope.axes, positions)
             for name, rows in ((names.COS, cos), (names.SIN, sin)):
                 cuda.copy_in(shared.turned[name].address, rows)
             positions = np.arange(count)
-        for name, array in shared.inputs_of(self._spec, tokens, positions).items():
+        for name, array in (shared.inputs_of(self._spec, tokens, positions) | inputs).items():
             put(cuda, engines.address(name), array)
-        put(cuda, engines.address(names.TOTAL_SLOTS), np.array([total], np.int32))
         context.enqueue()
         if not in_place:
             memory.put(start, count)

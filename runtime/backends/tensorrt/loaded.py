@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Cuda, MemoryPool, aligned
+from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Cuda, MemoryPool
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import StatesPool, put
 from vtx.runtime.backends.slots import HeldStates
 from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, KernelCache, make_logger
+from vtx.runtime.backends.tensorrt.regions import KVLayout
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineSet
@@ -116,7 +117,9 @@ class LoadedEngines:
             pixels, seen = math.prod(m.image.size), tower.tokens
         sizes = {
             names.IDS: 8 * longest[files.embed], names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
-            names.HIDDEN_OUT: 4 * m.model.hidden * most, names.POSITIONS: 8 * most, names.TOTAL_SLOTS: 4,
+            names.HIDDEN_OUT: 4 * m.model.hidden * most, names.TOTAL_SLOTS: 4,
+            **dict.fromkeys((names.POSITIONS, *sight_of(m.model)), 8 * most),
+            **dict.fromkeys(map(names.source_slot, m.model.sources(m.model.shared or 1, m.model.layers)), 4),
             names.PIXELS: 4 * 3 * pixels, names.LOGITS: 4 * m.model.vocab * longest[files.head],
             names.BEST: 4 * longest[files.head], names.ODDS: 8,
         }  # fmt: skip
@@ -134,18 +137,30 @@ class LoadedEngines:
         if files.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
-        row = m.kv_slot_bytes(self._set.dialect) // 2
-        at_once = most if row % ALIGNMENT else 1
         if m.model.conv_layers:  # of one token; more are written where they are held
             sizes[names.STATE_ENDS] = 8 * HeldStates(m.model).ends
             sizes[names.STATE_OUT] = 4 * m.model.state_numbers * max(len(stage.stateful) for stage in m.stages)
-        kept = [stage for stage in m.stages if stage.cached]
-        return sizes | {new_slots(stage): 2 * len(stage.cached) * aligned(row * at_once) for stage in kept}
+        kv_type = np.dtype(names.kv_type(self._set.dialect, m.kv_dtype))
+        for stage in (each for each in m.stages if each.cached):
+            layout = KVLayout.of(m.model, stage, kv_type.itemsize)
+            sizes[new_slots(stage)] = layout.nbytes(1 if written_in_place(layout) else most)
+        return sizes
 
 
 def new_slots(spec: StageSpec) -> str:
     """The buffer for new K and V of a stage that its engine cannot write where they belong."""
     return f"new K and V of layers {spec.first} to {spec.last}"
+
+
+def sight_of(model: ModelSpec) -> list[str]:
+    """The inputs of stages for the slots that each token sees, [1, tokens] int64."""
+    slides, both_ways = model.sliding is not None, model.two_way is not None
+    return [names.FIRST_SLOT] * slides + [names.SEEN_SLOTS] * both_ways
+
+
+def written_in_place(layout: KVLayout) -> bool:
+    """True if every slot has an address that TensorRT takes, so that engines write new K and V where they belong."""
+    return not any(row % ALIGNMENT for row in layout.rows)
 
 
 def vision_shapes(m: Manifest, dialect: str, tokens: int) -> dict[str, tuple[int, ...]]:
@@ -186,9 +201,8 @@ class TensorrtCacheContext:
     def new_states(self, spec: StageSpec) -> DeviceStateHistory | None:
         return DeviceStateHistory(spec, self.model, self.cuda, self.pool) if spec.stateful else None
 
-    def bytes_of(self, slots: int) -> int:
-        """Bytes of K or V of one layer for these slots, so that what follows them is aligned."""
-        return aligned(slots * self.row_bytes)
+    def layout(self, spec: StageSpec) -> KVLayout:
+        return KVLayout.of(self.model, spec, self.kv_dtype.itemsize)
 
     def widths(self, spec: StageSpec) -> dict[str, int]:
         """Numbers per token of each token input that a stage reads."""
@@ -200,13 +214,3 @@ class TensorrtCacheContext:
             names.POSITIONS: positions.astype(np.int64),
             **{names.token_input(n): tokens.inputs[n] for n in spec.inputs},
         }
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot of one head, K or V."""
-        return self.model.head_dim * self.kv_dtype.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one slot of all heads, K or V."""
-        return self.model.kv_heads * self.slot_bytes

@@ -2,24 +2,41 @@
 
 Ids and positions go in, the best token and its hidden state come out; the logits stay on the device unless they are
 asked for. The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones
-launch it. K and V of the token are copied behind the filled slots afterwards, since their address changes, and so are
-states of layers to where they are held.
+launch it. K and V of the token are copied behind the filled slots afterwards, since their address changes, and states
+of layers to where they are held. Layers that read K and V of others come after that, in a second launch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from vtx.runtime.backends.backend import Step
-from vtx.runtime.backends.tensorrt.cache import DeviceSlots, TensorrtStageCache
+from vtx.runtime.backends.tensorrt.cache import BoundStage
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
 from vtx.runtime.bundle.spec import names
 
 log = logging.getLogger(__name__)
 RECORDINGS = 4  # that a stage's memory keeps, each with other memory of the stages before it
+
+
+class DecodingCache(Protocol):
+    """A stage's cache as a step needs it; `reads`: K and V of other caches, so that it runs when they have theirs."""
+
+    reads: bool
+
+    @property
+    def memory(self) -> BoundStage: ...
+
+    def begin_token(self, position: int) -> None:
+        """Ready the memory for a token at that position, which is to fill the next slot."""
+
+    def end_token(self) -> None:
+        """Queue copies of what the token's run gave to where it is held; the slot is counted later."""
 
 
 class TokenSteps:
@@ -41,30 +58,31 @@ class TokenSteps:
             context.bind({name: shape}, {tensor: engines.address(tensor) for tensor in tensors})
         self._recordable = self._embed.records
 
-    def run(self, caches: Sequence[TensorrtStageCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
+    def run(self, caches: Sequence[DecodingCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
         """Run a token behind each stage's filled slots, for which there is room."""
-        cuda, memories = self._shared.cuda, [cache.memory for cache in caches]
+        cuda, stages = self._shared.cuda, [cache.memory for cache in caches]
         self._ids[0] = token
-        for cache, memory, position in zip(caches, memories, positions, strict=True):
-            memory.position[0, 0], memory.total[0] = position, cache.length + 1
-            if cache.states is not None:
-                memory.load(cache.states, cache.length)
-        self._launch(memories)
-        for cache, memory in zip(caches, memories, strict=True):
-            memory.put(cache.length, 1)
-            if cache.states is not None:
-                memory.save(cache.states, cache.length)
+        for cache, position in zip(caches, positions, strict=True):
+            cache.begin_token(position)
+        keeping = sum(not cache.reads for cache in caches)  # the first ones
+        for first, end in ((0, keeping), (keeping, len(caches))):
+            if first < end:
+                self._launch(stages[first:end], begins=first == 0, ends=end == len(caches))
+            for cache in caches[first:end]:
+                cache.end_token()
         if logits:
             cuda.copy_out(self._logits, self._shared.engines.address(names.LOGITS))
         cuda.wait()
         return Step(int(self._best[0]), self._state.copy(), self._logits.copy() if logits else None)
 
-    def _launch(self, memories: Sequence[DeviceSlots]) -> None:
-        recordings, key = memories[-1].recordings, tuple(memory.number for memory in memories)
+    def _launch(self, stages: Sequence[BoundStage], *, begins: bool, ends: bool) -> None:
+        recordings, key = stages[-1].recordings, tuple(stage.number for stage in stages)
         graph = recordings.get(key)
         if graph is None and key in recordings and self._recordable:
-            capturable = all(context.capturable for context in (self._embed, *(m.decode for m in memories), self._head))
-            graph = self._shared.cuda.record(lambda: self._queue(memories)) if capturable else None
+            contexts = (self._embed, *(stage.decode for stage in stages), self._head)
+            capturable = all(context.capturable for context in contexts)
+            work = partial(self._queue, stages, begins=begins, ends=ends)
+            graph = self._shared.cuda.record(work) if capturable else None
             self._recordable = graph is not None
             if not self._recordable:
                 log.warning("decoding cannot be recorded into a CUDA graph; its tokens are queued one by one")
@@ -72,23 +90,26 @@ class TokenSteps:
             recordings.clear()
         recordings[key] = graph
         if graph is None:
-            self._queue(memories)
+            self._queue(stages, begins=begins, ends=ends)
         else:
             graph.launch()
 
-    def _queue(self, memories: Sequence[DeviceSlots]) -> None:
+    def _queue(self, stages: Sequence[BoundStage], *, begins: bool, ends: bool) -> None:
+        """Queue the embedding if a token `begins`, these stages, and the head if it `ends`."""
         cuda, address = self._shared.cuda, self._shared.engines.address
         hidden, hidden_out, nbytes = address(names.HIDDEN), address(names.HIDDEN_OUT), self._state.nbytes
-        cuda.copy_in(address(names.IDS), self._ids)
-        for name, zeros in self._zeros.items():
-            cuda.copy_in(address(name), zeros)
-        self._embed.enqueue()
-        for memory in memories:
-            cuda.copy_in(address(names.POSITIONS), memory.position)
-            cuda.copy_in(address(names.TOTAL_SLOTS), memory.total)
-            memory.decode.enqueue()
-            memory.turn()
+        if begins:
+            cuda.copy_in(address(names.IDS), self._ids)
+            for name, zeros in self._zeros.items():
+                cuda.copy_in(address(name), zeros)
+            self._embed.enqueue()
+        for stage in stages:
+            for name, told in stage.told.items():
+                cuda.copy_in(address(name), told)
+            stage.decode.enqueue()
+            stage.turn()
             cuda.copy_rows(hidden, nbytes, hidden_out, nbytes, nbytes, 1)
-        self._head.enqueue()
-        cuda.copy_out(self._state, hidden)
-        cuda.copy_out(self._best, address(names.BEST))
+        if ends:
+            self._head.enqueue()
+            cuda.copy_out(self._state, hidden)
+            cuda.copy_out(self._best, address(names.BEST))

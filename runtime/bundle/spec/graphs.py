@@ -130,16 +130,17 @@ def stage(
     Names of what each layer has contain `{layer}`.
     """
     past, present = CACHE_SLOTS[dialect]
-    table = Tensor("float32", (m.max_context if dialect in names.TENSORRT else "max_context", m.model.head_dim // 2))
+    table, sliding_table = (
+        Tensor("float32", (m.max_context if dialect in names.TENSORRT else "max_context", width // 2))
+        for width in (m.model.head_dim, m.model.sliding.head_dim if m.model.sliding is not None else 0)
+    )
     inputs = {
         names.HIDDEN: hidden(m), names.POSITIONS: Tensor("int64", (1, TOKENS)), names.COS: table, names.SIN: table,
     }  # fmt: skip
     if m.model.two_way is not None:
         inputs[names.SEEN_SLOTS] = Tensor("int64", (1, TOKENS))
     if m.model.sliding is not None:
-        inputs |= dict.fromkeys(
-            (names.SLIDING_COS, names.SLIDING_SIN), Tensor("float32", ("max_context", m.model.sliding.head_dim // 2))
-        )
+        inputs |= {names.SLIDING_COS: sliding_table, names.SLIDING_SIN: sliding_table}
         inputs[names.FIRST_SLOT] = Tensor("int64", (1, TOKENS))
     inputs |= _token_inputs([each for each in m.token_inputs if each.name in reads])
     inputs |= {name: Tensor("int32", (1,)) for name in names.SLOTS[dialect]}
@@ -171,10 +172,8 @@ def stage_of(m: Manifest, spec: StageSpec, dialect: str) -> GraphIO:
     )
     if not spec.keeps:
         for name in names.SLOTS[dialect]:
-            slots = inputs.pop(name)
-            if name == names.LAST_SLOT:
-                inputs |= {names.source_slot(source): slots for source in sources}
-        if dialect == "plain":
+            inputs |= dict.fromkeys(map(names.source_slot, sources), inputs.pop(name))
+        if dialect not in names.IN_PLACE:
             for source in sources:
                 for given in (names.past_key(source), names.past_value(source)):
                     inputs[given] = _of_layer(m, cache(m, dialect, f"slots.{source}"), source)

@@ -89,8 +89,8 @@ Where layers slide, every stage has rotary tables for them, sliding_cos and slid
              than the window, by position
 
 The stage of layers that share K and V has no caches and no inputs for slots of its own. It reads those of their
-sources once the new tokens are in them: past_key.N, past_value.N and, in `ort`, last_slot.N [1] int32. Head sizes may
-differ between layers that slide and the others.
+sources once the new tokens are in them: past_key.N, past_value.N and, but in `plain`, last_slot.N [1] int32. Head sizes
+may differ between layers that slide and the others.
 
 A stage's inputs for KV slots, and the shape of a cache, differ by dialect:
 
@@ -125,6 +125,7 @@ SLOTS = {  # inputs of a stage, by dialect
     "trt10": (TOTAL_SLOTS,),
 }  # fmt: skip
 DIALECTS = tuple(SLOTS)
+CUDA = "ort-cuda"  # the dialect without sliding windows
 UNTYPED = ("ort", "plain")  # dialects of float32, whatever type weights have
 IN_PLACE = ("ort", "ort-cuda")  # dialects whose graphs write K and V where they read them
 ON_GPU = ("ort-cuda", "trt", "trt10")  # dialects whose head also gives the best token, so that logits may stay there

@@ -473,9 +473,12 @@ def test_tokens_that_have_left_take_no_memory_behind_the_cut(k: int | None, slot
     cuda = Cuda(device)
     runs = SimpleNamespace(bind=lambda *_: None, enqueue=lambda *_: None, records=False)
     engines: Any = SimpleNamespace(
-        address=lambda _: 0, longest=lambda _: 1024, new_context=lambda *_, **__: runs, context=lambda *_: runs
+        address=lambda _: 0, longest=lambda _: 1024, new_context=lambda *_, **__: runs, context=lambda *_: runs,
+        check_tokens=lambda *_: None,
+    )  # fmt: skip
+    model: Any = SimpleNamespace(
+        hidden=4096, heads=32, kv_heads=32, head_dim=128, heads_of=lambda _: 128, sliding=None, two_way=None
     )
-    model: Any = SimpleNamespace(hidden=4096, heads=32, kv_heads=32, head_dim=128)
     states = StatesPool(cuda, 4096, MemoryPool(cuda))
     shared = TensorrtCacheContext(engines, cuda, model, np.dtype(np.float16), 4096, {}, None, states)
     held, layers = [], [8, 8, 16]

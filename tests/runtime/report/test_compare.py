@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from onnx import numpy_helper
 
 from tests.support import bundles
+from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.qwen import QWEN3
 from tests.support.tiny import Tiny
 from vtx.cli import doctor
@@ -81,6 +82,19 @@ def test_inputs_of_stages_per_token_are_given_and_compared(
     graphs = list(compare(bundle, "ort", other))
     assert first_difference(graphs) is None
     assert {f"token_input.map{n}" for n in (1, 2, 3)} <= {output.tensor for output in graphs[0].outputs}
+
+
+@pytest.mark.parametrize("other", ["plain", "trt", "trt10", "openvino"])
+@pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4], ids=lambda tiny: tiny.family)
+def test_layers_that_slide_and_layers_that_read_others_are_compared(
+    tiny: Tiny, other: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    if other == "openvino":
+        pytest.importorskip("openvino")
+    bundle = bundles.export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,))
+    graphs = list(compare(bundle, "ort", other))
+    assert len(graphs) == 3 + len(bundle.manifest.stages)
+    assert first_difference(graphs) is None
 
 
 def test_k_and_v_in_8_bits_are_compared_as_numbers(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.runtime.backends.engines import WIDEST_VIEW
 from vtx.runtime.backends.ort.cuda import WINDOWS as OF_CUDA
-from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, WINDOWS, TensorrtBackend
+from vtx.runtime.backends.tensorrt.backend import NO_FRAMES, TensorrtBackend
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.host.profiles import load_profile, profile_names
@@ -40,15 +40,23 @@ def planned(*words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", ORINS)
-@pytest.mark.parametrize("model", ["gemma-4-e2b", "gemma-3-4b"])
-def test_what_no_engine_answers_on_a_device_is_refused_with_each_reason(model: str, device: str) -> None:
+def test_what_no_engine_answers_on_a_device_is_refused_with_each_reason(device: str) -> None:
+    model = "video-llava-7b"
     done = CliRunner().invoke(cli.plan, ["--model", model, "--profile", device, "--json"], prog_name="vtx-plan")
     assert done.exit_code == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert f"no engine of vtx answers {model} on the GPU of {load_profile(device).name}: " in done.stderr
-    for reason in ("TensorRT 10.3 of JetPack 6.2, ", WINDOWS, OF_CUDA):
+    for reason in ("TensorRT 10.3 of JetPack 6.2, ", NO_FRAMES, "a Jetson is aarch64"):
         assert reason in done.stderr
+
+
+@pytest.mark.parametrize("profile", [*ORINS, "rtx-4090"])
+@pytest.mark.parametrize("model", ["gemma-4-e2b", "gemma-3-4b"])
+def test_models_with_windows_are_answered_by_tensorrt_alone(model: str, profile: str) -> None:
+    engines = planned("--model", model, "--profile", profile, "--precision", "int4")["engines"]
+    assert {engine["device"] for engine in engines if engine["precisions"]} == {"tensorrt"}
+    assert next(engine for engine in engines if engine["device"] == "cuda")["obstacles"]["int4"] == OF_CUDA
 
 
 def test_a_jetson_names_the_tensorrt_of_each_jetpack() -> None:

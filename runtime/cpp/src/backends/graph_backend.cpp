@@ -175,11 +175,11 @@ Step Backend::step(const std::vector<StageCache*>&, int64_t, const Ids&, bool) {
 std::unique_ptr<StageCache> Backend::reading(size_t, const Sources&) { throw std::logic_error("every stage keeps K and V"); }
 
 Rows Backend::views(const std::vector<const Pixels*>&) {
-  fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
+  fail(Kind::device, names::kNoActions, "; run the bundle with --device cpu or openvino");
 }
 
 ExpertStep Backend::expert(const std::vector<SavedSlots>&, Floats, Ids) {
-  fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
+  fail(Kind::device, names::kNoActions, "; run the bundle with --device cpu or openvino");
 }
 
 void HostBackend::load_graphs(int threads) {

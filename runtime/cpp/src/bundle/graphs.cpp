@@ -174,7 +174,7 @@ GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query,
   if (m.model.sees_both_ways()) out.inputs.push_back({names::kSeenSlots, "int64", {int64_t{1}, "tokens"}});
   if (m.model.sliding) {
     for (const char* name : {names::kSlidingCos, names::kSlidingSin})
-      out.inputs.push_back({name, "float32", {"max_context", m.model.sliding->head_dim / 2}});
+      out.inputs.push_back({name, "float32", {rows, m.model.sliding->head_dim / 2}});
     out.inputs.push_back({names::kFirstSlot, "int64", {int64_t{1}, "tokens"}});
   }
   auto reads = [&](const TokenInput& each) {
@@ -187,12 +187,12 @@ GraphIO stage_io(const Manifest& m, const std::string& dialect, bool with_query,
   const Ids own = !stage ? Ids{0} : keeps ? stage->cached : m.model.sources(stage->first, stage->last);
   for (int64_t number : own) {
     const std::string layer = number > 0 ? std::to_string(number) : "{layer}";
-    if (!keeps && dialect == "plain") past = "slots." + layer;
+    if (!keeps && !in_place(dialect)) past = "slots." + layer;
     out.inputs.push_back(cache(m, dialect, names::kPastKey + layer, past, number));
     out.inputs.push_back(cache(m, dialect, names::kPastValue + layer, past, number));
     if (scaled) out.inputs.push_back(scale(m, names::kKeyScaleOf + layer, number));
     if (scaled) out.inputs.push_back(scale(m, names::kValueScaleOf + layer, number));
-    if (!keeps && in_place(dialect)) out.inputs.push_back({names::kSourceSlot + layer, "int32", {int64_t{1}}});
+    if (!keeps && dialect != "plain") out.inputs.push_back({names::kSourceSlot + layer, "int32", {int64_t{1}}});
     if (!keeps) continue;
     out.outputs.push_back(cache(m, dialect, names::kPresentKey + layer, present, number));
     out.outputs.push_back(cache(m, dialect, names::kPresentValue + layer, present, number));

@@ -165,12 +165,13 @@ int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3;
 
 void check(const Bundle& bundle, const BackendOptions& options) {
   const Manifest& m = bundle.manifest();
-  if (m.model.sliding) fail(Kind::device, names::kNoWindows, "; run the bundle with --device cpu or openvino");
+  if (m.action) fail(Kind::device, names::kNoActions, "; run the bundle with --device cpu or openvino");
+  if (m.model.sliding || m.model.sees_both_ways())
+    fail(Kind::device, names::kNoWindows, "; run the bundle with --device cpu or openvino");
   if (!m.model.conv_layers.empty())
     fail(Kind::device, names::kNoStates, "; run the bundle with --device cpu or openvino");
   if (m.image.own_size() && m.layout.name != "native")
     fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
-  if (m.model.sees_both_ways()) fail(Kind::device, names::kBothWays, "; run the bundle with --device cpu or openvino");
   find_engines(bundle, options);
 }
 
