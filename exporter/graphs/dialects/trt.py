@@ -154,7 +154,10 @@ class TrtAttention(HeadsApart):
         if sliding:
             assert self._first is not None
             seen = b.op("And", seen, b.op("GreaterOrEqual", slot, self._first))
-        return b.op("Unsqueeze", seen, b.constant([0, 1]))
+        return self._as_mask(b.op("Unsqueeze", seen, b.constant([0, 1])))
+
+    def _as_mask(self, seen: ir.Value) -> ir.Value:
+        return seen
 
     def finish(self) -> None:
         self._finish("tokens")

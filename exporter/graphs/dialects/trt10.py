@@ -39,9 +39,9 @@ class Trt10Attention(TrtAttention):
         cos, sin = self._turns[self._c.slides(layer)]
         return rotate_halves(self._b, x, cos, sin, self._c.heads_of(layer))
 
-    def _mask(self, slots: ir.Value, own: ir.Value, *, sliding: bool) -> ir.Value:
-        """The same to be added to products, of the KV type."""
-        kind, seen = self._kv_type.numpy(), super()._mask(slots, own, sliding=sliding)
+    def _as_mask(self, seen: ir.Value) -> ir.Value:
+        """To be added to products, of the KV type."""
+        kind = self._kv_type.numpy()
         return self._b.op("Where", seen, *(self._b.constant(np.array(x, kind)) for x in (0, UNSEEN)))
 
     def _attended(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
