@@ -38,7 +38,7 @@ from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_w
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
-from vtx.runtime.bundle.spec.names import CUDA, SLOTTED, STATEFUL, TENSORRT, UNCACHED, UNTYPED
+from vtx.runtime.bundle.spec.names import CUDA, SLOTTED, STATEFUL, TENSORRT, UNCACHED
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
