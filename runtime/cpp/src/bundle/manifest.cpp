@@ -14,7 +14,7 @@ namespace vtxcore {
 namespace {
 
 const std::set<std::string> kPrecisions{"fp32", "fp16", "bf16", "int8", "int4"};
-constexpr char kVideoLayouts[] = "frames, pairs";
+constexpr char kVideoLayouts[] = "frames, pairs, sliced_frames";
 const std::map<std::string, int64_t> kKvBytes{{"float32", 4}, {"float16", 2}, {"int8", 1}};
 
 LayoutSpec read_layout(const Json& value) {
@@ -117,7 +117,8 @@ VideoSpec read_video(const Json& value) {
   const Json* tokens = video.layout.parameters.find("tokens");
   bool frames = video.layout.name == "frames" && tokens != nullptr && tokens->integer() != nullptr;
   bool pairs = video.layout.name == "pairs" && !video.own_graph;
-  if ((!frames && !pairs) || video.image.own_size() != pairs)
+  bool sliced = video.layout.name == "sliced_frames";  // libvtx answers about images alone
+  if ((!frames && !pairs && !sliced) || (!sliced && video.image.own_size() != pairs))
     fail(Kind::bundle, "vtx.json: the layout of videos '", video.layout.name.substr(0, 40),
          "' is unknown to this vtx, which has ", kVideoLayouts, "; ", kUpgrade);
   if (frames) video.tokens = *tokens->integer();

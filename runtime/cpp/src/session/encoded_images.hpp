@@ -29,7 +29,7 @@ struct PreparedImage {
   int64_t tokens, width, height;
   std::function<ImagePtr(const std::vector<ImagePtr>&)> arrange;  // the image's tokens of those of its views
   MarkedImage placed;                                             // what stands for it in a prompt
-  std::shared_ptr<const VideoForm> video;                         // null: it is an image
+  std::shared_ptr<const VideoForm> video = {};                    // null: it is an image
 };
 
 // What stands for images in a prompt.

@@ -30,7 +30,7 @@ Ids evenly(int64_t first, int64_t last, int64_t wanted, bool nearest, bool padde
 
 int64_t number_sampled(int64_t count, double rate, double a_second, int64_t fewest, int64_t most, bool nearest) {
   double number = std::min(real_of(count) / rate * a_second, real_of(count));
-  return std::min({std::max(nearest ? std::llrint(number) : static_cast<int64_t>(number), fewest), most, count});
+  return std::min({std::max(static_cast<int64_t>(nearest ? std::nearbyint(number) : number), fewest), most, count});
 }
 
 VideoLayoutPtr read_video_layout(const LayoutSpec& spec) {
