@@ -58,7 +58,12 @@ def header() -> str:
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
     words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_WINDOWS": WINDOWS}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE, "BOTH_WAYS": BOTH_WAYS}
-    words |= {"NO_FRAMES": NO_FRAMES, "NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
+    words |= {
+        "NO_FRAMES": NO_FRAMES,
+        "NOT_BUILT": NOT_BUILT,
+        "NOT_RENUMBERED": NOT_RENUMBERED,
+        "PREFIX_FORMAT": prefix_file.FORMAT,
+    }
     words["KERNELS"] = fingerprint.KERNELS
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),

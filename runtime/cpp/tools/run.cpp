@@ -97,7 +97,7 @@ Whole whole_number(const std::string& option, const char* text) {
   return value;
 }
 
-std::string quoted(const std::string& text) {
+std::string json_text(const std::string& text) {
   std::string out = "\"";
   for (char c : text) {
     if (c == '"' || c == '\\') {
@@ -151,7 +151,7 @@ Arguments parse(int count, char** values) {
       if (word == "--choices" && (first == std::string::npos || text[first] != '[')) {  // A,B,...
         std::string list;
         std::istringstream parts(text + ",");
-        for (std::string part; std::getline(parts, part, ',');) list += (list.empty() ? "[" : ", ") + quoted(part);
+        for (std::string part; std::getline(parts, part, ',');) list += (list.empty() ? "[" : ", ") + json_text(part);
         text = list + "]";
       }
       out.ask.guide = text;
@@ -265,7 +265,7 @@ std::vector<float> read_state(const std::string& path) {
 // "a", "b" of these texts.
 std::string quoted_list(const std::vector<std::string>& texts) {
   std::string out;
-  for (const std::string& text : texts) out += (out.empty() ? "" : ", ") + quoted(text);
+  for (const std::string& text : texts) out += (out.empty() ? "" : ", ") + json_text(text);
   return out;
 }
 
@@ -285,8 +285,8 @@ void act(const Arguments& arguments) {
   const std::string& instruction = arguments.words.front();
   for (long round = 0; round < arguments.repeat; ++round) {
     std::string facts = model.act(images, instruction, state, options).json();
-    std::cout << "{\"instruction\": " << quoted(instruction) << ", \"image\": [" << quoted_list(arguments.images)
-              << "], \"bundle\": " << quoted(arguments.bundle) << ", " << facts.substr(1) << "\n"
+    std::cout << "{\"instruction\": " << json_text(instruction) << ", \"image\": [" << quoted_list(arguments.images)
+              << "], \"bundle\": " << json_text(arguments.bundle) << ", " << facts.substr(1) << "\n"
               << std::flush;
   }
 }
@@ -298,9 +298,9 @@ void print_json(const Arguments& arguments, const std::string& question, const v
   std::string images = quoted_list(sources);
   std::string facts = answer.json();
   facts.pop_back();
-  std::cout << "{\"question\": " << quoted(question) << ", \"image\": [" << images
-            << "], \"bundle\": " << quoted(arguments.bundle) << ", " << facts.substr(1)
-            << ", \"stopped\": " << quoted(answer.stopped()) << "}\n"
+  std::cout << "{\"question\": " << json_text(question) << ", \"image\": [" << images
+            << "], \"bundle\": " << json_text(arguments.bundle) << ", " << facts.substr(1)
+            << ", \"stopped\": " << json_text(answer.stopped()) << "}\n"
             << std::flush;
 }
 
@@ -323,12 +323,14 @@ void print_end(const Arguments& arguments, const vtx::Answer& answer) {
 // The picture files of a folder, in the order of their names, as a video.
 vtx::Image video_of(const std::string& folder, const Arguments& arguments) {
   if (!std::filesystem::is_directory(folder))
-    throw std::runtime_error(folder + " is not a folder; libvtx decodes no video files, so give a folder with the frames as "
-                                      "PNG or JPEG files, or ask vtx-run");
+    throw std::runtime_error(folder +
+                             " is not a folder; libvtx decodes no video files, so give a folder with the frames as "
+                             "PNG or JPEG files, or ask vtx-run");
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     std::string kind = entry.path().extension().string();
-    std::transform(kind.begin(), kind.end(), kind.begin(), [](unsigned char c) { return std::tolower(c); });
+    std::transform(kind.begin(), kind.end(), kind.begin(),
+                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
     if (kind == ".png" || kind == ".jpg" || kind == ".jpeg") names.push_back(entry.path().string());
   }
   std::sort(names.begin(), names.end());

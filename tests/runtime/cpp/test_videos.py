@@ -108,11 +108,12 @@ def assert_as_python(
             with model.open(list(shown)) as conversation:
                 answer = conversation.ask(question, k, Options(STEPS, ignore_eos=True, logprobs=True), reduce=reduce)
             ids = list(answer.token_ids)
-            rows = np.array(found["logits"])
-            chances = [row[id] - row.max() - np.log(np.exp(row - row.max()).sum()) for row, id in zip(rows, ids, strict=True)]
+            logits = np.array(found["logits"])
+            rows = logits.copy()
+            rows -= rows.max(-1, keepdims=True)
+            chances = (rows - np.log(np.exp(rows).sum(-1, keepdims=True)))[range(len(ids)), ids]
             np.testing.assert_allclose(chances, answer.logprobs or (), atol=SAME, rtol=0)
             assert len(found["ids"]) == answer.stats.prompt_tokens
-            logits = rows
     assert found["tokens"] == ids
     np.testing.assert_allclose(found["logits"], logits, atol=SAME * float(np.abs(logits).max()), rtol=0)
 
@@ -255,6 +256,7 @@ def test_prompts_in_ids_hold_one_token_for_a_video(models: Models) -> None:
         closing(Loaded(made.bundle.folder, "cpu")) as loaded,
         closing(Frames(loaded, [np.asarray(picture), clip])) as frames,
     ):
+
         def asked(given: list[int]) -> tuple[int, dict[str, Any] | str]:
             answer, options = c.c_void_p(), options_of(loaded.library, max_new_tokens=4, ignore_eos=1)
             array = (c.c_int64 * len(given))(*given)
@@ -361,9 +363,9 @@ def test_a_video_beyond_the_context_names_frames_and_pixels_that_fit_as_python_d
     assert len(renamed) == 40
     [picture] = write_pictures(tmp_path, [(30, 40)])
     options = ("--image", picture, "--frames", "40", "--fps", "8")
-    with load(folder, device="cpu", threads=1) as model, model.open([given, picture]) as conversation:
-        with pytest.raises(ContextError, match=r"--frames \d+ \(frames=\d+\) of each video fits") as refused:
-            conversation.ask("red?")
+    fits = r"--frames \d+ \(frames=\d+\) of each video fits"
+    with load(folder, device="cpu", threads=1) as model, pytest.raises(ContextError, match=fits) as refused:
+        model.open([given, picture]).ask("red?")
     done = run("run", "--bundle", folder, frames, "red?", *options)
     assert done.returncode == 1
     assert done.stderr.decode() == f"Error: {refused.value}\n"

@@ -256,8 +256,7 @@ Policy Model::policy(const Options& options, const std::vector<PreparedImage>& i
   Policy policy = make_policy(k, reduce, m, backend_->dialect, odds, options.gate_threshold, norm);
   for (const MethodPtr& part : policy.reductions())
     if (layout_->has_marks() && part->entry())
-      fail(Kind::request, part->name(),
-           " drops tokens before the decoder, but this model has text between its tiles; ",
+      fail(Kind::request, part->name(), " drops tokens before the decoder, but this model has text between its tiles; ",
            "use fastv, dart after a layer, or mustdrop:...,tau=off,key=0");
   check_videos(policy.reductions(), images);
   auto entries = policy.entries();

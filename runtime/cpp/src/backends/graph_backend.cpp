@@ -88,7 +88,8 @@ Rows GraphBackend::project(const Rows& states) {
 }
 
 std::shared_ptr<const ImageTokens> GraphBackend::vision(const Pixels& view, const Extras& extras) {
-  std::vector<GraphInput> inputs{{names::kPixels, "float32", {view.pictures, 3, view.height, view.width}, view.values.data()}};
+  std::vector<GraphInput> inputs{
+      {names::kPixels, "float32", {view.pictures, 3, view.height, view.width}, view.values.data()}};
   float tau = names::kTauDefault;
   if (auto given = extras.find(names::kTau); given != extras.end()) tau = given->second;
   if (graphs_.vision_merges) inputs.push_back({names::kTau, "float32", {1}, &tau});
@@ -116,8 +117,7 @@ std::shared_ptr<const ImageTokens> GraphBackend::video(const Pixels& view) {
   auto tokens = static_cast<size_t>(m_.video->tokens);
   GraphOutputs outputs = run(*graphs_.video, {in}, tokens);
   VisionOutputs found;
-  found.states[names::kFeatures] =
-      rows_of_each(*graphs_.video, outputs.at(names::kFeatures), m_.model.hidden, tokens);
+  found.states[names::kFeatures] = rows_of_each(*graphs_.video, outputs.at(names::kFeatures), m_.model.hidden, tokens);
   return image_tokens(std::move(found), 0);
 }
 

@@ -90,7 +90,9 @@ std::string Text::with_marks(const std::string& rendered, const std::vector<Mark
     size_t image = rendered.find(token, at), other = rendered.find(video, at), found = std::min(image, other);
     if (found == std::string::npos) break;
     // of two tokens that begin there the longer one
-    const std::string& printed = image != other ? (image < other ? token : video) : token.size() > video.size() ? token : video;
+    const std::string& printed = image != other                ? (image < other ? token : video)
+                                 : token.size() > video.size() ? token
+                                                               : video;
     out += rendered.substr(at, found - at) + images[number++].text(printed);
     at = found + printed.size();
   }

@@ -13,8 +13,9 @@
 
 namespace vtxcore {
 
-// Of a video, the number of its sampled frames, and what stands for it in a prompt with another number of them, or at most so
-// many pixels each; 0: as they are. `counted`: tokens are counted between texts, so that some may leave before the decoder.
+// Of a video, the number of its sampled frames, and what stands for it in a prompt with another number of them, or at most
+// so many pixels each; 0: as they are. `counted`: tokens are counted between texts, so that some may leave before the
+// decoder.
 struct VideoForm {
   int64_t frames;
   bool counted;
@@ -74,8 +75,8 @@ class EncodedImages {
 std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& ids, int64_t image_id, const Policy& policy,
                                                  const Selection* after, const std::function<Rows()>& embeddings);
 
-// The prompt of `ids`, which hold all tokens of every image, as `forms` say, or of those ids that the policy's entries leave:
-// `expand` gives the ids for other forms. `check` is called before every image and may throw, to stop there.
+// The prompt of `ids`, which hold all tokens of every image, as `forms` say, or of those ids that the policy's entries
+// leave: `expand` gives the ids for other forms. `check` is called before every image and may throw, to stop there.
 Prompt make_prompt(Ids ids, int64_t image_id, std::vector<Encoder> encoders, std::vector<MarkedImage> forms,
                    const Policy& policy, const std::function<Ids(const std::vector<MarkedImage>&)>& expand,
                    const Check& check);

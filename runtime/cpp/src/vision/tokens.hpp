@@ -55,13 +55,14 @@ struct Likeness {
 // Tokens [count, hidden] that the tower and projector made of one image. `offsets` are their positions behind the
 // image's first one and `span` the positions that the image takes; none: they follow each other without gaps. `runs`: the
 // numbers of tokens between texts of the prompt, where each of them takes `span` positions anew, and one without tokens
-// none. `likeness` is worked out for the first question that needs it, and serves the next ones; an image belongs to one conversation. `key`
-// is the hash of the image's pixels. `tower`: what they were made of, where the bundle was exported for that.
+// none. `likeness` is worked out for the first question that needs it, and serves the next ones; an image belongs to one
+// conversation. `key` is the hash of the image's pixels. `tower`: what they were made of, where the bundle was exported for
+// that.
 struct ImageTokens {
   Rows rows;
   Patches patches;
   std::optional<Positions> offsets;
-  int64_t span = 0;                                                     // with `offsets`
+  int64_t span = 0;  // with `offsets`
   Ids runs;
   mutable std::map<int64_t, std::shared_ptr<const Likeness>> likeness;  // by the first token; -1: of all tokens
   mutable std::string key;

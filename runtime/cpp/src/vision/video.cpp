@@ -63,8 +63,7 @@ PreparedFrames prepare_frames(const Video& video, const VideoLayout& layout, con
   });
   for (int64_t number : order) {
     if (seen.count(number) > 0) continue;
-    Picture frame = number >= 0 ? video.frame(number)
-                                : Picture(static_cast<int>(out.width), static_cast<int>(out.height));
+    Picture frame = number >= 0 ? video.frame(number) : Picture(static_cast<int>(out.width), static_cast<int>(out.height));
     if (int64_t{frame.width} * frame.height > names::kMaxFramePixels)
       fail(Kind::image, "the given video", " has frames of ", frame.width, "x", frame.height, " pixels; they may have 1 to ",
            grouped(names::kMaxFramePixels), "; save it smaller");

@@ -99,7 +99,8 @@ class Anyres : public TiledLayout {
     Part part = unpadded(width, height);
     int64_t wide_part = part.right - part.left, high_part = part.bottom - part.top;
     auto [across, down] = shrunk(wide_part, high_part);
-    Ids columns_of = nearest_steps(wide_part, across), rows_of = nearest_steps(high_part, down);  // all of them, where nothing shrinks
+    Ids columns_of = nearest_steps(wide_part, across),
+        rows_of = nearest_steps(high_part, down);  // all of them, where nothing shrinks
     // Where a token of the grid stands among those of the tiles, which follow the squeezed image in raster order.
     auto at = [&](int64_t row, int64_t column) {
       int64_t y = part.top + row, x = part.left + column;

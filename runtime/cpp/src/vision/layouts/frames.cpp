@@ -15,9 +15,9 @@ namespace {
 
 // A number from 1 to 999 in English words.
 std::string in_words(int64_t number) {
-  static const char* const kOnes[] = {"",        "one",     "two",       "three",    "four",     "five",    "six",
-                                      "seven",   "eight",   "nine",      "ten",      "eleven",   "twelve",  "thirteen",
-                                      "fourteen", "fifteen", "sixteen",  "seventeen", "eighteen", "nineteen"};
+  static const char* const kOnes[] = {"",         "one",     "two",     "three",     "four",     "five",    "six",
+                                      "seven",    "eight",   "nine",    "ten",       "eleven",   "twelve",  "thirteen",
+                                      "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"};
   static const char* const kTens[] = {"", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"};
   int64_t hundreds = number / 100, rest = number % 100;
   std::string out = hundreds > 0 ? cat(kOnes[hundreds], " hundred") : "", words;
@@ -124,9 +124,9 @@ class Frames : public VideoLayout {
     auto whole = static_cast<int64_t>(real_of(clip.count) / clip.rate);
     std::snprintf(text, sizeof text, "%lld:%02lld:%02lld", static_cast<long long>(whole / 3600),
                   static_cast<long long>(whole / 60 % 60), static_cast<long long>(whole % 60));
-    std::string before = cat("You are provided the following series of ",
-                             in_words(static_cast<int64_t>(clip.numbers.size())), " frames from a ", text,
-                             " [H:MM:SS] video.\n");
+    std::string before =
+        cat("You are provided the following series of ", in_words(static_cast<int64_t>(clip.numbers.size())),
+            " frames from a ", text, " [H:MM:SS] video.\n");
     std::vector<std::string> out;
     for (int64_t number : clip.numbers) {
       auto at = static_cast<int64_t>(real_of(number) / clip.rate);

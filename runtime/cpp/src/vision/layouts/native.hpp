@@ -133,9 +133,7 @@ class Native : public Layout {
   }
 
   // Next to an image's size, whatever its pixels; at a half the even one.
-  virtual Grid rounded(int64_t width, int64_t height) const {
-    return nearest_grid(width, height, unit_);
-  }
+  virtual Grid rounded(int64_t width, int64_t height) const { return nearest_grid(width, height, unit_); }
 
   int64_t patch_, merge_, least_, most_, unit_, area_;
 };

@@ -13,14 +13,14 @@ constexpr int64_t kTogether = 2;  // frames in a patch
 
 int64_t pairs_of(int64_t frames) { return (frames + 1) / kTogether; }
 
-// Tokens are squares of `merge` x `merge` patches of `patch` pixels a side, in two frames each. `a_second` frames are sampled
-// a second, at least `fewest` and at most `frames`; of an odd number the last counts twice.
+// Tokens are squares of `merge` x `merge` patches of `patch` pixels a side, in two frames each. `a_second` frames are
+// sampled a second, at least `fewest` and at most `frames`; of an odd number the last counts twice.
 struct PairsForm {
   int64_t patch, merge, min_pixels, max_pixels, frames;
   double a_second;
   int64_t fewest;
-  bool of_clip = false;  // pixels are those of all frames together, not of each
-  bool times = false;    // the prompt tells the time of each pair before it, and positions begin anew with each
+  bool of_clip = false;         // pixels are those of all frames together, not of each
+  bool times = false;           // the prompt tells the time of each pair before it, and positions begin anew with each
   std::optional<double> ticks;  // positions a second between pairs; none: one between two pairs
   std::optional<int64_t> frame_pixels, capped;  // the most pixels of a frame; the most tokens, see grid()
 };
@@ -107,7 +107,8 @@ class Pairs : public VideoLayout {
   int64_t tick(const Clip& clip, int64_t pair) const {
     double each = 1;
     if (f_.ticks)  // seconds of two of the sampled frames; transformers multiplies in float32
-      each = *f_.ticks * (kTogether / (real_of(static_cast<int64_t>(clip.numbers.size())) / real_of(clip.count) * clip.rate));
+      each =
+          *f_.ticks * (kTogether / (real_of(static_cast<int64_t>(clip.numbers.size())) / real_of(clip.count) * clip.rate));
     return static_cast<int64_t>(static_cast<float>(pair) * static_cast<float>(each));
   }
 
