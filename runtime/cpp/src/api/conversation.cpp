@@ -25,7 +25,8 @@ double ms_since(std::chrono::steady_clock::time_point start) {
 double change_between(const PreparedImage& image, const PreparedImage& other, const ImageSettings& settings) {
   constexpr size_t kCells = 64;
   if (image.views.size() != other.views.size() || image.width != other.width || image.height != other.height) return 1;
-  if (bool(image.video) != bool(other.video) || image.placed.marks != other.placed.marks) return 1;
+  if (bool(image.video) != bool(other.video) || image.placed.span != other.placed.span) return 1;
+  if (image.placed.marks != other.placed.marks) return 1;
   double most = 0;
   for (size_t view = 0; view < image.views.size(); ++view) {
     const Floats &mine = image.views[view].values, &theirs = other.views[view].values;
