@@ -246,8 +246,9 @@ def test_frames_that_hardly_differ_are_reported_and_times_that_differ_are_not_ta
 
 
 @needs_abi
-def test_prompts_in_ids_hold_one_token_for_a_video(models: Models) -> None:
-    made, clip = models(TINY["qwen3"], (3, 5)), ODD
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_prompts_in_ids_hold_one_token_for_a_video(models: Models, name: str) -> None:
+    made, clip = models(TINY[name], (3, 5)), ODD
     messages = prompt_messages("red?", 1, 1)
     ids = made.loaded.text._ids(messages, add_generation_prompt=True).tolist()
     picture = random_image(0, (40, 60))
@@ -258,7 +259,7 @@ def test_prompts_in_ids_hold_one_token_for_a_video(models: Models) -> None:
     ):
 
         def asked(given: list[int]) -> tuple[int, dict[str, Any] | str]:
-            answer, options = c.c_void_p(), options_of(loaded.library, max_new_tokens=4, ignore_eos=1)
+            answer, options = c.c_void_p(), options_of(loaded.library, max_new_tokens=4, ignore_eos=1, k=b"none")
             array = (c.c_int64 * len(given))(*given)
             status = loaded.library.vtx_ask_ids(frames.handle, array, len(given), c.byref(options), c.byref(answer))
             if status:
@@ -268,6 +269,7 @@ def test_prompts_in_ids_hold_one_token_for_a_video(models: Models) -> None:
         status, facts = asked(ids)
         assert status == 0
         assert isinstance(facts, dict)
+        assert facts["prompt_tokens"] == want.stats.prompt_tokens
         assert facts["token_ids"] == list(want.token_ids)
         settings = made.manifest.text
         for wrong in (
