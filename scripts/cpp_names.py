@@ -13,7 +13,7 @@ from vtx.runtime.backends import memory, slots
 from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import cache as ort_cache
 from vtx.runtime.backends.ort import library
-from vtx.runtime.backends.tensorrt.backend import ACTIONS, NOT_BUILT
+from vtx.runtime.backends.tensorrt.backend import ACTIONS, NO_FRAMES, NOT_BUILT
 from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
 from vtx.runtime.bundle import fingerprint, tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
@@ -22,8 +22,8 @@ from vtx.runtime.policies.make import NOT_RENUMBERED
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.prompt import guiding, messages, template, text
 from vtx.runtime.session import prefix_file, sampling
-from vtx.runtime.vision import limits, tokens
-from vtx.runtime.vision.layouts import anyres, budget, crops, marked, native
+from vtx.runtime.vision import limits, tokens, video, video_child
+from vtx.runtime.vision.layouts import anyres, budget, crops, frames, marked, native
 
 FILE = Path(__file__).parents[1] / "runtime/cpp/src/bundle/names.hpp"
 # Python runs these.
@@ -48,7 +48,7 @@ TENSORS = (
 FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "NEWLINE", "KV_SCALES")
 WIDTH = 125  # of a line, in .clang-format
 LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
-          "MAX_SCANS", "MAX_SCAN_BLOCKS")  # fmt: skip
+          "MAX_SCANS", "MAX_SCAN_BLOCKS", "MAX_FRAME_PIXELS", "MAX_SAMPLED_FRAMES")  # fmt: skip
 
 
 def header() -> str:
@@ -62,7 +62,8 @@ def header() -> str:
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
     words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_WINDOWS": NO_WINDOWS}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE}
-    words |= {"NOT_BUILT": NOT_BUILT, "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
+    words |= {"NO_FRAMES": NO_FRAMES, "NOT_BUILT": NOT_BUILT}
+    words |= { "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
     words["PAIRS"] = manifest.PAIRS
     words |= {"KERNELS": fingerprint.KERNELS, "NO_STATES": NO_STATES, "NO_ACTIONS": ACTIONS}
     prefixes = {
@@ -90,6 +91,8 @@ def header() -> str:
         "MAX_GRAMMAR": guiding.MAX_GRAMMAR, "MAX_CHOICES": guiding.MAX_CHOICES, "MAX_SCORED": answering.MAX_SCORED,
         "KEPT_GRAMMARS": guiding.KEPT, "MAX_COMBINED": guiding.MAX_COMBINED, "MAX_MULTIPLE": guiding.MAX_MULTIPLE,
         "MAX_OPERATORS": guiding.MAX_OPERATORS, "MAX_KERNELS": MAX_KERNELS,
+        "MAX_FRAME_TOKENS": frames.MAX_FRAME_TOKENS, "MAX_BETWEEN": frames.MAX_BETWEEN, "MAX_LONGER": frames.MAX_LONGER,
+        "MAX_RATE": video.MAX_RATE,
     }  # fmt: skip
     numbers |= {name.upper(): limit for name, limit in guiding.LIMITS.items()}
     quantised = [row for row in PRECISIONS.values() if row.openvino_group]
@@ -107,6 +110,7 @@ def header() -> str:
     lines.append(f"inline constexpr RowsOfARun kRowsOfARun[] = {{{', '.join(runs)}}};")
     lines.append(f"inline constexpr int64_t kBudgets[] = {{{', '.join(map(str, budget.BUDGETS))}}};")
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
+    lines.append(f"inline constexpr double kUsualRate = {video_child.USUAL_RATE};")
     lines.append(f"inline constexpr double kLeastPenalty = {sampling.LEAST_PENALTY};")
     lines.append(f"inline constexpr double kWidest = {action_spec.WIDEST};")
     return HEAD + "\n".join(lines) + "\n\n}  // namespace vtxcore::names\n"

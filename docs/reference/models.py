@@ -190,7 +190,12 @@ def _cpp(family: Family, config: ModelConfig) -> str:
     later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
     if later:
         return f"no: libvtx does not support `{'`, `'.join(later)}` in the manifest"
-    return "yes" if config.video is None else "images"
+    if config.video is None:
+        return "yes"
+    videos = spec_of(config.video.layout)
+    file = CPP / f"vision/layouts/{videos.name}.cpp"
+    known = file.read_text(encoding="utf-8") if file.exists() else ""
+    return "yes" if {*videos.parameters} <= {*re.findall(r'"(\w+)"', known)} else "images, not videos"
 
 
 def _tensorrt(_: Family, config: ModelConfig) -> str:

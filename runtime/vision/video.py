@@ -160,6 +160,8 @@ def load_frames(
     }  # fmt: skip
     if isinstance(given.source, np.ndarray):
         frames = given.source
+        if frames.ndim == 4 and not len(frames):
+            raise ImageError("the given video has no frames; give at least one")
         if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:
             raise ImageError(
                 f"an array of shape {list(frames.shape)} and type {frames.dtype} is not a video; give uint8 "

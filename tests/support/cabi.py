@@ -8,16 +8,18 @@ import os
 from collections.abc import Callable, Container, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.support.cpp import BUILD, onnxruntime, openvino
+from vtx.runtime.vision.video import Video
 
 OK, REQUEST, CONTEXT, BUSY, IMAGE, BUNDLE, DEADLINE = 0, 1, 2, 3, 5, 6, 10
-RGB8, BGR8, FILE = 0, 1, 6
+RGB8, BGR8, FILE, VIDEO = 0, 1, 6, 8
+Shown: TypeAlias = "np.ndarray[Any, Any] | Video"
 ON_TOKEN = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_int64, c.c_char_p, c.c_size_t)
 
 
@@ -46,6 +48,10 @@ class VtxImage(c.Structure):
         ("height", c.c_int32),
         ("stride", c.c_size_t),
         ("format", c.c_int),
+        ("frames", c.c_void_p),
+        ("frame_count", c.c_size_t),
+        ("fps", c.c_double),
+        ("sampled", c.c_int32),
     )
 
 
@@ -199,11 +205,17 @@ class Loaded:
         self.handle = c.c_void_p()
 
 
-def images_of(library: c.CDLL, arrays: Sequence[np.ndarray[Any, Any]], format: int = RGB8) -> c.Array[VtxImage]:
-    """Pixels [height, width, channels] as the C ABI takes them; the arrays must live as long."""
+def images_of(library: c.CDLL, arrays: Sequence[Shown], format: int = RGB8) -> c.Array[VtxImage]:
+    """Pixels [height, width, channels], and videos of arrays, as the C ABI takes them; the arrays must live as long."""
     images = (VtxImage * len(arrays))()
     for image, array in zip(images, arrays, strict=True):
         library.vtx_image_init(c.byref(image), c.sizeof(image))
+        if isinstance(array, Video):
+            frames = images_of(library, list(array.source))  # type: ignore[arg-type]
+            image.format, image.frames, image.frame_count = VIDEO, c.addressof(frames), len(frames)
+            image.fps, image.sampled = array.fps or 0, array.frames or 0
+            images.held = [*getattr(images, "held", []), frames]  # type: ignore[attr-defined]
+            continue
         image.data, image.height, image.width = array.ctypes.data, array.shape[0], array.shape[1]
         image.stride, image.format = array.strides[0], format
     return images
@@ -218,7 +230,7 @@ def opened(library: c.CDLL, model: c.c_void_p, array: np.ndarray[Any, Any], form
 class Frames:
     """A conversation of `loaded` whose images are replaced; `close` frees it."""
 
-    def __init__(self, loaded: Loaded, arrays: Sequence[np.ndarray[Any, Any]], system: str | None = None) -> None:
+    def __init__(self, loaded: Loaded, arrays: Sequence[Shown], system: str | None = None) -> None:
         self.loaded, self.library, self.handle = loaded, loaded.library, c.c_void_p()
         images, text = images_of(self.library, arrays), None if system is None else system.encode()
         loaded.check(self.library.vtx_open(loaded.handle, images, len(images), text, c.byref(self.handle)))
@@ -226,7 +238,7 @@ class Frames:
     def ask(self, question: str, **fields: Any) -> dict[str, Any]:
         return self.loaded.answer(self.library.vtx_ask, self.handle, question, options_of(self.library, **fields))
 
-    def replace(self, arrays: Sequence[np.ndarray[Any, Any]], near: float = 0.0) -> bool:
+    def replace(self, arrays: Sequence[Shown], near: float = 0.0) -> bool:
         replaced, images = c.c_int32(-1), images_of(self.library, arrays)
         status = self.library.vtx_conversation_replace(
             self.handle, images, len(images), c.c_double(near), c.byref(replaced)

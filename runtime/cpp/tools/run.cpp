@@ -1,9 +1,11 @@
 // vtx-cpp-run: answers questions about an image, with the options and the JSON of vtx-run.
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -16,8 +18,8 @@
 namespace {
 
 constexpr char kHelp[] =
-    "Usage: vtx-cpp-run [OPTIONS] --bundle DIR IMAGE QUESTION [QUESTION ...]\n\n"
-    "  Answer one or more questions about an image, which is encoded once.\n\n"
+    "Usage: vtx-cpp-run [OPTIONS] --bundle DIR IMAGE|FRAMES QUESTION [QUESTION ...]\n\n"
+    "  Answer one or more questions about an image, or a folder of a video's frames, which is encoded once.\n\n"
     "Options:\n"
     "  --bundle DIR            Bundle directory [default: $VTX_BUNDLE].\n"
     "  --k N|auto|none         Prebuilt K [default: the bundle's].\n"
@@ -29,6 +31,10 @@ constexpr char kHelp[] =
     "  --grammar TEXT          Constrain the answer to this grammar (llguidance's Lark syntax).\n"
     "  --gate-threshold P      With --k auto: withdraw when a gate's probability exceeds this [default: 0.5].\n"
     "  --image FILE            Additional image in the same prompt; repeat for more.\n"
+    "  --video FRAMES          Additional video in the same prompt: a folder with its frames as PNG or JPEG files, in\n"
+    "                          the order of their names; repeat for more.\n"
+    "  --frames N              Frames sampled from each video [default: the bundle's].\n"
+    "  --fps R                 Frames per second in these folders, for models that read timestamps [default: 24].\n"
     "  --fit crop|pad|squash   Handling of non-square images [default: as the checkpoint's image processor];\n"
     "                          released: LLaVA-NeXT tiling as in CDPruner's code.\n"
     "  --text-only             Ask without an image; all arguments are questions.\n"
@@ -55,7 +61,9 @@ constexpr char kHelp[] =
     "  --repeat N              Ask all questions N times, for measurements.\n";
 
 struct Arguments {
-  std::vector<std::string> words, images;
+  std::vector<std::string> words, images, videos;
+  int frames = 0;
+  double fps = 0;
   std::string bundle;
   vtx::LoadOptions load;
   vtx::AskOptions ask;
@@ -89,7 +97,7 @@ Whole whole_number(const std::string& option, const char* text) {
   return value;
 }
 
-std::string quoted(const std::string& text) {
+std::string json_text(const std::string& text) {
   std::string out = "\"";
   for (char c : text) {
     if (c == '"' || c == '\\') {
@@ -143,7 +151,7 @@ Arguments parse(int count, char** values) {
       if (word == "--choices" && (first == std::string::npos || text[first] != '[')) {  // A,B,...
         std::string list;
         std::istringstream parts(text + ",");
-        for (std::string part; std::getline(parts, part, ',');) list += (list.empty() ? "[" : ", ") + quoted(part);
+        for (std::string part; std::getline(parts, part, ',');) list += (list.empty() ? "[" : ", ") + json_text(part);
         text = list + "]";
       }
       out.ask.guide = text;
@@ -200,7 +208,11 @@ Arguments parse(int count, char** values) {
     else if (word == "--repeat")
       out.repeat = whole_number<long>(word, next());
     else if (word == "--video")
-      usage("libvtx takes no videos; give frames of it as images, or ask vtx-run");
+      out.videos.emplace_back(next());
+    else if (word == "--frames")
+      out.frames = whole_number<int>(word, next());
+    else if (word == "--fps")
+      out.fps = number(word, next());
     else if (word.size() > 2 && word.compare(0, 2, "--") == 0)
       usage("there is no option " + word);
     else
@@ -253,7 +265,7 @@ std::vector<float> read_state(const std::string& path) {
 // "a", "b" of these texts.
 std::string quoted_list(const std::vector<std::string>& texts) {
   std::string out;
-  for (const std::string& text : texts) out += (out.empty() ? "" : ", ") + quoted(text);
+  for (const std::string& text : texts) out += (out.empty() ? "" : ", ") + json_text(text);
   return out;
 }
 
@@ -273,20 +285,22 @@ void act(const Arguments& arguments) {
   const std::string& instruction = arguments.words.front();
   for (long round = 0; round < arguments.repeat; ++round) {
     std::string facts = model.act(images, instruction, state, options).json();
-    std::cout << "{\"instruction\": " << quoted(instruction) << ", \"image\": [" << quoted_list(arguments.images)
-              << "], \"bundle\": " << quoted(arguments.bundle) << ", " << facts.substr(1) << "\n"
+    std::cout << "{\"instruction\": " << json_text(instruction) << ", \"image\": [" << quoted_list(arguments.images)
+              << "], \"bundle\": " << json_text(arguments.bundle) << ", " << facts.substr(1) << "\n"
               << std::flush;
   }
 }
 
 // The answer's object with the question before it and why it ended behind it, as vtx-run prints it.
 void print_json(const Arguments& arguments, const std::string& question, const vtx::Answer& answer) {
-  std::string images = quoted_list(arguments.images);
+  std::vector<std::string> sources = arguments.images;
+  sources.insert(sources.end(), arguments.videos.begin(), arguments.videos.end());
+  std::string images = quoted_list(sources);
   std::string facts = answer.json();
   facts.pop_back();
-  std::cout << "{\"question\": " << quoted(question) << ", \"image\": [" << images
-            << "], \"bundle\": " << quoted(arguments.bundle) << ", " << facts.substr(1)
-            << ", \"stopped\": " << quoted(answer.stopped()) << "}\n"
+  std::cout << "{\"question\": " << json_text(question) << ", \"image\": [" << images
+            << "], \"bundle\": " << json_text(arguments.bundle) << ", " << facts.substr(1)
+            << ", \"stopped\": " << json_text(answer.stopped()) << "}\n"
             << std::flush;
 }
 
@@ -306,13 +320,40 @@ void print_end(const Arguments& arguments, const vtx::Answer& answer) {
     std::cerr << "the answer was cut before its form was complete; raise --max-new-tokens\n";
 }
 
+// The picture files of a folder, in the order of their names, as a video.
+vtx::Image video_of(const std::string& folder, const Arguments& arguments) {
+  if (!std::filesystem::is_directory(folder))
+    throw std::runtime_error(folder +
+                             " is not a folder; libvtx decodes no video files, so give a folder with the frames as "
+                             "PNG or JPEG files, or ask vtx-run");
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    std::string kind = entry.path().extension().string();
+    std::transform(kind.begin(), kind.end(), kind.begin(),
+                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    if (kind == ".png" || kind == ".jpg" || kind == ".jpeg") names.push_back(entry.path().string());
+  }
+  std::sort(names.begin(), names.end());
+  std::vector<vtx::Image> frames;
+  for (const std::string& name : names) frames.push_back(vtx::Image::file(name));
+  return vtx::Image::video(std::move(frames), arguments.fps, arguments.frames);
+}
+
 void run(const Arguments& arguments) {
   std::string input;  // of an image that is read from stdin
   std::vector<vtx::Image> images;
+  bool videos = !arguments.videos.empty();
   for (const std::string& name : arguments.images) {
     if (name == "-") input.assign(std::istreambuf_iterator<char>(std::cin), {});
-    images.push_back(name == "-" ? vtx::Image::bytes(input.data(), input.size()) : vtx::Image::file(name));
+    bool folder = name != "-" && std::filesystem::is_directory(name);
+    videos |= folder;
+    images.push_back(name == "-" ? vtx::Image::bytes(input.data(), input.size())
+                     : folder    ? video_of(name, arguments)
+                                 : vtx::Image::file(name));
   }
+  for (const std::string& folder : arguments.videos) images.push_back(video_of(folder, arguments));
+  if (!videos && (arguments.frames != 0 || arguments.fps != 0))
+    throw std::runtime_error("--frames and --fps have no effect: there is no video; leave them out");
   vtx::Model model(arguments.bundle, arguments.load);
   vtx::Conversation conversation = model.open(images);
   vtx::OnText show = [](std::string_view text) {

@@ -114,7 +114,7 @@ def test_what_no_export_of_a_model_can_have_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("spec", ["evs", "vidcom2+fastv:k=2"])
 def test_methods_of_videos_are_refused_by_name(models: Models, picture: Path, spec: str) -> None:
-    """libvtx takes no videos."""
+    """libvtx has none of them."""
     model = models(Tiny(image=56), (3,), "fp32", EXPORTED)
     done = run("run", "--bundle", model.bundle.folder, picture, "red?", "--reduce", spec)
     assert done.returncode == 1

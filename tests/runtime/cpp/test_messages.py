@@ -18,7 +18,7 @@ ONLY_CPP = {
     "{} {} is here ({}), but {} has no plug-in of libvtx for it; build libvtx with its headers: cmake "
     "-DVTX_TENSORRT_INCLUDES=DIR": LIBRARIES,
     "the prompt has {} token ids and {} image tokens for {} images; give at least one id, and one image "
-    "token for each image": CALLERS,
+    "token for each image and one video token for each video, in their order": CALLERS,
     "about is given with token ids instead of text; ask by text, or leave about out": CALLERS,
     "{}; give one that is there": CALLERS,
     "a struct {}; fill it with the _init function of the libvtx that takes it": CALLERS,
@@ -27,6 +27,7 @@ ONLY_CPP = {
     "{} frame of {}x{} has an odd side; crop it to even ones": CALLERS,
     "{} is not built into libvtx, which has {}; use one of these, or Python": BUILT,
     "{} needs {}, which this libvtx was built without; install its headers and build again, or give the pixels": BUILT,
+    "videos in the layout {} are not built into libvtx; give frames of it as images, or ask Python": BUILT,
     "tokenizer.json is damaged: {}; export the bundle again": PROMPT,
     "the tokenizer has {}, which libvtx does not know: {}": PROMPT,
     "the text becomes the special token {} once it is normalized; leave it out": PROMPT,

@@ -253,13 +253,10 @@ def test_what_these_models_do_not_give_is_refused_as_in_python(models: Models, p
     assert done.stderr.decode() == f"Error: {refused.value}\n"
 
 
-def test_videos_and_a_bundle_without_engines_are_refused_by_name(models: Models, pictures: list[Path]) -> None:
+def test_a_bundle_without_engines_is_refused_by_name(models: Models, pictures: list[Path]) -> None:
     folder = models(QWEN3, (3, 5)).bundle.folder
-    for options, message in (
-        (("--video", "a.mp4"), "libvtx takes no videos; give frames of it as images"),
-        (("--device", "tensorrt"), "holds no engines; build them with: vtx-build"),
-    ):
-        assert message in run("run", "--bundle", folder, pictures[0], "red?", *options).stderr.decode()
+    done = run("run", "--bundle", folder, pictures[0], "red?", "--device", "tensorrt")
+    assert "holds no engines; build them with: vtx-build" in done.stderr.decode()
 
 
 @pytest.mark.parametrize(

@@ -278,10 +278,16 @@ def test_what_takes_no_videos_says_so(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    "array", [WIDE[..., :2], WIDE[:0], WIDE.astype(np.float32)], ids=["2 colours", "none", "float"]
+    ("array", "message"),
+    [
+        (WIDE[..., :2], "is not a video"),
+        (WIDE[:0], "the given video has no frames; give at least one"),
+        (WIDE.astype(np.float32), "is not a video"),
+    ],
+    ids=["2 colours", "none", "float"],
 )
-def test_an_array_that_is_no_video_is_refused(models: Models, array: np.ndarray) -> None:
-    with pytest.raises(ImageError, match="is not a video"):
+def test_an_array_that_is_no_video_is_refused(models: Models, array: np.ndarray, message: str) -> None:
+    with pytest.raises(ImageError, match=message):
         models(VIDEO_LLAVA, (3, 5)).open(array)
 
 

@@ -99,10 +99,13 @@ typedef enum vtx_pixel_format {
   VTX_GRAY8 = 4,
   VTX_NV12 = 5, /* Y at data, pairs of U and V at data2, equally far apart; BT.601, limited range */
   VTX_FILE = 6, /* data is a PNG or JPEG file of `bytes` bytes, such as a frame of MJPEG */
-  VTX_YUYV = 7  /* Y, U, Y, V for two pixels, as webcams give them; BT.601, limited range */
+  VTX_YUYV = 7, /* Y, U, Y, V for two pixels, as webcams give them; BT.601, limited range */
+  VTX_VIDEO = 8 /* no pixels: the `frames` of a video */
 } vtx_pixel_format;
 
-/* An image: a file by its path, or what lies in memory, which is copied. */
+/* An image: a file by its path, or what lies in memory, which is copied. A VTX_VIDEO stands in a prompt as one image: its
+ * `frames`, the first one first and of one size, are images of any other format, of which those are read that the model
+ * sees. libvtx decodes no video files. */
 typedef struct vtx_image {
   size_t size;
   const char* path; /* NULL: the image lies in memory */
@@ -112,11 +115,17 @@ typedef struct vtx_image {
   int32_t width, height;
   size_t stride; /* bytes from one row to the one below it */
   vtx_pixel_format format;
+  const struct vtx_image* frames; /* of a VTX_VIDEO; of all the others what follows is not read */
+  size_t frame_count;
+  double fps;      /* frames a second, for models whose prompts tell times; 0: 24 */
+  int32_t sampled; /* the number of frames that are seen, evenly from the first to the last, at most 64; 0: as many as the
+                      bundle says */
 } vtx_image;
 
 VTX_API void vtx_image_init(vtx_image* image, size_t size);
 
-/* Opens images, none too, for questions about them. `system`: a system prompt, or NULL. Costs reading and resizing; the
+/* Opens images and videos, none too, for questions about them; where the chat template prints images before videos, they are
+ * reordered. `system`: a system prompt, or NULL. Costs reading and resizing; the
  * vision graph runs with the first question. Free with vtx_conversation_free; while it answers, that cancels the answer. */
 VTX_API vtx_status vtx_open(vtx_model* model, const vtx_image* images, size_t count, const char* system,
                             vtx_conversation** conversation);
@@ -192,8 +201,8 @@ VTX_API vtx_status vtx_chat(vtx_conversation* conversation, const char* question
                             vtx_answer** answer);
 VTX_API vtx_status vtx_chat_restart(vtx_conversation* conversation);
 
-/* A prompt in token ids, for programs with a tokenizer of their own; each image stands as one image token, for which
- * libvtx puts all that its layout has, text among tiles too. */
+/* A prompt in token ids, for programs with a tokenizer of their own; each image stands as one image token, and each video as
+ * one video token, for which libvtx puts all that its layout has, text among tiles and frames too. */
 VTX_API vtx_status vtx_ask_ids(vtx_conversation* conversation, const int64_t* ids, size_t count,
                                const vtx_ask_options* options, vtx_answer** answer);
 

@@ -72,7 +72,7 @@ struct AskOptions {
   std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
 };
 
-// An image that is about to be opened; what lies in memory must live until then.
+// An image or a video that is about to be opened; what lies in memory must live until then.
 class Image {
  public:
   static Image file(std::string path) {
@@ -97,6 +97,19 @@ class Image {
     image.image_.format = format;
     return image;
   }
+  // Frames of a video, the first one first, `fps` of them a second (0: 24), of which `sampled` are seen (0: as many as the
+  // bundle says). The model must take videos.
+  static Image video(std::vector<Image> frames, double fps = 0, int sampled = 0) {
+    Image image;
+    auto held = std::make_shared<Frames>();
+    held->images = std::move(frames);
+    for (const Image& frame : held->images) held->raw.push_back(frame.raw());
+    image.image_.format = VTX_VIDEO;
+    image.image_.frames = held->raw.data(), image.image_.frame_count = held->raw.size();
+    image.image_.fps = fps, image.image_.sampled = sampled;
+    image.frames_ = std::move(held);
+    return image;
+  }
   vtx_image raw() const {
     vtx_image image = image_;
     image.path = path_ ? text_of(*path_) : nullptr;
@@ -104,9 +117,14 @@ class Image {
   }
 
  private:
+  struct Frames {
+    std::vector<Image> images;
+    std::vector<vtx_image> raw;  // of these
+  };
   Image() { vtx_image_init(&image_, sizeof image_); }
   vtx_image image_;
   std::optional<std::string> path_;
+  std::shared_ptr<const Frames> frames_;
 };
 
 class Answer {
@@ -161,7 +179,7 @@ class Conversation {
       return vtx_chat(conversation_.get(), text_of(question), raw, out);
     });
   }
-  // A prompt in token ids, each image standing as one image token.
+  // A prompt in token ids, each image standing as one image token, each video as one video token.
   Answer ask_ids(const std::vector<int64_t>& ids, const AskOptions& options = {}, const OnText& on_text = {}) {
     return run(options, on_text, [&](const vtx_ask_options* raw, vtx_answer** out) {
       return vtx_ask_ids(conversation_.get(), ids.data(), ids.size(), raw, out);

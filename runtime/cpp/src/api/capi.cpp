@@ -1,4 +1,5 @@
 // The C ABI over the classes of this library: no exception leaves it.
+#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -160,11 +161,17 @@ vtxcore::Options options_of(const vtx_ask_options* given) {
   return out;
 }
 
-vtxcore::Picture picture_of(const vtx_image& given) {
-  vtx_image image = known(&given, vtx_image_init);
-  unsigned number = 0;  // read as a number: a value that the enumeration lacks is none of its values
+// Read as a number: a value that the enumeration lacks is none of its values.
+unsigned format_of(const vtx_image& image) {
+  unsigned number = 0;
   static_assert(sizeof number == sizeof image.format);
   std::memcpy(&number, &image.format, sizeof number);
+  return number;
+}
+
+vtxcore::Picture picture_of(const vtx_image& given) {
+  vtx_image image = known(&given, vtx_image_init);
+  unsigned number = format_of(image);
   vtxcore::check_whole("the pixel format", number, 0, VTX_YUYV);
   if (image.path) return vtxcore::read_picture(image.path);
   auto data = static_cast<const uint8_t*>(image.data);
@@ -183,22 +190,34 @@ vtxcore::Picture picture_of(const vtx_image& given) {
   return vtxcore::from_buffer(data, second, image.width, image.height, image.stride, kFormats[number]);
 }
 
-// Does `work` with each of the images in a list of the caller's header.
-template <typename Work>
-void each_picture(const vtx_image* images, size_t count, Work work) {
-  if (count) require(images, "the list of images");
+// Each of the images in a list of the caller's header.
+std::vector<const vtx_image*> listed(const vtx_image* images, size_t count, const char* what) {
+  if (count) require(images, what);
+  std::vector<const vtx_image*> out;
   const char* next = reinterpret_cast<const char*>(images);
   for (size_t i = 0; i < count; ++i) {
-    auto image = reinterpret_cast<const vtx_image*>(next);
-    work(picture_of(*image));
-    next += image->size;
+    out.push_back(reinterpret_cast<const vtx_image*>(next));
+    next += known(out.back(), vtx_image_init).size;
   }
+  return out;
 }
 
 std::vector<vtxcore::PreparedImage> prepared(const vtxcore::Model& model, const vtx_image* images, size_t count) {
   std::vector<vtxcore::PreparedImage> out;
-  each_picture(images, count, [&](const vtxcore::Picture& picture) { out.push_back(model.prepare(picture, "", count)); });
-  return out;
+  std::vector<const vtx_image*> all = listed(images, count, "the list of images");
+  auto is_video = [](const vtx_image* image) { return format_of(known(image, vtx_image_init)) == VTX_VIDEO; };
+  auto videos = static_cast<size_t>(std::count_if(all.begin(), all.end(), is_video));
+  for (const vtx_image* each : all) {
+    if (!is_video(each)) {
+      out.push_back(model.prepare(picture_of(*each), "", count - videos));
+      continue;
+    }
+    vtx_image video = known(each, vtx_image_init);
+    std::vector<const vtx_image*> frames = listed(video.frames, video.frame_count, "the list of frames");
+    auto frame = [&](int64_t number) { return picture_of(*frames[static_cast<size_t>(number)]); };
+    out.push_back(model.prepare(vtxcore::Video{static_cast<int64_t>(frames.size()), frame, video.fps, video.sampled}));
+  }
+  return model.ordered(std::move(out));
 }
 
 vtxcore::ActOptions act_options_of(const vtx_act_options* given, size_t images) {
@@ -452,7 +471,7 @@ vtx_status vtx_act(vtx_model* model, const vtx_image* images, size_t count, cons
       if (!held->actor) held->actor = vtxcore::make_actor(held->model);
     }
     std::vector<vtxcore::Picture> pictures;
-    each_picture(images, count, [&](vtxcore::Picture picture) { pictures.push_back(std::move(picture)); });
+    for (const vtx_image* image : listed(images, count, "the list of images")) pictures.push_back(picture_of(*image));
     vtxcore::Floats given(state, state + state_count);
     vtxcore::Actions found = held->actor->act(pictures, instruction, given, act_options_of(options, count));
     std::string json = found.json.dump();

@@ -20,17 +20,20 @@ double ms_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
-// The largest difference, from 0 to 1, between the mean colours of 64 x 64 cells of two images as the model sees them.
+// The largest difference, from 0 to 1, between the mean colours of 64 x 64 cells of two images as the model sees them, or of
+// each two frames of two videos. Videos whose prompts differ in text are as different as can be.
 double change_between(const PreparedImage& image, const PreparedImage& other, const ImageSettings& settings) {
   constexpr size_t kCells = 64;
   if (image.views.size() != other.views.size() || image.width != other.width || image.height != other.height) return 1;
+  if (bool(image.video) != bool(other.video) || image.placed.span != other.placed.span) return 1;
+  if (image.placed.marks != other.placed.marks) return 1;
   double most = 0;
   for (size_t view = 0; view < image.views.size(); ++view) {
     const Floats &mine = image.views[view].values, &theirs = other.views[view].values;
     auto rows = static_cast<size_t>(image.views[view].height), columns = static_cast<size_t>(image.views[view].width);
     size_t down = std::min(kCells, rows), across = std::min(kCells, columns);
-    for (size_t channel = 0; channel < 3; ++channel) {
-      double share = settings.std[channel] / (255 * settings.rescale);
+    for (size_t channel = 0; channel < 3 * static_cast<size_t>(image.views[view].pictures); ++channel) {
+      double share = settings.std[channel % 3] / (255 * settings.rescale);
       for (size_t cell = 0; cell < down * across; ++cell) {
         size_t top = cell / across * rows / down, bottom = (cell / across + 1) * rows / down;
         size_t left = cell % across * columns / across, right = (cell % across + 1) * columns / across;
@@ -86,7 +89,8 @@ Conversation::Conversation(Conversation& other, const Running&)
 std::vector<Message> Conversation::opening(const std::string& question) const {
   std::vector<Message> out;
   if (system_) out.push_back({"system", {{false, *system_}}});
-  out.push_back({"user", std::vector<Part>(images_.size(), {true, ""})});
+  out.push_back({"user", {}});
+  for (const PreparedImage& image : images_) out.back().parts.push_back({true, "", image.video != nullptr});
   out.back().parts.push_back({false, question});
   return out;
 }
@@ -130,21 +134,26 @@ Answer Conversation::ask_ids(const Ids& ids, const Options& options) {
   Running running(*this);
   const Manifest& m = model_->manifest();
   for (int64_t id : ids) check_whole("token id", id, 0, m.model.vocab - 1);
-  if (m.text.video_token_id && m.text.video_token_id != m.text.image_token_id &&
-      std::count(ids.begin(), ids.end(), *m.text.video_token_id) > 0)
-    fail(Kind::request, "libvtx takes no videos; give frames of it as images");
-  auto images = std::count(ids.begin(), ids.end(), m.text.image_token_id);
-  if (ids.empty() || static_cast<size_t>(images) != images_.size())
+  size_t images = 0, wrong = 0;
+  for (int64_t id : ids) {
+    if (!is_picture(id)) continue;
+    bool video = images < images_.size() && images_[images].video;
+    wrong += id != (video ? *m.text.video_token_id : m.text.image_token_id);
+    ++images;
+  }
+  if (ids.empty() || images != images_.size() || wrong > 0)
     fail(Kind::request, "the prompt has ", ids.size(), " token ids and ", images, " image tokens for ", images_.size(),
-         " images; give at least one id, and one image token for each image");
+         " images; give at least one id, and one image token for each image and one video token for each video, in their ",
+         "order");
   return answer({nullptr, ids, nullptr}, options);
 }
 
 bool Conversation::replace(std::vector<PreparedImage> images, double near) {
   Running running(*this);
   check_number("near", near, "a share from 0 to 1", 0, 1);
-  const ImageSettings& settings = model_->manifest().image;
+  const Manifest& m = model_->manifest();
   auto stays = [&](const PreparedImage& image, const PreparedImage& other) {
+    const ImageSettings& settings = image.video ? m.video->image : m.image;
     return image.key == other.key || (near > 0 && change_between(image, other, settings) <= near);
   };
   if (std::equal(images.begin(), images.end(), images_.begin(), images_.end(), stays)) return false;
@@ -182,16 +191,21 @@ void Conversation::save_prefix(const std::string& path) {
   vtxcore::save_prefix(path, model_->bundle(), model_->backend(), session_);
 }
 
+bool Conversation::is_picture(int64_t id) const {
+  const TextSettings& text = model_->manifest().text;
+  return id == text.image_token_id || id == text.video_token_id;
+}
+
 Ids Conversation::expanded(const Ids& ids, const std::vector<MarkedImage>& images) const {
   Ids out;
   size_t number = 0;
   for (int64_t id : ids) {
-    bool is_image = id == model_->manifest().text.image_token_id;
+    bool is_image = is_picture(id);
     Ids own{id};
     if (is_image && images[number].has_text())
       own = model_->text().image_ids(images[number], number);
     else if (is_image)
-      own.assign(static_cast<size_t>(images[number].spans.front()), id);
+      own.assign(static_cast<size_t>(images[number].tokens()), model_->manifest().text.image_token_id);
     out.insert(out.end(), own.begin(), own.end());
     number += is_image;
   }
@@ -201,9 +215,7 @@ Ids Conversation::expanded(const Ids& ids, const std::vector<MarkedImage>& image
 Prompt Conversation::prompt(const Turn& turn, const Policy& policy, const std::optional<std::string>& about,
                             Timings& timings) {
   int64_t image_id = model_->manifest().text.image_token_id;
-  auto expand = [&](const Ids& counts) {
-    std::vector<MarkedImage> images;
-    for (int64_t count : counts) images.push_back(MarkedImage::plain(count));
+  auto expand = [&](const std::vector<MarkedImage>& images) {
     return turn.messages ? model_->text().prompt(*turn.messages, images) : expanded(turn.ids, images);
   };
   Ids ids = turn.messages ? turn.ids : expanded(turn.ids, placed(images_));
@@ -230,7 +242,8 @@ Prompt Conversation::prompt(const Turn& turn, const Policy& policy, const std::o
   if (policy.entries().empty()) model_->check_room(ids, images_);  // entries leave out tokens before the decoder
   auto text = selecting_text(model_->backend(), chosen_by, image_id, policy, about ? nullptr : turn.after, embeddings);
   auto encoders = encoded_.encoders(policy, text, &timings.vision);
-  return make_prompt(std::move(ids), image_id, std::move(encoders), policy, expand, [this] { check_ended(); });
+  return make_prompt(std::move(ids), image_id, std::move(encoders), placed(images_), policy, expand,
+                     [this] { check_ended(); });
 }
 
 void Conversation::check_ended() const {
@@ -240,7 +253,7 @@ void Conversation::check_ended() const {
 
 Answer Conversation::answer(const Turn& turn, const Options& options) {
   options.check();
-  Policy policy = model_->policy(options);
+  Policy policy = model_->policy(options, images_);
   std::optional<GuidedAnswer> guided;
   if (options.guide) guided.emplace(model_->guided(*options.guide));
   Answer out;

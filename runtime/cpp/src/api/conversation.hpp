@@ -23,7 +23,7 @@ class Conversation {
   Answer ask(const std::string& question, const Options& options);
   Answer chat(const std::string& question, const Options& options);
   void restart_chat();
-  // A prompt in token ids, each image standing as one image token. `after`: as in `chat`.
+  // A prompt in token ids, each image standing as one image token and each video as one video token. `after`: as in `chat`.
   Answer ask_ids(const Ids& ids, const Options& options);
   // Asks about other images from now on, such as the next frame of a camera; chats begin anew. False, and nothing is done,
   // if they are equal to those before in pixels after preprocessing, or if no mean colour of 64 x 64 cells differs from
@@ -50,6 +50,7 @@ class Conversation {
 
   void check_prefix_file() const;
   std::vector<Message> opening(const std::string& question) const;
+  bool is_picture(int64_t id) const;
   Ids expanded(const Ids& ids, const std::vector<MarkedImage>& images) const;
   Answer answer(const Turn& turn, const Options& options);
   Prompt prompt(const Turn& turn, const Policy& policy, const std::optional<std::string>& about, Timings& timings);

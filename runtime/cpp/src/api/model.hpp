@@ -15,6 +15,7 @@
 #include "session/encoded_images.hpp"
 #include "vision/layout.hpp"
 #include "vision/picture.hpp"
+#include "vision/video.hpp"
 
 namespace vtxcore {
 
@@ -46,7 +47,7 @@ class Model {
   // "used", or why the bundle's card does not hold here; empty without one.
   const std::string& card() const { return card_; }
 
-  // Throws Error(context) if a prompt of images does not fit, with the number of tiles or pixels that would.
+  // Throws Error(context) if a prompt of images does not fit, with the number of tiles, pixels or frames that would.
   void check_room(const Ids& ids, const std::vector<PreparedImage>& images) const;
   // CLIP's embeddings [segments, width] of what was asked about the last image. Only where there is a text tower.
   Rows embed_question(const std::vector<Message>& messages) const;
@@ -54,18 +55,27 @@ class Model {
   // A hidden state [hidden] of the last layer behind the decoder's last norm. Only where there is a segmentation token.
   Floats normed(const Floats& state) const;
 
-  // A picture that is one of `among` in a prompt.
+  // A picture that is one of `among` pictures in a prompt.
   PreparedImage prepare(const Picture& picture, const std::string& fit, size_t among = 1) const;
-  Policy policy(const Options& options) const;
+  // The frames of a video that the model sees. Throws Error(request) if the model, or libvtx, takes no videos.
+  PreparedImage prepare(const Video& video) const;
+  // In the order in which the chat template prints images and videos.
+  std::vector<PreparedImage> ordered(std::vector<PreparedImage> images) const;
+  // The policy for a question about these images.
+  Policy policy(const Options& options, const std::vector<PreparedImage>& images = {}) const;
   // A new answer in a form. Throws Error(device), Error(request).
   GuidedAnswer guided(const Guide& guide) const;
 
  private:
+  std::string fixes(int64_t text, const std::vector<PreparedImage>& images) const;
+  int64_t size(const MarkedImage& image) const;
+
   std::chrono::steady_clock::time_point start_;
   Bundle bundle_;
   std::string default_k_, default_reduce_, card_;
   std::string fit_;
   LayoutPtr layout_;
+  VideoLayoutPtr video_layout_;  // null: the model, or libvtx, takes no videos
   Rows newline_;
   Floats final_norm_;  // its weight; empty without a segmentation token
   std::unique_ptr<Backend> backend_;

@@ -142,6 +142,8 @@ class Backend {
   virtual TokenStates embed(const Ids& ids) = 0;
   // One view to its tokens.
   virtual std::shared_ptr<const ImageTokens> vision(const Pixels& view, const Extras& extras) = 0;
+  // One view of a video, a frame or a pair of frames, to its tokens. Only where the manifest declares videos.
+  virtual std::shared_ptr<const ImageTokens> video(const Pixels& view) { return vision(view, {}); }
   // Views of one size in one pass to the tokens of the first, then of the next ones. Only of a model with an expert.
   virtual Rows views(const std::vector<const Pixels*>& views);
   // The steps of the expert for a state at positions [1 + horizon], by what `StageCache::read` gave of each stage's slots.

@@ -88,7 +88,8 @@ Rows GraphBackend::project(const Rows& states) {
 }
 
 std::shared_ptr<const ImageTokens> GraphBackend::vision(const Pixels& view, const Extras& extras) {
-  std::vector<GraphInput> inputs{{names::kPixels, "float32", {1, 3, view.height, view.width}, view.values.data()}};
+  std::vector<GraphInput> inputs{
+      {names::kPixels, "float32", {view.pictures, 3, view.height, view.width}, view.values.data()}};
   float tau = names::kTauDefault;
   if (auto given = extras.find(names::kTau); given != extras.end()) tau = given->second;
   if (graphs_.vision_merges) inputs.push_back({names::kTau, "float32", {1}, &tau});
@@ -107,6 +108,17 @@ std::shared_ptr<const ImageTokens> GraphBackend::vision(const Pixels& view, cons
       found.states[spec.name] = rows_of(graphs_.vision, output, width_of(spec));
   }
   return image_tokens(std::move(found), tower.feature_width);
+}
+
+std::shared_ptr<const ImageTokens> GraphBackend::video(const Pixels& view) {
+  if (!m_.video->own_graph) return vision(view, {});
+  if (!graphs_.video) fail(Kind::device, names::kNoFrames, "; run the bundle with --device cpu or openvino");
+  GraphInput in{names::kPixels, "float32", {1, 3, view.height, view.width}, view.values.data()};
+  auto tokens = static_cast<size_t>(m_.video->tokens);
+  GraphOutputs outputs = run(*graphs_.video, {in}, tokens);
+  VisionOutputs found;
+  found.states[names::kFeatures] = rows_of_each(*graphs_.video, outputs.at(names::kFeatures), m_.model.hidden, tokens);
+  return image_tokens(std::move(found), 0);
 }
 
 Rows GraphBackend::views(const std::vector<const Pixels*>& views) {
@@ -207,6 +219,7 @@ GraphOutputs HostBackend::run(const std::string& file, const std::vector<GraphIn
     if (!found)
       found = load(file, file == graphs_.vision      ? vision_io(m_, dialect)
                          : file == graphs_.projector ? projector_io(m_)
+                         : file == graphs_.video     ? video_io(m_)
                                                      : text_tower_io(m_));
     graph = found.get();
   }

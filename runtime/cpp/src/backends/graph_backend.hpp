@@ -37,6 +37,7 @@ class GraphBackend : public Backend {
   GraphBackend(const Bundle& bundle, const std::string& dialect);
   TokenStates embed(const Ids& ids) final;
   std::shared_ptr<const ImageTokens> vision(const Pixels& view, const Extras& extras) final;
+  std::shared_ptr<const ImageTokens> video(const Pixels& view) final;
   Rows views(const std::vector<const Pixels*>& views) final;
   ExpertStep expert(const std::vector<SavedSlots>& prompt, Floats state, Ids positions) final;
   Rows head(const Rows& rows) override;

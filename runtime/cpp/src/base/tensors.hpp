@@ -54,11 +54,14 @@ struct Rows {
   float* row(size_t index) { return data.data() + index * width; }
 };
 
-// What the vision graph takes of a view of an image: [3, height, width].
+// What the vision graph takes of a view of an image: [pictures, 3, height, width], two pictures for a pair of frames.
 struct Pixels {
   int64_t height, width;
   Floats values;
-  bool operator==(const Pixels& o) const { return height == o.height && width == o.width && values == o.values; }
+  int64_t pictures = 1;
+  bool operator==(const Pixels& o) const {
+    return height == o.height && width == o.width && pictures == o.pictures && values == o.values;
+  }
 };
 
 // Hidden states of tokens, and what stages read of each token in addition, by the manifest's names.

@@ -71,12 +71,7 @@ Json dialect_json(const Manifest& m, const std::string& dialect) {
                    {"head", io(head_io(m, dialect))}};
   if (!m.gates.empty()) out.emplace_back("gate", io(gate_io(m)));
   if (m.text_tower) out.emplace_back("text_tower", io(text_tower_io(m)));
-  if (m.dialects.at(dialect).video) {
-    auto [height, width] = m.video->image.output();
-    GraphIO frames{{{names::kPixels, "float32", {"images", int64_t{3}, int64_t{height}, int64_t{width}}}},
-                   {{names::kFeatures, "float32", {"images", m.video->tokens, m.model.hidden}}}};
-    out.emplace_back("video", io(frames));
-  }
+  if (m.dialects.at(dialect).video) out.emplace_back("video", io(video_io(m)));
   if (m.dialects.at(dialect).projector) out.emplace_back("projector", io(projector_io(m)));
   if (m.dialects.at(dialect).score) {
     out.emplace_back("score", io(score_io(m, dialect)));
@@ -129,6 +124,12 @@ GraphIO gate_io(const Manifest& m) { return {{hidden(m)}, {{names::kOdds, "float
 
 GraphIO text_tower_io(const Manifest& m) {
   return {{{names::kIds, "int64", {"tokens"}}}, {{names::kTextEmbedding, "float32", {int64_t{1}, m.text_tower->width}}}};
+}
+
+GraphIO video_io(const Manifest& m) {
+  auto [height, width] = m.video->image.output();
+  return {{{names::kPixels, "float32", {"images", int64_t{3}, int64_t{height}, int64_t{width}}}},
+          {{names::kFeatures, "float32", {"images", m.video->tokens, m.model.hidden}}}};
 }
 
 GraphIO projector_io(const Manifest& m) {

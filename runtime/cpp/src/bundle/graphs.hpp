@@ -26,6 +26,7 @@ GraphIO head_io(const Manifest& m, const std::string& dialect);  // of a model t
 GraphIO gate_io(const Manifest& m);
 GraphIO text_tower_io(const Manifest& m);  // where there is one
 GraphIO projector_io(const Manifest& m);   // where there is one
+GraphIO video_io(const Manifest& m);       // where frames have a graph of their own
 int64_t width_of(const TensorSpec& spec);  // its last size, a number
 GraphIO vision_io(const Manifest& m, const std::string& dialect);
 GraphIO stage_io(const Manifest& m, const std::string& dialect, bool query, const StageSpec* stage = nullptr);

@@ -135,7 +135,7 @@ struct PromptExample {
   std::string text;
 };
 
-// How videos become tokens, which libvtx does not ask about: read so that such a bundle answers about images.
+// How videos become tokens.
 struct VideoSpec {
   LayoutSpec layout;
   ImageSettings image;
@@ -146,7 +146,7 @@ struct VideoSpec {
 struct TextSettings {
   std::string image_token;
   int64_t image_token_id;
-  std::optional<std::string> video_token;  // of bundles that take videos, which libvtx does not
+  std::optional<std::string> video_token;  // of bundles that take videos; the image token if their frames are images
   std::optional<int64_t> video_token_id;
   std::optional<int64_t> seg_token_id;  // for a segment of the image; answers give out the state that chose it
   std::optional<std::string> bos_token, unk_token;

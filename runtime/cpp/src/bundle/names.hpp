@@ -69,6 +69,7 @@ inline constexpr char kNoWindows[] =
     "libvtx does not run TensorRT engines of models with sliding windows or bidirectional attention yet";
 inline constexpr char kPagedRows[] = "rows";
 inline constexpr char kOrtSilence[] = "ORT_DISABLE_TELEMETRY";
+inline constexpr char kNoFrames[] = "TensorRT has no engine for the frames of videos of this model";
 inline constexpr char kNotBuilt[] = "TensorRT does not support native image resolution for this model";
 inline constexpr char kNotRenumbered[] = "positions of three parts, which cannot be renumbered; use positions=keep";
 inline constexpr char kPrefixFormat[] = "vtx-prefix-1";
@@ -91,6 +92,8 @@ inline constexpr int64_t kMaxResizedPixels = 33554432;
 inline constexpr int64_t kMaxParts = 32768;
 inline constexpr int64_t kMaxScans = 100;
 inline constexpr int64_t kMaxScanBlocks = 33554432;
+inline constexpr int64_t kMaxFramePixels = 16777216;
+inline constexpr int64_t kMaxSampledFrames = 64;
 inline constexpr int64_t kFormat = 5;
 inline constexpr int64_t kMaxManifest = 4194304;
 inline constexpr int64_t kMaxTokenizer = 67108864;
@@ -141,6 +144,10 @@ inline constexpr int64_t kMaxCombined = 8;
 inline constexpr int64_t kMaxMultiple = 10000;
 inline constexpr int64_t kMaxOperators = 1;
 inline constexpr int64_t kMaxKernels = 536870912;
+inline constexpr int64_t kMaxFrameTokens = 65536;
+inline constexpr int64_t kMaxBetween = 64;
+inline constexpr int64_t kMaxLonger = 4096;
+inline constexpr int64_t kMaxRate = 1000;
 inline constexpr int64_t kInitialLexerFuel = 1000000;
 inline constexpr int64_t kStepLexerFuel = 200000;
 inline constexpr int64_t kStepMaxItems = 50000;
@@ -160,6 +167,7 @@ struct RowsOfARun {
 inline constexpr RowsOfARun kRowsOfARun[] = {{"int8", "bf16", 256}, {"int4", "f32", 256}, {"int4", "bf16", 256}};
 inline constexpr int64_t kBudgets[] = {70, 140, 280, 560, 1120};
 inline constexpr float kTauDefault = 2.0f;
+inline constexpr double kUsualRate = 24.0;
 inline constexpr double kLeastPenalty = 0.001;
 inline constexpr double kWidest = 1e+30;
 

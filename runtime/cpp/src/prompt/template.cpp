@@ -31,7 +31,7 @@ std::string one_line(std::string text) {
 
 jinja::value part_value(const Part& part) {
   auto out = mk_val<jinja::value_object>();
-  out->insert("type", mk_val<jinja::value_string>(std::string(part.image ? "image" : "text")));
+  out->insert("type", mk_val<jinja::value_string>(std::string(part.video ? "video" : part.image ? "image" : "text")));
   if (!part.image) out->insert("text", mk_val<jinja::value_string>(part.text));
   return out;
 }
@@ -108,7 +108,8 @@ std::string ChatTemplate::shaped(const std::vector<Message>& messages, std::time
       continue;
     }
     std::string text;
-    for (const Part& part : message.parts) text += part.image ? settings_.image_token + "\n" : part.text;
+    for (const Part& part : message.parts)
+      text += part.image ? (part.video ? *settings_.video_token : settings_.image_token) + "\n" : part.text;
     list->push_back(message_value(message.role, mk_val<jinja::value_string>(text)));
   }
   return compiled_->run(list, settings_, true, now);

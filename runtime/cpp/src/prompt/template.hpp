@@ -11,9 +11,11 @@
 
 namespace vtxcore {
 
+// A text, or in its place an image or a video.
 struct Part {
   bool image;
   std::string text;
+  bool video = false;
 };
 
 // One turn: role "system", "user" or "assistant", parts in the order they are to be read.

@@ -8,7 +8,8 @@
 namespace vtxcore {
 namespace {
 
-constexpr char kPrintCure[] = "give one that prints it for content of type 'image' with vtx-export --chat-template FILE";
+constexpr char kPrintCure[] = "give one that prints it for content of type '",
+               kPrintCureEnd[] = "' with vtx-export --chat-template FILE";
 
 std::string read_template(const Bundle& bundle) {
   std::string source = bundle.read(bundle.manifest().chat_template, names::kMaxTemplateBytes);
@@ -35,10 +36,20 @@ Text::Text(const Bundle& bundle)
   }
 }
 
-void Text::check_printed(size_t printed, size_t images) const {
-  if (printed != images)
-    fail(Kind::templates, "the chat template prints ", m_.text.image_token, " ", printed, " times for ", images, " images; ",
-         kPrintCure);
+// Each image and each video must stand there as its token once.
+void Text::check_printed(const Ids& ids, const std::vector<Message>& messages) const {
+  size_t wanted[2] = {0, 0};  // images, videos
+  bool own = m_.text.video_token_id && *m_.text.video_token_id != m_.text.image_token_id;
+  for (const Message& message : messages)
+    for (const Part& part : message.parts) wanted[own && part.video] += part.image;
+  for (bool video : {false, true}) {
+    if (video && !own) continue;
+    auto printed = std::count(ids.begin(), ids.end(), video ? *m_.text.video_token_id : m_.text.image_token_id);
+    const std::string kind = video ? "video" : "image";
+    if (static_cast<size_t>(printed) != wanted[video])
+      fail(Kind::templates, "the chat template prints ", video ? *m_.text.video_token : m_.text.image_token, " ", printed,
+           " times for ", wanted[video], " ", kind, "s; ", kPrintCure, kind, kPrintCureEnd);
+  }
 }
 
 std::pair<std::string, bool> Text::before_answer() const {
@@ -70,17 +81,22 @@ std::vector<Ids> Text::answer_ids(const std::vector<std::string>& answers) const
   return out;
 }
 
-// `rendered` with the text of each image for its image token.
+// `rendered` with the text of each image for its token, or a video's.
 std::string Text::with_marks(const std::string& rendered, const std::vector<MarkedImage>& images) const {
-  const std::string& token = m_.text.image_token;
+  const std::string &token = m_.text.image_token, video = m_.text.video_token.value_or(token);
   std::string out;
-  size_t at = 0, printed = 0;
-  for (size_t found; (found = rendered.find(token, at)) != std::string::npos; at = found + token.size()) {
-    out += rendered.substr(at, found - at);
-    if (printed < images.size()) out += images[printed].text(token, printed);
-    ++printed;
+  size_t at = 0, number = 0;
+  while (number < images.size()) {
+    size_t image = rendered.find(token, at), other = rendered.find(video, at), found = std::min(image, other);
+    if (found == std::string::npos) break;
+    // of two tokens that begin there the longer one
+    const std::string& printed = image != other                ? (image < other ? token : video)
+                                 : token.size() > video.size() ? token
+                                                               : video;
+    out += rendered.substr(at, found - at) + images[number].text(printed, number);
+    ++number;
+    at = found + printed.size();
   }
-  check_printed(printed, images.size());
   return out + rendered.substr(at);
 }
 
@@ -90,29 +106,23 @@ Ids Text::image_ids(const MarkedImage& image, size_t at) const {
   return expanded(ids, image.spans);
 }
 
-// `ids` with one image token after the other repeated as often as `spans` say.
+// `ids` with one image or video token after the other repeated as an image token as often as `spans` say.
 Ids Text::expanded(const Ids& ids, const Ids& spans) const {
   Ids out;
   size_t span = 0;
   for (int64_t id : ids) {
-    if (id >= m_.model.vocab && !(m_.action && id == m_.text.image_token_id))  // may be in no table
-      fail(Kind::bundle, "the tokenizer gives token ", id, " ('", tokenizer_.token(id), "'), the model has ",
-           grouped(m_.model.vocab), " tokens, numbered from 0; export again with the tokenizer that belongs to the model");
-    bool is_image = id == m_.text.image_token_id;
-    out.insert(out.end(), is_image && span < spans.size() ? static_cast<size_t>(spans[span]) : 1, id);
-    span += is_image;
+    bool picture = is_picture(id) && span < spans.size();
+    out.insert(out.end(), picture ? static_cast<size_t>(spans[span]) : 1, picture ? m_.text.image_token_id : id);
+    span += picture;
   }
-  check_printed(span, spans.size());
   return out;
 }
 
-Ids Text::prompt(const std::vector<Message>& messages, std::vector<MarkedImage> images) const {
-  images.resize(check_messages(messages), MarkedImage::plain(1));
-  check_length(messages);
+// The ids of messages, one for each image and video; with `images` one for each span of theirs.
+Ids Text::printed_ids(const std::vector<Message>& messages, const std::vector<MarkedImage>& images) const {
   Marks marks;
   std::string rendered = template_.render(mask(messages, tokenizer_, m_.text, template_.source(), marks));
-  if (std::any_of(images.begin(), images.end(), [](const MarkedImage& image) { return image.has_text(); }))
-    rendered = with_marks(rendered, images);
+  if (!images.empty()) rendered = with_marks(rendered, images);
   Ids ids;
   if (marks.empty())
     for (const TokenAt& token : tokenizer_.encode(rendered)) ids.push_back(token.id);
@@ -123,9 +133,42 @@ Ids Text::prompt(const std::vector<Message>& messages, std::vector<MarkedImage> 
     ids.insert(ids.begin(), m_.text.ids_before.begin(), m_.text.ids_before.end());
     ids.insert(ids.end(), m_.text.ids_after.begin(), m_.text.ids_after.end());
   }
-  Ids spans;
+  for (int64_t id : ids)
+    if (id >= m_.model.vocab && !(m_.action && id == m_.text.image_token_id))  // may be in no table
+      fail(Kind::bundle, "the tokenizer gives token ", id, " ('", tokenizer_.token(id), "'), the model has ",
+           grouped(m_.model.vocab), " tokens, numbered from 0; export again with the tokenizer that belongs to the model");
+  return ids;
+}
+
+Ids Text::prompt(const std::vector<Message>& messages, std::vector<MarkedImage> images) const {
+  images.resize(check_messages(messages), MarkedImage::plain(1));
+  check_length(messages);
+  Ids ids = printed_ids(messages, {}), spans;
+  check_printed(ids, messages);
+  if (std::any_of(images.begin(), images.end(), [](const MarkedImage& image) { return image.has_text(); }))
+    ids = printed_ids(messages, images);
   for (const MarkedImage& image : images) spans.insert(spans.end(), image.spans.begin(), image.spans.end());
   return expanded(ids, spans);
+}
+
+Ids Text::order(const std::vector<Message>& messages) const {
+  std::vector<bool> videos;
+  for (const Message& message : messages)
+    for (const Part& part : message.parts)
+      if (part.image) videos.push_back(part.video);
+  Ids given = count_up(0, videos.size()), out;
+  if (!m_.text.video_token_id || m_.text.video_token_id == m_.text.image_token_id) return given;
+  Ids ids = printed_ids(messages, {});
+  check_printed(ids, messages);
+  size_t next[2] = {0, 0};  // of the images and of the videos
+  for (int64_t id : ids) {
+    if (!is_picture(id)) continue;
+    bool video = id == *m_.text.video_token_id;
+    size_t& at = next[video];
+    while (videos[at] != video) ++at;
+    out.push_back(static_cast<int64_t>(at++));
+  }
+  return out;
 }
 
 void Text::check_length(const std::vector<Message>& messages) const {

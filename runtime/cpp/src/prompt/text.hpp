@@ -20,6 +20,8 @@ class Text {
   // Token ids of the conversation with `images` in their places, one image token for each that is not among them. Special
   // tokens that stand in the messages are text. Throws Error(request), Error(context), Error(templates), Error(bundle).
   Ids prompt(const std::vector<Message>& messages, std::vector<MarkedImage> images) const;
+  // The order in which the template prints the images and videos of messages: their numbers there, from 0.
+  Ids order(const std::vector<Message>& messages) const;
   // The ids that stand for image `at` of a prompt, those of text among its tokens too.
   Ids image_ids(const MarkedImage& image, size_t at) const;
   std::string decode(const Ids& ids) const { return tokenizer_.decode(ids); }
@@ -36,7 +38,9 @@ class Text {
   std::pair<std::string, bool> before_answer() const;
   Ids expanded(const Ids& ids, const Ids& spans) const;
   std::string with_marks(const std::string& rendered, const std::vector<MarkedImage>& images) const;
-  void check_printed(size_t printed, size_t images) const;
+  Ids printed_ids(const std::vector<Message>& messages, const std::vector<MarkedImage>& images) const;
+  bool is_picture(int64_t id) const { return id == m_.text.image_token_id || id == m_.text.video_token_id; }
+  void check_printed(const Ids& ids, const std::vector<Message>& messages) const;
   void check_length(const std::vector<Message>& messages) const;
 
   const Manifest& m_;

@@ -64,8 +64,9 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
     if (known.image == image.key && known.extras == settings) return known.tokens;
   std::vector<ImagePtr> views;
   for (const Pixels& view : image.views) {
-    ImagePtr known = image.views.size() > 1 ? encoded_view(view, settings) : nullptr;
-    views.push_back(known ? known : backend_.vision(view, extras));
+    ImagePtr known = image.views.size() > 1 ? encoded_view(view, image.video != nullptr, settings) : nullptr;
+    if (!known) known = image.video ? backend_.video(view) : backend_.vision(view, extras);
+    views.push_back(std::move(known));
   }
   ImagePtr tokens = image.arrange(views);
   tokens->key = image.key.substr(0, 64);  // of the pixels alone
@@ -83,12 +84,12 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
   return tokens;
 }
 
-// The tokens of a tile that was among the images before; null if none is equal.
-ImagePtr EncodedImages::encoded_view(const Pixels& view, const std::string& extras) const {
+// The tokens of a tile or a frame that was among the images before; null if none is equal.
+ImagePtr EncodedImages::encoded_view(const Pixels& view, bool of_video, const std::string& extras) const {
   for (const Encoded& known : encoded_before_)
     for (const PreparedImage& image : gone_)
       for (size_t i = 0; i < known.views.size() && image.key == known.image && known.extras == extras; ++i)
-        if (image.views[i] == view) return known.views[i];
+        if ((image.video != nullptr) == of_video && image.views[i] == view) return known.views[i];
   return nullptr;
 }
 
@@ -124,19 +125,22 @@ std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& id
   return out;
 }
 
-Prompt make_prompt(Ids ids, int64_t image_id, std::vector<Encoder> encoders, const Policy& policy,
-                   const std::function<Ids(const Ids&)>& expand, const Check& check) {
+Prompt make_prompt(Ids ids, int64_t image_id, std::vector<Encoder> encoders, std::vector<MarkedImage> forms,
+                   const Policy& policy, const std::function<Ids(const std::vector<MarkedImage>&)>& expand,
+                   const Check& check) {
   Prompt out{std::move(ids), {}, std::move(encoders), 0};
+  for (const MarkedImage& form : forms) out.skipped += std::max<int64_t>(0, form.span - form.tokens());
   if (!policy.entries().empty() && !out.encoders.empty()) {  // how many tokens an image has, only its pixels say
-    Ids counts;
-    for (const Encoder& encoder : out.encoders) {
+    out.skipped = 0;
+    for (size_t i = 0; i < forms.size(); ++i) {
       check();
-      ImagePtr image = encoder.encode();
-      counts.push_back(static_cast<int64_t>(image->rows.count()));
-      out.skipped += image->positions() - counts.back();
+      ImagePtr image = out.encoders[i].encode();
+      auto count = static_cast<int64_t>(image->rows.count());
+      forms[i].spans = image->runs.empty() ? Ids{count} : image->runs;
+      out.skipped += image->positions() - count;
     }
     out.skipped = std::max<int64_t>(0, out.skipped);  // rows and columns take fewer positions than tokens
-    out.ids = expand(counts);
+    out.ids = expand(forms);
   }
   for (int64_t id : out.ids) out.is_vision.push_back(id == image_id);
   return out;

@@ -13,14 +13,24 @@
 
 namespace vtxcore {
 
-// One preprocessed image: its views, a hash of them, and how many tokens they give.
-// `width` and `height` are its own, before that.
+// Of a video, the number of its sampled frames, and what stands for it in a prompt with another number of them, or at most
+// so many pixels each; 0: as they are. `counted`: tokens are counted between texts, so that some may leave before the
+// decoder.
+struct VideoForm {
+  int64_t frames;
+  bool counted;
+  std::function<MarkedImage(int64_t frames, int64_t max_pixels)> refitted;
+};
+
+// One preprocessed image: its views, a hash of them, and how many tokens they give. `width` and `height` are its own, before
+// that. A video is one too, with the size of a frame.
 struct PreparedImage {
   std::vector<Pixels> views;
   std::string key;
   int64_t tokens, width, height;
   std::function<ImagePtr(const std::vector<ImagePtr>&)> arrange;  // the image's tokens of those of its views
   MarkedImage placed;                                             // what stands for it in a prompt
+  std::shared_ptr<const VideoForm> video = {};                    // null: it is an image
 };
 
 // What stands for images in a prompt.
@@ -50,7 +60,7 @@ class EncodedImages {
     std::vector<ImagePtr> views;  // of an image in tiles, where they are kept
   };
   ImagePtr encode(const PreparedImage& image, const Extras& extras);
-  ImagePtr encoded_view(const Pixels& view, const std::string& extras) const;
+  ImagePtr encoded_view(const Pixels& view, bool of_video, const std::string& extras) const;
   Backend& backend_;
   const std::vector<PreparedImage>& images_;
   std::vector<Encoded> encoded_;         // the oldest first
@@ -65,9 +75,10 @@ class EncodedImages {
 std::shared_ptr<const PromptText> selecting_text(Backend& backend, const Ids& ids, int64_t image_id, const Policy& policy,
                                                  const Selection* after, const std::function<Rows()>& embeddings);
 
-// The prompt of `ids`, which hold all tokens of every image, or of those ids that the policy's entries leave: `expand`
-// gives the ids for numbers of tokens. `check` is called before every image and may throw, to stop there.
-Prompt make_prompt(Ids ids, int64_t image_id, std::vector<Encoder> encoders, const Policy& policy,
-                   const std::function<Ids(const Ids&)>& expand, const Check& check);
+// The prompt of `ids`, which hold all tokens of every image, as `forms` say, or of those ids that the policy's entries
+// leave: `expand` gives the ids for other forms. `check` is called before every image and may throw, to stop there.
+Prompt make_prompt(Ids ids, int64_t image_id, std::vector<Encoder> encoders, std::vector<MarkedImage> forms,
+                   const Policy& policy, const std::function<Ids(const std::vector<MarkedImage>&)>& expand,
+                   const Check& check);
 
 }  // namespace vtxcore

@@ -109,14 +109,20 @@ std::pair<Positions, int64_t> place(const Mask& is_vision, const Images& images)
   int64_t at = 0;
   size_t token = 0;
   for (const ImagePtr& image : images) {
-    size_t count = image->rows.count();
-    if (count > 0)
-      for (; !is_vision[token]; ++at) positions[token++] = {at, at, at};
-    for (Position offset : image->offsets ? *image->offsets : text_positions(0, count)) {
-      for (int64_t& part : offset) part += at;
-      positions[token++] = offset;
+    size_t count = image->rows.count(), first = 0;
+    Positions offsets = image->offsets ? *image->offsets : text_positions(0, count);
+    Ids runs = image->runs;
+    runs.erase(std::remove(runs.begin(), runs.end(), 0), runs.end());
+    if (runs.empty()) runs = {static_cast<int64_t>(count)};
+    for (int64_t run : runs) {
+      if (run > 0)
+        for (; !is_vision[token]; ++at) positions[token++] = {at, at, at};
+      for (size_t end = first + static_cast<size_t>(run); first < end; ++first) {
+        for (size_t part = 0; part < 3; ++part) positions[token][part] = at + offsets[first][part];
+        ++token;
+      }
+      at += image->offsets ? image->span : static_cast<int64_t>(count);
     }
-    at += image->positions();
   }
   return {positions, at};
 }

@@ -53,33 +53,38 @@ struct Likeness {
 };
 
 // Tokens [count, hidden] that the tower and projector made of one image. `offsets` are their positions behind the
-// image's first one and `span` the positions that the image takes; none: they follow each other without gaps. `likeness`
-// is worked out for the first question that needs it, and serves the next ones; an image belongs to one conversation. `key`
-// is the hash of the image's pixels. `tower`: what they were made of, where the bundle was exported for that.
+// image's first one and `span` the positions that the image takes; none: they follow each other without gaps. `runs`: the
+// numbers of tokens between texts of the prompt, where each of them takes `span` positions anew, and one without tokens
+// none. `likeness` is worked out for the first question that needs it, and serves the next ones; an image belongs to one
+// conversation. `key` is the hash of the image's pixels. `tower`: what they were made of, where the bundle was exported for
+// that.
 struct ImageTokens {
   Rows rows;
   Patches patches;
   std::optional<Positions> offsets;
-  int64_t span = 0;                                                     // with `offsets`
+  int64_t span = 0;  // with `offsets`
+  Ids runs;
   mutable std::map<int64_t, std::shared_ptr<const Likeness>> likeness;  // by the first token; -1: of all tokens
   mutable std::string key;
   std::shared_ptr<const TowerTokens> tower;
   mutable std::pair<std::string, Rows> projected;  // merged tokens that the next question takes again, by who merged them
 
-  int64_t positions() const { return offsets ? span : static_cast<int64_t>(rows.count()); }
+  int64_t positions() const;
   std::shared_ptr<const ImageTokens> take(const Ids& which, bool keep_positions) const;
 };
 
 // An image in a prompt, in `spans` of so many image tokens each, with text of its layout among them: `marks` stand before,
-// between and after the spans, one more than these. `number`: the texts before and after its number among the prompt's
-// images, from 0, which comes before all else.
+// between and after the spans, one more than these. `span`: the positions of all tokens, if they are more than these.
+// `number`: the texts before and after its number among the prompt's images, from 0, which comes before all else.
 struct MarkedImage {
   Ids spans;
   std::vector<std::string> marks;
+  int64_t span = 0;
   std::optional<std::pair<std::string, std::string>> number = std::nullopt;
 
   static MarkedImage plain(int64_t tokens) { return {{tokens}, {"", ""}}; }
   bool has_text() const;
+  int64_t tokens() const;
   // What is printed for image `at` of the prompt, one image token a span.
   std::string text(const std::string& image_token, size_t at) const;
 };
@@ -97,6 +102,12 @@ std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t sta
 
 // Tokens that come from no patch: learned newlines.
 std::shared_ptr<const ImageTokens> newlines(const Rows& rows);
+
+// Tokens of a grid [height, width] in raster order to [rows, columns], each a mean of the four nearest: torch's bilinear
+// `interpolate` (align_corners=False), no antialiasing.
+Rows shrunk_grid(const Rows& grid, int64_t height, int64_t width, int64_t rows, int64_t columns);
+// The step of `size` along a side in the middle of each of `wanted` ones, [wanted].
+Ids nearest_steps(int64_t size, int64_t wanted);
 
 // The tokens of views, and of newlines, one after the other; `columns` of tiles stand in a row.
 std::shared_ptr<const ImageTokens> joined(const std::vector<std::shared_ptr<const ImageTokens>>& views, int64_t columns = 1);

@@ -7,6 +7,11 @@
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
 //   sha256                    of stdin, by the processor's instructions where it has them, and without
 //   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256
+//   clips BUNDLE MAX_PIXELS   on stdin a line each a video's number of frames, their rate, how many are seen or 0, and the
+//                             width and height of each; a JSON object each: which are seen, and their form in a prompt
+//   ask BUNDLE DEVICE K REDUCE FPS FRAMES STEPS QUESTION FILE...  a question about image files, and folders with the frames
+//                             0.png, 1.png, ... of a video: the SHA-256 of their views, the prompt's ids, and the greedy
+//                             tokens with the logits that gave each
 //   stage BUNDLE DEVICE[:COMPUTE] N [ROW...]  hidden states on stdin through stage N (from 0), of which those ROWs are asked
 //                             for or all, and the last one once more as the next token; their hidden states on stdout
 //   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
@@ -25,8 +30,10 @@
 //   specs                     specs on stdin, one a line; the canonical one, or the error
 //   parse KIND FILE           reads a manifest, safetensors, tokenizer, template or image file; prints ok or the error
 //   fuzz KIND COUNT SEED FILE...  the same for COUNT altered copies of the files
+#include <algorithm>
 #include <cstring>
 #include <ctime>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -43,7 +50,9 @@
 #include "policies/policy.hpp"
 #include "parse.hpp"
 #include "session/encoded_images.hpp"
+#include "session/session.hpp"
 #include "vision/layout.hpp"
+#include "vision/video.hpp"
 
 namespace {
 
@@ -130,6 +139,70 @@ void layout(const std::string& folder, const std::vector<std::string>& files) {
       hash.update(view.values.data(), view.values.size() * sizeof(float));
     std::cout << layout->count(picture.width, picture.height) << " " << hash.hex() << "\n";
   }
+}
+
+void clips(const std::string& folder, int64_t max_pixels) {
+  Bundle bundle(folder);
+  VideoLayoutPtr layout = read_video_layout(bundle.manifest().video.value().layout);
+  if (max_pixels > 0) layout = layout->within(max_pixels);
+  int64_t count = 0, wanted = 0, width = 0, height = 0;
+  double rate = 0;
+  auto list = [](const Ids& ids) { return Json::Array(ids.begin(), ids.end()); };
+  while (std::cin >> count >> rate >> wanted >> width >> height) {
+    Clip clip = layout->sample(count, rate, wanted);
+    MarkedImage form = layout->placed(clip, width, height);
+    std::cout << Json(Json::Object{{"numbers", list(clip.numbers)},
+                                   {"spans", list(form.spans)},
+                                   {"texts", Json::Array(form.marks.begin(), form.marks.end())},
+                                   {"span", form.span}})
+                     .dump()
+              << "\n";
+  }
+}
+
+void ask(char** values, const std::vector<std::string>& files) {
+  LoadOptions load;
+  load.device = values[1], load.threads = 1, load.compute = "f32";
+  Model model(values[0], load);
+  Options options;
+  options.k = values[2], options.reduce = values[3];
+  auto is_video = [](const std::string& file) { return std::filesystem::is_directory(file); };
+  auto pictures = files.size() - static_cast<size_t>(std::count_if(files.begin(), files.end(), is_video));
+  std::vector<PreparedImage> shown;
+  for (const std::string& file : files) {
+    std::filesystem::directory_iterator frames;
+    if (is_video(file)) frames = std::filesystem::directory_iterator(file);
+    auto frame = [&](int64_t number) { return read_picture(cat(file, "/", number, ".png")); };
+    shown.push_back(is_video(file) ? model.prepare({std::distance(begin(frames), end(frames)), frame, std::stod(values[4]),
+                                                    std::stol(values[5])})
+                                   : model.prepare(read_picture(file), "", pictures));
+  }
+  shown = model.ordered(std::move(shown));
+  Message question{"user", {}};
+  Json::Array keys, ids, tokens, rows;
+  for (const PreparedImage& image : shown) {
+    question.parts.push_back({true, "", image.video != nullptr});
+    keys.emplace_back(image.key.substr(0, 64));
+  }
+  question.parts.push_back({false, values[7]});
+  Policy policy = model.policy(options, shown);
+  EncodedImages encoded(model.backend(), shown);
+  int64_t image_id = model.manifest().text.image_token_id;
+  auto expand = [&](const std::vector<MarkedImage>& images) { return model.text().prompt({question}, images); };
+  Ids all = expand(placed(shown));
+  auto text = selecting_text(model.backend(), all, image_id, policy, nullptr, [] { return Rows(); });
+  Prompt prompt = make_prompt(all, image_id, encoded.encoders(policy, text, nullptr), placed(shown), policy, expand, [] {});
+  Session session(model.backend(), model.manifest());
+  Floats logits = session.prefill(prompt, policy, nullptr, [] {}).logits;
+  for (int64_t id : prompt.ids) ids.emplace_back(id);
+  for (int64_t left = std::stol(values[6]); left > 0; --left) {
+    tokens.emplace_back(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    Json::Array row;
+    for (float value : logits) row.emplace_back(double{value});
+    rows.emplace_back(row);
+    if (left > 1) logits = session.decode({*tokens.back().integer()}).data;
+  }
+  std::cout << Json(Json::Object{{"keys", keys}, {"ids", ids}, {"tokens", tokens}, {"logits", rows}}).dump() << "\n";
 }
 
 void stage(char** values, const std::vector<std::string>& asked) {
@@ -371,6 +444,10 @@ int main(int count, char** values) {
       sha256();
     else if (mode == "layout" && count > 3)
       layout(values[2], {values + 3, values + count});
+    else if (mode == "clips" && count == 4)
+      clips(values[2], std::stol(values[3]));
+    else if (mode == "ask" && count > 9)
+      ask(values + 2, {values + 10, values + count});
     else if (mode == "stage" && count > 4)
       stage(values + 2, {values + 5, values + count});
     else if (mode == "parse" && count == 4)

@@ -168,15 +168,11 @@ class Recorder {
   Prompt prompt_of(const std::vector<Message>& messages, const std::vector<PreparedImage>& shown, const Policy& policy,
                    EncodedImages& encoded, const Selection* after) {
     int64_t image_id = model_.manifest().text.image_token_id;
-    auto expand = [&](const Ids& counts) {
-      std::vector<MarkedImage> images;
-      for (int64_t count : counts) images.push_back(MarkedImage::plain(count));
-      return model_.text().prompt(messages, images);
-    };
+    auto expand = [&](const std::vector<MarkedImage>& images) { return model_.text().prompt(messages, images); };
     Ids ids = model_.text().prompt(messages, placed(shown));
     auto embeddings = [&] { return model_.embed_question(messages); };
     auto text = selecting_text(model_.backend(), ids, image_id, policy, after, embeddings);
-    return make_prompt(ids, image_id, encoded.encoders(policy, text, nullptr), policy, expand, [] {});
+    return make_prompt(ids, image_id, encoded.encoders(policy, text, nullptr), placed(shown), policy, expand, [] {});
   }
 
   void record(const Prompt& prompt, const PrefillResult& result, const std::string& start, Tensors& out) {

@@ -118,6 +118,7 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
   const Manifest& m = bundle_.manifest();
   const std::string& vision = m.dialects.at(set_.dialect).vision;
   const bool own = m.image.own_size();
+  const int64_t pictures = own && m.video ? 2 : 1;  // a pair of frames
   int64_t most = own ? longest_side() : 0, unit = m.model.tower.patch * m.model.tower.shuffle;
   std::map<std::string, int64_t> out;
   for (const auto& [graph, loaded] : engines_)
@@ -130,7 +131,7 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
           const int64_t* fixed = std::get_if<int64_t>(&size);
           const std::string free = fixed ? "" : std::get<std::string>(size);
           bytes *= fixed                                 ? *fixed
-                   : free == "images"                    ? 1
+                   : free == "images"                    ? pictures
                    : free == "height" || free == "width" ? most
                    : free == "states"                    ? m.model.tower.states
                    : free != "tokens"                    ? m.max_context

@@ -23,53 +23,6 @@ double floored(double value, double by) {
   return quotient - whole > 0.5 ? whole + 1 : whole;
 }
 
-double middle(int64_t size, int64_t wanted, int64_t at) {
-  return (static_cast<double>(at) + 0.5) * (static_cast<double>(size) / static_cast<double>(wanted)) - 0.5;
-}
-
-// Of each step along one side the two that it lies between, and the second one's share.
-struct Between {
-  int64_t first, second;
-  float share;
-};
-
-Between between(int64_t size, int64_t wanted, int64_t at) {
-  double place = std::max(middle(size, wanted, at), 0.0);
-  auto first = static_cast<int64_t>(place);
-  return {first, std::min(first + 1, size - 1), static_cast<float>(place - static_cast<double>(first))};
-}
-
-void mix(const float* first, const float* second, float share, size_t width, float* out) {
-  for (size_t d = 0; d < width; ++d) out[d] = first[d] * (1 - share) + second[d] * share;
-}
-
-// Tokens of a grid [height, width] in raster order to [rows, columns], each a mean of the four nearest: torch's bilinear
-// `interpolate` (align_corners=False), no antialiasing.
-Rows shrunk_grid(const Rows& grid, int64_t height, int64_t width, int64_t rows, int64_t columns) {
-  auto at = [](int64_t y, int64_t x, int64_t wide) { return static_cast<size_t>(y * wide + x); };
-  Rows high(static_cast<size_t>(rows * width), grid.width), out(static_cast<size_t>(rows * columns), grid.width);
-  for (int64_t y = 0; y < rows; ++y) {
-    Between b = between(height, rows, y);
-    for (int64_t x = 0; x < width; ++x)
-      mix(grid.row(at(b.first, x, width)), grid.row(at(b.second, x, width)), b.share, grid.width, high.row(at(y, x, width)));
-  }
-  for (int64_t x = 0; x < columns; ++x) {
-    Between b = between(width, columns, x);
-    for (int64_t y = 0; y < rows; ++y)
-      mix(high.row(at(y, b.first, width)), high.row(at(y, b.second, width)), b.share, grid.width,
-          out.row(at(y, x, columns)));
-  }
-  return out;
-}
-
-// The step of `size` along a side in the middle of each of `wanted` ones, [wanted].
-Ids nearest(int64_t size, int64_t wanted) {
-  Ids out;
-  for (int64_t at = 0; at < wanted; ++at)
-    out.push_back(static_cast<int64_t>(std::min(middle(size, wanted, at) + 0.5, static_cast<double>(size - 1))));
-  return out;
-}
-
 // Tiles of `tile` pixels a side with `grid` tokens a side; `resolutions` that tiles may cover. Of equally good ones the
 // first is taken. `rounded`: the rows and columns left after unpadding are rounded to 7 digits before they are cut down to
 // whole numbers, as transformers does it. `shrink`: a grid of clearly more tokens than that many tiles have is shrunk to
@@ -146,7 +99,8 @@ class Anyres : public TiledLayout {
     Part part = unpadded(width, height);
     int64_t wide_part = part.right - part.left, high_part = part.bottom - part.top;
     auto [across, down] = shrunk(wide_part, high_part);
-    Ids columns_of = nearest(wide_part, across), rows_of = nearest(high_part, down);  // all of them, where nothing shrinks
+    Ids columns_of = nearest_steps(wide_part, across),
+        rows_of = nearest_steps(high_part, down);  // all of them, where nothing shrinks
     // Where a token of the grid stands among those of the tiles, which follow the squeezed image in raster order.
     auto at = [&](int64_t row, int64_t column) {
       int64_t y = part.top + row, x = part.left + column;

@@ -10,19 +10,9 @@ namespace {
 
 using Size = std::pair<int64_t, int64_t>;  // width, height; or columns, rows
 
-constexpr char kFrame[] = "<fake_token_around_image>", kWhole[] = "<global-img>";
-
 double real(int64_t value) { return static_cast<double>(value); }
 int64_t whole(double value) { return static_cast<int64_t>(value); }
 int64_t tiles_of(int64_t pixels, int64_t tile) { return (pixels + tile - 1) / tile; }
-
-// The size with a longer side of `longer`, and the other one even, as transformers rounds it.
-Size scaled(int64_t width, int64_t height, int64_t longer) {
-  double aspect = real(width) / real(height);
-  int64_t other = width >= height ? whole(real(longer) / aspect) : whole(real(longer) * aspect);
-  other = std::max<int64_t>(other + other % 2, 1);
-  return width >= height ? Size(longer, other) : Size(other, longer);
-}
 
 // The views of a grid: its tiles, and where there are several, the whole image.
 int64_t views_of(const Size& grid) {
@@ -58,7 +48,7 @@ class MarkedTiles : public TiledLayout {
   // The text is what transformers' processor prints.
   MarkedImage placed(int64_t width, int64_t height) const override {
     auto [columns, rows] = grid(width, height);
-    const std::string frame = kFrame, all = frame + kWhole;
+    const std::string frame = kAroundTile, all = frame + kBeforeWhole;
     if (columns * rows == 1) return {{tokens_}, {all, frame}};
     MarkedImage out{Ids(static_cast<size_t>(columns * rows + 1), tokens_), {}};
     for (int64_t row = 1; row <= rows; ++row)
@@ -107,7 +97,7 @@ class MarkedTiles : public TiledLayout {
   Size resized_size(int64_t width, int64_t height) const {
     Size size;
     for (int64_t side = side_; side > 0; --side) {
-      size = scaled(width, height, side * tile_);
+      size = scaled_to(width, height, side * tile_);
       if (views_of(covering(size)) <= most_) break;
     }
     return size;

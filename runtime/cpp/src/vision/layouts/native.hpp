@@ -23,6 +23,34 @@ inline void check_ratio(int64_t width, int64_t height) {
          "-fold; cut off some of its longer side");
 }
 
+// Columns and rows of squares of `unit` pixels a side next to a size, at a half the even one.
+inline Grid nearest_grid(int64_t width, int64_t height, int64_t unit) {
+  return {std::llrint(real_of(width) / real_of(unit)), std::llrint(real_of(height) / real_of(unit))};
+}
+
+// Columns and rows of squares of `unit` pixels a side, `rounded` if all `counted` frames have `least` to `most` pixels. Else
+// those of `frames` frames made smaller or larger: transformers counts an even number, and resizes all.
+inline Grid fitted_grid(int64_t width, int64_t height, int64_t unit, int64_t least, int64_t most, Grid rounded,
+                        int64_t frames = 1, int64_t counted = 1) {
+  double wide = real_of(width), high = real_of(height), side = real_of(unit);
+  int64_t pixels = counted * rounded.first * rounded.second * unit * unit;
+  if (pixels > most) {
+    double shrink = std::sqrt(real_of(frames * height * width) / real_of(most));
+    return {std::max<int64_t>(1, down(wide / shrink / side)), std::max<int64_t>(1, down(high / shrink / side))};
+  }
+  if (pixels < least) {
+    double enlarge = std::sqrt(real_of(least) / real_of(frames * height * width));
+    return {up(wide * enlarge / side), up(high * enlarge / side)};
+  }
+  return rounded;
+}
+
+// Adds the offsets of a grid's tokens, row by row: a time, their row and their column.
+inline void add_squares(Positions& offsets, Grid grid, int64_t time = 0) {
+  for (int64_t row = 0; row < grid.second; ++row)
+    for (int64_t column = 0; column < grid.first; ++column) offsets.push_back({time, row, column});
+}
+
 // A token is a square of `merge` x `merge` patches of `patch` pixels a side. Images are resized to whole squares, between
 // `least` and `most` pixels.
 class Native : public Layout {
@@ -79,9 +107,7 @@ class Native : public Layout {
       fail(Kind::bundle, "the vision graph gives ", out->rows.count(), " outputs for ", count,
            " tokens; export the bundle again");
     out->patches.places = count_up(0, count);
-    out->offsets.emplace();
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t column = 0; column < columns; ++column) out->offsets->push_back({0, row, column});
+    add_squares(out->offsets.emplace(), {columns, rows});
     out->span = std::max(columns, rows);
     return out;
   }
@@ -99,24 +125,11 @@ class Native : public Layout {
 
   Grid grid(int64_t width, int64_t height) const {
     check_ratio(width, height);
-    double wide = real_of(width), high = real_of(height), unit = real_of(unit_);
-    Grid nearest = rounded(width, height);
-    int64_t pixels = nearest.first * nearest.second * area_;
-    if (pixels > most_) {
-      double shrink = std::sqrt(real_of(height * width) / real_of(most_));
-      return {std::max<int64_t>(1, down(wide / shrink / unit)), std::max<int64_t>(1, down(high / shrink / unit))};
-    }
-    if (pixels < least_) {
-      double enlarge = std::sqrt(real_of(least_) / real_of(height * width));
-      return {up(wide * enlarge / unit), up(high * enlarge / unit)};
-    }
-    return nearest;
+    return fitted_grid(width, height, unit_, least_, most_, rounded(width, height));
   }
 
   // Next to an image's size, whatever its pixels; at a half the even one.
-  virtual Grid rounded(int64_t width, int64_t height) const {
-    return {std::llrint(real_of(width) / real_of(unit_)), std::llrint(real_of(height) / real_of(unit_))};
-  }
+  virtual Grid rounded(int64_t width, int64_t height) const { return nearest_grid(width, height, unit_); }
 
   int64_t patch_, merge_, least_, most_, unit_, area_;
 };

@@ -1,8 +1,17 @@
 #include "vision/layouts/tiled.hpp"
 
+#include <algorithm>
+
 #include "base/checks.hpp"
 
 namespace vtxcore {
+
+std::pair<int64_t, int64_t> scaled_to(int64_t width, int64_t height, int64_t longer) {
+  double aspect = real_of(width) / real_of(height);
+  auto other = static_cast<int64_t>(width >= height ? real_of(longer) / aspect : real_of(longer) * aspect);
+  other = std::max<int64_t>(other + other % 2, 1);
+  return width >= height ? std::pair(longer, other) : std::pair(other, longer);
+}
 
 void TiledLayout::check(const TowerSpec& tower) const {
   if (!fits(tower))

@@ -5,6 +5,12 @@
 
 namespace vtxcore {
 
+// Text around tiles and frames of SmolVLM, and before a whole image.
+inline constexpr char kAroundTile[] = "<fake_token_around_image>", kBeforeWhole[] = "<global-img>";
+
+// The width and height with a longer side of `longer`, and the other one even, as transformers rounds it.
+std::pair<int64_t, int64_t> scaled_to(int64_t width, int64_t height, int64_t longer);
+
 // Tiles of `tile` pixels a side and `tokens` each.
 class TiledLayout : public Layout {
  public:
