@@ -63,7 +63,7 @@ def header() -> str:
     words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_WINDOWS": NO_WINDOWS}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE}
     words |= {"NO_FRAMES": NO_FRAMES, "NOT_BUILT": NOT_BUILT}
-    words |= { "NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
+    words |= {"NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
     words["PAIRS"] = manifest.PAIRS
     words |= {"KERNELS": fingerprint.KERNELS, "NO_STATES": NO_STATES, "NO_ACTIONS": ACTIONS}
     prefixes = {
