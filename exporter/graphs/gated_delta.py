@@ -157,7 +157,7 @@ def _at_once(
 def _solve(
     b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, passed: ir.Value, size: ir.Value, most: int
 ) -> tuple[ir.Value, ...]:
-    """What `_read` takes of chunks of `size` tokens, `most` at most; `passed` is the decay since a chunk's begin.
+    """The inputs of `_read` for chunks of `size` tokens, `most` at most; `passed` is the decay since a chunk's begin.
 
     Decays are logarithms.
     """

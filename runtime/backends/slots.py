@@ -353,7 +353,7 @@ class StateHistory:
         self._held |= made
 
     def _outlived(self, length: int) -> set[int]:
-        """What goes when tokens have run behind `length`: old states, and those of a run behind it that failed."""
+        """Places that go when tokens have run behind `length`: old states, and those of a run behind it that failed."""
         oldest = (length if self.since is None else self.since) - self.recent
         return {at for at in self._held if at > length or (at and at not in self.marks and at <= oldest)}
 

@@ -92,7 +92,7 @@ def _first(session: Any, inputs: Tensors) -> NDArray[np.float32]:
 
 
 class _Cache:
-    """What the caches have in common: a run takes `_kv`, the pasts by name, and leaves the presents there."""
+    """What the caches have in common: a run takes `kv`, the pasts by name, and leaves the presents there."""
 
     selects_outputs = False
 
@@ -102,7 +102,7 @@ class _Cache:
         model = backend.manifest.model
         self._axes = model.rope.axes
         self._axis = 1 if backend.dialect in names.TENSORRT else 2  # that of the slots
-        self._kv = {name(n): self._empty(n) for n in self._layers for name in (names.past_key, names.past_value)}
+        self.kv = {name(n): self._empty(n) for n in self._layers for name in (names.past_key, names.past_value)}
         self.positions = np.zeros(backend.manifest.max_context, np.int64)  # of the tokens in slots
         self._query: HiddenStates = np.zeros((0, model.heads * model.head_dim), np.float32)
         self.states = StateHistory(spec, model) if spec.stateful else None
@@ -146,7 +146,7 @@ class _Cache:
             cos, sin = rope_at((rope[names.COS], rope[names.SIN]), self._axes, positions)
             room = ((0, len(rope[names.COS]) - len(hidden)), (0, 0))
             rope, positions = {names.COS: np.pad(cos, room), names.SIN: np.pad(sin, room)}, np.arange(len(hidden))
-        inputs = {names.HIDDEN: hidden, names.POSITIONS: positions[None], **rope, **self._kv}
+        inputs = {names.HIDDEN: hidden, names.POSITIONS: positions[None], **rope, **self.kv}
         inputs |= {names.token_input(name): tokens.inputs[name] for name in self._reads}
         if self._backend.manifest.model.two_way:
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
@@ -171,16 +171,16 @@ class _Cache:
 
     def _take(self, past: str, present: NDArray[Any]) -> None:
         """Keep what a stage gave."""
-        self._kv[past] = present
+        self.kv[past] = present
 
     def _slots(self, name: str, slots: Any) -> NDArray[Any]:
         """Some slots of a layer's K or V [1, kv_heads, slots, head_dim], a view of all of them for a slice."""
-        kv = self._kv[name] if self._axis == 2 else self._kv[name].swapaxes(1, 2)
+        kv = self.kv[name] if self._axis == 2 else self.kv[name].swapaxes(1, 2)
         return kv[:, :, slots]
 
     def attention(self, *, last_only: bool = False) -> Scores:
         query = self._query[-1:] if last_only else self._query
-        key, total = self._kv[names.past_key(self._layers[-1])], np.array([self.length], np.int32)
+        key, total = self.kv[names.past_key(self._layers[-1])], np.array([self.length], np.int32)
         found = _run(self._backend.score, {names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: total})
         return found[names.ATTENTION_SUM][: self.length], found[names.ATTENTION_MAX][: self.length]
 
@@ -192,9 +192,9 @@ class _Cache:
         assert length <= self.length
         if self.states is not None:
             self.states.keep(length)
-        self._cut(length)
+        self.cut(length)
 
-    def _cut(self, length: int) -> None:
+    def cut(self, length: int) -> None:
         self.length = length
 
     def mark(self, length: int) -> None:
@@ -218,7 +218,7 @@ class _Cache:
         return 0
 
     def read(self, slots: Ids) -> Tensors:
-        return {POSITIONS: self.positions[slots], **{name: self._slots(name, slots) for name in self._kv}}
+        return {POSITIONS: self.positions[slots], **{name: self._slots(name, slots) for name in self.kv}}
 
     def write(self, slots: Ids, kv: Tensors, *, length: int) -> None:
         """Slots from the end of a grown cache on make it longer."""
@@ -227,10 +227,10 @@ class _Cache:
             if name == POSITIONS:
                 continue
             room = [(0, 0)] * 4
-            room[self._axis] = (0, max(0, length - self._kv[name].shape[self._axis]))
-            self._kv[name] = np.pad(self._kv[name], room)
+            room[self._axis] = (0, max(0, length - self.kv[name].shape[self._axis]))
+            self.kv[name] = np.pad(self.kv[name], room)
             self._slots(name, slice(None))[:, :, slots] = rows
-        self._cut(length)
+        self.cut(length)
 
 
 class GrownCache(_Cache):
@@ -240,12 +240,12 @@ class GrownCache(_Cache):
         return 0
 
     def told(self, rows: int) -> Tensors:
-        assert {kv.shape[2] for kv in self._kv.values()} == {self.length}
+        assert {kv.shape[2] for kv in self.kv.values()} == {self.length}
         return {}
 
-    def _cut(self, length: int) -> None:
-        super()._cut(length)
-        self._kv = {name: kv[:, :, :length] for name, kv in self._kv.items()}
+    def cut(self, length: int) -> None:
+        super().cut(length)
+        self.kv = {name: kv[:, :, :length] for name, kv in self.kv.items()}
 
 
 class AppendedCache(_Cache):
@@ -258,8 +258,8 @@ class AppendedCache(_Cache):
         return {names.TOTAL_SLOTS: np.array([self.length + rows], np.int32)}
 
     def _take(self, past: str, present: NDArray[Any]) -> None:
-        self._kv[past] = self._kv[past].copy()
-        self._kv[past][:, self.length : self.length + present.shape[1]] = present
+        self.kv[past] = self.kv[past].copy()
+        self.kv[past][:, self.length : self.length + present.shape[1]] = present
 
 
 class InPlaceCache(_Cache):
@@ -288,7 +288,7 @@ class ReadingCache:
         inputs |= {names.token_input(name): tokens.inputs[name] for name in self._reads}
         for layer, cache in self._sources.items():
             for name in (names.past_key(layer), names.past_value(layer)):
-                inputs[name] = cache._kv[name]
+                inputs[name] = cache.kv[name]
             if self._backend.dialect != "plain":
                 inputs[names.source_slot(layer)] = np.array([cache.length - 1], np.int32)
             if self._backend.manifest.model.slides(layer) or names.FIRST_SLOT not in inputs:

@@ -23,7 +23,7 @@ Memories = Mapping[int, DeviceSlots]  # by the layer whose K and V are read
 
 
 class ReadingStage(BoundStage):
-    """What is bound to the memory of a stage's sources. It keeps their addresses, not the memory itself."""
+    """All that is bound to the memory of a stage's sources. It keeps their addresses, not the memory itself."""
 
     def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, sources: Memories) -> None:
         super().__init__(shared, spec, graph, map(names.source_slot, sources))
@@ -63,7 +63,7 @@ class TensorrtReadingCache(SlotCounter):
 
     @property
     def memory(self) -> ReadingStage:
-        """What is bound to the sources' memory, which the last of them holds for the next conversation over it."""
+        """All that is bound to the sources' memory, which the last of them holds for the next conversation over it."""
         held = {layer: cache.memory for layer, cache in self._sources.items()}
         readers: dict[tuple[int, ...], Any] = [*held.values()][-1].readers
         key = (self._spec.first, *(memory.number for memory in held.values()))

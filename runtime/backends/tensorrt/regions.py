@@ -1,4 +1,4 @@
-"""Where K and V of a stage's layers lie in a buffer: layers whose heads have one size are a region of equal parts."""
+"""Places of K and V of a stage's layers in a buffer: layers whose heads have one size are a region of equal parts."""
 
 from __future__ import annotations
 

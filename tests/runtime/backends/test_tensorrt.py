@@ -477,14 +477,27 @@ def test_tokens_that_have_left_take_no_memory_behind_the_cut(k: int | None, slot
         check_tokens=lambda *_: None,
     )  # fmt: skip
     model: Any = SimpleNamespace(
-        hidden=4096, heads=32, kv_heads=32, head_dim=128, heads_of=lambda _: 128, sliding=None, two_way=None, state_numbers=0
+        hidden=4096,
+        heads=32,
+        kv_heads=32,
+        head_dim=128,
+        heads_of=lambda _: 128,
+        sliding=None,
+        two_way=None,
+        state_numbers=0,
     )
     states = StatesPool(cuda, 4096, MemoryPool(cuda))
     shared = TensorrtCacheContext(engines, cuda, model, np.dtype(np.float16), 4096, {}, None, states)
     held, layers = [], [8, 8, 16]
     for first, last, seen in ((1, 8, True), (9, 16, k != 9), (17, 32, k is None)):
         spec: Any = SimpleNamespace(
-            first=first, last=last, cached=tuple(range(first, last + 1)), query=False, inputs=(), stateful=(), keeps=True
+            first=first,
+            last=last,
+            cached=tuple(range(first, last + 1)),
+            query=False,
+            inputs=(),
+            stateful=(),
+            keeps=True,
         )
         cache = TensorrtStageCache(shared, spec, "", 4096)
         for tokens in [(576 if seen else 0) + 65] + 64 * [1]:

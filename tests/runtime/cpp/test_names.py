@@ -15,8 +15,6 @@ import pytest
 from vtx.runtime.bundle.spec.manifest import Manifest
 
 ROOT = Path(__file__).parents[3]
-# Keys of bundles that libvtx refuses by another key of theirs, which test_layouts names.
-REFUSED = {"merged_after"}
 
 
 def script(name: str) -> ModuleType:
@@ -54,7 +52,7 @@ def test_every_key_that_a_manifest_may_have_is_known_in_cpp() -> None:
     )
     known = "".join(room.read_text(encoding="utf-8") for room in rooms)
     statistics = {f"{what}_{kind}" for what in ("state", "actions") for kind in ("mean", "std")}  # put together there
-    assert {name for name in keys(Manifest) if f'"{name}"' not in known} == REFUSED | statistics
+    assert {name for name in keys(Manifest) if f'"{name}"' not in known} == statistics
 
 
 def test_the_unicode_tables_of_cpp_are_those_of_python() -> None:
