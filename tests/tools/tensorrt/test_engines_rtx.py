@@ -131,7 +131,7 @@ def test_layers_with_states_and_views_of_any_shape_become_engines(
     engines, m = fingerprint.read_engines(bundle, "sm89").engines, bundle.manifest
     graphs = m.dialects[dialect]
     assert {*engines} == {*graphs.all}
-    assert engines[graphs.stages[0]].profiles[0]["ends"] == [1, 1, 65]
+    assert engines[graphs.stages[0]].profiles[0]["ends"] == (1, 1, 65)
     assert engines[graphs.stages[0]].longest("tokens") == (m.max_context if m.model.delta is None else 128)
     if tiny is not QWEN35:
         unit, likely, longest = engines[graphs.vision].profiles[0]["width"]

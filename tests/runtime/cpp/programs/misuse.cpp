@@ -255,9 +255,9 @@ void frames(vtx::Model& model) {
   throws_error(VTX_IMAGE, "give the stride in bytes, 192 to", open(64, 64, static_cast<size_t>(-192), VTX_RGB8));
   throws_error(VTX_IMAGE, "odd", open(63, 64, 192, VTX_YUYV));
   throws_error(VTX_REQUEST, "data2 is NULL", open(64, 64, 64, VTX_NV12));
-  throws_error(VTX_REQUEST, "pixel format", open(64, 64, 192, 8));
+  throws_error(VTX_REQUEST, "takes no videos", open(64, 64, 192, VTX_VIDEO));
+  throws_error(VTX_REQUEST, "pixel format", open(64, 64, 192, VTX_VIDEO + 1));
   throws_error(VTX_REQUEST, "pixel format", open(64, 64, 192, -1));
-  throws_error(VTX_IMAGE, "", [&] { model.open({vtx::Image::bytes(pixels.data(), 0)}); });
   throws_error(VTX_IMAGE, "", [&] { model.open({vtx::Image::bytes(pixels.data(), pixels.size())}); });
   throws_error(VTX_IMAGE, "", [&] { model.open({vtx::Image::file("")}); });
 }
