@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING
 
 from vtx.runtime.backends.engines import AUTO
@@ -18,6 +20,7 @@ WORLD = (
     "the demo model knows only drawn scenes of coloured shapes; to a photo or to 'hello' it answers nonsense. "
     "vtx-export --model exports a real one"
 )
+SLOW = 2.0  # seconds of loading after which a terminal says what is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,18 @@ class Loading:
         return PublicKey.load(self.require_signature) if self.require_signature else None
 
     def load(self, bundle: Path) -> Model:
-        """Load the bundle. Raises as `vtx.load` does."""
+        """Load the bundle; if that is slow, a terminal says so. Raises as `vtx.load` does."""
         from vtx.runtime.api.load import load
+        from vtx.runtime.terminal.console import note
 
-        return load(bundle, **asdict(self))
+        slow = Timer(SLOW, note, (f"loading {bundle}",))
+        slow.daemon = True
+        if sys.stderr.isatty():
+            slow.start()
+        try:
+            return load(bundle, **asdict(self))
+        finally:
+            slow.cancel()
 
 
 def about_model(model: str) -> list[str]:
