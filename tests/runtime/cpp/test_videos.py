@@ -41,8 +41,8 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError, VtxError
-from vtx.runtime.vision.video import SampledFrames, Video, video
-from vtx.runtime.vision.video_child import chosen
+from vtx.runtime.vision.sampling import SampledFrames
+from vtx.runtime.vision.video import Video, video
 
 pytestmark = [needs_cpp, needs_pillow_13, pytest.mark.dialects("ort", "plain")]
 
@@ -160,15 +160,7 @@ def test_what_reductions_leave_of_a_video_is_answered_as_in_python(
 
 def layout_form(model: Model, count: int, rate: float, wanted: int, width: int, height: int) -> dict[str, Any]:
     layout = model.loaded.frames_layout()
-    rule = layout.rate
-    by_rate = None if isinstance(rule, int) else {
-        "a_second": rule.a_second, "fewest": rule.fewest, "most": rule.most, "nearest": rule.nearest,
-    }  # fmt: skip
-    number = wanted or (rule if isinstance(rule, int) else None)
-    places = chosen(
-        count, rate, number, None if wanted else by_rate, padded=layout.padded, nearest=layout.nearest,
-        without_ends=layout.without_ends,
-    )  # fmt: skip
+    places = layout.sampling.numbers(count, rate, wanted or None)
     form = layout.prompt_image(SampledFrames(tuple(places), count, rate), width, height)
     return {"numbers": places, "spans": [*form.spans], "texts": [*form.texts], "span": form.span}
 

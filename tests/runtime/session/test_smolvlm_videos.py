@@ -25,7 +25,6 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError
 from vtx.runtime.vision.layouts.frames import Frames, in_words
 from vtx.runtime.vision.video import Video, video
-from vtx.runtime.vision.video_child import chosen
 
 pytestmark = pytest.mark.dialects("ort", "plain")
 QUESTION = "What is the colour of the square in the picture?"
@@ -118,8 +117,8 @@ def test_frames_are_those_that_transformers_samples(count: int, rate: float, a_s
 
     given = VideoMetadata(count, rate, duration=count / rate)
     wanted = SmolVLMVideoProcessor().sample_frames(given, num_frames=most, fps=a_second).tolist()
-    by_rate = {"a_second": a_second, "fewest": 1, "most": most, "nearest": True}
-    assert chosen(count, rate, None, by_rate, without_ends=a_second) == wanted
+    frames = Frames(most, 1, a_second=a_second)
+    assert frames.sampling.numbers(count, rate) == wanted
 
 
 @pytest.mark.parametrize("k", [None, 5])
