@@ -28,7 +28,7 @@ from tests.support.cabi import (
     images_of,
     options_of,
 )
-from tests.support.cpp import ask, expected, needs_abi, needs_cpp, needs_openvino, output, run, write_pictures
+from tests.support.cpp import ask, expected, failure, needs_abi, needs_cpp, needs_openvino, output, run, write_pictures
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
@@ -361,9 +361,7 @@ def test_a_video_beyond_the_context_names_frames_and_pixels_that_fit_as_python_d
     fits = r"--frames \d+ \(frames=\d+\) of each video fits"
     with load(folder, device="cpu", threads=1) as model, pytest.raises(ContextError, match=fits) as refused:
         model.open([given, picture]).ask("red?")
-    done = run("run", "--bundle", folder, frames, "red?", *options)
-    assert done.returncode == 1
-    assert done.stderr.decode() == f"Error: {refused.value}\n"
+    assert failure("run", "--bundle", folder, frames, "red?", *options) == f"Error: {refused.value}\n"
     with closing(Loaded(folder, "cpu")) as loaded, closing(Frames(loaded, [given])) as held:
         answer, asked = c.c_void_p(), options_of(loaded.library)
         assert loaded.library.vtx_ask(held.handle, b"red?", c.byref(asked), c.byref(answer)) == CONTEXT
@@ -387,9 +385,7 @@ def test_a_folder_of_frames_is_answered_by_the_command_as_in_python(models: Mode
         ((tmp_path / "none", "red?"), "the given video has no frames; give at least one"),
     ):  # fmt: skip
         (tmp_path / "none").mkdir(exist_ok=True)
-        done = run("run", "--bundle", model.bundle.folder, *words)
-        assert done.returncode == 1
-        assert message in done.stderr.decode()
+        assert message in failure("run", "--bundle", model.bundle.folder, *words)
 
 
 @pytest.mark.parametrize(
