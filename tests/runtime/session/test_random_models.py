@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.bundles import ORT, export
-from tests.support.drawn import any_text, minicpm, qwen3_5
+from tests.support.drawn import any_text, minicpm, qwen3_5, smolvlm
 from tests.support.exported import greedy, prompt
 from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.families.gemma import GEMMA3, GEMMA4
@@ -87,7 +87,7 @@ def gemma4(draw: random.Random) -> Tiny:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(COUNT))
-@pytest.mark.parametrize("family", [granite, fast_vlm, lfm2_vl, qwen3_5, minicpm, gemma3, gemma4])
+@pytest.mark.parametrize("family", [granite, fast_vlm, lfm2_vl, qwen3_5, minicpm, gemma3, gemma4, smolvlm])
 def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statement(
     tmp_path: Path, family: Callable[[random.Random], Tiny], seed: int
 ) -> None:
