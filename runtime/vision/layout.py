@@ -106,7 +106,6 @@ class VideoLayout(ABC):
     """A layout of videos. The defaults are those of one in which a frame has one view, of a fixed size."""
 
     __slots__ = ()
-    together: int | None = None  # frames of a view, if it is not one alone
 
     @property
     @abstractmethod
@@ -122,6 +121,11 @@ class VideoLayout(ABC):
     def max_views(self) -> int:
         """The most views of a frame, or of several that are `together`."""
         return 1
+
+    @property
+    def together(self) -> int | None:
+        """Frames of a view, if it is not one alone."""
+        return None
 
     def limited(self, max_views: int) -> VideoLayout:
         """The layout with at most `max_views` views a frame, the whole frame included, if frames have several."""

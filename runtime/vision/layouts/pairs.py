@@ -48,8 +48,6 @@ class Pairs(VideoLayout):
     frame_pixels: int | None = optional(None)
     capped: int | None = optional(None)
 
-    together = TOGETHER
-
     def __post_init__(self) -> None:
         most = MAX_RESIZED_PIXELS * (MAX_SAMPLED_FRAMES if self.of_clip else 1)
         sound = min(self.patch, self.merge, self.min_pixels) >= 1 and self.min_pixels <= self.max_pixels <= most
@@ -63,6 +61,10 @@ class Pairs(VideoLayout):
                 f"{MAX_SAMPLED_FRAMES} frames, and at least one token and at most {most:,} pixels; "
                 "export the bundle again"
             )
+
+    @property
+    def together(self) -> int:
+        return TOGETHER
 
     @property
     def unit(self) -> int:
