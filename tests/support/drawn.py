@@ -46,6 +46,6 @@ def minicpm(draw: random.Random) -> Tiny:
 def smolvlm(draw: random.Random) -> Tiny:
     patch = draw.choice([8, 14])
     return replace(
-        any_text(draw, SMOLVLM), context=2048, patch=patch, image=2 * patch * draw.randint(1, 3),
+        any_text(draw, SMOLVLM), context=2048, patch=patch, image=2 * patch * draw.choice([1, 2, 4]),
         vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
     )  # fmt: skip
