@@ -27,12 +27,12 @@ from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
 from vtx.runtime.vision.files.source import is_file, read_file
+from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import Views, limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_HELD_FRAMES
 from vtx.runtime.vision.preprocess import fitted, note_discarded
-from vtx.runtime.vision.sampling import SampledFrames
 from vtx.runtime.vision.tokens import PromptImage
 from vtx.runtime.vision.video import Video, as_video, load_frames
 

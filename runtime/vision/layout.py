@@ -19,8 +19,8 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.preprocess import fitted
-from vtx.runtime.vision.sampling import SampledFrames, Sampling
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
 Views = NDArray[np.float32] | list[NDArray[np.float32]]  # a list if their sizes differ
@@ -114,7 +114,7 @@ class VideoLayout(ABC):
 
     @property
     @abstractmethod
-    def sampling(self) -> Sampling:
+    def sampling(self) -> FrameSampling:
         """The frames that are seen."""
 
     @property

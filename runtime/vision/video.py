@@ -23,6 +23,7 @@ from PIL import Image
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.vision.files.source import open_file, read_data_url
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.limits import (
     MAX_CHOSEN_FRAMES,
     MAX_FRAME_PIXELS,
@@ -32,7 +33,6 @@ from vtx.runtime.vision.limits import (
     MAX_VIDEO_MEMORY,
     MAX_VIDEO_SECONDS,
 )
-from vtx.runtime.vision.sampling import SampledFrames, Sampling
 
 T = TypeVar("T")
 HEAD_BYTES = 32
@@ -112,7 +112,7 @@ def container(head: bytes) -> str | None:
 
 def load_frames(
     given: Video,
-    sampling: Sampling,
+    sampling: FrameSampling,
     prepare: Callable[[Image.Image], T],
     stopped: Callable[[], bool] | None = None,
     *,

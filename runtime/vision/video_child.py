@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from vtx.runtime.errors import DeviceError, ImageError
-from vtx.runtime.vision.sampling import Sampling
+from vtx.runtime.vision.frame_sampling import FrameSampling
 
 DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # names of their own
 MAX_THREADS = 4  # each has frames of its own in memory
@@ -33,7 +33,7 @@ def frames_of(request: dict[str, Any]) -> Frames:
 
     Raises ImageError if it is not a video, damaged, or beyond a limit of the request; DeviceError if PyAV is missing.
     """
-    file, sampling, number = _File(request), Sampling(**request["sampling"]), request["wanted"]
+    file, sampling, number = _File(request), FrameSampling(**request["sampling"]), request["wanted"]
     count = file.count()
     wanted = sampling.numbers(count, file.rate, number)
     decoded = yield from file.decode(wanted, {"sampled": wanted, "count": count, "rate": file.rate})

@@ -17,11 +17,11 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision.bilinear import nearest, resized
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.layout import VideoLayout
 from vtx.runtime.vision.layouts.marked import FRAME, WHOLE, resized_size
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.sampling import SampledFrames, Sampling
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
 MAX_FRAME_TOKENS = 1 << 16
@@ -83,9 +83,9 @@ class Frames(VideoLayout):
         return frames * (math.ceil(math.isqrt(self.tokens) / 2) ** 2 if self.halved else self.tokens) + self.newline
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> FrameSampling:
         timed = self.a_second is not None
-        return Sampling(self.frames, self.a_second, rounded=True, padded=self.padded, without_ends=timed)
+        return FrameSampling(self.frames, self.a_second, rounded=True, padded=self.padded, without_ends=timed)
 
     def prompt_image(self, clip: SampledFrames, width: int, height: int) -> PromptImage:
         """A video in a prompt: its tokens, and the text between frames."""

@@ -15,10 +15,10 @@ from PIL import Image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.strict import optional
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.layout import VideoLayout
 from vtx.runtime.vision.layouts.native import Native, check_ratio, fitted_grid, resized, squares
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS, MAX_SAMPLED_FRAMES
-from vtx.runtime.vision.sampling import SampledFrames, Sampling
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
 TOGETHER = 2  # frames in a patch
@@ -72,8 +72,8 @@ class Pairs(VideoLayout):
         return self.patch * self.merge
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.frames, self.a_second, self.fewest, nearest=True)
+    def sampling(self) -> FrameSampling:
+        return FrameSampling(self.frames, self.a_second, self.fewest, nearest=True)
 
     @property
     def max_tokens(self) -> int:

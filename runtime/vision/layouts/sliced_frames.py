@@ -11,10 +11,10 @@ from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.layout import VideoLayout
 from vtx.runtime.vision.layouts.slices import Slices
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
-from vtx.runtime.vision.sampling import SampledFrames, Sampling
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
 
@@ -46,8 +46,8 @@ class SlicedFrames(VideoLayout):
         return self.slices.max_views
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.frames, 1.0, by_second=True)
+    def sampling(self) -> FrameSampling:
+        return FrameSampling(self.frames, 1.0, by_second=True)
 
     def within(self, max_pixels: int) -> SlicedFrames:
         return replace(self, slices=self.slices.within(max_pixels))

@@ -41,7 +41,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError, VtxError
-from vtx.runtime.vision.sampling import SampledFrames
+from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.video import Video, video
 
 pytestmark = [needs_cpp, needs_pillow_13, pytest.mark.dialects("ort", "plain")]

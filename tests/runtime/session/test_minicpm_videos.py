@@ -44,10 +44,10 @@ from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.session import Session
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.frame_file import FrameFile
+from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.layouts import read_frames, spec_of
 from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 from vtx.runtime.vision.layouts.slices import Slices
-from vtx.runtime.vision.sampling import SampledFrames
 from vtx.runtime.vision.video import Video, video
 
 pytestmark = pytest.mark.dialects("ort", "plain")

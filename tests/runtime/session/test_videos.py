@@ -34,10 +34,10 @@ from vtx.runtime.session import encoded_images
 from vtx.runtime.session.encoded_images import ImageCache
 from vtx.runtime.vision import frame_file
 from vtx.runtime.vision.frame_file import FrameFile
+from vtx.runtime.vision.frame_sampling import FrameSampling, evenly
 from vtx.runtime.vision.layouts import frames as frames_of_videos
 from vtx.runtime.vision.limits import MAX_CHOSEN_FRAMES
 from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.sampling import Sampling, evenly
 from vtx.runtime.vision.tokens import PromptImage
 from vtx.runtime.vision.video import Video, load_frames, video
 
@@ -136,7 +136,7 @@ def test_frames_are_sampled_from_the_first_to_the_last() -> None:
     assert evenly(8, 0, 7, padded=True) == [0, 0, 1, 2, 3, 4, 5, 6]
     assert evenly(5, 0, 2, padded=True) == [-1, -1, 0, 1, 2]
     assert evenly(1, 0, 0, padded=True) == [0]
-    taken = load_frames(Video(WIDE), Sampling(8), np.asarray)
+    taken = load_frames(Video(WIDE), FrameSampling(8), np.asarray)
     assert all((frame == WIDE[place]).all() for frame, place in zip(taken, evenly(8, 0, 29), strict=True))
 
 

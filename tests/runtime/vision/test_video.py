@@ -23,17 +23,17 @@ from tests.support.video_files import FRAMES, RATE, write_video
 from vtx import cli
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.vision import video as reading
+from vtx.runtime.vision.frame_sampling import FrameSampling, evenly
 from vtx.runtime.vision.limits import MAX_VIDEO_MEMORY
-from vtx.runtime.vision.sampling import Sampling, evenly
 from vtx.runtime.vision.video import Video, as_video, load_frames
 
 av: Any = pytest.importorskip("av", reason="the [video] extra is not installed")
 
-PADDED = Sampling(8, padded=True)
+PADDED = FrameSampling(8, padded=True)
 
 
 def levels(source: Any, wanted: int = 8) -> list[float]:
-    return load_frames(Video(source), Sampling(wanted), lambda frame: float(np.asarray(frame).mean()))
+    return load_frames(Video(source), FrameSampling(wanted), lambda frame: float(np.asarray(frame).mean()))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_frame_is_turned_upright(tmp_path: Path) -> None:
     at = content.index(b"tkhd") + 4 + 40  # a track's matrix, here of a quarter turn with the clock
     matrix = (0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
     content[at : at + 36] = b"".join(number.to_bytes(4, "big", signed=True) for number in matrix)
-    (frame,) = load_frames(Video(bytes(content)), Sampling(1), np.asarray)
+    (frame,) = load_frames(Video(bytes(content)), FrameSampling(1), np.asarray)
     assert frame.shape == (64, 48, 3)
     assert frame[:, :20].mean() < 20 < 80 < frame[:, 28:].mean()
 
@@ -205,9 +205,9 @@ def test_a_table_of_millions_of_samples_takes_no_memory_of_this_process(
     assert path.stat().st_size < 2000
     code = (
         "import re, resource, sys; import numpy as np; from vtx.runtime.errors import ImageError\n"
-        "from vtx.runtime.vision.sampling import Sampling\n"
+        "from vtx.runtime.vision.frame_sampling import FrameSampling\n"
         "from vtx.runtime.vision.video import Video, load_frames\n"
-        "try: load_frames(Video(sys.argv[1]), Sampling(8), np.asarray)\n"
+        "try: load_frames(Video(sys.argv[1]), FrameSampling(8), np.asarray)\n"
         "except ImageError as error: print(error)\n"
         "ours = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
         "print(ours, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
@@ -270,7 +270,7 @@ def test_a_video_that_nobody_waits_for_any_more_is_left(clip: Path, monkeypatch:
     monkeypatch.setattr(reading, "CHILD", "tests.support.video_faults:hang")
     seen = list[object]()
     with pytest.raises(RequestError, match="is no longer wanted"):
-        load_frames(Video(clip), Sampling(8), seen.append, stopped=lambda: len(seen) == 2)
+        load_frames(Video(clip), FrameSampling(8), seen.append, stopped=lambda: len(seen) == 2)
 
 
 def test_threads_read_videos_side_by_side(clip: Path) -> None:
@@ -282,9 +282,9 @@ def test_threads_read_videos_side_by_side(clip: Path) -> None:
 
 def test_reading_a_video_loads_no_decoder_here(clip: Path) -> None:
     code = (
-        "import sys; import numpy as np; from vtx.runtime.vision.sampling import Sampling; "
+        "import sys; import numpy as np; from vtx.runtime.vision.frame_sampling import FrameSampling; "
         "from vtx.runtime.vision.video import Video, load_frames; "
-        "print(len(load_frames(Video(sys.argv[1]), Sampling(3), np.asarray)), 'av' in sys.modules)"
+        "print(len(load_frames(Video(sys.argv[1]), FrameSampling(3), np.asarray)), 'av' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(clip)], capture_output=True, text=True, check=True)
     assert done.stdout == "3 False\n"
@@ -293,7 +293,7 @@ def test_reading_a_video_loads_no_decoder_here(clip: Path) -> None:
 def test_what_is_no_file_and_no_array_is_refused() -> None:
     given: Any = random_image(1)
     with pytest.raises(ImageError, match="the video is of type Image; give a path"):
-        load_frames(Video(given), Sampling(2), lambda frame: frame)
+        load_frames(Video(given), FrameSampling(2), lambda frame: frame)
 
 
 def test_a_directory_and_an_absent_file_are_refused(tmp_path: Path) -> None:

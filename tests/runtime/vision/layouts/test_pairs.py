@@ -19,9 +19,9 @@ from tests.support.video_files import RATE, write_video
 from vtx.runtime.bundle.spec.manifest import LayoutSpec
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.strict import json_value
+from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.layouts import read_frames, spec_of
 from vtx.runtime.vision.layouts.pairs import Pairs
-from vtx.runtime.vision.sampling import SampledFrames
 from vtx.runtime.vision.video import Video, load_frames
 
 QWEN2 = Pairs(14, 2, 128 * 784, 768 * 784, 64, 2.0, 4)

@@ -16,7 +16,7 @@ class SampledFrames:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class FrameSampling:
     """The frames taken of a video: `most`, or with `a_second` as many a second, `fewest` (if it has them) to `most`.
 
     Their number is rounded down, or with `rounded` to the nearest. They are taken as in `evenly`, to which `nearest`
