@@ -387,6 +387,7 @@ def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family, chosen: 
                 own = own or read_image_processor(checkpoint.folder)
             layout = family.adjust_video(layout, {**own, **chosen})
         elif frames is not None:
+            assert isinstance(layout, Frames)
             layout = replace(layout, frames=frames)
     return VideoSpec(spec_of(layout), settings, config.frames is not None)
 

@@ -18,7 +18,7 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 
 if TYPE_CHECKING:
-    from vtx.runtime.vision.layouts import VideoLayout
+    from vtx.runtime.vision.layout import VideoLayout
 
 STEM, ATTENDING, HEAD = 4, 2, 32  # of FastViTHD: the stride of its stem, its stages with attention, a head's width
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}

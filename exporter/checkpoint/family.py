@@ -25,7 +25,7 @@ from vtx.runtime.vision.layout import Layout
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.text import Text
-    from vtx.runtime.vision.layouts import VideoLayout
+    from vtx.runtime.vision.layout import VideoLayout
 
 Config = Mapping[str, Any]
 NORM = "projector_layernorm_eps"

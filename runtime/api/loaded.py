@@ -27,13 +27,14 @@ from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
 from vtx.runtime.vision.files.source import is_file, read_file
+from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.layout import Views, limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_HELD_FRAMES
 from vtx.runtime.vision.preprocess import fitted, note_discarded
 from vtx.runtime.vision.tokens import PromptImage
-from vtx.runtime.vision.video import SampledFrames, Video, as_video, load_frames
+from vtx.runtime.vision.video import Video, as_video, load_frames
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Grammars, Guide, GuidedAnswer
     from vtx.runtime.prompt.text_tower import TextTower
     from vtx.runtime.vision.frame_file import FrameFile
-    from vtx.runtime.vision.layouts import VideoLayout
+    from vtx.runtime.vision.layout import VideoLayout
 
 log = logging.getLogger(__name__)
 Picture: TypeAlias = "ImageSource | Video"
@@ -252,10 +253,7 @@ class LoadedBundle:
             held.extend(views)
             return [*range(len(held) - len(views), len(held))]
 
-        frames = load_frames(
-            video, video.frames or layout.rate, prepared, stopped, padded=layout.padded, nearest=layout.nearest,
-            without_ends=layout.without_ends, by_second=layout.by_second, begun=begun,
-        )  # fmt: skip
+        frames = load_frames(video, layout.sampling, prepared, stopped, begun=begun)
         size, clip, order = sizes[0], clips[-1], [number for numbers in frames for number in numbers]
         views: Views | FrameFile
         if files:

@@ -10,12 +10,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.backends.allocation import forget, zeros_in_small_pages
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
+from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 BLOCK = 32  # slots that become resident together
 RECENT = 16  # last tokens of a run or an answer that a cache goes back among: text that is tokenized anew
@@ -247,6 +248,37 @@ class SlotCounter(ABC):
     def _run_for(self, outputs: Ids, tokens: TokenStates, positions: Ids) -> HiddenStates:
         """`_run`, for the hidden states of `outputs`. Overridden for engines that need not compute the others."""
         return self._run(tokens, positions, query=False)[outputs]
+
+
+class ReadingCounter(SlotCounter):
+    """The base of caches of stages whose layers keep nothing: they read K and V of earlier stages' caches.
+
+    The tokens of a run are in the last slots of these already.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def append(
+        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
+    ) -> HiddenStates:
+        out = self._run(tokens, positions, query=query)
+        return out if outputs is None else out[outputs]
+
+    def keep(self, length: int) -> None:
+        """Nothing is held."""
+
+    def attention(self, *, last_only: bool = False) -> Scores:
+        raise AssertionError("no reduction reads the attention of these layers")
+
+    def keys(self) -> NDArray[np.float32]:
+        raise AssertionError("these layers have no keys")
+
+    def _read(self, slots: Ids) -> Any:
+        raise AssertionError("nothing is held")
+
+    def _write(self, slots: Ids, kv: Any, length: int) -> None:
+        raise AssertionError("nothing is held")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
-"""Image layouts: how an image becomes views (passes of the tower) and tokens. A bundle declares one, with parameters.
+"""Layouts: how an image or a video becomes views (passes of the tower) and tokens. A bundle declares one of each.
 
-A layout is a frozen dataclass of plain values in a file of its own in `layouts/`, which registers it under a name.
-All counts of an image's tokens come from it.
+A layout is a frozen dataclass of plain values in a file of its own in `layouts/`. One of images registers itself under
+a name. All counts of an image's or video's tokens come from it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.preprocess import fitted
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
@@ -98,6 +100,62 @@ class Layout(ABC):
     def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         """The tokens of an image of this size from those of its views; `newline` [1, hidden], [0, hidden] if none."""
         return joined(views) if len(views) > 1 else views[0]
+
+
+class VideoLayout(ABC):
+    """A layout of videos. The defaults are those of one in which a frame has one view, of a fixed size."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def max_tokens(self) -> int:
+        """The most tokens of a video of the usual number of frames."""
+
+    @property
+    @abstractmethod
+    def sampling(self) -> FrameSampling:
+        """The frames that are seen."""
+
+    @property
+    def max_views(self) -> int:
+        """The most views of a frame, or of several that are `together`."""
+        return 1
+
+    @property
+    def together(self) -> int | None:
+        """Frames of a view, if it is not one alone."""
+        return None
+
+    def limited(self, max_views: int) -> VideoLayout:
+        """The layout with at most `max_views` views a frame, the whole frame included, if frames have several."""
+        return self
+
+    def within(self, max_pixels: int) -> VideoLayout:
+        """The layout with at most `max_pixels` of each frame, which images have checked, unless all have one size."""
+        return self
+
+    def sampled(self, clip: SampledFrames, frames: int) -> SampledFrames:
+        """The clip with `frames` frames instead."""
+        return replace(clip, numbers=tuple(self.sampling.numbers(clip.count, clip.rate, frames)))
+
+    @abstractmethod
+    def prompt_image(self, clip: SampledFrames, width: int, height: int) -> PromptImage:
+        """A video of frames of this size in a prompt: its tokens, and the text among them."""
+
+    @abstractmethod
+    def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
+        """One of `frames` frames as the tower's inputs, [3, height, width] float32 each."""
+
+    @abstractmethod
+    def arrange(
+        self, views: Sequence[ImageTokens], clip: SampledFrames, width: int, height: int, newline: HiddenStates,
+        first: int = 0,
+    ) -> ImageTokens:  # fmt: skip
+        """The tokens of a video from those of its views, from number `first` on.
+
+        `newline` [1, hidden], [0, hidden] if none.
+        """
 
 
 def check_tiles(tower: TowerSpec, tile: int, tokens: int) -> None:

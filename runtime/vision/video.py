@@ -23,6 +23,7 @@ from PIL import Image
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.vision.files.source import open_file, read_data_url
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.limits import (
     MAX_CHOSEN_FRAMES,
     MAX_FRAME_PIXELS,
@@ -69,28 +70,6 @@ class Video:
                 raise RequestError(f"frames is {self.frames}, the limit is {MAX_CHOSEN_FRAMES} of a video; use fewer")
 
 
-@dataclass(frozen=True, slots=True)
-class SampledFrames:
-    """The frames sampled of a video: their `numbers` among its `count` frames, of which there are `rate` a second."""
-
-    numbers: tuple[int, ...]
-    count: int
-    rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Frames are sampled at `a_second`: at least `fewest` if the video has them, and at most `most`.
-
-    Their number is rounded down, or to the `nearest`.
-    """
-
-    a_second: float
-    fewest: int
-    most: int
-    nearest: bool = False
-
-
 def video(source: VideoFile | NDArray[np.uint8], *, frames: int | None = None, fps: float | None = None) -> Video:
     """Mark a path, bytes or an array as a video: `model.open(vtx.video("clip.mp4", frames=16))`.
 
@@ -133,17 +112,13 @@ def container(head: bytes) -> str | None:
 
 def load_frames(
     given: Video,
-    wanted: int | Rate,
+    sampling: FrameSampling,
     prepare: Callable[[Image.Image], T],
     stopped: Callable[[], bool] | None = None,
     *,
-    padded: bool = False,
-    nearest: bool = False,
-    without_ends: float | None = None,
-    by_second: bool = False,
     begun: Callable[[SampledFrames], object] = lambda _: None,
 ) -> list[T]:
-    """`prepare` of each of the `wanted` sampled frames; `padded` and `nearest` as in `sampled`, the rest in `chosen`.
+    """`prepare` of each of the frames that `sampling` takes, as many as the video asks for.
 
     Reading ends once `stopped` is true. `begun` gets what is sampled before the first frame, and again if the file
     turns out to have fewer frames than it said.
@@ -151,13 +126,9 @@ def load_frames(
     Raises ImageError if it is not a video, damaged, or beyond a limit (`limits.py`); DeviceError if PyAV, which reads
     files, is missing; RequestError if it was stopped.
     """
-    from vtx.runtime.vision.video_child import USUAL_RATE, chosen, pixels_refused
+    from vtx.runtime.vision.video_child import USUAL_RATE, pixels_refused
 
-    by_rate = asdict(wanted) if isinstance(wanted, Rate) else None
-    most = wanted.most if isinstance(wanted, Rate) else wanted
-    form: dict[str, Any] = {
-        "padded": padded, "nearest": nearest, "without_ends": without_ends, "by_second": by_second,
-    }  # fmt: skip
+    most = given.frames or sampling.most
     if isinstance(given.source, np.ndarray):
         frames = given.source
         if frames.ndim == 4 and not len(frames):
@@ -170,7 +141,7 @@ def load_frames(
         if (height := frames.shape[1]) * (width := frames.shape[2]) > MAX_FRAME_PIXELS:
             raise ImageError(pixels_refused("the given video", width, height, MAX_FRAME_PIXELS))
         rate = float(given.fps or USUAL_RATE)
-        places = chosen(len(frames), rate, None if by_rate else most, by_rate, **form)
+        places = sampling.numbers(len(frames), rate, given.frames)
         begun(SampledFrames(tuple(places), len(frames), rate))
         black = np.zeros_like(frames[0])
         shown = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*places})}
@@ -184,18 +155,16 @@ def load_frames(
         if clip not in clips:
             clips.append(clip)
             begun(clip)
-        if padded and -1 not in prepared:
+        if sampling.padded and -1 not in prepared:
             prepared[-1] = prepare(Image.new("RGB", image.size))
         prepared[number] = prepare(image)
         return len(prepared) <= 2 * most + 1
 
-    name, result = _decoded(
-        CHILD, given.source, receive, stopped, wanted=None if by_rate else wanted, by_rate=by_rate, form=form
-    )
+    name, result = _decoded(CHILD, given.source, receive, stopped, wanted=given.frames, sampling=asdict(sampling))
     order = result.get("frames") if isinstance(result, dict) else None
     if not clips or order != [*clips[-1].numbers] or not prepared.keys() >= {*clips[-1].numbers}:
         raise _broken(name)
-    if not by_rate and len(order) != wanted:
+    if len(order) != most and (given.frames is not None or sampling.a_second is None):
         raise _broken(name)
     return [prepared[number] for number in order]
 

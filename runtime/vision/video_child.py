@@ -16,74 +16,12 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from vtx.runtime.errors import DeviceError, ImageError
+from vtx.runtime.vision.frame_sampling import FrameSampling
 
 DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # names of their own
 MAX_THREADS = 4  # each has frames of its own in memory
 USUAL_RATE = 24.0  # frames a second of videos that do not say theirs
 Frames = Generator[tuple[dict[str, Any], list[Any]], None, dict[str, list[int]]]
-
-
-def sampled(
-    count: int, wanted: int, *, padded: bool = False, nearest: bool = False, first: int = 0, last: int | None = None
-) -> list[int]:
-    """The numbers of the sampled frames: evenly from the first to the last, rounded down; of few frames some twice.
-
-    `nearest`: rounded to the nearest instead, at a half to the even one. `padded`: up to the one before the last; of
-    too few frames all, behind black ones, whose number is -1. `first` and `last`: the ends, if not those of the video.
-    """
-    if padded and count < wanted:
-        return [-1] * (wanted - count) + [*range(count)]
-    if wanted == 1:
-        return [first]
-    last = count - 1 - padded if last is None else last
-    step = (last - first) / (wanted - 1)
-    places = (number * step + first for number in range(wanted - 1))
-    return [*(round(place) if nearest else int(place) for place in places), last]
-
-
-def number_sampled(count: int, rate: float, *, a_second: float, fewest: int, most: int, nearest: bool = False) -> int:
-    """The number of frames sampled `a_second` from `count` frames, `rate` a second: at least `fewest`, if there are.
-
-    It is rounded down, or to the `nearest`.
-    """
-    number = count / rate * a_second
-    return min(max(round(number) if nearest else int(number), fewest), most, count)
-
-
-def at_seconds(count: int, rate: float, most: int) -> list[int]:
-    """The frame at each full second of a video of `count` frames; of one of more than `most` seconds `most` frames.
-
-    These are sampled evenly from the frames at each tenth of a second, as in transformers' code of MiniCPM-V 4.6.
-    """
-    duration = count / rate
-    if duration <= most:
-        return [min(int(second * rate), count - 1) for second in range(math.ceil(duration))]
-    return [min(int(round(tenth * 0.1, 1) * rate), count - 1) for tenth in sampled(int(duration / 0.1), most)]
-
-
-def chosen(
-    count: int, rate: float, wanted: int | None, by_rate: Mapping[str, Any] | None, *, without_ends: float | None,
-    by_second: bool = False, **form: bool,
-) -> list[int]:  # fmt: skip
-    """The numbers of the frames sampled from `count`, `rate` a second: `wanted`, or as many as `number_sampled` says.
-
-    `without_ends`: a number of frames a second; of videos of more than the largest number of frames times it and two
-    seconds, a second is left out at each end. `by_second`: as `at_seconds` says, unless more frames are wanted.
-    """
-    if by_second:
-        most = (by_rate or {})["most"] if wanted is None else wanted
-        if wanted is None or count / rate > wanted:
-            return at_seconds(count, rate, most)
-    number = number_sampled(count, rate, **(by_rate or {})) if wanted is None else wanted
-    if without_ends is None:
-        return sampled(count, number, **form)
-    most, first, last = number if wanted is not None else (by_rate or {})["most"], 0, count - 1
-    if count / rate - 2 > most * without_ends:
-        first, last = int(rate), min(int(count - rate), last)
-    if first >= last:
-        first, last = 0, count - 1
-    places = sampled(count, number, first=first, last=last, **form)
-    return places if wanted is not None else sorted({*places})
 
 
 def frames_of(request: dict[str, Any]) -> Frames:
@@ -95,12 +33,12 @@ def frames_of(request: dict[str, Any]) -> Frames:
 
     Raises ImageError if it is not a video, damaged, or beyond a limit of the request; DeviceError if PyAV is missing.
     """
-    file = _File(request)
-    count, number, by_rate, form = file.count(), request["wanted"], request["by_rate"], request["form"]
-    wanted = chosen(count, file.rate, number, by_rate, **form)
+    file, sampling, number = _File(request), FrameSampling(**request["sampling"]), request["wanted"]
+    count = file.count()
+    wanted = sampling.numbers(count, file.rate, number)
     decoded = yield from file.decode(wanted, {"sampled": wanted, "count": count, "rate": file.rate})
     if decoded < count and wanted[-1] >= decoded:  # more packets than pictures, as some codecs have
-        wanted = chosen(decoded, file.rate, number, by_rate, **form)
+        wanted = sampling.numbers(decoded, file.rate, number)
         yield from file.decode(wanted, {"sampled": wanted, "count": decoded, "rate": file.rate})
     return {"frames": wanted}
 

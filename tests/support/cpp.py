@@ -17,6 +17,7 @@ from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.videos import VIDEO_LLAVA
 from tests.support.tiny import random_image
+from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
 
 BUILD = Path(os.environ.get("VTX_CPP_BUILD", Path(__file__).parents[2] / "build/cpp"))
@@ -79,6 +80,13 @@ def output(tool: str, *arguments: str | Path, stdin: bytes | None = None) -> byt
     return done.stdout
 
 
+def failure(tool: str, *arguments: str | Path) -> str:
+    """What a tool says that fails."""
+    done = run(tool, *arguments)
+    assert done.returncode == 1
+    return done.stderr.decode()
+
+
 def ask(bundle: Path, *arguments: str | Path) -> list[dict[str, Any]]:
     """The answers of vtx-cpp-run, as JSON."""
     lines = output("run", "--bundle", bundle, "--threads", "1", "--json", *arguments).decode().splitlines()
@@ -111,14 +119,26 @@ def expected(answer: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
+def assert_asked_equal(
+    model: Model, pictures: Sequence[Path], questions: Sequence[str], *more: str, **options: str | int
+) -> list[Answer]:
+    """vtx-cpp-run answers as `model` does about these pictures, with these options; returns the answers.
+
+    `more`: arguments for what `model` was loaded with.
+    """
+    images: list[str | Path] = [word for path in pictures[1:] for word in ("--image", path)]
+    chosen = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    found, wanted = ask(model.bundle.folder, pictures[0], *questions, *images, *chosen, *more), list[Answer]()
+    with model.open(pictures) as conversation:
+        for question, answer in zip(questions, found, strict=True):
+            wanted.append(conversation.ask(question, **options))  # type: ignore[arg-type]
+            assert expected(answer) == expected(wanted[-1].to_dict()), (pictures[0].name, question, chosen)
+    return wanted
+
+
 def assert_answers_equal(
     model: Model, pictures: list[Path], questions: Sequence[str], ks: tuple[Literal["none"] | int, ...]
 ) -> None:
     """vtx-cpp-run answers as Python does about the second picture, the third, and both, each at its K of `ks`."""
     for k, shown in zip(ks, (pictures[1:2], pictures[2:3], pictures[1:3]), strict=True):
-        more = [word for path in shown[1:] for word in ("--image", path)]
-        found = ask(model.bundle.folder, shown[0], *questions, *more, "--k", str(k), "--max-new-tokens", "6")
-        with model.open(shown) as conversation:
-            for question, answer in zip(questions, found, strict=True):
-                want = conversation.ask(question, k, max_new_tokens=6)
-                assert expected(answer) == expected(want.to_dict()), (k, question)
+        assert_asked_equal(model, shown, questions, k=k, max_new_tokens=6)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
+from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny
 
 
@@ -39,4 +40,12 @@ def minicpm(draw: random.Random) -> Tiny:
         tiny, patch=patch, image=patch * draw.randint(1, 9), insert=draw.randrange(tiny.vision_layers),
         downsample=draw.choice(["4x", "16x"]), slices=draw.choice([1, 2, 4, 9]), numbered=draw.random() < 0.5,
         vision_act=draw.choice([None, "gelu"]),
+    )  # fmt: skip
+
+
+def smolvlm(draw: random.Random) -> Tiny:
+    patch = draw.choice([8, 14])
+    return replace(
+        any_text(draw, SMOLVLM), context=2048, patch=patch, image=2 * patch * draw.choice([1, 2, 4]),
+        vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import gpu_standin
-from tests.support.gpu_standin import Gpu
+from tests.support.gpu_standin import Gpu, build_all
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.tensorrt import backend
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
@@ -17,9 +17,11 @@ from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import write_sealed
 from vtx.runtime.host import gpu
+from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
+JETPACK_6 = Release(TENSORRT, (10, 3))
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2"
 
 
@@ -30,6 +32,15 @@ def on_standin(patch: pytest.MonkeyPatch, card: gpu.Gpu = CARD, version: str = g
     patch.setattr(backend, "load_flavour", lambda flavour: gpu_standin.module(found, version, flavour))
     patch.setattr(backend, "find_gpu", lambda *_: card)
     return found
+
+
+def build_for(dialect: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Build a bundle's engines of a dialect, and be on a machine that has them: with `trt10` on JetPack 6."""
+    if dialect == "trt10":
+        build_all(folder, "jetson-orin", JETPACK_6, dialect)
+        patch.setattr(backend, "find_gpu", lambda *_: ORIN)
+    else:
+        build_all(folder)
 
 
 def open_model(folder: Path) -> Model:

@@ -52,6 +52,28 @@ def assert_answers_as_reference(
     assert_parity(model, judge, inputs, asked, tolerance)
 
 
+def assert_every_k(
+    model: Model, judge: Reference, messages: list[dict[str, Any]], images: Sequence[Image.Image],
+    ks: Sequence[int], tolerance: float,
+) -> None:  # fmt: skip
+    """The answer to a prompt is transformers', and at each K the statement's; each K gives another one."""
+    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
+    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
+    answers = []
+    for k in (None, *ks):
+        wanted = judge.greedy(inputs, k, STEPS)
+        found = greedy(model, asked, k, STEPS, forced=wanted.ids)
+        assert found.ids == wanted.ids
+        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+        assert list(found.done.slots) == judge.kv_slots(inputs, k)
+        answers.append(wanted.logits)
+    ids, logits = judge.generate_hf(inputs, STEPS)
+    assert answers[0].argmax(-1).tolist() == ids
+    np.testing.assert_allclose(answers[0].numpy(), logits.numpy(), atol=tolerance, rtol=0)
+    changes = [float((a - b).abs().max()) for n, a in enumerate(answers) for b in answers[:n]]
+    assert min(changes) > 100 * tolerance, "two K that mean the same"
+
+
 def assert_chat_as_reference(
     model: Model, judge: Reference, pictures: Sequence[Image.Image], k: int | None, tolerance: float = TOLERANCE
 ) -> None:

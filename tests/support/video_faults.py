@@ -37,14 +37,14 @@ def _two(request: dict[str, Any]) -> Generator[Item, None, None]:
 
 def lie(request: dict[str, Any]) -> Frames:
     """A frame, larger or smaller than it says."""
-    yield {"number": 0, "width": 64, "height": 48, "turns": 0}, [bytes(request["wanted"])]
+    yield {"number": 0, "width": 64, "height": 48, "turns": 0}, [bytes(request["sampling"]["most"])]
     return {"frames": [0]}
 
 
 def miscount(request: dict[str, Any]) -> Frames:
     """Places of frames that were never given."""
     yield from _two(request)
-    return {"frames": [5] * int(request["wanted"])}
+    return {"frames": [5] * int(request["sampling"]["most"])}
 
 
 def endless(request: dict[str, Any]) -> Frames:

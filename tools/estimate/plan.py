@@ -343,7 +343,11 @@ def _cost(
     stored = weights.stored_bytes(weights.all_weights(model), precisions)
     held = stored if engine.floats is None else weights.resident(model, precisions, engine.floats)
     wide = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
-    activations = activation_bytes(model, slots, views, 4 if wide else 2, largest, apart=engine.apart)
+    each = 4 if wide else 2
+    if engine.apart:
+        activations = summed_activation_bytes(model, slots, views, each)
+    else:
+        activations = largest_activation_bytes(model, slots, views, each, largest)
     packing = weights.packed_twice(model, precisions, engine.floats) if engine.packing and engine.floats else 0
     peak = held + max(kv + activations, packing) + engine.base
     if profile is None:
@@ -356,33 +360,41 @@ def _cost(
     return PrecisionCost(cache, kv, held, activations, peak, profile.usable_bytes - peak, phases, hertz)
 
 
-def activation_bytes(
-    model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int,
-    largest: NativeSize | NaflexSize | None = None, *, apart: bool = False,
-) -> int:  # fmt: skip
-    """The larger of prefill's and the vision graph's intermediate values, and the fp32 logits of one token.
+def largest_activation_bytes(
+    model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int, largest: NativeSize | NaflexSize | None
+) -> int:
+    """The larger of prefill's and the vision graph's intermediate values, whose memory is reused, and fp32 logits.
 
     `largest`: the tower with the image for which memory is taken at load, with that of its inputs and outputs in fp32.
 
     A layer holds two residual vectors a token, and q, k, v and their product or the three vectors of the feed-forward
-    block (of the tower: `widest`); no square of attention scores, which fused kernels never write. `apart`: both kinds
-    at once, of the tower, of a stage that sees the image and of one that does not, each with its hidden states in fp32.
+    block (of the tower: `widest`); no square of attention scores, which fused kernels never write.
     """
-    size, vision = model.decoder, model.vision
-    attention = size.head_dim * (2 * size.heads + 2 * size.kv_heads)
-    if apart:
-        stages = sum({max(tokens), min(tokens)})
-        values = stages * (2 * size.hidden + attention + 3 * size.ffn)
-        ends = stages * 2 * size.hidden
-        if vision is not None and views:
-            values += views * vision.apart
-            ends += views * vision.ends
-        return element_bytes * values + 4 * (ends + size.vocab)
-    prefill = max(tokens) * (2 * size.hidden + max(attention, 3 * size.ffn))
-    encode = 0
-    if vision is not None:
-        encode = views * vision.widest
-    ends = 0
+    size, encode, ends = model.decoder, 0, 0
+    prefill = max(tokens) * (2 * size.hidden + max(_attention_values(model), 3 * size.ffn))
+    if model.vision is not None:
+        encode = views * model.vision.widest
     if largest is not None:
         encode, ends = largest.widest, largest.ends
     return element_bytes * max(prefill, encode) + 4 * (ends + size.vocab)
+
+
+def summed_activation_bytes(model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int) -> int:
+    """The intermediate values of an engine that reuses no memory between them (`EngineCost.apart`), and fp32 logits.
+
+    Those of a layer's attention and its feed-forward block, of the tower, of a stage that sees the image and of one
+    that does not, each with its hidden states in fp32.
+    """
+    size, vision, stages = model.decoder, model.vision, sum({max(tokens), min(tokens)})
+    values = stages * (2 * size.hidden + _attention_values(model) + 3 * size.ffn)
+    ends = stages * 2 * size.hidden
+    if vision is not None and views:
+        values += views * vision.apart
+        ends += views * vision.ends
+    return element_bytes * values + 4 * (ends + size.vocab)
+
+
+def _attention_values(model: ModelSize) -> int:
+    """Numbers of a token's q, k, v and their product."""
+    size = model.decoder
+    return size.head_dim * (2 * size.heads + 2 * size.kv_heads)

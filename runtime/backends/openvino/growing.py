@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends.openvino.cache import OpenvinoCacheContext, OpenvinoStageCache
 from vtx.runtime.backends.openvino.graph import OpenvinoGraph
-from vtx.runtime.backends.slots import SlotCounter, seen_slots
+from vtx.runtime.backends.slots import ReadingCounter, SlotCounter, seen_slots
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.errors import BundleError
@@ -61,24 +61,18 @@ class OpenvinoGrowingCache(SlotCounter):
         self.kv[..., slots, :] = kv
 
 
-class OpenvinoReadingCache(SlotCounter):
+class OpenvinoReadingCache(ReadingCounter):
     """The cache of a stage whose layers keep nothing: they read K and V of `sources`, caches by layer.
 
-    The tokens of a run are in the sources' last slots already. K and V are copied out of their blocks for each run.
+    K and V are copied out of their blocks for each run.
     """
 
     def __init__(
         self, context: OpenvinoCacheContext, graph: OpenvinoGraph, spec: StageSpec,
         sources: Mapping[int, OpenvinoStageCache],
     ) -> None:  # fmt: skip
-        super().__init__(0)
+        super().__init__()
         self._context, self._graph, self._spec, self._sources = context, graph, spec, sources
-
-    def append(
-        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
-    ) -> HiddenStates:
-        out = self._run(tokens, positions, query=query)
-        return out if outputs is None else out[outputs]
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         context = self._context
@@ -92,12 +86,3 @@ class OpenvinoReadingCache(SlotCounter):
                 inputs[name(layer)] = cache.numbers(at, part)[None].astype(context.key, copy=False)
             inputs[names.FIRST_SLOT] = cache.first_slots(positions, cache.length)[None]  # last: of one that slides
         return self._graph.run(inputs)[names.HIDDEN_OUT]
-
-    def keep(self, length: int) -> None:
-        """Nothing is held."""
-
-    def _read(self, slots: Ids) -> Any:
-        raise AssertionError("nothing is held")
-
-    def _write(self, slots: Ids, kv: Any, length: int) -> None:
-        raise AssertionError("nothing is held")

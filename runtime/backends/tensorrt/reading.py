@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vtx.runtime.backends.device_states import put
-from vtx.runtime.backends.slots import SlotCounter
+from vtx.runtime.backends.slots import ReadingCounter
 from vtx.runtime.backends.tensorrt.cache import DECODE, PREFILL, BoundStage, DeviceSlots, TensorrtStageCache
 from vtx.runtime.backends.tensorrt.engine import Context
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
@@ -17,7 +16,7 @@ from vtx.runtime.backends.tensorrt.regions import part
 from vtx.runtime.backends.tensorrt.step import RECORDINGS
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
+from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 Memories = Mapping[int, DeviceSlots]  # by the layer whose K and V are read
 
@@ -44,18 +43,15 @@ class ReadingStage(BoundStage):
         to.bind(shapes, addresses | self._addresses)
 
 
-class TensorrtReadingCache(SlotCounter):
-    """The cache of a stage whose layers keep nothing: they read K and V of `sources`, caches by layer.
-
-    The tokens of a run are in the sources' last slots already.
-    """
+class TensorrtReadingCache(ReadingCounter):
+    """The cache of a stage whose layers keep nothing: they read K and V of `sources`, caches by layer."""
 
     reads = True
 
     def __init__(
         self, context: TensorrtCacheContext, spec: StageSpec, graph: str, sources: Mapping[int, TensorrtStageCache]
     ) -> None:
-        super().__init__(0)
+        super().__init__()
         self._context, self._spec, self._graph, self._sources = context, spec, graph, sources
         slides = context.model.slides
         sliding = [cache for layer, cache in sources.items() if slides(layer)]
@@ -80,9 +76,6 @@ class TensorrtReadingCache(SlotCounter):
     def fill(self, length: int) -> None:
         """Nothing is held."""
 
-    def keep(self, length: int) -> None:
-        """Nothing is held."""
-
     def begin_token(self, position: int) -> None:
         """Have what a token at that position is told, which is to fill the next slot of each source."""
         told = {names.POSITIONS: position}
@@ -93,12 +86,6 @@ class TensorrtReadingCache(SlotCounter):
 
     def end_token(self) -> None:
         """Nothing is held."""
-
-    def append(
-        self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
-    ) -> HiddenStates:
-        out = self._run(tokens, positions, query=query)
-        return out if outputs is None else out[outputs]
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         shared, count, engines = self._context, len(tokens), self._context.engines
@@ -119,15 +106,3 @@ class TensorrtReadingCache(SlotCounter):
             shared.cuda.copy_rows(out.row(0), nbytes, engines.address(names.HIDDEN_OUT), nbytes, nbytes, 1)
             shared.cuda.wait()
         return out.as_states()
-
-    def attention(self, *, last_only: bool = False) -> Scores:
-        raise AssertionError("no reduction reads the attention of these layers")
-
-    def keys(self) -> NDArray[np.float32]:
-        raise AssertionError("these layers have no keys")
-
-    def _read(self, slots: Ids) -> Any:
-        raise AssertionError("nothing is held")
-
-    def _write(self, slots: Ids, kv: Any, length: int) -> None:
-        raise AssertionError("nothing is held")

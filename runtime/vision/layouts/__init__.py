@@ -6,22 +6,15 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeVar
 
 from vtx.runtime.bundle.spec.manifest import PAIRS, LayoutSpec
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import UPGRADE, Strict, json_value
-from vtx.runtime.vision.layout import Layout, registered
+from vtx.runtime.vision.layout import Layout, VideoLayout, registered
 
-if TYPE_CHECKING:
-    from vtx.runtime.vision.layouts.frames import Frames
-    from vtx.runtime.vision.layouts.pairs import Pairs
-    from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
-
-    VideoLayout: TypeAlias = Frames | Pairs | SlicedFrames
-
-T = TypeVar("T", bound="Layout | VideoLayout")
+T = TypeVar("T", bound=Layout | VideoLayout)
 FRAMES, SLICED = "frames", "sliced_frames"  # layouts of videos beside PAIRS
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +17,12 @@ from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision.bilinear import nearest, resized
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
+from vtx.runtime.vision.layout import VideoLayout
 from vtx.runtime.vision.layouts.marked import FRAME, WHOLE, resized_size
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
-from vtx.runtime.vision.video_child import chosen
-
-if TYPE_CHECKING:
-    from vtx.runtime.vision.video import Rate, SampledFrames
 
 MAX_FRAME_TOKENS = 1 << 16
 MAX_BETWEEN = 64  # characters
@@ -38,7 +35,7 @@ TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eight
 
 
 @dataclass(frozen=True, slots=True)
-class Frames:
+class Frames(VideoLayout):
     """`frames` of a video unless more or fewer are asked for, and `tokens` of each as its graph gives them.
 
     `halved`: these form a square, which is shrunk bilinearly to half its side, rounded up. `newline`: one learned
@@ -79,7 +76,6 @@ class Frames:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a video of the usual number of frames."""
         return self.count(self.frames)
 
     def count(self, frames: int) -> int:
@@ -87,52 +83,11 @@ class Frames:
         return frames * (math.ceil(math.isqrt(self.tokens) / 2) ** 2 if self.halved else self.tokens) + self.newline
 
     @property
-    def rate(self) -> int | Rate:
-        """The number of frames that are sampled."""
-        from vtx.runtime.vision.video import Rate
+    def sampling(self) -> FrameSampling:
+        timed = self.a_second is not None
+        return FrameSampling(self.frames, self.a_second, rounded=True, padded=self.padded, without_ends=timed)
 
-        return self.frames if self.a_second is None else Rate(self.a_second, 1, self.frames, nearest=True)
-
-    @property
-    def without_ends(self) -> float | None:
-        """Frames a second, if a second is left out at both ends of a long video."""
-        return self.a_second
-
-    @property
-    def nearest(self) -> bool:
-        """True if the places of sampled frames are rounded to the nearest frame."""
-        return False
-
-    @property
-    def max_views(self) -> int:
-        """Views of a frame, or of a part of one."""
-        return 1
-
-    @property
-    def by_second(self) -> bool:
-        """True if frames are those at full seconds, and not sampled evenly."""
-        return False
-
-    @property
-    def together(self) -> int | None:
-        """Frames of a view, if it is not one alone."""
-        return None
-
-    def limited(self, max_views: int) -> Frames:
-        """The layout itself: frames have no slices."""
-        return self
-
-    def within(self, max_pixels: int) -> Frames:
-        """The layout itself: frames are resized to the tower's size."""
-        return self
-
-    def sampled(self, clip: SampledFrames, frames: int) -> SampledFrames:
-        """The clip with `frames` frames instead."""
-        form = {"padded": self.padded, "nearest": self.nearest}
-        places = chosen(clip.count, clip.rate, frames, None, without_ends=self.without_ends, **form)
-        return replace(clip, numbers=tuple(places))
-
-    def prompt_image(self, clip: SampledFrames, width: int = 0, height: int = 0) -> PromptImage:
+    def prompt_image(self, clip: SampledFrames, width: int, height: int) -> PromptImage:
         """A video in a prompt: its tokens, and the text between frames."""
         frames = len(clip.numbers)
         if self.a_second is not None:
@@ -142,7 +97,6 @@ class Frames:
         return PromptImage((self.count(1),) * frames, ("", *[self.between] * (frames - 1), ""))
 
     def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
-        """One of `frames` frames as the tower's inputs, [3, height, width] float32: one."""
         if self.longer is not None:
             frame = frame.resize(resized_size(*frame.size, self.longer), Image.Resampling[settings.resample.upper()])
         return [preprocess(frame, settings)]
@@ -150,7 +104,6 @@ class Frames:
     def arrange(
         self, views: Sequence[ImageTokens], clip: object, width: int, height: int, newline: HiddenStates, first: int = 0
     ) -> ImageTokens:
-        """The tokens of a video from those of its frames; `newline` [1, hidden], [0, hidden] if none."""
         frames = [*views]
         if self.halved:
             side = math.isqrt(self.tokens)

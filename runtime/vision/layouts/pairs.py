@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,19 +15,17 @@ from PIL import Image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.strict import optional
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
+from vtx.runtime.vision.layout import VideoLayout
 from vtx.runtime.vision.layouts.native import Native, check_ratio, fitted_grid, resized, squares
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS, MAX_SAMPLED_FRAMES
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
-from vtx.runtime.vision.video_child import sampled
-
-if TYPE_CHECKING:
-    from vtx.runtime.vision.video import Rate, SampledFrames
 
 TOGETHER = 2  # frames in a patch
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class Pairs(VideoLayout):
     """Tokens are squares of `merge` x `merge` patches of `patch` pixels a side, in two frames each.
 
     `a_second` frames are sampled a second, at least `fewest` and at most `frames`; of an odd number the last counts
@@ -66,27 +63,7 @@ class Pairs:
             )
 
     @property
-    def padded(self) -> bool:
-        return False
-
-    @property
-    def nearest(self) -> bool:
-        """True if the places of sampled frames are rounded to the nearest frame."""
-        return True
-
-    @property
-    def max_views(self) -> int:
-        """Views of a frame, or of a part of one."""
-        return 1
-
-    @property
-    def by_second(self) -> bool:
-        """True if frames are those at full seconds, and not sampled evenly."""
-        return False
-
-    @property
-    def together(self) -> int | None:
-        """Frames of a view, if it is not one alone."""
+    def together(self) -> int:
         return TOGETHER
 
     @property
@@ -95,10 +72,8 @@ class Pairs:
         return self.patch * self.merge
 
     @property
-    def rate(self) -> Rate:
-        from vtx.runtime.vision.video import Rate
-
-        return Rate(self.a_second, self.fewest, self.frames)
+    def sampling(self) -> FrameSampling:
+        return FrameSampling(self.frames, self.a_second, self.fewest, nearest=True)
 
     @property
     def max_tokens(self) -> int:
@@ -108,22 +83,8 @@ class Pairs:
         frame = Native(self.patch, self.merge, min(-(-self.min_pixels // share), most), most)
         return _pairs(self.frames) * frame.max_tokens
 
-    def limited(self, max_views: int) -> Pairs:
-        """The layout itself: frames have no slices."""
-        return self
-
     def within(self, max_pixels: int) -> Pairs:
-        """With at most `max_pixels` of each frame; images have checked them."""
         return replace(self, frame_pixels=min(max_pixels, self.frame_pixels or max_pixels))
-
-    @property
-    def without_ends(self) -> None:
-        """Videos are sampled from end to end."""
-        return None
-
-    def sampled(self, clip: SampledFrames, frames: int) -> SampledFrames:
-        """The clip with `frames` frames instead."""
-        return replace(clip, numbers=tuple(sampled(clip.count, frames, nearest=True)))
 
     def prompt_image(self, clip: SampledFrames, width: int, height: int) -> PromptImage:
         """A video in a prompt: its tokens, and the time of each pair."""
@@ -137,7 +98,6 @@ class Pairs:
         return PromptImage((columns * rows,) * count, (before[0], *(end + text for text in before[1:]), end))
 
     def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
-        """One of `frames` frames as the tower's inputs, [3, height, width] float32: one."""
         columns, rows = self._grid(frames, *frame.size)
         return [resized(frame, settings, columns * self.unit, rows * self.unit)]
 

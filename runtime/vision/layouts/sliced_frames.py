@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,17 +11,15 @@ from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
+from vtx.runtime.vision.layout import VideoLayout
 from vtx.runtime.vision.layouts.slices import Slices
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
-from vtx.runtime.vision.video_child import chosen
-
-if TYPE_CHECKING:
-    from vtx.runtime.vision.video import Rate, SampledFrames
 
 
 @dataclass(frozen=True, slots=True)
-class SlicedFrames:
+class SlicedFrames(VideoLayout):
     """The frame at each full second of a video, at most `frames` of them, each with the views and text of `slices`.
 
     Frames follow each other without text between them but the marks of their views. A video has a number before it if
@@ -46,48 +43,17 @@ class SlicedFrames:
 
     @property
     def max_views(self) -> int:
-        """The most views of a frame."""
         return self.slices.max_views
 
     @property
-    def rate(self) -> Rate:
-        from vtx.runtime.vision.video import Rate
-
-        return Rate(1.0, 1, self.frames)
-
-    @property
-    def padded(self) -> bool:
-        return False
-
-    @property
-    def nearest(self) -> bool:
-        return False
-
-    @property
-    def without_ends(self) -> None:
-        return None
-
-    @property
-    def by_second(self) -> bool:
-        """True: see `at_seconds` in `video_child.py`."""
-        return True
-
-    @property
-    def together(self) -> None:
-        """Each view is of one frame."""
-        return None
+    def sampling(self) -> FrameSampling:
+        return FrameSampling(self.frames, 1.0, by_second=True)
 
     def within(self, max_pixels: int) -> SlicedFrames:
         return replace(self, slices=self.slices.within(max_pixels))
 
     def limited(self, max_views: int) -> SlicedFrames:
-        """With at most `max_views` views a frame, the whole frame included."""
         return replace(self, slices=self.slices.limited(max_views))
-
-    def sampled(self, clip: SampledFrames, frames: int) -> SampledFrames:
-        """The clip with `frames` frames instead."""
-        places = chosen(clip.count, clip.rate, frames, None, without_ends=None, by_second=True)
-        return replace(clip, numbers=tuple(places))
 
     def prompt_image(self, clip: SampledFrames, width: int, height: int) -> PromptImage:
         """A video in a prompt: the tokens of each view, and the marks around them."""

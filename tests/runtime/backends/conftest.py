@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.bundles import copy, export
-from tests.support.engines import DUAL, ORIN, on_standin
+from tests.support.engines import DUAL, build_for, on_standin
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.ort_standin import Ort
 from tests.support.tiny import Tiny
 from vtx.runtime.backends.ort import backend as ort_backend
 from vtx.runtime.backends.ort import cuda as ort_cuda
-from vtx.runtime.backends.tensorrt import backend as tensorrt
-from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +53,5 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Ort:
 def on_jetpack_6(with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle with engines for JetPack 6, on that machine."""
     folder = copy(with_engines, tmp_path / "jetpack-6")
-    build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), "trt10")
-    monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
+    build_for("trt10", folder, monkeypatch)
     return folder

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import export
-from tests.support.engines import ORIN, open_model
+from tests.support.engines import build_for, open_model
 from tests.support.exported import THREADS
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
-from tests.support.gpu_standin import Gpu, build_all
+from tests.support.gpu_standin import Gpu
 from tests.support.tiny import Tiny, random_video
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
-from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.vision.video import video
-from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 
 @pytest.mark.parametrize(
@@ -36,11 +34,7 @@ def test_videos_are_answered_as_on_onnxruntime(
 ) -> None:
     folder = tmp_path / "bundle"
     export(tiny_checkpoint(tiny), folder, (2,))
-    if dialect == "trt10":
-        build_all(folder, "jetson-orin", Release(TENSORRT, (10, 3)), dialect)
-        monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
-    else:
-        build_all(folder)
+    build_for(dialect, folder, monkeypatch)
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     shown = [video(random_video(1, 20, (90, 60)), frames=4, fps=30), video(random_video(0, 9, (120, 50)), frames=3)]
     options = Options(6, ignore_eos=True, logprobs=True)

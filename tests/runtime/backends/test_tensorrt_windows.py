@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import export
-from tests.support.engines import ORIN, open_model, shorten
+from tests.support.engines import JETPACK_6, ORIN, open_model, shorten
 from tests.support.exported import QUESTIONS, THREADS, greedy, policy, prompt
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
@@ -24,7 +24,6 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import ContextError
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import TokenStates
-from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 STEPS, TOLERANCE = 8, 1e-4
 # K and V of 1 head of 16 and 32 numbers are not written in place; those of 64 and 128 in float32 are.
@@ -45,7 +44,7 @@ def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
             tiny, ks = FAMILIES[name]
             export(tiny_checkpoint(tiny), folder / name, ks)
             build_all(folder / name)
-            build_all(folder / name, "jetson-orin", Release(TENSORRT, (10, 3)), "trt10")
+            build_all(folder / name, "jetson-orin", JETPACK_6, "trt10")
         return folder / name
 
     return get

@@ -15,8 +15,9 @@ from tests.support.cpp import (
     TILED,
     ask,
     assert_answers_equal,
+    assert_asked_equal,
     assert_prepared_equal,
-    expected,
+    failure,
     needs_cpp,
     run,
     write_pictures,
@@ -80,9 +81,7 @@ def test_bars_without_a_colour_are_refused_as_in_python(
     seal_manifest(folder, replace(manifest, image=replace(manifest.image, **{k: tuple(v) for k, v in changed.items()})))
     with load(folder, device="cpu", threads=1) as model, pytest.raises(RequestError) as refused:
         model.open(pictures[1:3])
-    done = run("run", "--bundle", folder, pictures[1], "red?", "--image", pictures[2])
-    assert done.returncode == 1
-    assert str(refused.value) in done.stderr.decode()
+    assert str(refused.value) in failure("run", "--bundle", folder, pictures[1], "red?", "--image", pictures[2])
 
 
 @pytest.mark.slow
@@ -92,23 +91,16 @@ def test_reductions_of_tiles_are_those_of_python(models: Callable[..., Model], p
              "hiprune:keep=8,alpha=0.7,layer=1")  # fmt: skip
     model = models(LLAVA_NEXT, (), "fp32", specs)
     for spec in specs:
-        found = ask(model.bundle.folder, pictures[1], *QUESTIONS, "--reduce", spec, "--max-new-tokens", "6")
-        with model.open(pictures[1]) as conversation:
-            for question, answer in zip(QUESTIONS, found, strict=True):
-                assert expected(answer) == expected(conversation.ask(question, reduce=spec, max_new_tokens=6).to_dict())
+        assert_asked_equal(model, pictures[1:2], QUESTIONS, reduce=spec, max_new_tokens=6)
 
 
 def test_the_layout_of_cdpruners_code_is_that_of_python(models: Callable[..., Model], pictures: list[Path]) -> None:
     model, spec = models(LLAVA_NEXT, (3, 5)), "cdpruner:keep=5"
-    options = ("--fit", "released", "--reduce", spec, "--max-new-tokens", "6")
     with load(model.bundle.folder, device="cpu", threads=1, fit="released") as released:
         for picture in pictures:
-            found = ask(model.bundle.folder, picture, *QUESTIONS, *options)
-            with released.open(picture) as conversation:
-                for question, answer in zip(QUESTIONS, found, strict=True):
-                    want = conversation.ask(question, reduce=spec, max_new_tokens=6)
-                    assert expected(answer) == expected(want.to_dict())
-                    assert want.stats.vision_tokens == 25
+            shown = [picture]
+            answers = assert_asked_equal(released, shown, QUESTIONS, "--fit", "released", reduce=spec, max_new_tokens=6)
+            assert [answer.stats.vision_tokens for answer in answers] == [25] * 3
             with model.open(picture, fit="released") as conversation:
                 assert conversation.ask("red?", reduce="none", max_new_tokens=1).stats.vision_tokens == 80
 
@@ -118,13 +110,8 @@ def test_cdpruner_on_one_tile_with_a_newline_chooses_as_in_python(
 ) -> None:
     """Each of several images has one tile, and a token behind it that no view has."""
     model, spec = models(ONEVISION, (3, 5)), "cdpruner:keep=5"
-    options = ("--image", pictures[2], "--reduce", spec, "--max-new-tokens", "6")
-    found = ask(model.bundle.folder, pictures[1], *QUESTIONS, *options)
-    with model.open(pictures[1:3]) as conversation:
-        for question, answer in zip(QUESTIONS, found, strict=True):
-            want = conversation.ask(question, reduce=spec, max_new_tokens=6)
-            assert expected(answer) == expected(want.to_dict())
-            assert want.stats.vision_tokens == 2 * 5
+    answers = assert_asked_equal(model, pictures[1:3], QUESTIONS, reduce=spec, max_new_tokens=6)
+    assert [answer.stats.vision_tokens for answer in answers] == [2 * 5] * 3
 
 
 @pytest.mark.parametrize("tiny", [ONEVISION, Tiny()], ids=["onevision", "llava"])
@@ -150,9 +137,7 @@ def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[...
         (["--max-tiles", "-1"], "max_tiles is -1; it must be at least 1"),
         (many, str(room.value)),
     ):
-        done = run("run", "--bundle", model.bundle.folder, pictures[3], "red?", *arguments)
-        assert done.returncode == 1
-        assert message in done.stderr.decode()
+        assert message in failure("run", "--bundle", model.bundle.folder, pictures[3], "red?", *arguments)
 
 
 def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model], pictures: list[Path]) -> None:
@@ -175,6 +160,4 @@ def test_altered_tokens_of_videos_are_refused(
     manifest = json.loads((folder / "vtx.json").read_text(encoding="utf-8"))
     manifest["text"] |= {key: manifest["text"].get(value) for key, value in altered.items()}
     (tmp_path / "vtx.json").write_text(json.dumps(manifest), encoding="utf-8")
-    done = run("probe", "parse", "manifest", tmp_path / "vtx.json")
-    assert done.returncode == 1
-    assert named in done.stderr.decode()
+    assert named in failure("probe", "parse", "manifest", tmp_path / "vtx.json")

@@ -14,8 +14,10 @@ from tests.support.cabi import OK, Loaded, opened, options_of
 from tests.support.cpp import (
     ask,
     assert_answers_equal,
+    assert_asked_equal,
     assert_prepared_equal,
     expected,
+    failure,
     needs_cpp,
     needs_openvino,
     run,
@@ -90,10 +92,7 @@ def test_logits_slots_and_positions_meet_the_traces(
 @pytest.mark.parametrize("spec", ["fastv", "dart:keep=0.5,k=3,pivots=2,text_pivots=1"])
 def test_reductions_are_those_of_python(models: Callable[..., Model], pictures: list[Path], spec: str) -> None:
     model = models(SMOLVLM, (), "fp32", (spec,))
-    found = ask(model.bundle.folder, pictures[1], *QUESTIONS, "--max-new-tokens", "6")
-    with model.open(pictures[1]) as conversation:
-        for question, answer in zip(QUESTIONS, found, strict=True):
-            assert expected(answer) == expected(conversation.ask(question, max_new_tokens=6).to_dict()), question
+    assert_asked_equal(model, pictures[1:2], QUESTIONS, max_new_tokens=6)
 
 
 def test_what_cannot_be_asked_is_refused_in_the_words_of_python(
@@ -112,9 +111,7 @@ def test_what_cannot_be_asked_is_refused_in_the_words_of_python(
         (["--fit", "pad"], "fit 'pad' has no effect here: this model sees images of any shape in tiles"),
         (["--max-tiles", "-1"], "max_tiles is -1; it must be at least 1"),
     ):
-        done = run("run", "--bundle", model.bundle.folder, pictures[8], "red?", *arguments)
-        assert done.returncode == 1
-        assert message in done.stderr.decode()
+        assert message in failure("run", "--bundle", model.bundle.folder, pictures[8], "red?", *arguments)
 
 
 def test_a_bundle_without_an_image_token_is_refused_by_name(models: Callable[..., Model], tmp_path: Path) -> None:
@@ -144,6 +141,4 @@ def test_an_altered_layout_is_refused_by_name(
     manifest = json.loads((models(SMOLVLM, (3, 5)).bundle.folder / "vtx.json").read_text(encoding="utf-8"))
     manifest["layout"]["parameters"] |= changed
     (tmp_path / "vtx.json").write_text(json.dumps(manifest), encoding="utf-8")
-    done = run("probe", "parse", "manifest", tmp_path / "vtx.json")
-    assert done.returncode == 1
-    assert message in done.stderr.decode()
+    assert message in failure("probe", "parse", "manifest", tmp_path / "vtx.json")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.cpp import ask, expected, needs_cpp, output
+from tests.support.cpp import assert_asked_equal, needs_cpp, output
 from tests.support.exported import Models
 from tests.support.pyramiddrop import CASES, EXPORTED, drawn
 from tests.support.reduced import word
@@ -25,15 +25,9 @@ def test_random_settings_equal_python(models: Models, tmp_path: Path, number: in
     paths = [tmp_path / f"{number}.png" for number in range(len(case.images))]
     for path, image in zip(paths, case.images, strict=True):
         image.save(path)
-    more = [text for path in paths[1:] for text in ("--image", str(path))]
     questions = (case.question, "red?", case.question)
-    for k in ("none", "4"):
-        options = ("--k", k, "--reduce", spec, "--max-new-tokens", "6")
-        found = ask(model.bundle.folder, paths[0], *questions, *more, *options)
-        with model.open(paths) as conversation:
-            for question, answer in zip(questions, found, strict=True):
-                want = conversation.ask(question, k if k == "none" else int(k), reduce=spec, max_new_tokens=6)
-                assert expected(answer) == expected(want.to_dict())
+    for k in ("none", 4):
+        assert_asked_equal(model, paths, questions, k=k, reduce=spec, max_new_tokens=6)
 
 
 @pytest.mark.parametrize(

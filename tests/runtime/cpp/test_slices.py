@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.bundles import ORT, export
 from tests.support.cabi import Frames, Loaded, options_of
-from tests.support.cpp import ask, assert_prepared_equal, expected, needs_abi, needs_cpp, run, write_pictures
+from tests.support.cpp import assert_asked_equal, assert_prepared_equal, needs_abi, needs_cpp, run, write_pictures
 from tests.support.exported import Models
 from tests.support.families.minicpm import MINICPM
 from tests.support.old_pillow import needs_pillow_13
@@ -71,11 +71,7 @@ def test_fewer_slices_are_those_of_python(models: Models, pictures: list[Path], 
     folder = models(MINICPM, (3, 5)).bundle.folder
     with load(folder, device="cpu", threads=1, max_tiles=tiles) as model:
         for picture in (pictures[0], pictures[9]):
-            options = ("--max-tiles", str(tiles), "--k", "5", "--max-new-tokens", "4")
-            found = ask(folder, picture, *QUESTIONS, *options)
-            with model.open(picture) as conversation:
-                for question, answer in zip(QUESTIONS, found, strict=True):
-                    assert expected(answer) == expected(conversation.ask(question, 5, max_new_tokens=4).to_dict())
+            assert_asked_equal(model, [picture], QUESTIONS, "--max-tiles", str(tiles), k=5, max_new_tokens=4)
 
 
 @needs_abi

@@ -28,7 +28,7 @@ from tests.support.cabi import (
     images_of,
     options_of,
 )
-from tests.support.cpp import ask, expected, needs_abi, needs_cpp, needs_openvino, output, run, write_pictures
+from tests.support.cpp import ask, expected, failure, needs_abi, needs_cpp, needs_openvino, output, run, write_pictures
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
@@ -41,8 +41,8 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, RequestError, VtxError
-from vtx.runtime.vision.video import SampledFrames, Video, video
-from vtx.runtime.vision.video_child import chosen
+from vtx.runtime.vision.frame_sampling import SampledFrames
+from vtx.runtime.vision.video import Video, video
 
 pytestmark = [needs_cpp, needs_pillow_13, pytest.mark.dialects("ort", "plain")]
 
@@ -160,15 +160,7 @@ def test_what_reductions_leave_of_a_video_is_answered_as_in_python(
 
 def layout_form(model: Model, count: int, rate: float, wanted: int, width: int, height: int) -> dict[str, Any]:
     layout = model.loaded.frames_layout()
-    rule = layout.rate
-    by_rate = None if isinstance(rule, int) else {
-        "a_second": rule.a_second, "fewest": rule.fewest, "most": rule.most, "nearest": rule.nearest,
-    }  # fmt: skip
-    number = wanted or (rule if isinstance(rule, int) else None)
-    places = chosen(
-        count, rate, number, None if wanted else by_rate, padded=layout.padded, nearest=layout.nearest,
-        without_ends=layout.without_ends,
-    )  # fmt: skip
+    places = layout.sampling.numbers(count, rate, wanted or None)
     form = layout.prompt_image(SampledFrames(tuple(places), count, rate), width, height)
     return {"numbers": places, "spans": [*form.spans], "texts": [*form.texts], "span": form.span}
 
@@ -369,9 +361,7 @@ def test_a_video_beyond_the_context_names_frames_and_pixels_that_fit_as_python_d
     fits = r"--frames \d+ \(frames=\d+\) of each video fits"
     with load(folder, device="cpu", threads=1) as model, pytest.raises(ContextError, match=fits) as refused:
         model.open([given, picture]).ask("red?")
-    done = run("run", "--bundle", folder, frames, "red?", *options)
-    assert done.returncode == 1
-    assert done.stderr.decode() == f"Error: {refused.value}\n"
+    assert failure("run", "--bundle", folder, frames, "red?", *options) == f"Error: {refused.value}\n"
     with closing(Loaded(folder, "cpu")) as loaded, closing(Frames(loaded, [given])) as held:
         answer, asked = c.c_void_p(), options_of(loaded.library)
         assert loaded.library.vtx_ask(held.handle, b"red?", c.byref(asked), c.byref(answer)) == CONTEXT
@@ -395,9 +385,7 @@ def test_a_folder_of_frames_is_answered_by_the_command_as_in_python(models: Mode
         ((tmp_path / "none", "red?"), "the given video has no frames; give at least one"),
     ):  # fmt: skip
         (tmp_path / "none").mkdir(exist_ok=True)
-        done = run("run", "--bundle", model.bundle.folder, *words)
-        assert done.returncode == 1
-        assert message in done.stderr.decode()
+        assert message in failure("run", "--bundle", model.bundle.folder, *words)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from tests.support.bundles import ORT, export
 from tests.support.exported import DEVICES, THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA4, settings
-from tests.support.parity import QUESTIONS, STEPS, assert_chat_as_reference, assert_later_equal_fresh
+from tests.support.parity import QUESTIONS, assert_chat_as_reference, assert_every_k, assert_later_equal_fresh
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.families.gemma.gemma4 import FAMILY
@@ -58,21 +58,7 @@ def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
 ) -> None:
     judge, messages = reference(GEMMA4), prompt_messages(QUESTIONS[1], images)
     pictures = [random_image(number, (90 + 50 * number, 70)) for number in range(images)]
-    inputs, asked = judge.inputs(messages, pictures), prompt(model, messages, pictures)
-    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    answers = []
-    for k in (None, *KS):
-        wanted = judge.greedy(inputs, k, STEPS)
-        found = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-        assert list(found.done.slots) == judge.kv_slots(inputs, k)
-        answers.append(wanted.logits)
-    ids, logits = judge.generate_hf(inputs, STEPS)
-    np.testing.assert_allclose(
-        greedy(model, asked, None, STEPS, forced=ids).logits, logits.numpy(), atol=TOLERANCE, rtol=0
-    )
-    changes = [float((a - b).abs().max()) for n, a in enumerate(answers) for b in answers[:n]]
-    assert min(changes) > 100 * TOLERANCE, "two K that mean the same"
+    assert_every_k(model, judge, messages, pictures, KS, TOLERANCE)
 
 
 @pytest.mark.parametrize("k", [None, 4, 6])

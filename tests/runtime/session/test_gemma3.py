@@ -14,7 +14,7 @@ import torch
 from tests.support.bundles import ORT, export
 from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
 from tests.support.families.gemma import GEMMA3, gemma3_logits, settings3
-from tests.support.parity import QUESTIONS, STEPS, assert_chat_as_reference, assert_later_equal_fresh
+from tests.support.parity import QUESTIONS, STEPS, assert_chat_as_reference, assert_every_k, assert_later_equal_fresh
 from tests.support.parity import assert_near_reference as assert_near
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
@@ -69,21 +69,7 @@ def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
     model: Model, judge: Reference, count: int
 ) -> None:
     images, messages = [random_image(number) for number in range(count)], prompt_messages(QUESTIONS[1], count)
-    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
-    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    ids, logits = judge.generate_hf(inputs, STEPS)
-    answers = []
-    for k in (None, *KS):
-        wanted = judge.greedy(inputs, k, STEPS)
-        found = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-        assert list(found.done.slots) == judge.kv_slots(inputs, k)
-        answers.append(wanted.logits)
-    assert answers[0].argmax(-1).tolist() == ids
-    np.testing.assert_allclose(answers[0].numpy(), logits.numpy(), atol=TOLERANCE, rtol=0)
-    changes = [float((a - b).abs().max()) for n, a in enumerate(answers) for b in answers[:n]]
-    assert min(changes) > 100 * TOLERANCE, "two K that mean the same"
+    assert_every_k(model, judge, messages, images, KS, TOLERANCE)
 
 
 def test_the_golden_vectors_hold(model: Model) -> None:

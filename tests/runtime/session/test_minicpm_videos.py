@@ -44,11 +44,11 @@ from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.session import Session
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.frame_file import FrameFile
+from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.layouts import read_frames, spec_of
 from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 from vtx.runtime.vision.layouts.slices import Slices
-from vtx.runtime.vision.video import Rate, SampledFrames, Video, video
-from vtx.runtime.vision.video_child import at_seconds, chosen
+from vtx.runtime.vision.video import Video, video
 
 pytestmark = pytest.mark.dialects("ort", "plain")
 TOLERANCE = 1e-4  # as of Qwen3.5
@@ -134,12 +134,11 @@ def test_frames_are_those_that_transformers_samples() -> None:
     for count, rate, most in cases:
         given = VideoMetadata(count, rate, duration=count / rate)
         wanted = theirs.sample_frames(given, max_num_frames=most)
-        assert at_seconds(count, rate, most) == wanted, (count, rate, most)
-        by_rate = {"a_second": 1.0, "fewest": 1, "most": most}
-        assert chosen(count, rate, None, by_rate, without_ends=None, by_second=True) == wanted
+        sampling = SlicedFrames(Slices(16, 4, 448, 9, True), most).sampling
+        assert sampling.numbers(count, rate) == wanted, (count, rate, most)
         if count / rate > most:
-            assert chosen(count, rate, most, None, without_ends=None, by_second=True) == wanted
-    assert chosen(60, 30.0, 6, None, without_ends=None, by_second=True) == [0, 11, 23, 35, 47, 59]  # more than seconds
+            assert replace(sampling, most=64).numbers(count, rate, most) == wanted
+    assert sampling.numbers(60, 30.0, 6) == [0, 11, 23, 35, 47, 59]  # more than seconds
 
 
 @pytest.mark.parametrize("k", [None, 5])
@@ -339,7 +338,6 @@ def test_a_layout_of_sliced_frames_is_written_and_read_and_bounds_its_tokens() -
     spec = spec_of(layout)
     assert spec == LayoutSpec("sliced_frames", 64 * layout.slices.max_tokens, json_value(layout))
     assert read_frames(spec) == layout
-    assert layout.rate == Rate(1.0, 1, 64)
     clip = SampledFrames(tuple(range(64)), 64, 1.0)
     for size in ((448, 448), (1920, 1080), (3000, 15), (30, 4000)):
         assert layout.prompt_image(clip, *size).tokens <= layout.max_tokens

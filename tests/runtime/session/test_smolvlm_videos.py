@@ -1,8 +1,13 @@
-"""Videos of SmolVLM2: transformers' processor samples, words and prints them, and prepares frames with Pillow."""
+"""Videos of SmolVLM2: transformers' processor samples, words and prints them, and prepares frames with Pillow.
+
+`VTX_CONFIGURATIONS=30` sets how many random configurations are compared with transformers.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +18,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.exported import Models, greedy, prompt
+from tests.support.bundles import ORT, export
+from tests.support.drawn import smolvlm
+from tests.support.exported import THREADS, Models, greedy, prompt
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.parity import STEPS, TOLERANCE, assert_later_equal_fresh, assert_parity
 from tests.support.reference import Inputs, Reference
-from tests.support.tiny import prompt_messages, random_image, random_video
+from tests.support.tiny import make, prompt_messages, random_image, random_video
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import UNPRINTED, plan_export
 from vtx.runtime.api.load import load
@@ -25,12 +32,13 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError
 from vtx.runtime.vision.layouts.frames import Frames, in_words
 from vtx.runtime.vision.video import Video, video
-from vtx.runtime.vision.video_child import chosen
 
 pytestmark = pytest.mark.dialects("ort", "plain")
 QUESTION = "What is the colour of the square in the picture?"
 TINY = replace(SMOLVLM, context=1024)
-WORDS = {1: "one", 3: "three", 8: "eight"}  # as num2words has them
+WORDS = dict(
+    enumerate(["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"], 1)
+)  # as num2words has them
 WIDE = video(random_video(0, 30, (90, 61)), fps=4)
 HIGH = video(random_video(1, 9, (50, 170)), fps=3)
 LONG = video(random_video(2, 1, (20, 20)).repeat(4000, 0), fps=1)  # over an hour
@@ -118,8 +126,8 @@ def test_frames_are_those_that_transformers_samples(count: int, rate: float, a_s
 
     given = VideoMetadata(count, rate, duration=count / rate)
     wanted = SmolVLMVideoProcessor().sample_frames(given, num_frames=most, fps=a_second).tolist()
-    by_rate = {"a_second": a_second, "fewest": 1, "most": most, "nearest": True}
-    assert chosen(count, rate, None, by_rate, without_ends=a_second) == wanted
+    frames = Frames(most, 1, a_second=a_second)
+    assert frames.sampling.numbers(count, rate) == wanted
 
 
 @pytest.mark.parametrize("k", [None, 5])
@@ -195,3 +203,43 @@ def test_a_template_of_the_user_decides_about_videos_and_settings_are_read_as_by
     for bad in ({"a_second": 0.0}, {"longer": 0}, {"longer": 5000}):
         with pytest.raises(BundleError, match="export the bundle again"):
             Frames(8, 4, **bad)  # type: ignore[arg-type]
+
+
+CONFIGURATIONS = int(os.environ.get("VTX_CONFIGURATIONS") or 1)
+
+
+@slow
+@pytest.mark.parametrize("seed", range(CONFIGURATIONS))
+def test_random_models_answer_about_random_videos_as_transformers_and_the_statement(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(f"videos {seed}")
+    tiny = replace(smolvlm(draw), names="saved")
+    checkpoint = make(tmp_path / "checkpoint", tiny, seed)
+    ks = sorted(draw.sample(range(2, tiny.layers + 1), 2))
+    judge, worst, sure = Reference(checkpoint), 0.0, 0
+    count, fps, size = (
+        draw.randint(1, 40),
+        draw.choice([5, 7.5, 10, 24]),
+        (draw.randint(20, 160), draw.randint(20, 160)),
+    )
+    fewer = draw.randint(1, max(1, round(count / fps)))  # transformers samples no more than one a second
+    given = video(random_video(seed, count, size), fps=fps, frames=draw.choice([None, fewer]))
+    messages = prompt_messages(QUESTION, 0, 1)
+    inputs = asked_of(judge, checkpoint, messages, given, monkeypatch)
+    ids, logits = judge.generate_hf(inputs, STEPS)
+    folder = export(checkpoint, tmp_path / "bundle", ks, dialects=ORT).folder
+    with load(folder, device="cpu", threads=THREADS) as model:
+        asked = prompt(model, messages, [given])
+        assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
+        for k in (None, *ks):
+            wanted = judge.greedy(inputs, k, STEPS)
+            found = greedy(model, asked, k, STEPS, forced=wanted.ids)
+            worst = max(worst, float(np.abs(found.logits - wanted.logits.numpy()).max()))
+            assert found.ids == wanted.ids or wanted.margin < 1e-4
+            if k is None and ids == wanted.ids:
+                worst, sure = max(worst, float(np.abs(found.logits - logits.numpy()).max())), sure + 1
+            assert list(found.done.slots) == judge.kv_slots(inputs, k)
+        assert sure or wanted.margin < 1e-4
+    print(seed, f"{worst:.1e}", len(inputs["input_ids"][0]))
+    assert worst < 1e-4

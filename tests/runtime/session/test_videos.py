@@ -34,12 +34,12 @@ from vtx.runtime.session import encoded_images
 from vtx.runtime.session.encoded_images import ImageCache
 from vtx.runtime.vision import frame_file
 from vtx.runtime.vision.frame_file import FrameFile
+from vtx.runtime.vision.frame_sampling import FrameSampling, evenly
 from vtx.runtime.vision.layouts import frames as frames_of_videos
 from vtx.runtime.vision.limits import MAX_CHOSEN_FRAMES
 from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import PromptImage
 from vtx.runtime.vision.video import Video, load_frames, video
-from vtx.runtime.vision.video_child import sampled
 
 pytestmark = pytest.mark.dialects("ort", "plain")
 GET_FRAME = FrameFile.__getitem__
@@ -129,15 +129,15 @@ def test_a_video_of_one_frame_and_its_picture_are_not_taken_for_each_other(model
 
 
 def test_frames_are_sampled_from_the_first_to_the_last() -> None:
-    assert sampled(30, 8) == [0, 4, 8, 12, 16, 20, 24, 29]
-    assert sampled(100, 1) == [0]
-    assert sampled(3, 8) == [0, 0, 0, 0, 1, 1, 1, 2]
-    assert sampled(30, 8, padded=True) == [0, 4, 8, 12, 16, 20, 24, 28]
-    assert sampled(8, 8, padded=True) == [0, 0, 1, 2, 3, 4, 5, 6]
-    assert sampled(3, 5, padded=True) == [-1, -1, 0, 1, 2]
-    assert sampled(1, 1, padded=True) == [0]
-    taken = load_frames(Video(WIDE), 8, np.asarray)
-    assert all((frame == WIDE[place]).all() for frame, place in zip(taken, sampled(30, 8), strict=True))
+    assert evenly(8, 0, 29) == [0, 4, 8, 12, 16, 20, 24, 29]
+    assert evenly(1, 0, 99) == [0]
+    assert evenly(8, 0, 2) == [0, 0, 0, 0, 1, 1, 1, 2]
+    assert evenly(8, 0, 29, padded=True) == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert evenly(8, 0, 7, padded=True) == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert evenly(5, 0, 2, padded=True) == [-1, -1, 0, 1, 2]
+    assert evenly(1, 0, 0, padded=True) == [0]
+    taken = load_frames(Video(WIDE), FrameSampling(8), np.asarray)
+    assert all((frame == WIDE[place]).all() for frame, place in zip(taken, evenly(8, 0, 29), strict=True))
 
 
 class Held:
@@ -243,7 +243,7 @@ def test_pixels_of_frames_are_near_those_of_transformers_video_processors(models
     model = models(VIDEO_LLAVA, (3, 5))
     assert model.manifest.video is not None
     settings = model.manifest.video.image
-    frames = torch.from_numpy(np.stack([WIDE[place] for place in sampled(len(WIDE), 8)])).permute(0, 3, 1, 2)
+    frames = torch.from_numpy(np.stack([WIDE[place] for place in evenly(8, 0, len(WIDE) - 1)])).permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(frames, (56, 84), mode="bicubic", antialias=True)
     cropped = resized[..., 14:70] / 255
     mean, std = (torch.tensor(values)[:, None, None] for values in (settings.mean, settings.std))

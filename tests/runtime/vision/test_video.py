@@ -23,15 +23,17 @@ from tests.support.video_files import FRAMES, RATE, write_video
 from vtx import cli
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.vision import video as reading
+from vtx.runtime.vision.frame_sampling import FrameSampling, evenly
 from vtx.runtime.vision.limits import MAX_VIDEO_MEMORY
 from vtx.runtime.vision.video import Video, as_video, load_frames
-from vtx.runtime.vision.video_child import sampled
 
 av: Any = pytest.importorskip("av", reason="the [video] extra is not installed")
 
+PADDED = FrameSampling(8, padded=True)
+
 
 def levels(source: Any, wanted: int = 8) -> list[float]:
-    return load_frames(Video(source), wanted, lambda frame: float(np.asarray(frame).mean()))
+    return load_frames(Video(source), FrameSampling(wanted), lambda frame: float(np.asarray(frame).mean()))
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +43,17 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_short_file_begins_with_black_frames_where_the_layout_says_so(tmp_path: Path) -> None:
     path = write_video(tmp_path / "short.mp4", frames=5, top=100)
-    seen = load_frames(Video(path), 8, lambda frame: (frame.size, float(np.asarray(frame).mean())), padded=True)
+    seen = load_frames(Video(path), PADDED, lambda frame: (frame.size, float(np.asarray(frame).mean())))
     assert [size for size, _ in seen] == [(64, 48)] * 8
     assert [level for _, level in seen] == pytest.approx([0, 0, 0, 50, 52, 54, 56, 58], abs=4)
-    long = load_frames(Video(write_video(tmp_path / "long.mp4")), 8, lambda f: float(np.asarray(f).mean()), padded=True)
-    assert long == pytest.approx([2 * place for place in sampled(FRAMES, 8, padded=True)], abs=4)
+    long = load_frames(Video(write_video(tmp_path / "long.mp4")), PADDED, lambda f: float(np.asarray(f).mean()))
+    assert long == pytest.approx([2 * place for place in evenly(8, 0, FRAMES - 1, padded=True)], abs=4)
 
 
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi"])
 def test_the_sampled_frames_are_read(tmp_path: Path, name: str) -> None:
     path = write_video(tmp_path / name)
-    assert levels(path) == pytest.approx([2 * place for place in sampled(FRAMES, 8)], abs=4)
+    assert levels(path) == pytest.approx([2 * place for place in evenly(8, 0, FRAMES - 1)], abs=4)
     assert levels(path.read_bytes(), 3) == pytest.approx([0, 88, 178], abs=4)
 
 
@@ -66,7 +68,7 @@ def test_a_frame_is_turned_upright(tmp_path: Path) -> None:
     at = content.index(b"tkhd") + 4 + 40  # a track's matrix, here of a quarter turn with the clock
     matrix = (0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
     content[at : at + 36] = b"".join(number.to_bytes(4, "big", signed=True) for number in matrix)
-    (frame,) = load_frames(Video(bytes(content)), 1, np.asarray)
+    (frame,) = load_frames(Video(bytes(content)), FrameSampling(1), np.asarray)
     assert frame.shape == (64, 48, 3)
     assert frame[:, :20].mean() < 20 < 80 < frame[:, 28:].mean()
 
@@ -203,8 +205,9 @@ def test_a_table_of_millions_of_samples_takes_no_memory_of_this_process(
     assert path.stat().st_size < 2000
     code = (
         "import re, resource, sys; import numpy as np; from vtx.runtime.errors import ImageError\n"
+        "from vtx.runtime.vision.frame_sampling import FrameSampling\n"
         "from vtx.runtime.vision.video import Video, load_frames\n"
-        "try: load_frames(Video(sys.argv[1]), 8, np.asarray)\n"
+        "try: load_frames(Video(sys.argv[1]), FrameSampling(8), np.asarray)\n"
         "except ImageError as error: print(error)\n"
         "ours = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
         "print(ours, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
@@ -237,7 +240,7 @@ def test_frames_fewer_than_packets_are_sampled_anew(tmp_path: Path) -> None:
             file.mux(hidden)
     shown = [10 * number for number in range(12) if number not in (2, 5, 11)]
     assert levels(path, 9) == pytest.approx(shown, abs=4)
-    assert levels(path, 4) == pytest.approx([shown[at] for at in sampled(9, 4)], abs=4)
+    assert levels(path, 4) == pytest.approx([shown[at] for at in evenly(4, 0, 8)], abs=4)
 
 
 @pytest.mark.parametrize(
@@ -267,20 +270,21 @@ def test_a_video_that_nobody_waits_for_any_more_is_left(clip: Path, monkeypatch:
     monkeypatch.setattr(reading, "CHILD", "tests.support.video_faults:hang")
     seen = list[object]()
     with pytest.raises(RequestError, match="is no longer wanted"):
-        load_frames(Video(clip), 8, seen.append, stopped=lambda: len(seen) == 2)
+        load_frames(Video(clip), FrameSampling(8), seen.append, stopped=lambda: len(seen) == 2)
 
 
 def test_threads_read_videos_side_by_side(clip: Path) -> None:
     content = clip.read_bytes()
     with ThreadPoolExecutor(4) as threads:
         for found in threads.map(levels, [clip, content, clip, content]):
-            assert found == pytest.approx([2 * place for place in sampled(FRAMES, 8)], abs=4)
+            assert found == pytest.approx([2 * place for place in evenly(8, 0, FRAMES - 1)], abs=4)
 
 
 def test_reading_a_video_loads_no_decoder_here(clip: Path) -> None:
     code = (
-        "import sys; import numpy as np; from vtx.runtime.vision.video import Video, load_frames; "
-        "print(len(load_frames(Video(sys.argv[1]), 3, np.asarray)), 'av' in sys.modules)"
+        "import sys; import numpy as np; from vtx.runtime.vision.frame_sampling import FrameSampling; "
+        "from vtx.runtime.vision.video import Video, load_frames; "
+        "print(len(load_frames(Video(sys.argv[1]), FrameSampling(3), np.asarray)), 'av' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(clip)], capture_output=True, text=True, check=True)
     assert done.stdout == "3 False\n"
@@ -289,7 +293,7 @@ def test_reading_a_video_loads_no_decoder_here(clip: Path) -> None:
 def test_what_is_no_file_and_no_array_is_refused() -> None:
     given: Any = random_image(1)
     with pytest.raises(ImageError, match="the video is of type Image; give a path"):
-        load_frames(Video(given), 2, lambda frame: frame)
+        load_frames(Video(given), FrameSampling(2), lambda frame: frame)
 
 
 def test_a_directory_and_an_absent_file_are_refused(tmp_path: Path) -> None:

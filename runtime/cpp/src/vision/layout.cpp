@@ -17,12 +17,7 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
   if (kind == kLayouts.end())
     fail(Kind::bundle, "vtx.json: the image layout '", spec.name.substr(0, 40), "' is unknown to this vtx, which has ",
          known, "; ", kUpgrade);
-  Fields parameters(spec.parameters, "vtx.json: layout '" + spec.name + "'");
-  LayoutPtr layout = kind->second(parameters);
-  parameters.done();
-  if (layout->max_tokens() != spec.max_tokens)
-    fail(Kind::bundle, "vtx.json: layout '", spec.name, "' gives at most ", layout->max_tokens(),
-         " tokens, layout.max_tokens is ", spec.max_tokens, "; export again");
+  LayoutPtr layout = make_declared(kind->second, spec);
   if (layout->min_tokens() != spec.min_tokens)
     fail(Kind::bundle, "vtx.json: layout.min_tokens ", spec.min_tokens.value_or(0), " is not that of '", spec.name,
          "'; export again");

@@ -6,13 +6,12 @@
 #include <utility>
 #include <vector>
 
+#include "bundle/fields.hpp"
 #include "bundle/manifest.hpp"
 #include "vision/picture.hpp"
 #include "vision/tokens.hpp"
 
 namespace vtxcore {
-
-class Fields;
 
 using Views = std::vector<std::shared_ptr<const ImageTokens>>;
 
@@ -59,6 +58,19 @@ using LayoutPtr = std::shared_ptr<const Layout>;
 // Throws Error(bundle) unless the tower's tokens are of `side` x `side` patches of `patch` pixels a side, and it is one for
 // images of `any_shape`.
 void check_squares(const TowerSpec& tower, int64_t patch, int64_t side, bool any_shape);
+
+// What `make` makes of the declared parameters, of images or of videos. Throws Error(bundle): parameters that it does not
+// have, or another number of tokens than declared.
+template <typename Pointer>
+Pointer make_declared(Pointer (*make)(Fields&), const LayoutSpec& spec) {
+  Fields parameters(spec.parameters, "vtx.json: layout '" + spec.name + "'");
+  Pointer layout = make(parameters);
+  parameters.done();
+  if (layout->max_tokens() != spec.max_tokens)
+    fail(Kind::bundle, "vtx.json: layout '", spec.name, "' gives at most ", layout->max_tokens(),
+         " tokens, layout.max_tokens is ", spec.max_tokens, "; export again");
+  return layout;
+}
 
 // The layout that a bundle declares, checked against its tower. Throws Error(bundle).
 LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower);

@@ -5,7 +5,6 @@
 #include <map>
 
 #include "base/checks.hpp"
-#include "bundle/fields.hpp"
 
 namespace vtxcore {
 
@@ -37,13 +36,7 @@ VideoLayoutPtr read_video_layout(const LayoutSpec& spec) {
   static const std::map<std::string, VideoLayoutPtr (*)(Fields&)> kKinds{{"frames", make_frames}, {"pairs", make_pairs}};
   auto kind = kKinds.find(spec.name);
   if (kind == kKinds.end()) return nullptr;
-  Fields parameters(spec.parameters, "vtx.json: layout '" + spec.name + "'");
-  VideoLayoutPtr layout = kind->second(parameters);
-  parameters.done();
-  if (layout->max_tokens() != spec.max_tokens)
-    fail(Kind::bundle, "vtx.json: layout '", spec.name, "' gives at most ", layout->max_tokens(),
-         " tokens, layout.max_tokens is ", spec.max_tokens, "; export again");
-  return layout;
+  return make_declared(kind->second, spec);
 }
 
 PreparedFrames prepare_frames(const Video& video, const VideoLayout& layout, const ImageSettings& settings) {

@@ -19,9 +19,10 @@ from tests.support.video_files import RATE, write_video
 from vtx.runtime.bundle.spec.manifest import LayoutSpec
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.strict import json_value
+from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.layouts import read_frames, spec_of
 from vtx.runtime.vision.layouts.pairs import Pairs
-from vtx.runtime.vision.video import Rate, SampledFrames, Video, load_frames
+from vtx.runtime.vision.video import Video, load_frames
 
 QWEN2 = Pairs(14, 2, 128 * 784, 768 * 784, 64, 2.0, 4)
 QWEN25 = Pairs(14, 2, 4 * 784, 12 * 784, 64, 2.0, 4, ticks=2.0)
@@ -119,10 +120,9 @@ def test_frames_that_would_be_too_large_are_refused() -> None:
 def test_a_file_is_sampled_by_its_rate_and_its_times_are_told(tmp_path: Path) -> None:
     pytest.importorskip("av", reason="needs vtx-edge[video]")
     path, seen = write_video(tmp_path / "clip.mp4", frames=3 * RATE), list[SampledFrames]()
-    for rate, wanted in ((Rate(2.0, 4, 64), 6), (Rate(1.0, 4, 64), 4), (Rate(9.0, 4, 5), 5)):
-        levels = load_frames(
-            Video(path), rate, lambda frame: float(np.asarray(frame).mean()), nearest=True, begun=seen.append
-        )
+    for most, rate, wanted in ((64, 2.0, 6), (64, 1.0, 4), (5, 9.0, 5)):
+        sampling = replace(QWEN3, frames=most, a_second=rate).sampling
+        levels = load_frames(Video(path), sampling, lambda frame: float(np.asarray(frame).mean()), begun=seen.append)
         clip = seen[-1]
         assert (len(levels), len(clip.numbers), clip.count) == (wanted, wanted, 3 * RATE)
         assert clip.rate == pytest.approx(RATE)
