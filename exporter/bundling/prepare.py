@@ -448,7 +448,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                     f"{part.name} drops tokens after layer {beyond[0] - 1}, but this model's layers from "
                     f"{config.text.shared} on have no K and V of their own; use layers before {config.text.shared}"
                 )
-            side, two_towers = max(vision.square, vision.pool), vision.beside is not None
+            side, two_towers = max(vision.square, vision.pool), vision.beside is not None or bool(vision.towers)
             check_patches(part, side, class_token=vision.class_token, two_towers=two_towers)
             if vision.stage_blocks and (own.tower_layers or own.merging):
                 raise UnsupportedModelError(
