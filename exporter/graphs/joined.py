@@ -46,6 +46,13 @@ def build_joined(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
     return b.reshape(b.op("Concat", *parts, axis=-1), -1, v.grid**2, v.hidden)
 
 
+def constant_bytes(v: VisionConfig) -> int:
+    """Bytes of the larger constants in the graph, about: matrices that resize pixels, and tables of rotations."""
+    pixels = sum(v.image * tower.image for tower in v.towers if tower.image != v.image)
+    turned = [tower for tower in v.towers if tower.family == "eva02"]
+    return 4 * pixels + sum(4 * tower.hidden // tower.heads * 2 * tower.grid**2 for tower in turned)
+
+
 def resizing(
     count: int, out: int, *, corners: bool = False, cubic: bool = False, antialias: bool = False
 ) -> NDArray[np.float32]:
@@ -99,8 +106,8 @@ def _resized(b: Builder, pixels: ir.Value, side: int, out: int, **how: bool) -> 
     """Pixels [images, 3, side, side] float32 as [images, 3, out, out]."""
     if side == out:
         return pixels
-    matrix = resizing(side, out, **how)
-    return b.op("MatMul", b.constant(matrix), b.op("MatMul", pixels, b.constant(np.ascontiguousarray(matrix.T))))
+    matrix = b.constant(resizing(side, out, **how))
+    return b.op("MatMul", matrix, b.op("MatMul", pixels, b.op("Transpose", matrix, perm=[1, 0])))
 
 
 def _patches(b: Builder, v: VisionConfig, pixels: ir.Value, name: str, *, bias: bool = True) -> ir.Value:
@@ -279,7 +286,7 @@ def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: in
         b.op("Slice", qkv, b.constant([start]), b.constant([start + v.hidden]), b.constant([1]))
         for start in range(0, 3 * v.hidden, v.hidden)
     )
-    q = b.reshape(q, -1, side, side, v.heads, dim)
+    q, k = (b.reshape(part, -1, side, side, v.heads, dim) for part in (q, k))
     numbers = np.arange(side)
     distances = b.constant(numbers[:, None] - numbers[None, :] + side - 1)
     terms = []
@@ -291,12 +298,12 @@ def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: in
     wide = dim + 2 * side
     scaled = b.op("Mul", q, b.scalar((wide / dim) ** 0.5))
     q = b.op("Concat", scaled, *(b.op("Mul", term, b.scalar(wide**0.5)) for term in terms), axis=-1)
-    rows, columns = (np.repeat(numbers, side), np.tile(numbers, side))
-    places = np.concatenate([np.eye(side)[rows], np.eye(side)[columns]], 1)[None, :, None]
-    k = b.reshape(k, -1, tokens, v.heads, dim)
-    shape = b.op("Concat", b.op("Shape", k, start=0, end=3), b.constant([2 * side]), axis=0)
-    own = b.op("Expand", b.constant(places.astype(b.dialect.compute.numpy())), shape)
-    k = b.reshape(b.op("Concat", k, own, axis=-1), -1, tokens, v.heads * wide)
+    shape = b.op("Concat", b.op("Shape", k, start=0, end=4), b.constant([side]), axis=0)
+    places = np.eye(side, dtype=b.dialect.compute.numpy())
+    own = [
+        b.op("Expand", b.constant(places.reshape(1, *axes, 1, side)), shape) for axes in ((side, 1), (1, side))
+    ]
+    k = b.reshape(b.op("Concat", k, *own, axis=-1), -1, tokens, v.heads * wide)
     q, w = b.reshape(q, -1, tokens, v.heads * wide), b.reshape(w, -1, tokens, v.hidden)
     return b.dialect.tower_attention(b, q, k, w, v.heads, wide, value_dim=dim)
 

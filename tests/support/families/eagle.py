@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def drawn(number: int) -> tuple[TinyEagle, tuple[int, ...]]:
         rows=pick([46, 64]),
     )  # fmt: skip
     if not buffers:
-        tiny = TinyEagle(**{**tiny.__dict__, "eva_heads": tiny.eva[1] // 64})
+        tiny = replace(tiny, eva_heads=tiny.eva[1] // 64)
     return tiny, tuple(sorted(chance.sample(range(2, layers + 1), min(3, layers - 1))))
 
 
