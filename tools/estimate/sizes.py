@@ -326,6 +326,8 @@ def _part(tower: TowerSpec) -> TowerPart:
     positions = (tower.position_grid or tower.grid) ** 2 + (tower.family in ("clip", "eva02"))
     if tower.axis_positions is not None:
         positions = 2 * tower.axis_positions
+    if tower.stage_blocks:
+        positions = 0
     whole = tower.layers if tower.window is None else len(tower.full_blocks)
     return TowerPart(
         tower.family, tower.layers, tower.hidden, tower.intermediate, tower.heads, tower.grid**2, tower.patch, whole,

@@ -112,8 +112,8 @@ TowerSpec read_tower(const Json& value) {
     width += second->feature_width;
   }
   if (neck) width = product({names::kNeckSquare, names::kNeckSquare, *neck});
-  const bool several = second.has_value() || !towers.empty();
-  return {image, patch, grid, tokens, states, width, hidden / heads, shuffle, pool, class_token, several,
+  const bool several_towers = second.has_value() || !towers.empty();
+  return {image,  patch,  grid,    tokens, states, width, hidden / heads, shuffle, pool, class_token, several_towers,
           native, naflex, nearest, axes};
 }
 
