@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, check_layers, check_values, parse
@@ -102,13 +102,13 @@ def _sizes(_: Config, tensors: Mapping[str, TensorInfo]) -> Config:
     others = [read(_Tensors(tensors, name), sam.image) for name, read in _OTHERS.items()]
     towers = (*others[:2], sam, *others[2:])
     for found, published in zip(towers, PUBLISHED, strict=True):
-        if found.hidden == published.hidden and found != published:
-            name = next(f.name for f in fields(found) if getattr(found, f.name) != getattr(published, f.name))
+        depth, wanted = (tower.stage_blocks or tower.layers for tower in (found, published))
+        if found.hidden == published.hidden and depth != wanted:
             raise CheckpointError(
-                f"by its tensors the tower {found.family} has {name} {getattr(found, name)!s:.40}, Eagle-X5's has "
-                f"{getattr(published, name)!s:.40}; use the whole checkpoint"
+                f"by its tensors the tower {found.family} has {depth!s:.60} layers, and Eagle-X5's of that width has "
+                f"{wanted}; use the whole checkpoint"
             )
-    return {TOWERS: towers}
+    return {TOWERS: tuple(map(astuple, towers))}
 
 
 def _sam(held: _Tensors) -> VisionConfig:
@@ -194,8 +194,8 @@ def _read(config: Config) -> ModelConfig:
     if names != NAMES:
         raise UnsupportedModelError(f"the vision towers {names!r:.120} are not supported; vtx supports {NAMES}")
     check_values(config, "an Eagle-X5", {"image_aspect_ratio": (None, "square", "pad")})
-    towers = config.get(TOWERS)
-    towers = towers if isinstance(towers, tuple) else PUBLISHED
+    read = config.get(TOWERS)
+    towers = tuple(VisionConfig(*sizes) for sizes in read) if isinstance(read, tuple) else PUBLISHED
     hidden, image = sum(tower.width for tower in towers), towers[2].image
     if config.get("mm_hidden_size", hidden) != hidden:
         raise CheckpointError(

@@ -298,6 +298,12 @@ def test_a_missing_or_odd_tensor_is_refused_by_name(
             plan_export(ExportOptions(place, (3,), "fp32", dialects=ORT))
 
 
+def test_a_tower_of_the_published_width_without_its_last_layers_is_refused(tmp_path: Path) -> None:
+    tiny = replace(TINY, clip=(1, 1024, 16))
+    with pytest.raises(CheckpointError, match="the tower clip has 1 layers, and Eagle-X5's of that width has 24"):
+        open_checkpoint(str(make_eagle(tmp_path / "x", tiny)))
+
+
 def test_a_checkpoint_without_a_tower_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     def without(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if ".vision_towers.3." in name]:

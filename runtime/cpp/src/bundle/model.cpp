@@ -112,8 +112,8 @@ TowerSpec read_tower(const Json& value) {
     width += second->feature_width;
   }
   if (neck) width = product({names::kNeckSquare, names::kNeckSquare, *neck});
-  const bool several_towers = second.has_value() || !towers.empty();
-  return {image,  patch,  grid,    tokens, states, width, hidden / heads, shuffle, pool, class_token, several_towers,
+  const bool of_several_towers = second.has_value() || !towers.empty();
+  return {image,  patch,  grid,    tokens, states, width, hidden / heads, shuffle, pool, class_token, of_several_towers,
           native, naflex, nearest, axes};
 }
 
