@@ -56,7 +56,7 @@ def constant_bytes(v: VisionConfig) -> int:
 def resizing(
     count: int, out: int, *, corners: bool = False, cubic: bool = False, antialias: bool = False
 ) -> NDArray[np.float32]:
-    """The matrix [out, count] that resizes one axis as PyTorch's `interpolate` does.
+    """The matrix [out, count] that resizes one axis as PyTorch's `interpolate` does, places in float32 as there.
 
     Linear or `cubic`; `corners`: the first and the last values keep their places (`align_corners`), of linear alone.
     `antialias`: filters are as wide as a step of the result.
@@ -70,10 +70,10 @@ def resizing(
             matrix[row, low] += 1 - (at - low)
             matrix[row, min(low + 1, count - 1)] += at - low
         return matrix.astype(np.float32)
-    step = count / out
-    spread, curve = max(step, 1.0) if antialias else 1.0, -0.5 if antialias else -0.75
+    step = np.float32(count) / np.float32(out)
+    spread, curve = max(float(step), 1.0) if antialias else 1.0, -0.5 if antialias else -0.75
     for row in range(out):
-        centre = step * (row + 0.5)
+        centre = float(step * np.float32(row + 0.5))
         first = math.floor(centre - 2 * spread - 1)
         taps = np.arange(first, math.ceil(centre + 2 * spread + 1) + 1)
         far = np.abs(taps + 0.5 - centre) / spread
