@@ -44,7 +44,8 @@ class Prediction:
 
 def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, texts: int) -> int:
     """Bytes of the files other than weights: graphs, tables of rope, golden vectors, and `texts` bytes of tokenizer,
-    template, gates and constants of graphs. `layers` are the layers of the decoder and the towers, counted once for each dialect.
+    template, gates and constants of graphs. `layers` are the layers of the decoder and the towers, counted once for
+    each dialect.
     """
     text, vision = config.text, config.vision
     pixels = vision.image**2

@@ -20,9 +20,7 @@ from vtx.exporter.graphs.builder import Builder, Shapes, linear_tensors, norm_te
 from vtx.exporter.graphs.encoder import block_tensors, build_block
 from vtx.runtime.bundle.spec.model_spec import NECK_SQUARE
 
-CLIP, CONVNEXT, SAM, EVA, PIX2STRUCT = (
-    f"vision.{name}" for name in ("clip", "convnext", "sam", "eva02", "pix2struct")
-)
+CLIP, CONVNEXT, SAM, EVA, PIX2STRUCT = (f"vision.{name}" for name in ("clip", "convnext", "sam", "eva02", "pix2struct"))
 STEM, KERNEL, WIDER = 4, 7, 4  # of ConvNeXt: sides of its stem and of its convolutions, and an MLP's width
 THETA, TRAINED = 10_000.0, 16  # of EVA-02's rotation: its base, and the patches a side that positions are scaled to
 WHITE = 255.0  # the largest pixel that Pix2Struct sees
@@ -300,9 +298,7 @@ def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: in
     q = b.op("Concat", scaled, *(b.op("Mul", term, b.scalar(wide**0.5)) for term in terms), axis=-1)
     shape = b.op("Concat", b.op("Shape", k, start=0, end=4), b.constant([side]), axis=0)
     places = np.eye(side, dtype=b.dialect.compute.numpy())
-    own = [
-        b.op("Expand", b.constant(places.reshape(1, *axes, 1, side)), shape) for axes in ((side, 1), (1, side))
-    ]
+    own = [b.op("Expand", b.constant(places.reshape(1, *axes, 1, side)), shape) for axes in ((side, 1), (1, side))]
     k = b.reshape(b.op("Concat", k, *own, axis=-1), -1, tokens, v.heads * wide)
     q, w = b.reshape(q, -1, tokens, v.heads * wide), b.reshape(w, -1, tokens, v.hidden)
     return b.dialect.tower_attention(b, q, k, w, v.heads, wide, value_dim=dim)
@@ -407,8 +403,9 @@ def _pix2struct_tensors(v: VisionConfig) -> Shapes:
 
 def _pix2struct(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tuple[ir.Value, int]:
     x = _resized(b, _standardised(b, v, pixels, side), side, v.image, antialias=True)
-    kernel = b.reshape(b.weight(f"{PIX2STRUCT}.embeddings.patch_projection.weight"), v.hidden, v.patch, v.patch, 3)
-    kernel, bias = b.op("Transpose", kernel, perm=[0, 3, 1, 2]), b.weight(f"{PIX2STRUCT}.embeddings.patch_projection.bias")
+    projection = f"{PIX2STRUCT}.embeddings.patch_projection"
+    kernel = b.reshape(b.weight(f"{projection}.weight"), v.hidden, v.patch, v.patch, 3)
+    kernel, bias = b.op("Transpose", kernel, perm=[0, 3, 1, 2]), b.weight(f"{projection}.bias")
     x = b.op("Conv", b.from_float32(x), kernel, bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
     x = b.op("Transpose", x, perm=[0, 2, 3, 1])
     for axis, shape in (("row", (1, v.grid, 1, v.hidden)), ("column", (1, 1, v.grid, v.hidden))):

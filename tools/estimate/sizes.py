@@ -322,7 +322,7 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
 
 
 def _part(tower: TowerSpec) -> TowerPart:
-    """A tower whose features are joined to others'; positions are counted with a class token's, where tables have it."""
+    """A tower whose features are joined to others'; positions are those of its tables, with a class token's."""
     positions = (tower.position_grid or tower.grid) ** 2 + (tower.family in ("clip", "eva02"))
     if tower.axis_positions is not None:
         positions = 2 * tower.axis_positions

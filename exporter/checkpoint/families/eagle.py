@@ -85,7 +85,7 @@ class _Tensors:
 
     def heads(self, hidden: int, head: int) -> int:
         if head < 1 or hidden % head:
-            raise CheckpointError(f"the tower {self.name} has hidden size {hidden}, not a multiple of its heads' {head}")
+            raise CheckpointError(f"the tower {self.name} has hidden size {hidden}, no multiple of its heads' {head}")
         return hidden // head
 
     def side(self, count: int, tensor: str) -> int:
@@ -116,8 +116,8 @@ def _sam(held: _Tensors) -> VisionConfig:
     grid = held.shape("pos_embed", 4)[1]
     if grid * patch % TOKEN or not patch <= grid * patch <= MAX_INPUT_SIDE:
         raise CheckpointError(
-            f"tensors of vision.sam are for pictures of {grid * patch} pixels a side; it must be a multiple of {TOKEN}, "
-            f"of up to {MAX_INPUT_SIDE}"
+            f"tensors of vision.sam are for pictures of {grid * patch} pixels a side; that must be a multiple of "
+            f"{TOKEN} up to {MAX_INPUT_SIDE}"
         )
     count = held.layers("layers.")
     tables = [held.shape(f"layers.{layer}.attn.position_embedding_h", 2) for layer in range(count)]
@@ -170,16 +170,18 @@ def _eva(held: _Tensors, image: int) -> VisionConfig:
     return replace(
         PUBLISHED[3], layers=layers, hidden=hidden, ffn=held.shape("blocks.0.mlp.w1.weight", 2)[0],
         heads=held.heads(hidden, head), image=image, patch=patch, window=window,
-        full_blocks=tuple(range(EVA_WHOLE - 1, layers, EVA_WHOLE)), position_grid=None if positions == grid else positions,
+        full_blocks=tuple(range(EVA_WHOLE - 1, layers, EVA_WHOLE)),
+        position_grid=None if positions == grid else positions,
     )  # fmt: skip
 
 
 def _pix2struct(held: _Tensors, _: int) -> VisionConfig:
     hidden, numbers = held.shape("embeddings.patch_projection.weight", 2)
     patch = held.side(numbers // 3, "embeddings.patch_projection.weight")
-    rows, grid = held.shape("embeddings.row_embedder.weight", 2)[0], math.isqrt(PIX2STRUCT_PATCHES)
+    table, grid = "embeddings.row_embedder.weight", math.isqrt(PIX2STRUCT_PATCHES)
+    rows = held.shape(table, 2)[0]
     if rows <= grid:
-        raise CheckpointError(f"tensor vision.pix2struct.embeddings.row_embedder.weight has {rows} rows, not over {grid}")
+        raise CheckpointError(f"tensor vision.pix2struct.{table} has {rows} rows, {grid + 1} are needed")
     return replace(
         PUBLISHED[4], layers=held.layers("encoder.layer."), hidden=hidden, image=grid * patch, patch=patch,
         ffn=held.shape("encoder.layer.0.mlp.wi_0.weight", 2)[0], heads=held.heads(hidden, HEAD), axis_positions=rows,
@@ -228,13 +230,14 @@ _BASE = original_family("eagle_llama", "EagleLlamaForCausalLM", "llama", "vicuna
 assert _BASE.original is not None
 _LIKE_LLAVA = _BASE.original
 _TOWER = r"^model\.vision_tower\.vision_towers\.{}\.vision_tower\."
+_NAMES = ("convnext", "sam", "eva02", "pix2struct")
 FAMILY = replace(
     _BASE, read=_read, processors=ONE_PIECE,
     tensors=(
         # a name that says what it is, so that it stays a float in integer bundles, as other tables do
         (_TOWER.format(2) + r"(layers\.\d+\.attn)\.rel_pos_([hw])$", r"vision.sam.\1.position_embedding_\2"),
         (_TOWER.format(0) + r"(?:vision_model\.)?", "vision.clip."),
-        *((_TOWER.format(n), f"vision.{name}.") for n, name in enumerate(("convnext", "sam", "eva02", "pix2struct"), 1)),
+        *((_TOWER.format(n), f"vision.{name}.") for n, name in enumerate(_NAMES, 1)),
         *_BASE.tensors,
     ),
     original=replace(

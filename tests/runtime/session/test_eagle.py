@@ -26,7 +26,6 @@ from tests.support.families.eagle import (
     TINY,
     TOWERS,
     Judge,
-    TinyEagle,
     config_of,
     drawn,
     make_eagle,
@@ -238,8 +237,9 @@ def test_methods_that_work_on_tokens_are_exported(checkpoint: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("count", "out", "how"),
     [
-        (1024, 336, {"corners": True}), (24, 32, {"corners": True}), (45, 32, {"corners": True}), (5, 1, {"corners": True}),
-        (1, 4, {"corners": True}), (1024, 720, {"antialias": True}), (128, 180, {"antialias": True}),
+        (1024, 336, {"corners": True}), (24, 32, {"corners": True}), (45, 32, {"corners": True}),
+        (5, 1, {"corners": True}), (1, 4, {"corners": True}),
+        (1024, 720, {"antialias": True}), (128, 180, {"antialias": True}),
         (14, 64, {"cubic": True}), (16, 5, {"cubic": True}), (24, 32, {"cubic": True, "antialias": True}),
         (24, 6, {"cubic": True, "antialias": True}),
     ],
@@ -269,7 +269,7 @@ def broken(checkpoint: Path, place: Path, change: Callable[[dict[str, torch.Tens
     ("tower", "tensor", "named"),
     [
         (0, "vision_model.embeddings.patch_embedding.weight", "vision.clip.embeddings.patch_embedding.weight"),
-        (0, "vision_model.encoder.layers.0.self_attn.k_proj.bias", "vision.clip.encoder.layers.0.self_attn.k_proj.bias"),
+        (0, "vision_model.encoder.layers.0.mlp.fc2.bias", "vision.clip.encoder.layers.0.mlp.fc2.bias"),
         (1, "stages.2.blocks.0.weight", "vision.convnext.stages.2.blocks.0.weight"),
         (1, "stages.3.blocks.0.conv_dw.weight", "vision.convnext.stages.3.blocks.0.conv_dw.weight"),
         (2, "layers.1.attn.rel_pos_w", "vision.sam.layers.1.attn.position_embedding_w"),
