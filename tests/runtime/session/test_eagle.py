@@ -95,10 +95,10 @@ def near(found: Any, wanted: torch.Tensor, tolerance: float = TOLERANCE) -> None
 
 def compare(model: Model, judge: Judge, ks: tuple[int, ...], images: list[Any], question: str = QUESTION) -> set[Any]:
     """Pixels, features, ids and logits; returns the answers, by K."""
-    views = np.concatenate([model.loaded.prepare(image).views for image in images])
-    near(views, judge.pixels(images), 1e-6)
-    hidden = model.backend.vision(views).hidden
-    near(hidden.reshape(len(images), judge.tiny.tokens, -1), judge.features(judge.pixels(images)))
+    views = [np.asarray(model.loaded.prepare(image).views) for image in images]
+    near(np.concatenate(views), judge.pixels(images), 1e-6)
+    hidden = np.stack([model.backend.vision(view).hidden.reshape(judge.tiny.tokens, -1) for view in views])
+    near(hidden, judge.features(judge.pixels(images)))
     asked, answers = prompt(model, prompt_messages(question, len(images)), images), set[Any]()
     assert asked.ids.tolist() == judge.ids(question, len(images))
     for k in (None, *ks):
@@ -319,7 +319,7 @@ def test_a_checkpoint_without_a_tower_is_refused(checkpoint: Path, tmp_path: Pat
         ({"mm_vision_tower": "clip-448;convnext-1024"}, "the vision towers 'clip-448;convnext-1024' are not supported"),
         ({"mm_vision_tower": ["clip-448"]}, "the vision towers .*; vtx supports clip-448;convnext-1024;sam-1024"),
         ({"image_aspect_ratio": "anyres"}, "image_aspect_ratio 'anyres' is not supported in an Eagle-X5"),
-        ({"mm_hidden_size": 7680}, "mm_hidden_size is 7680, but the five towers give 224"),
+        ({"mm_hidden_size": 7680}, "mm_hidden_size is 7680, but the five towers give 256"),
         ({"mm_projector_type": "spatial"}, "mm_projector_type 'spatial' is not supported"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
     ],
@@ -340,7 +340,7 @@ def test_towers_in_a_config_json_are_not_read() -> None:
 
 def test_a_manifest_whose_towers_do_not_fit_is_refused(model: Model) -> None:
     tower = model.manifest.model.tower
-    with pytest.raises(BundleError, match="its 5 towers give 224 numbers a token, its hidden size is 225"):
+    with pytest.raises(BundleError, match="its 5 towers give 256 numbers a token, its hidden size is 225"):
         replace(tower, hidden=225)
     with pytest.raises(BundleError, match="or one of them has several, too"):
         replace(tower, towers=(tower,))
