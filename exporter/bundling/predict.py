@@ -109,9 +109,9 @@ def seeing_memory(config: ModelConfig) -> int:
     patches = config.layout.count(*picture) * v.square**2 if own else config.layout.passes(*picture) * v.grid**2
     states = patches * 4 * (v.ffn + v.hidden)
     if v.towers:  # Pix2Struct's and SAM's states, or the maps of ConvNeXt's first stage
-        patches = (tower.grid**2 * (tower.ffn + 3 * tower.hidden) for tower in v.towers if not tower.stage_blocks)
-        maps = ((tower.image // STEM) ** 2 * tower.stage_widths[0] * 10 for tower in v.towers if tower.stage_blocks)
-        states = max(*patches, *maps)
+        places = [tower.grid**2 * 4 * (tower.ffn + tower.hidden) for tower in v.towers if not tower.stage_blocks]
+        places += [(tower.image // STEM) ** 2 * tower.stage_widths[0] * 10 for tower in v.towers if tower.stage_blocks]
+        states = max(places)
     if v.stage_blocks:
         states = 3 * v.stage_widths[0] * (v.image // 2) ** 2
     return MATRIX_BYTES * max(matrices) + 4 * tables + 4 * states

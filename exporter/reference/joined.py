@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.checkpoint.config import VisionConfig
-from vtx.exporter.graphs.joined import CLIP, CONVNEXT, EVA, NECK_SQUARE, PIX2STRUCT, SAM, STEM, WHITE, eva_angles
+from vtx.exporter.graphs.joined import CLIP, CONVNEXT, EVA, PIX2STRUCT, SAM, STEM, WHITE, eva_angles
 from vtx.exporter.reference.native import attended
+from vtx.runtime.bundle.spec.model_spec import NECK_SQUARE
 
 
 class JoinedTowers:
@@ -173,7 +174,7 @@ def _grid(rows: Tensor, side: int) -> Tensor:
 
 
 def _heads(x: Tensor, v: VisionConfig) -> Tensor:
-    return x.unflatten(-1, (v.heads, -1)).transpose(0, 1)
+    return x.reshape(*x.shape[:-1], v.heads, -1).transpose(0, 1)
 
 
 def _by_windows(x: Tensor, window: int | None, attention: Callable[[Tensor], Tensor]) -> Tensor:
