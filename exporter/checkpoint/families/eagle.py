@@ -21,7 +21,7 @@ from vtx.exporter.checkpoint.fields import MAX_WIDTH
 from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.bundle.spec.image_settings import MAX_INPUT_SIDE
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, NECK_SQUARE
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.single import Single
 
@@ -114,10 +114,10 @@ def _sizes(_: Config, tensors: Mapping[str, TensorInfo]) -> Config:
 def _sam(held: _Tensors) -> VisionConfig:
     hidden, _, patch, _ = held.shape("patch_embed.projection.weight", 4)
     grid = held.shape("pos_embed", 4)[1]
-    if grid * patch % TOKEN or not patch <= grid * patch <= MAX_INPUT_SIDE:
+    if grid % NECK_SQUARE or grid * patch % TOKEN or grid * patch > MAX_INPUT_SIDE:
         raise CheckpointError(
-            f"tensors of vision.sam are for pictures of {grid * patch} pixels a side; that must be a multiple of "
-            f"{TOKEN} up to {MAX_INPUT_SIDE}"
+            f"tensors of vision.sam are for pictures of {grid * patch} pixels and {grid} patches a side; the pixels "
+            f"must be a multiple of {TOKEN} up to {MAX_INPUT_SIDE}, and the patches one of {NECK_SQUARE}"
         )
     count = held.layers("layers.")
     tables = [held.shape(f"layers.{layer}.attn.position_embedding_h", 2) for layer in range(count)]
@@ -233,12 +233,11 @@ _TOWER = r"^model\.vision_tower\.vision_towers\.{}\.vision_tower\."
 _NAMES = ("convnext", "sam", "eva02", "pix2struct")
 FAMILY = replace(
     _BASE, read=_read, processors=ONE_PIECE,
-    tensors=(
+    tensors=(  # of the towers; the others are called as in llava_llama, whose patterns hold for all families
         # a name that says what it is, so that it stays a float in integer bundles, as other tables do
         (_TOWER.format(2) + r"(layers\.\d+\.attn)\.rel_pos_([hw])$", r"vision.sam.\1.position_embedding_\2"),
         (_TOWER.format(0) + r"(?:vision_model\.)?", "vision.clip."),
         *((_TOWER.format(n), f"vision.{name}.") for n, name in enumerate(_NAMES, 1)),
-        *_BASE.tensors,
     ),
     original=replace(
         _LIKE_LLAVA, tower=None, processor=_processor,

@@ -333,6 +333,70 @@ def test_a_configuration_that_does_not_fit_is_refused_by_name(
         plan_export(ExportOptions(str(place), (3,), "fp32", dialects=ORT))
 
 
+def test_a_setting_of_any_kind_is_read_or_refused() -> None:
+    refused = 0
+    for name in config_of(TINY):
+        for wrong in (None, -1, 1.5, 1 << 80, "x", [], {}, [None] * 2, True):
+            try:
+                read_config({**config_of(TINY), "mm_hidden_size": 7680, name: wrong})
+            except (CheckpointError, UnsupportedModelError):
+                refused += 1
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("tower", "tensor", "shape", "message"),
+    [
+        (0, "vision_model.embeddings.position_embedding.weight", (146, 64), "is of 145 places, which are no square"),
+        (0, "vision_model.embeddings.patch_embedding.weight", (64, 3, 400, 400), "have 400 pixels a side, and its"),
+        (2, "pos_embed", (1, 7, 7, 32), "pictures of 112 pixels and 7 patches a side"),
+        (2, "layers.0.attn.rel_pos_h", (7, 16), r"for windows of several sizes, \[3, 4\]"),
+        (2, "layers.0.attn.rel_pos_h", (5, 15), "the tower sam has hidden size 32, no multiple of its heads' 15"),
+        (3, "rope_win.freqs_cos", (8, 32), "rope_win.freqs_cos is of 8 places, which are no square"),
+        (3, "rope_win.freqs_cos", (9, 2), "its heads 2 numbers"),
+        (3, "patch_embed.proj.weight", (64, 3, 24, 24), "patches of vision.eva02 have 24 pixels a side"),
+        (4, "embeddings.row_embedder.weight", (45, 64), "has 45 rows, 46 are needed"),
+        (4, "embeddings.patch_projection.weight", (64, 47), "is of 15 places, which are no square"),
+    ],
+)
+def test_a_tensor_of_a_shape_that_does_not_fit_is_refused(
+    checkpoint: Path, tmp_path: Path, tower: int, tensor: str, shape: tuple[int, ...], message: str
+) -> None:
+    def other(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[OF.format(tower) + tensor] = torch.zeros(shape)
+
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(broken(checkpoint, tmp_path / "x", other))
+
+
+def test_the_graph_at_the_published_sizes_gives_an_image_s_tokens(tmp_path: Path) -> None:
+    """By shapes alone: there are no weights of that size here."""
+    import onnx
+    import onnx_ir as ir
+
+    from vtx.exporter.graphs.builder import FLOAT, Builder
+    from vtx.exporter.graphs.dialects import make_dialect
+    from vtx.exporter.graphs.joined import constant_bytes
+    from vtx.exporter.graphs.vision import build_vision
+    from vtx.exporter.weights.plan import StoredTensor
+
+    config = read_config({**config_of(TINY), "mm_hidden_size": 7680})
+    assert config.layout.max_tokens == 1024
+    stored = {
+        name: StoredTensor("x.safetensors", 0, 4 * math.prod(shape), "F32", shape)
+        for name, shape in vision_tensors(config)
+    }
+    b = Builder("vision", stored, tmp_path, make_dialect("plain", "fp32", 64, FLOAT))
+    build_vision(b, config)
+    written = ir.serde.serialize_model(b.model())
+    inferred = onnx.shape_inference.infer_shapes(written, check_type=True, strict_mode=True, data_prop=True)
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in inferred.graph.value_info}
+    (node,) = (node for node in written.graph.node if node.op_type == "Concat" and len(node.input) == 5)
+    assert [shapes[name][1:] for name in node.input] == [[32, 32, n] for n in (1024, 3072, 1024, 1024, 1536)]
+    layers = 24 + 40 + 24 + 24 + 18
+    assert constant_bytes(config.vision) < written.ByteSize() < constant_bytes(config.vision) + 12_000 * layers
+
+
 def test_towers_in_a_config_json_are_not_read() -> None:
     found = read_config({**config_of(TINY), "towers": [{"family": "clip"}], "mm_hidden_size": 7680})
     assert found.vision.towers == eagle.PUBLISHED
