@@ -88,13 +88,13 @@ def test_traces_are_met_at_every_precision(tmp_path: Path, precision: str) -> No
     ],
 )  # fmt: skip
 def test_a_manifest_that_was_altered_is_refused_as_by_python(
-    folder: Path, tmp_path: Path, change: Callable[[Any], object], message: str
+    folder: Path, pictures: list[Path], tmp_path: Path, change: Callable[[Any], object], message: str
 ) -> None:
     damaged = copy(folder, tmp_path / "damaged")
     written = manifest(folder)
     change(written)
     forge(damaged, written)
-    done = run("run", "--bundle", damaged, "--max-new-tokens", "1", "What?")
+    done = run("run", "--bundle", damaged, "--max-new-tokens", "1", pictures[0], "What?")
     assert done.returncode == 1
     assert message in done.stderr.decode()
     with pytest.raises(BundleError, match=message):
