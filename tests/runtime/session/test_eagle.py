@@ -390,7 +390,8 @@ def test_the_graph_at_the_published_sizes_gives_an_image_s_tokens(tmp_path: Path
     build_vision(b, config)
     written = ir.serde.serialize_model(b.model())
     inferred = onnx.shape_inference.infer_shapes(written, check_type=True, strict_mode=True, data_prop=True)
-    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in inferred.graph.value_info}
+    found = inferred.graph.value_info
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in found}
     (node,) = (node for node in written.graph.node if node.op_type == "Concat" and len(node.input) == 5)
     assert [shapes[name][1:] for name in node.input] == [[32, 32, n] for n in (1024, 3072, 1024, 1024, 1536)]
     layers = 24 + 40 + 24 + 24 + 18
