@@ -9,6 +9,7 @@ from typing import Any
 
 from vtx.exporter.bundling.prepare import plan_reductions
 from vtx.exporter.checkpoint.config import VISION_FAMILIES, ModelConfig
+from vtx.exporter.checkpoint.families.eagle import NAMES as EAGLE_TOWERS
 from vtx.exporter.checkpoint.families.openvla import TOWERS as OPENVLA_TOWERS
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
 from vtx.exporter.checkpoint.family import Family
@@ -33,8 +34,8 @@ one file in `exporter/checkpoint/families/`. This page is generated from the cod
 a test compares them.
 
 Text models: {", ".join(TEXT_FAMILIES)}, gemma3, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
-those of InternVL, Qwen-VL and Gemma 4, FastViTHD, SigLIP 2 at native resolution, MiniCPM-V 4.6's, and DINOv2 with
-registers together with SigLIP.
+those of InternVL, Qwen-VL and Gemma 4, FastViTHD, SigLIP 2 at native resolution, MiniCPM-V 4.6's, DINOv2 with
+registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt, SAM, EVA-02 and Pix2Struct.
 Precisions, K, gates, calibration and streaming export work in the same way for every family. onnxruntime and OpenVINO
 give the same answers *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs for TensorRT come from the same
 builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; TensorRT-RTX engines were built from random
@@ -97,6 +98,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "text_config": {"model_type": "gemma", "vocab_size": 257216, "num_hidden_layers": 18},
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 224},
     },
+    "eagle_llama": {"mm_vision_tower": EAGLE_TOWERS, "mm_projector_type": "mlp2x_gelu", "image_aspect_ratio": "pad"},
     "openvla": {
         "timm_model_ids": [*OPENVLA_TOWERS], "image_sizes": [224, 224], "text_config": {**_TEXT, "rms_norm_eps": 1e-6},
         "norm_stats": {"bridge_orig": {"action": {"q01": [-1.0] * 7, "q99": [1.0] * 7}}},
@@ -132,12 +134,6 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 _QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 _QWEN3_PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}
 _SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
-EAGLE = """\
-Eagle-X5 (`eagle_llama`) joins the channels of five towers of 1,024 tokens each: CLIP ViT-L, ConvNeXt-XXL, SAM's
-ViT-L, EVA-02-L and Pix2Struct's encoder. vtx has graphs for the first alone. The released code also leaves open at
-which size the CLIP tower of the published weights runs: it sets 336 pixels and remarks that it is 448. Support needs a
-published checkpoint to settle the size and the names of the tensors, and a graph and a PyTorch reference for each
-tower."""
 Cell = Callable[[Family, ModelConfig], str]
 
 
@@ -282,7 +278,6 @@ def page() -> str:
     lines += [f"{number}. {reason}" for reason, number in notes.items()]
     lines += ["", "## Refused by name", "", "| `model_type` or architecture | reason |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
-    lines += ["", EAGLE]
     return "\n".join(lines) + "\n"
 
 

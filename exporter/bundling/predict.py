@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.decoder import PER_LAYER, layer_tensors
+from vtx.exporter.graphs.joined import STEM
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.scaling import OUTPUTS, TOKENS
@@ -43,7 +44,8 @@ class Prediction:
 
 def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, texts: int) -> int:
     """Bytes of the files other than weights: graphs, tables of rope, golden vectors, and `texts` bytes of tokenizer,
-    template and gates. `layers` are the layers of the decoder and the towers, counted once for each dialect.
+    template, gates and constants of graphs. `layers` are the layers of the decoder and the towers, counted once for
+    each dialect.
     """
     text, vision = config.text, config.vision
     pixels = vision.image**2
@@ -106,6 +108,10 @@ def seeing_memory(config: ModelConfig) -> int:
     own = v.native or v.naflex
     patches = config.layout.count(*picture) * v.square**2 if own else config.layout.passes(*picture) * v.grid**2
     states = patches * 4 * (v.ffn + v.hidden)
+    if v.towers:  # Pix2Struct's and SAM's states, or the maps of ConvNeXt's first stage
+        places = [tower.grid**2 * 4 * (tower.ffn + tower.hidden) for tower in v.towers if not tower.stage_blocks]
+        places += [(tower.image // STEM) ** 2 * tower.stage_widths[0] * 10 for tower in v.towers if tower.stage_blocks]
+        states = max(places)
     if v.stage_blocks:
         states = 3 * v.stage_widths[0] * (v.image // 2) ** 2
     return MATRIX_BYTES * max(matrices) + 4 * tables + 4 * states

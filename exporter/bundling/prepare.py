@@ -31,6 +31,7 @@ from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.encoder import text_tower_tensors
 from vtx.exporter.graphs.expert import expert_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
+from vtx.exporter.graphs.joined import constant_bytes
 from vtx.exporter.graphs.merge import SIDE
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
@@ -248,6 +249,8 @@ def plan_export(options: ExportOptions) -> Plan:
     written = sum(len(text.encode("utf-8", "replace")) for text in texts) + gates_bytes
     layers = config.text.layers + max(config.feature_layers) * (1 if config.frames is None else 2)
     layers += text_tower.spec.layers if text_tower else 0
+    layers += sum(max(tower.layers, sum(tower.stage_blocks)) for tower in config.vision.towers)
+    written += constant_bytes(config.vision) * len(options.dialects)
     small = small_files(config, context, len(ks), layers * len(options.dialects), written)
     unused = unused_weights(checkpoint, weights.stored, tied=config.text.tied)
     disagreements = ([UNTIED] if stated.text.tied != config.text.tied else []) + ([unused] if unused else [])
@@ -449,7 +452,7 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                     f"{part.name} drops tokens after layer {beyond[0] - 1}, but this model's layers from "
                     f"{config.text.shared} on have no K and V of their own; use layers before {config.text.shared}"
                 )
-            side, two_towers = max(vision.square, vision.pool), vision.beside is not None
+            side, two_towers = max(vision.square, vision.pool), vision.beside is not None or bool(vision.towers)
             check_patches(part, side, class_token=vision.class_token, two_towers=two_towers)
             if vision.stage_blocks and (own.tower_layers or own.merging):
                 raise UnsupportedModelError(

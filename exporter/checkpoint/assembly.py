@@ -72,8 +72,12 @@ def open_checkpoint(
         text, vision = (folder / layout.folders[key] for key in ("llm_cfg", "vision_tower_cfg"))
         processor = layout.processor(config, read_image_processor(vision))
         return replace(checkpoint, config=config, original=OriginalParts(processor, layout.template(config), text))
-    config = {**config, "text_config": config.get(whole.text), "image_token_id": _added_id(folder, whole.image_token)}
-    end_ids = (_added_id(folder, whole.end_token),)
+    if whole.text is not None:
+        config = {**config, "text_config": config.get(whole.text)}
+    if whole.image_token is not None:
+        config = {**config, "image_token_id": _added_id(folder, whole.image_token)}
+    config = {**config, **whole.sizes(config, checkpoint.tensors)}
+    end_ids = None if whole.end_token is None else (_added_id(folder, whole.end_token),)
     processor = layout.processor(config, read_settings(folder, ALONE))
     parts = OriginalParts(processor, layout.template(config), folder, end_ids)
     return replace(checkpoint, config=config, tensors=dict(whole.tensors(config, checkpoint.tensors)), original=parts)

@@ -13,7 +13,7 @@ from vtx.exporter.checkpoint.fields import number, size
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, TextConfig
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
 from vtx.runtime.bundle.spec.manifest import TokenInput
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MERGED
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MERGED, NECK_SQUARE
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 
@@ -55,6 +55,9 @@ class VisionConfig:
     `registers`: tokens between the class token and the patches, without positions; the class token then has none
     either. `beside`: a second tower over the same patches, whose features follow those of this one; it has the pixel
     values of this one times its `pixel_scale` plus its `pixel_shift`, by channel.
+
+    `towers`: those whose features, stretched to one grid, are joined to this tower's states; it counts as one layer and
+    has no weights of its own. `neck`: channels after a tower's blocks, of which squares of 2 x 2 become one state.
     """
 
     family: str
@@ -93,6 +96,13 @@ class VisionConfig:
     beside: VisionConfig | None = None
     pixel_scale: tuple[float, ...] = ()
     pixel_shift: tuple[float, ...] = ()
+    towers: tuple[VisionConfig, ...] = ()
+    neck: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Channels of its features as they leave it."""
+        return self.hidden if self.neck is None else NECK_SQUARE**2 * self.neck
 
     @property
     def grid(self) -> int:

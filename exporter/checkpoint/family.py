@@ -69,14 +69,17 @@ ONE_PIECE = (CLIP, SIGLIP, LLAVA)
 class WholeLayout:
     """An original layout whose checkpoint holds all of its parts.
 
-    `text` is the key of the decoder's configuration; `image_token` is the placeholder of an image and `end_token` ends
-    an answer: the tokenizer gives their ids. `tensors` splits tensors that hold several weights of a `config.json`.
+    `text` is the key of the decoder's configuration, None if it is `config.json` itself; `image_token` is the
+    placeholder of an image and `end_token` ends an answer: the tokenizer gives their ids; None: the original has no
+    such token, or another file names it. `tensors` splits tensors that hold several weights of a `config.json`, and
+    `sizes` adds to that what the shapes of tensors alone tell.
     """
 
-    text: str
-    image_token: str
-    end_token: str
+    text: str | None
+    image_token: str | None
+    end_token: str | None
     tensors: Callable[[Config, Mapping[str, TensorInfo]], Iterable[tuple[str, TensorInfo]]]
+    sizes: Callable[[Config, Mapping[str, TensorInfo]], Config] = lambda *_: {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ def _tower_spec(vision: VisionConfig, feature_layers: tuple[int, ...], select: s
     values = _declared(vision, TowerSpec)
     if (second := vision.beside) is not None:
         values |= {"beside": _tower_spec(second, (second.layers - 1,), "full")}
+    if vision.towers:
+        selected = ((tower, "default" if tower.class_token else "full") for tower in vision.towers)
+        values |= {"towers": tuple(_tower_spec(tower, (tower.layers,), select) for tower, select in selected)}
     return TowerSpec(**values, intermediate=vision.ffn, feature_layers=feature_layers, select=select)
 
 
@@ -62,6 +65,8 @@ def _tower_config(tower: TowerSpec) -> VisionConfig:
     values = _configured(tower, VisionConfig)
     if tower.beside is not None:
         values |= {"beside": _tower_config(tower.beside)}
+    if tower.towers:
+        values |= {"towers": tuple(_tower_config(each) for each in tower.towers)}
     return VisionConfig(**values, ffn=tower.intermediate)
 
 

@@ -316,10 +316,11 @@ class Dialect(ABC):
     @abstractmethod
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
-        seen: ir.Value | None = None, *, causal: bool = False,
+        seen: ir.Value | None = None, *, causal: bool = False, value_dim: int | None = None,
     ) -> ir.Value:  # fmt: skip
         """Attention of every token to every other, or `causal` to itself and those before; all [batch, tokens, hidden].
 
         `seen` [1 or batch, 1, 1, tokens] bool: the tokens that are attended to, None for all; not with `causal`.
-        Merged tokens are hidden by it if `sizes_from_values` is false, else removed.
+        Merged tokens are hidden by it if `sizes_from_values` is false, else removed. `value_dim`: the size of a head of
+        `v`, which the result has, if it is not `head_dim`.
         """

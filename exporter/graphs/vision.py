@@ -14,6 +14,7 @@ from vtx.exporter.graphs.axial import axial_tensors, build_axial
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, norm_tensors
 from vtx.exporter.graphs.convolutional import build_convolutional, convolutional_tensors
 from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
+from vtx.exporter.graphs.joined import build_joined, joined_tensors
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows, received_attention
 from vtx.exporter.graphs.naflex import merge_squares, merger_tensors, naflex_embeddings, naflex_squares
 from vtx.exporter.graphs.native import Grid, build_native, native_tensors
@@ -33,7 +34,11 @@ def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
     if v.native:
         yield from native_tensors(c) if v.axis_positions is None else axial_tensors(c)
         return
-    yield from convolutional_tensors(v) if v.stage_blocks else _tower_tensors(v, max(c.feature_layers), last_attention)
+    if v.towers:
+        yield from joined_tensors(v)
+    else:
+        of_patches = _tower_tensors(v, max(c.feature_layers), last_attention)
+        yield from convolutional_tensors(v) if v.stage_blocks else of_patches
     if v.beside is not None:
         yield from _tower_tensors(v.beside, v.beside.layers - 1, last_attention=False, tower=BESIDE)
     width = feature_width(c)
@@ -129,17 +134,19 @@ def build_vision(
         return
     images, sides = 1 if merges or v.naflex else "images", ("height", "width") if v.naflex else (v.image, v.image)
     given = b.input(names.PIXELS, FLOAT, [images, 3, *sides])
-    pixels = b.from_float32(given)
+    pixels = given if v.towers else b.from_float32(given)
     tau = b.input(names.TAU, FLOAT, [1]) if merges else None
     grid: Grid | None = None
     if v.naflex:
         x, grid = naflex_embeddings(b, v, pixels)
+    elif v.towers:
+        x = build_joined(b, v, pixels)
     else:
         x = build_convolutional(b, v, pixels) if v.stage_blocks else _embeddings(b, v, pixels)
-    tower, of_block = _Tower([x]), list[ir.Value]()
-    if v.stage_blocks:
+    tower, of_block, whole = _Tower([x]), list[ir.Value](), bool(v.stage_blocks or v.towers)
+    if whole:
         tower.states.append(x)
-    for layer in range(0 if v.stage_blocks else max(c.feature_layers)):
+    for layer in range(0 if whole else max(c.feature_layers)):
         name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
         x, tower.query, tower.key = build_block(b, v, x, name, shape, _seen(tower))
         if received is not None and layer + 1 in (received, max(c.feature_layers)):

@@ -32,6 +32,7 @@ from vtx.exporter.graphs.encoder import LAYER_SCALES
 from vtx.exporter.graphs.vision import BESIDE, NEWLINE, TOWER, projector_layers, vision_tensors
 from vtx.exporter.reference.axial import AxialTower
 from vtx.exporter.reference.convolutional import ConvolutionalTower
+from vtx.exporter.reference.joined import JoinedTowers
 from vtx.exporter.reference.layers import LayerWeights, activate, decoder_layer, rms, rotate
 from vtx.exporter.reference.native import NativeTower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
@@ -225,6 +226,9 @@ class Reference:
         if v.stage_blocks:
             convolutions = ConvolutionalTower(v, self._weights.read, self._layer_norm, self._linear)
             return [self._projected(convolutions.states(torch.from_numpy(pixels)))]
+        if v.towers:
+            joined = JoinedTowers(v, self._weights.read, activate)
+            return [self._projected(joined.states(torch.from_numpy(pixels)))]
         seen = torch.from_numpy(pixels)
         states, (high, wide) = self._hidden_states(v, seen, TOWER, max(c.feature_layers))
         if v.post_norm:

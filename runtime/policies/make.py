@@ -102,7 +102,7 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
         if part.of_videos and manifest.video is None:
             raise RequestError(f"{part.name} {NO_VIDEOS}")
         tower = manifest.model.tower
-        two = tower.beside is not None
+        two = tower.beside is not None or bool(tower.towers)
         if reason := _never_there(
             part.needs(), max(tower.square, tower.pool), class_token=tower.class_token, two_towers=two
         ):
@@ -136,7 +136,7 @@ def _never_there(needs: Needs, side: int, *, class_token: bool, two_towers: bool
     """The reason why no export of this model meets `needs`, and what to use; empty: one can."""
     if two_towers and (needs.of_patches or needs.projector):
         return (
-            "reads the patches of a single tower, but this model has two towers; use fastv, cdpruner, divprune, dart, "
+            "reads the patches of a single tower, but this model has several; use fastv, cdpruner, divprune, dart, "
             "or mustdrop:...,tau=off,key=0"
         )
     if (needs.of_patches and not needs.text_tower) and side > 1:

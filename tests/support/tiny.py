@@ -52,6 +52,7 @@ ARCHITECTURES = {
     "paligemma": "PaliGemmaForConditionalGeneration",
     "pi0": "PI0ForConditionalGeneration",  # made by tests/support/families/pi0.py
     "openvla": "OpenVLAForActionPrediction",  # made by tests/support/families/openvla.py
+    "eagle_llama": "EagleLlamaForCausalLM",  # made by tests/support/families/eagle.py
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",

@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
-from vtx.runtime.bundle.spec.model_spec import ByLayer, DeltaSpec, ModelSpec, SlidingLayers
+from vtx.runtime.bundle.spec.model_spec import ByLayer, DeltaSpec, ModelSpec, SlidingLayers, TowerSpec
 from vtx.runtime.strict import Strict, optional
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
 from vtx.tools.estimate.towers import (
     AxialSize,
     ConvolutionalSize,
+    JoinedSize,
     NaflexSize,
     NativeSize,
     PairedSize,
     PooledSize,
+    TowerPart,
     VisionSize,
 )
 
@@ -244,7 +246,7 @@ def _known(
     kept = layout and read(layouts()[layout["name"]], layout["parameters"], name)
     kinds: dict[str, type[VisionSize]] = {
         "window": NativeSize, "widths": ConvolutionalSize, "between": NaflexSize, "beside": PairedSize,
-        "pool": PooledSize, "axis_positions": AxialSize,
+        "pool": PooledSize, "axis_positions": AxialSize, "parts": JoinedSize,
     }  # fmt: skip
     kind = next((kind for field, kind in kinds.items() if field in vision), VisionSize)
     expert = action and read(ActionSize, action, name)
@@ -307,6 +309,8 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
             second.class_token, 1, second.tokens, layout.max_tokens, m.hidden,
         )  # fmt: skip
         kind = partial(PairedSize, beside=beside, registers=tower.registers or 0, projected=m.projector.widths)
+    if tower.towers:
+        kind = partial(JoinedSize, parts=tuple(map(_part, tower.towers)))
     vision = kind(
         layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,
@@ -315,3 +319,18 @@ def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
         projector_layers=m.projector.layers,
     )  # fmt: skip
     return ModelSize(m.name, source, decoder, vision, layout)
+
+
+def _part(tower: TowerSpec) -> TowerPart:
+    """A tower whose features are joined to others'; positions are those of its tables, with a class token's."""
+    positions = (tower.position_grid or tower.grid) ** 2 + (tower.family in ("clip", "eva02"))
+    if tower.axis_positions is not None:
+        positions = 2 * tower.axis_positions
+    if tower.stage_blocks:
+        positions = 0
+    whole = tower.layers if tower.window is None else len(tower.full_blocks)
+    return TowerPart(
+        tower.family, tower.layers, tower.hidden, tower.intermediate, tower.heads, tower.grid**2, tower.patch, whole,
+        window=None if tower.window is None else tower.window**2, blocks=tower.stage_blocks, widths=tower.stage_widths,
+        positions=positions, neck=tower.neck,
+    )  # fmt: skip

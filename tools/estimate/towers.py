@@ -370,3 +370,141 @@ class ConvolutionalSize(VisionSize):
     def parameters(self) -> int:
         projector = self.projector_token_macs + self.projector_bias * self.projector_layers * self.out
         return sum(weights + small for weights, _, small in self._parts()) + projector
+
+
+@dataclass(frozen=True, slots=True)
+class TowerPart:
+    """One of the towers whose features are joined: by `family` a CLIP, ConvNeXt, SAM, EVA-02 or Pix2Struct.
+
+    `patches` of `patch` x `patch` pixels attend to each other in `whole` of the `layers`, else within windows of
+    `window` patches. `blocks` and `widths` are of ConvNeXt's stages. `positions` are the entries of the tables of
+    positions, `neck` the channels behind SAM's layers.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    patches: int
+    patch: int
+    whole: int
+    window: int | None = optional(None)
+    blocks: tuple[int, ...] = optional(())
+    widths: tuple[int, ...] = optional(())
+    positions: int = optional(0)
+    neck: int | None = optional(None)
+
+    @property
+    def side(self) -> int:
+        return math.isqrt(self.patches)
+
+    @property
+    def padded(self) -> int:
+        """Patches of all windows, which extend beyond the last rows and columns."""
+        if self.window is None:
+            return self.patches
+        window = math.isqrt(self.window)
+        return (-(-self.side // window) * window) ** 2
+
+    def matrices(self) -> Iterator[tuple[tuple[int, int], int, int]]:
+        """Shapes of the matrices [out, in], their numbers, and the places that each is at."""
+        h, f, n, at = self.hidden, self.ffn, self.layers, self.patches
+        if self.family == "convnext":
+            for stage, (blocks, width) in enumerate(zip(self.blocks, self.widths, strict=True)):
+                places = self.patches << 2 * (len(self.widths) - 1 - stage)
+                yield from (((WIDER * width, width), blocks, places), ((width, WIDER * width), blocks, places))
+            return
+        gated = self.family in ("eva02", "pix2struct")
+        yield from (((f, h), (1 + gated) * n, at), ((h, f), n, at))
+        for count, places in ((self.whole, at), (n - self.whole, self.padded)):
+            if self.family == "sam":
+                yield from (((3 * h, h), count, places), ((h, h), count, places))
+            else:
+                yield (h, h), 4 * count, places
+
+    def convolutions(self) -> Iterator[tuple[int, int]]:
+        """Weights of convolutions, and the places that they are at."""
+        if self.family != "convnext":
+            yield 3 * self.patch**2 * self.hidden, self.patches
+            yield self.hidden * (self.neck or 0), self.patches
+            return
+        before = self.widths[0]
+        yield 3 * STEM**2 * before, self.patches << 2 * (len(self.widths) - 1)
+        for stage, (blocks, width) in enumerate(zip(self.blocks, self.widths, strict=True)):
+            places = self.patches << 2 * (len(self.widths) - 1 - stage)
+            yield 4 * before * width * bool(stage), places
+            yield blocks * KERNEL * width, places
+            before = width
+
+    @property
+    def small(self) -> int:
+        """Weights of norms, biases, scales and tables."""
+        h, f, n = self.hidden, self.ffn, self.layers
+        if self.family == "convnext":
+            downsampling = sum(2 * before + after for before, after in pairwise(self.widths))
+            blocks = sum(count * (5 + WIDER) * width for count, width in zip(self.blocks, self.widths, strict=True))
+            return 3 * self.widths[0] + downsampling + blocks
+        tables = self.positions * h
+        if self.family == "clip":
+            return tables + 2 * h + n * (9 * h + f)
+        if self.family == "sam":
+            sides = self.whole * self.side + (n - self.whole) * (math.isqrt(self.window) if self.window else 0)
+            apart = 2 * (2 * sides - n) * (h // self.heads)
+            return tables + h + n * (9 * h + f) + apart + 2 * (self.neck or 0)
+        if self.family == "eva02":
+            return tables + h + n * (8 * h + 4 * f)
+        return tables + h + n * 2 * h + h
+
+    @property
+    def weights(self) -> int:
+        matrices = sum(count * out * into for (out, into), count, _ in self.matrices())
+        return matrices + sum(count for count, _ in self.convolutions()) + self.small
+
+    @property
+    def macs(self) -> int:
+        """Of one picture, products of attention included."""
+        total = sum(count * out * into * places for (out, into), count, places in self.matrices())
+        total += sum(count * places for count, places in self.convolutions())
+        if self.family != "convnext":
+            seen = self.whole * self.patches**2 + (self.layers - self.whole) * self.padded * (self.window or 0)
+            total += 2 * seen * self.hidden
+        return total
+
+    @property
+    def widest(self) -> int:
+        """Numbers that a layer holds: of ConvNeXt's first stage, or as `VisionSize.widest`."""
+        if self.family == "convnext":
+            return (self.patches << 2 * (len(self.widths) - 1)) * self.widths[0] * (2 + 2 * WIDER)
+        return self.padded * (2 * self.hidden + max(4 * self.hidden, 2 * self.ffn))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSize(VisionSize):
+    """Several towers over one picture, whose features are joined; together they count as one layer.
+
+    `patches` are places of the grid that the features are stretched to, and `patch` is the side of one.
+    """
+
+    parts: tuple[TowerPart, ...] = ()
+
+    def layer_macs_on(self, tokens: int) -> int:
+        """All towers for one view."""
+        return sum(part.macs for part in self.parts)
+
+    @property
+    def widest(self) -> int:
+        return max(part.widest for part in self.parts) + self.patches * self.hidden
+
+    @property
+    def apart(self) -> int:
+        return self.widest
+
+    @property
+    def patch_macs(self) -> int:
+        return 0
+
+    @property
+    def parameters(self) -> int:
+        projector = self.projector_token_macs + self.projector_bias * self.projector_layers * self.out
+        return sum(part.weights for part in self.parts) + projector

@@ -12,7 +12,15 @@ from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_head
 from vtx.tools.estimate.sizes import ActionSize, DecoderSize, ModelSize
-from vtx.tools.estimate.towers import AxialSize, ConvolutionalSize, NaflexSize, NativeSize, PairedSize, VisionSize
+from vtx.tools.estimate.towers import (
+    AxialSize,
+    ConvolutionalSize,
+    JoinedSize,
+    NaflexSize,
+    NativeSize,
+    PairedSize,
+    VisionSize,
+)
 
 SCALE_BYTES = 2
 PER_LAYER = "text.embed_tokens_per_layer.weight"
@@ -101,6 +109,9 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     mergers = 1 + size.maps if isinstance(size, NativeSize) else 1
     if isinstance(size, ConvolutionalSize):
         tower = [WeightGroup("vision.stages.0.qkv.weight", shape, count) for shape, count in size.matrices()]
+    elif isinstance(size, JoinedSize):
+        own = (matrix for part in size.parts for matrix in part.matrices())
+        tower = [WeightGroup("vision.towers.weight", shape, count) for shape, count, _ in own]
     else:
         tower = _blocks(hidden, size.ffn, layers, gated)
     projector = [

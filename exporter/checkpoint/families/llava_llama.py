@@ -51,13 +51,7 @@ def _read(decoder: str, config: Config) -> ModelConfig:
     selected = config.get("mm_vision_select_feature", "patch")
     if selected not in _STRATEGIES:
         raise UnsupportedModelError(f"mm_vision_select_feature {selected!r:.40} is not supported; vtx supports patch")
-    kind = str(config.get("mm_projector_type", "linear"))
-    match = re.fullmatch(r"mlp(\d)x_gelu", kind)
-    projector_layers = 1 if kind == "linear" else int(match[1]) if match else 0
-    if not 1 <= projector_layers <= MAX_PROJECTOR_LAYERS:
-        raise UnsupportedModelError(
-            f"mm_projector_type {kind!r:.40} is not supported; vtx supports linear and mlp2x_gelu"
-        )
+    projector_layers = projector_layers_of(config)
     internvit = tower.get("model_type") == INTERNVIT
     text = {key: config[key] for key in DECODER if config.get(key) is not None}
     shaped = {
@@ -93,6 +87,18 @@ def _internvit(tower: VisionConfig, config: Config) -> VisionConfig:
         tower, family="internvit", qkv_bias=False, layer_scale=True, rms_norm=True, qk_norm=True,
         position_grid=None if grid == tower.grid else grid,
     )  # fmt: skip
+
+
+def projector_layers_of(config: Config) -> int:
+    """The number of the projector's matrices. Raises UnsupportedModelError."""
+    kind = str(config.get("mm_projector_type", "linear"))
+    match = re.fullmatch(r"mlp(\d)x_gelu", kind)
+    layers = 1 if kind == "linear" else int(match[1]) if match else 0
+    if not 1 <= layers <= MAX_PROJECTOR_LAYERS:
+        raise UnsupportedModelError(
+            f"mm_projector_type {kind!r:.40} is not supported; vtx supports linear and mlp2x_gelu"
+        )
+    return layers
 
 
 def trained_length(config: Config) -> int:

@@ -17,7 +17,6 @@ from vtx.runtime.modules import modules_of
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
 # Known, and not exported: the missing part, by model_type or architecture.
 REFUSED: Mapping[str, str] = {
-    "eagle_llama": "its five towers are not supported",
     "qwen3_vl_moe": "its mixture of experts is not supported; use a dense Qwen3-VL",
     "qwen3_5_moe": "its mixture of experts is not supported; use a dense Qwen3.5",
 }

@@ -75,7 +75,7 @@ class Ort(Dialect):
 
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
-        seen: ir.Value | None = None, *, causal: bool = False,
+        seen: ir.Value | None = None, *, causal: bool = False, value_dim: int | None = None,
     ) -> ir.Value:  # fmt: skip
         """`seen` is given for windows only: merged tokens are removed in these graphs."""
         mask = []

@@ -56,15 +56,16 @@ class Plain(Dialect):
 
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
-        seen: ir.Value | None = None, *, causal: bool = False,
+        seen: ir.Value | None = None, *, causal: bool = False, value_dim: int | None = None,
     ) -> ir.Value:  # fmt: skip
-        q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
+        value_dim = value_dim or head_dim
+        q, k, v = (split_heads(b, x, heads, width) for x, width in ((q, head_dim), (k, head_dim), (v, value_dim)))
         if causal:
             tokens = b.op("Squeeze", b.op("Shape", q, start=2, end=3))
             every = b.op("Range", b.constant(np.array(0)), tokens, b.constant(np.array(1)))
             seen = b.op("GreaterOrEqual", b.op("Unsqueeze", every, b.constant([1])), every)
         mask = None if seen is None else b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
-        return join_heads(b, _attend(b, q, k, v, mask, head_dim**-0.5), heads * head_dim)
+        return join_heads(b, _attend(b, q, k, v, mask, head_dim**-0.5), heads * value_dim)
 
 
 class PlainAttention(HeadsApart):

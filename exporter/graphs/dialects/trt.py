@@ -49,15 +49,20 @@ class Trt(Dialect):
 
     def tower_attention(
         self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
-        seen: ir.Value | None = None, *, causal: bool = False,
+        seen: ir.Value | None = None, *, causal: bool = False, value_dim: int | None = None,
     ) -> ir.Value:  # fmt: skip
-        q, k, v = (split_heads(b, x, heads, head_dim) for x in (q, k, v))
+        value_dim = value_dim or head_dim
+        q, k, v = (split_heads(b, x, heads, width) for x, width in ((q, head_dim), (k, head_dim), (v, value_dim)))
+        if value_dim < head_dim:  # TensorRT's heads have one size
+            v = b.op("Pad", v, b.constant([0] * 7 + [head_dim - value_dim]))
         mask = []
         if seen is not None:  # [1, 1, 1, n] as [1, 1, n, n]
             tokens = b.op("Shape", q, start=2, end=3)
             mask = [b.op("Expand", seen, b.op("Concat", b.constant([1, 1]), tokens, b.constant([1]), axis=0))]
         y = b.op("Attention", q, k, v, *mask, scale=head_dim**-0.5, is_causal=int(causal))
-        return join_heads(b, y, heads * head_dim)
+        if value_dim < head_dim:
+            y = b.op("Slice", y, b.constant([0]), b.constant([value_dim]), b.constant([3]))
+        return join_heads(b, y, heads * value_dim)
 
 
 class TrtAttention(HeadsApart):

@@ -11,6 +11,7 @@ from vtx.runtime.strict import UPGRADE, optional
 
 MAX_LAYERS = 512
 MERGED = 2  # patches a side of a square that becomes one inside a tower
+NECK_SQUARE = 2  # patches a side of a square whose channels are joined behind a tower's neck
 MAX_SIZE = (1 << 31) - 1
 MAX_TAPS = 16  # of a convolution in the decoder
 MAX_SEGMENT = 1 << 12  # ids of the text tower; CLIP has 77
@@ -186,7 +187,9 @@ class TowerSpec:
     tokens between the class token and the patches, which have no positions, and are left out with the class token.
     `merged_after`: after that many layers squares of `MERGED` x `MERGED` patches become one.
     `beside`: a second tower over the same patches, whose features are joined to those of the first; `pixel_scale` and
-    `pixel_shift` of a channel make its pixel values of the first one's.
+    `pixel_shift` of a channel make its pixel values of the first one's. `towers`: those whose features, stretched to
+    one grid, are joined to the states of this one, which counts as one layer; `neck`: channels after a tower's layers,
+    of which those of `NECK_SQUARE` x `NECK_SQUARE` patches are joined.
     """
 
     family: str
@@ -218,9 +221,17 @@ class TowerSpec:
     beside: TowerSpec | None = optional(None)
     pixel_scale: tuple[float, ...] = optional(())
     pixel_shift: tuple[float, ...] = optional(())
+    towers: tuple[TowerSpec, ...] = optional(())
+    neck: int | None = optional(None)
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
+        joined = sum(tower.feature_width for tower in self.towers)
+        require(
+            not self.towers or (joined == self.hidden and not any(t.towers or t.beside for t in self.towers)),
+            f"model.tower: its {len(self.towers)} towers give {joined} numbers a token, its hidden size is "
+            f"{self.hidden}, or one of them has several, too",
+        )
         second, channels = self.beside, (self.pixel_scale, self.pixel_shift)
         require(
             all(len(values) in (0, CHANNELS) and all(map(math.isfinite, values)) for values in channels)
@@ -281,6 +292,8 @@ class TowerSpec:
     @property
     def feature_width(self) -> int:
         """Numbers of one of these tokens that go into the projector."""
+        if self.neck is not None:
+            return NECK_SQUARE**2 * self.neck
         return self.hidden * len(self.feature_layers) + (0 if self.beside is None else self.beside.feature_width)
 
     @property

@@ -148,8 +148,8 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"model_type": "eagle_llama", "architectures": ["EagleLlamaForCausalLM"]},
-            r"'eagle_llama' \(EagleLlamaForCausalLM\); vtx exports .*LlavaForC.*: its five towers are not supported",
+            {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
+            r"'qwen3_vl_moe' \(Qwen3VLMoe\w+\); vtx exports .*LlavaForC.*: its mixture of experts is not supported",
         ),
         ({"architectures": ["LlavaMptForCausalLM"]}, "original LLaVA layout with an unsupported decoder"),
         ({"architectures": ["LlavaLlamaForCausalLM"]}, "mixes the original LLaVA layout with Hugging Face's"),

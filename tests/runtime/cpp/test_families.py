@@ -72,6 +72,7 @@ def test_every_family_is_compared_here_or_where_images_have_tiles() -> None:
     here |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}  # test_native
     here |= {"lfm2_vl", "qwen3_5", "minicpmv4_6"}  # test_states
     here |= {"gemma3", "gemma4"}  # test_gemma
+    here |= {"eagle_llama"}  # test_joined
     assert {family.model_type for family in REGISTERED} == here | {tiny.family for tiny in TILED}
 
 

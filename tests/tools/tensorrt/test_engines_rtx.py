@@ -15,6 +15,8 @@ from onnx import TensorProto
 from onnx.helper import make_tensor_value_info
 from tests.support.bundles import IGNORE, export
 from tests.support.engine_graphs import Graph
+from tests.support.families.eagle import TINY as EAGLE
+from tests.support.families.eagle import make_eagle
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.minicpm import MINICPM
@@ -164,6 +166,17 @@ def test_windows_and_shared_keys_and_values_become_engines(
 ) -> None:
     checkpoint = tiny_checkpoint(replace(tiny, head_dim=32))
     bundle = export(checkpoint, tmp_path / "bundle", (2, 4), precision, dialects=("ort", dialect))
+    outcomes = list(build_engines(plan(bundle, "sm89", dialect), IGNORE))
+    assert all(outcome.built is not None for outcome in outcomes)
+    assert {*fingerprint.read_engines(bundle, "sm89").engines} == {*bundle.manifest.dialects[dialect].all}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dialect", "precision"), [("trt", "fp16"), ("trt", "int8"), ("trt10", "fp16")])
+def test_five_towers_become_an_engine(dialect: str, precision: str, tmp_path: Path) -> None:
+    """With products in float32 beside those in half precision, and heads whose keys are longer than their values."""
+    checkpoint = make_eagle(tmp_path / "checkpoint", EAGLE)
+    bundle = export(checkpoint, tmp_path / "bundle", (3,), precision, dialects=("ort", dialect))
     outcomes = list(build_engines(plan(bundle, "sm89", dialect), IGNORE))
     assert all(outcome.built is not None for outcome in outcomes)
     assert {*fingerprint.read_engines(bundle, "sm89").engines} == {*bundle.manifest.dialects[dialect].all}

@@ -23,7 +23,7 @@ struct TowerSpec {
   int64_t shuffle;                   // patches a side that become one token, those that merge between blocks included
   int64_t pool;                      // patches a side whose states are averaged to those of one token
   bool class_token;
-  bool paired;   // another tower is beside it, and the features of both are joined
+  bool paired;   // features of several towers are joined
   bool native;   // images keep native resolution, and `image` is the side of the largest square one
   bool naflex;   // likewise, with a table of positions that is resized to each image
   bool nearest;  // likewise, with a table of positions whose nearest entry each patch has

@@ -83,7 +83,19 @@ TowerSpec read_tower(const Json& value) {
   }
   std::optional<TowerSpec> second;
   if (fields.has("beside") && !fields.get("beside").is_null()) second = read_tower(fields.get("beside"));
+  const std::optional<int64_t> neck = fields.whole_or_null("neck", 1);
+  int64_t joined = 0;
+  bool nested = false;
+  const Json::Array towers = fields.has("towers") ? fields.list("towers") : Json::Array();
+  for (const Json& item : towers) {  // whose features are joined to this one's states
+    const TowerSpec tower = read_tower(item);
+    joined += tower.feature_width;
+    nested = nested || tower.paired;
+  }
   fields.done();
+  if (!towers.empty() && (joined != hidden || nested))
+    fail(Kind::bundle, "vtx.json: model.tower: its ", towers.size(), " towers give ", joined,
+         " numbers a token, its hidden size is ", hidden, ", or one of them has several, too; export again");
   if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
       image / patch > (1 << 15) || std::max(shuffle, pool) > image / patch)
     fail(Kind::bundle, "vtx.json: model.tower: images of ", image, " pixels in patches of ", patch, ", hidden size ", hidden,
@@ -99,7 +111,9 @@ TowerSpec read_tower(const Json& value) {
            "export again");
     width += second->feature_width;
   }
-  return {image,  patch,  grid,    tokens, states, width, hidden / heads, shuffle, pool, class_token, second.has_value(),
+  if (neck) width = product({names::kNeckSquare, names::kNeckSquare, *neck});
+  const bool of_several_towers = second.has_value() || !towers.empty();
+  return {image,  patch,  grid,    tokens, states, width, hidden / heads, shuffle, pool, class_token, of_several_towers,
           native, naflex, nearest, axes};
 }
 

@@ -110,6 +110,7 @@ inline constexpr int64_t kMaxLayers = 512;
 inline constexpr int64_t kMaxSize = 2147483647;
 inline constexpr int64_t kMaxSegment = 4096;
 inline constexpr int64_t kMergedPatches = 2;
+inline constexpr int64_t kNeckSquare = 2;
 inline constexpr int64_t kMaxTaps = 16;
 inline constexpr int64_t kRecent = 16;
 inline constexpr int64_t kTried = 65;
