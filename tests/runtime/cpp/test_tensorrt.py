@@ -35,6 +35,8 @@ from tests.support.cpp_tensorrt import (
 )
 from tests.support.engines import on_standin, open_model, shorten
 from tests.support.exported import THREADS
+from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, random_image
@@ -111,6 +113,24 @@ def test_images_at_their_own_resolution_meet_the_traces_of_both_python_backends(
     done = run("run", "--bundle", bundle, "--device", "tensorrt", tmp_path / "wide.png", "red?")
     assert done.returncode == 1
     assert "a side; use a smaller --max-pixels, --device cpu or openvino" in done.stderr.decode()
+
+
+@pytest.mark.parametrize("release", BUILT)
+@pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4, PALIGEMMA], ids=lambda tiny: tiny.family)
+def test_windows_shared_keys_and_prompts_seen_both_ways_meet_the_traces(
+    tiny: Tiny, release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+) -> None:
+    dialects = tuple({"ort", RELEASES[release][2]})
+    bundle = export(tiny_checkpoint(tiny), tmp_path / "bundle", (3, 5), dialects=dialects).folder
+    build(bundle, release)
+    write_traces(load(bundle, device="cpu", threads=THREADS), tmp_path / "ort")
+    report = machine(release)
+    assert meets(bundle, tmp_path / "ort", tmp_path / "cpp") > 20
+    assert everything_given_back(report())
+    if tiny is PALIGEMMA:  # whose prompts go in one part
+        return
+    shorten(bundle, RELEASES[release][0], 20)  # parts, none of which ends within one of Gemma 3's images
+    assert meets(bundle, tmp_path / "ort", tmp_path / "cpp-parts") > 20
 
 
 @pytest.mark.slow

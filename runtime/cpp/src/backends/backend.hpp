@@ -109,16 +109,16 @@ class StageCache {
   // The most tokens of a run without queries, unless those of one image; 0: any number.
   virtual int64_t run_limit() const { return 0; }
   bool slides() const { return window_ > 0; }
-
-  std::optional<StateHistory> states_;  // of its layers that keep one
-
- private:
-  Rows append_in_parts(const TokenStates& tokens, const Positions& positions, int64_t most, const Ids* outputs);
   // Notes the positions of tokens that are about to fill the next slots.
   void place(const Positions& positions) {
     for (size_t i = 0; i < positions.size() && slides(); ++i)
       placed_[static_cast<size_t>(length) + i] = positions[i].front();
   }
+
+  std::optional<StateHistory> states_;  // of its layers that keep one
+
+ private:
+  Rows append_in_parts(const TokenStates& tokens, const Positions& positions, int64_t most, const Ids* outputs);
 
   int64_t window_ = 0;  // the positions that a token sees in layers that slide; 0: none slides
   Ids placed_;          // the positions of the tokens in slots, where layers slide

@@ -65,8 +65,6 @@ inline constexpr char kPagedBlockBegins[] = "block_indices_begins";
 inline constexpr char kPagedFilled[] = "max_context_len";
 inline constexpr char kPagedWindow[] = "window";
 inline constexpr char kPagedImages[] = "token_types";
-inline constexpr char kNoWindows[] =
-    "libvtx does not run TensorRT engines of models with sliding windows or bidirectional attention yet";
 inline constexpr char kPagedRows[] = "rows";
 inline constexpr char kOrtSilence[] = "ORT_DISABLE_TELEMETRY";
 inline constexpr char kNoFrames[] = "TensorRT has no engine for the frames of videos of this model";

@@ -65,7 +65,7 @@ class TensorrtBackend : public GraphBackend {
     device = "tensorrt";
     compute = m_.kv_type(dialect) == "float32" ? "f32" : "f16";
     library = cat(flavour_name(set_.flavour), " ", release_.version(set_.version), " (", release_.where(), ")");
-    kv_slot_bytes = 2 * m_.model.kv_heads * m_.model.head_dim * m_.kv_bytes(dialect);
+    kv_slot_bytes = m_.kv_slot_bytes(m_.kv_bytes(dialect));
     Lock held(cuda_);
     check_memory();
     engines_.emplace(bundle_, set_, *runtime_, cuda_);
@@ -98,6 +98,10 @@ class TensorrtBackend : public GraphBackend {
     return make_tensorrt_cache(*caches_, m_.stages[index], graphs_.stages[index], capacity);
   }
 
+  std::unique_ptr<StageCache> reading(size_t index, const Sources& sources) override {
+    return make_tensorrt_reading_cache(*caches_, m_.stages[index], graphs_.stages[index], sources);
+  }
+
   bool steps() const override { return true; }
 
   Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) override {
@@ -126,7 +130,9 @@ class TensorrtBackend : public GraphBackend {
 
   void load_rope() {
     caches_->tables = read_tables(bundle_);
-    for (const char* name : {names::kCos, names::kSin}) {
+    std::vector<const char*> wanted{names::kCos, names::kSin};
+    if (m_.model.sliding) wanted.insert(wanted.end(), {names::kSlidingCos, names::kSlidingSin});
+    for (const char* name : wanted) {
       const Floats& table = caches_->tables.at(name);
       auto make = [&](const char* purpose) {
         rope_.emplace_back(cuda_, table.size() * sizeof(float), purpose);
@@ -142,7 +148,9 @@ class TensorrtBackend : public GraphBackend {
   // The engines and the caches of a short question must fit what the device has free.
   void check_memory() {
     int64_t engines = 0, slots = std::min(m_.max_context, m_.layout.max_tokens + kQuestionSlots);
-    int64_t caches = slots * m_.model.layers * kv_slot_bytes;
+    int64_t cached = 0;
+    for (const StageSpec& stage : m_.stages) cached += static_cast<int64_t>(stage.cached.size());
+    int64_t caches = slots * cached * kv_slot_bytes;
     for (const auto& [graph, record] : set_.engines) engines += record.bytes;
     auto [left, total] = cuda_.memory();
     if (engines + caches <= left) return;
@@ -166,11 +174,9 @@ int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3;
 void check(const Bundle& bundle, const BackendOptions& options) {
   const Manifest& m = bundle.manifest();
   if (m.action) fail(Kind::device, names::kNoActions, "; run the bundle with --device cpu or openvino");
-  if (m.model.sliding || m.model.sees_both_ways())
-    fail(Kind::device, names::kNoWindows, "; run the bundle with --device cpu or openvino");
   if (!m.model.conv_layers.empty())
     fail(Kind::device, names::kNoStates, "; run the bundle with --device cpu or openvino");
-  if (m.image.own_size() && m.layout.name != "native")
+  if (m.image.own_size() && m.layout.name != "native" && m.layout.name != "budget")
     fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
   find_engines(bundle, options);
 }

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
+#include "backends/slots.hpp"
 #include "backends/tensorrt/device_rows.hpp"
 #include "base/halves.hpp"
 
@@ -11,105 +13,157 @@ namespace {
 
 using Lock = Cuda::Use;
 
+constexpr size_t kRecordings = 4;  // that a stage's memory keeps, each with other memory of the stages before it
+
 }  // namespace
 
-// A stage's K and V with what is bound to them: its context for one token, and that token's position. `id` is never that
-// of another one; `recordings` are of steps that end with this memory, by the ids of all stages' memories; null once one
+// A stage's context for one token, and the numbers that the host tells it of that token, by the input's name. `id` is never
+// that of another one; `recordings` are of steps that end with this stage, by the ids of all stages of theirs; null once one
 // has run.
-struct DeviceSlots : StageMemory {
-  DeviceSlots(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph, int64_t slots)
-      : StageMemory(slots), shared(context), spec(stage), cuda(context.cuda), row(context.row_bytes()),
-        parts(static_cast<size_t>(2 * stage.layers())), part(context.bytes_of(slots)), id(context.made++),
-        kv(cuda, parts * part, cat("the KV cache of layers ", stage.first, " to ", stage.last)), queries(context),
-        position(cuda, 1), total(cuda, 1), decode(context.engines.new_context(graph, kDecode, true)) {
-    bind(*decode, 1, capacity, new_slots(), aligned(row), false, nullptr);
-    DeviceSlots::clear();
+struct BoundStage {
+  BoundStage(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph, const std::vector<std::string>& in)
+      : shared(context), spec(stage), cuda(context.cuda), id(context.made++),
+        decode(context.engines.new_context(graph, kDecode, true)) {
+    const ModelSpec& model = context.manifest.model;
+    auto place = [&](const char* name) { places.emplace(name, std::make_unique<Pinned<int64_t>>(cuda, 1)); };
+    place(names::kPositions);
+    if (model.sliding) place(names::kFirstSlot);
+    if (model.sees_both_ways()) place(names::kSeenSlots);
+    for (const std::string& name : in) slots.emplace(name, std::make_unique<Pinned<int32_t>>(cuda, 1));
   }
-  ~DeviceSlots() override { forget(); }
+  virtual ~BoundStage() { forget(); }
   void forget() {
     for (const auto& [key, recorded] : recordings)
       if (recorded) cuda.forget(recorded);
     recordings.clear();
   }
-  void clear() override {
-    cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
-    cuda.wait();
+  void tell(const std::map<std::string, int64_t>& told) {
+    for (const auto& [name, value] : told)
+      if (auto found = places.find(name); found != places.end())
+        *found->second->data() = value;
+      else
+        *slots.at(name)->data() = static_cast<int32_t>(value);
   }
-  void take_over(const StageMemory& other, int64_t length) override {
-    const auto& shorter = static_cast<const DeviceSlots&>(other);
-    cuda.copy_rows(kv.address(), part, shorter.kv.address(), shorter.part, static_cast<size_t>(length) * row, parts);
-    cuda.wait();
-  }
-  uint8_t* slot(int64_t number) const { return kv.address() + static_cast<size_t>(number) * row; }
-  uint8_t* last_key() const { return kv.address() + (parts - 2) * part; }
-  // The buffer for new K and V that the engine cannot write where they belong.
-  uint8_t* new_slots() const { return shared.engines.address(new_slots_of(spec)); }
-
-  // Copies new K and V from that buffer to the slots from `start` on.
-  void put(int64_t start, size_t tokens) {
-    cuda.copy_rows(slot(start), part, new_slots(), aligned(tokens * row), tokens * row, parts);
-  }
-
-  // Binds a context for `tokens` tokens after `filled` slots; their K and V go to `fresh`, a part each `pitch` bytes.
-  void bind(Context& context, size_t tokens, int64_t filled, uint8_t* fresh, size_t pitch, bool own_rope, uint8_t* query) {
-    Shapes shapes;
-    Addresses addresses;
-    bind_stage(shared, spec, tokens, own_rope, query, shapes, addresses);
-    addresses[names::kTotalSlots] = shared.engines.address(names::kTotalSlots);
-    uint8_t* past = kv.address();
-    for (int64_t layer = spec.first; layer <= spec.last; ++layer)
-      for (auto [in, out] : {std::pair(names::kPastKey, names::kPresentKey), {names::kPastValue, names::kPresentValue}}) {
-        std::string number = std::to_string(layer);
-        shapes[in + number] = {1, filled, shared.manifest.model.kv_heads, shared.manifest.model.head_dim};
-        addresses[in + number] = past;
-        addresses[out + number] = fresh;
-        past += part, fresh += pitch;
-      }
-    context.bind(shapes, addresses);
+  // Queues copies of what was told to where the stage reads it.
+  void copy_told() {
+    for (const auto& [name, value] : places) cuda.copy_in(shared.engines.address(name), value->data(), value->bytes());
+    for (const auto& [name, value] : slots) cuda.copy_in(shared.engines.address(name), value->data(), value->bytes());
   }
 
   TensorrtCacheContext& shared;
   const StageSpec spec;
   Cuda& cuda;
-  const size_t row, parts, part;  // bytes of a slot, number of parts, bytes of a part
   const int64_t id;
-  Buffer kv;
-  Queries queries;
-  Pinned<int64_t> position;
-  Pinned<int32_t> total;
+  std::map<std::string, std::unique_ptr<Pinned<int64_t>>> places;
+  std::map<std::string, std::unique_ptr<Pinned<int32_t>>> slots;
   std::unique_ptr<Context> decode;
   std::map<Ids, void*> recordings;
 };
 
 namespace {
 
-class TensorrtStageCache : public StageCache {
+// A stage's K and V with what is bound to them. `readers` are bound to them and to the memory of other stages, by the reading
+// stage's first layer and the ids of all.
+struct DeviceSlots : StageMemory, BoundStage {
+  DeviceSlots(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph, int64_t count)
+      : StageMemory(count), BoundStage(context, stage, graph, {names::kTotalSlots}), layout(context.layout(stage)),
+        kv(cuda, layout.bytes(static_cast<size_t>(count)), cat("the KV cache of layers ", stage.first, " to ", stage.last)),
+        regions(layout.regions(kv.address(), static_cast<size_t>(count))), queries(context) {
+    bind(*decode, 1, capacity, new_slots(1), false, nullptr);
+    DeviceSlots::clear();
+  }
+  void clear() override {
+    cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
+    cuda.wait();
+  }
+  void take_over(const StageMemory& other, int64_t length) override {
+    copy_slots(cuda, regions, static_cast<const DeviceSlots&>(other).regions, static_cast<size_t>(length));
+    cuda.wait();
+  }
+  uint8_t* last_key() const { return part_of(regions, spec.cached.back(), false); }
+  // The buffer for new K and V that the engine cannot write where they belong.
+  Regions new_slots(size_t tokens) const { return layout.regions(shared.engines.address(new_slots_of(spec)), tokens); }
+  // Copies new K and V from their buffer to the slots from `start` on.
+  void put(int64_t start, size_t tokens) { copy_slots(cuda, from_slot(regions, start), new_slots(tokens), tokens); }
+
+  // Binds a context for `tokens` tokens after `filled` slots, whose K and V go to `fresh`.
+  void bind(Context& context, size_t tokens, int64_t filled, const Regions& fresh, bool own_rope, uint8_t* query) {
+    Shapes shapes;
+    Addresses addresses;
+    bind_stage(shared, spec, tokens, own_rope, query, shapes, addresses);
+    addresses[names::kTotalSlots] = shared.engines.address(names::kTotalSlots);
+    const ModelSpec& model = shared.manifest.model;
+    for (int64_t layer : spec.cached)
+      for (bool values : {false, true}) {
+        const std::string number = std::to_string(layer), in = (values ? names::kPastValue : names::kPastKey) + number;
+        shapes[in] = {1, filled, model.kv_heads, model.heads_of(layer)};
+        addresses[in] = part_of(regions, layer, values);
+        addresses[(values ? names::kPresentValue : names::kPresentKey) + number] = part_of(fresh, layer, values);
+      }
+    context.bind(shapes, addresses);
+  }
+
+  const KVLayout layout;
+  Buffer kv;
+  const Regions regions;
+  Queries queries;
+  std::map<Ids, std::shared_ptr<BoundStage>> readers;
+};
+
+// A stage's cache as a step needs it.
+class DecodingCache {
+ public:
+  virtual ~DecodingCache() = default;
+  // What is bound to its memory, which has room for one more token.
+  virtual BoundStage& for_one_more() = 0;
+  // Readies that memory for a token at that position, which is to fill the next slot.
+  virtual void begin_token(int64_t position) = 0;
+  // Queues copies of what the token's run gave to where it is held; the slot is counted later.
+  virtual void end_token() {}
+};
+
+class TensorrtStageCache : public StageCache, public DecodingCache {
  public:
   TensorrtStageCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph, int64_t asked)
-      : StageCache(asked), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda) {}
+      : StageCache(asked, spec, context.manifest.model), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda),
+        layout_(context.layout(spec)) {}
 
   ~TensorrtStageCache() override { give_back(context_, spec_.first, std::move(memory_)); }
 
-  // The memory, with room for one more token.
-  DeviceSlots& for_one_more() {
+  BoundStage& for_one_more() override {
     room(length + 1);
     return *memory_;
   }
 
+  void begin_token(int64_t position) override {
+    std::map<std::string, int64_t> told{{names::kPositions, position}, {names::kTotalSlots, length + 1}};
+    if (slides()) {
+      place(text_positions(position, 1));
+      told[names::kFirstSlot] = first_slots(text_positions(position, 1), length + 1).front();
+    }
+    if (context_.manifest.model.sees_both_ways()) told[names::kSeenSlots] = length + 1;
+    memory_->tell(told);
+  }
+
+  void end_token() override { memory_->put(length, 1); }
+
+  DeviceSlots& memory() const { return *memory_; }
+
   Scores attention(bool last_only) override {
     Lock held(cuda_);
     const ModelSpec& model = context_.manifest.model;
-    return memory_->queries.attention(memory_->last_key(), {1, length, model.kv_heads, model.head_dim}, length, last_only);
+    const Ids shape{1, length, model.kv_heads, model.heads_of(spec_.cached.back())};
+    return memory_->queries.attention(memory_->last_key(), shape, length, last_only);
   }
 
   Rows keys() override {
     Lock held(cuda_);
-    return read_keys(context_, memory_->last_key(), static_cast<size_t>(length));
+    return read_keys(context_, spec_.cached.back(), memory_->last_key(), static_cast<size_t>(length));
   }
 
   SavedSlots read_kv(const Ids& slots) override {
     Lock held(cuda_);
-    size_t bytes = static_cast<size_t>(2 * spec_.layers()) * context_.row_bytes() * slots.size();
+    size_t bytes = layout_.bytes(slots.size(), true);
     SavedSlots kept(bytes);
     if (bytes == 0) return kept;
     Buffer packed(cuda_, bytes, "saved K and V");
@@ -132,47 +186,61 @@ class TensorrtStageCache : public StageCache {
 
  protected:
   Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids*) override {
+    const size_t all = tokens.count();
+    const int64_t filled = length + static_cast<int64_t>(all);
+    const std::vector<size_t> ends = part_ends(tokens, static_cast<size_t>(context_.engines.longest(graph_)));
+    size_t start = 0, most = 0;
+    for (size_t end : ends) most = std::max(most, end - start), start = end;
+    context_.engines.check_tokens(graph_, most);
     Lock held(cuda_);
-    room(length + static_cast<int64_t>(tokens.count()));
+    room(filled);
     RopeRows rope = rope_rows(context_.tables, context_.manifest, positions);
-    size_t all = tokens.count(), longest = static_cast<size_t>(context_.engines.longest(graph_));
+    Sight sight;
+    if (slides()) sight.first = first_slots(positions, filled);
+    if (context_.manifest.model.sees_both_ways()) sight.seen = seen_slots(tokens, length);
     if (query) memory_->queries.room(all);
     auto out = std::make_shared<TensorrtRows>(context_, all);
-    for (size_t start = 0; start < all; start += longest)
-      many(tokens, rope, start, std::min(longest, all - start), query ? memory_->queries.address(start) : nullptr,
-           out->row(start));
+    start = 0;
+    for (size_t end : ends) {
+      many(tokens, rope, sight, start, end - start, query ? memory_->queries.address(start) : nullptr, out->row(start));
+      start = end;
+    }
     cuda_.wait();
     return {std::move(out), static_cast<size_t>(context_.manifest.model.hidden)};
   }
 
  private:
+  // The first slot that each token sees in layers that slide, and the number of first slots where tokens see both ways.
+  struct Sight {
+    Ids first, seen;
+  };
+
   void room(int64_t slots) { make_room(context_, spec_, graph_, slots, capacity, length, memory_); }
 
   // Copies slots between the cache and a packed buffer, run by run.
   void move(const Ids& slots, uint8_t* packed, bool out) {
-    DeviceSlots& m = *memory_;
-    size_t pitch = slots.size() * m.row;
+    const Regions all = layout_.regions(packed, slots.size(), true);
     for (const SlotRun& run : slot_runs(slots)) {
-      uint8_t *in_cache = m.slot(static_cast<int64_t>(run.first)), *in_packed = packed + run.start * m.row;
-      if (out)
-        cuda_.copy_rows(in_packed, pitch, in_cache, m.part, run.count * m.row, m.parts);
-      else
-        cuda_.copy_rows(in_cache, m.part, in_packed, pitch, run.count * m.row, m.parts);
+      Regions in_cache = from_slot(memory_->regions, static_cast<int64_t>(run.first));
+      Regions in_packed = from_slot(all, static_cast<int64_t>(run.start));
+      copy_slots(cuda_, out ? in_packed : in_cache, out ? in_cache : in_packed, run.count);
     }
   }
 
   // Queues the run of some tokens; their hidden states go to `out`.
-  void many(const TokenStates& tokens, const RopeRows& rope, size_t start, size_t count, uint8_t* queries, uint8_t* out) {
+  void many(const TokenStates& tokens, const RopeRows& rope, const Sight& sight, size_t start, size_t count, uint8_t* queries,
+            uint8_t* out) {
     DeviceSlots& m = *memory_;
     LoadedEngines& engines = context_.engines;
     Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
     int64_t filled = length + static_cast<int64_t>(start);
-    bool in_place = m.row % kAlignment == 0;  // else no slot but the first has an address that TensorRT takes
-    m.bind(used, count, filled, in_place ? m.slot(filled) : m.new_slots(), in_place ? m.part : aligned(count * m.row),
-           !rope.own.empty(), queries);
+    bool in_place = layout_.written_in_place();
+    m.bind(used, count, filled, in_place ? from_slot(m.regions, filled) : m.new_slots(count), !rope.own.empty(), queries);
     auto total = static_cast<int32_t>(filled + static_cast<int64_t>(count));
     copy_tokens(context_, spec_, tokens, rope, start, count);
     cuda_.copy_in(engines.address(names::kTotalSlots), &total, sizeof total);
+    for (auto [name, of_each] : {std::pair(names::kFirstSlot, &sight.first), {names::kSeenSlots, &sight.seen}})
+      if (!of_each->empty()) cuda_.copy_in(engines.address(name), of_each->data() + start, count * sizeof(int64_t));
     used.enqueue();
     if (!in_place) m.put(filled, count);
     size_t bytes = count * static_cast<size_t>(context_.manifest.model.hidden) * sizeof(float);
@@ -183,7 +251,125 @@ class TensorrtStageCache : public StageCache {
   const StageSpec spec_;
   const std::string graph_;
   Cuda& cuda_;
+  const KVLayout layout_;
   std::unique_ptr<DeviceSlots> memory_;
+};
+
+using TensorrtSources = std::map<int64_t, TensorrtStageCache*>;
+
+// What is bound to the memory of a stage's sources. It keeps their addresses, not the memory itself.
+struct ReadingStage : BoundStage {
+  ReadingStage(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph,
+               const std::vector<std::string>& in, const TensorrtSources& sources)
+      : BoundStage(context, stage, graph, in) {
+    Ids filled;
+    for (const auto& [layer, cache] : sources) {
+      const DeviceSlots& memory = cache->memory();
+      layers.push_back(layer);
+      filled.push_back(memory.capacity);
+      past[names::kPastKey + std::to_string(layer)] = part_of(memory.regions, layer, false);
+      past[names::kPastValue + std::to_string(layer)] = part_of(memory.regions, layer, true);
+    }
+    bind(*decode, 1, filled);
+  }
+
+  // Binds a context for `tokens` tokens over so many slots of each source, the last ones of which are theirs.
+  void bind(Context& context, size_t tokens, const Ids& filled) {
+    const ModelSpec& model = shared.manifest.model;
+    Shapes shapes;
+    Addresses addresses = past;
+    bind_stage(shared, spec, tokens, false, nullptr, shapes, addresses);
+    for (size_t i = 0; i < layers.size(); ++i)
+      for (const char* name : {names::kPastKey, names::kPastValue})
+        shapes[name + std::to_string(layers[i])] = {1, filled[i], model.kv_heads, model.heads_of(layers[i])};
+    for (const auto& [name, value] : slots) addresses[name] = shared.engines.address(name);
+    context.bind(shapes, addresses);
+  }
+
+  Ids layers;
+  Addresses past;
+};
+
+// The cache of a stage whose layers keep nothing. The tokens of a run are in the sources' last slots already.
+class TensorrtReadingCache : public StageCache, public DecodingCache {
+ public:
+  TensorrtReadingCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph, const Sources& sources)
+      : StageCache(0), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda) {
+    for (const auto& [layer, cache] : sources) {
+      sources_[layer] = static_cast<TensorrtStageCache*>(cache);
+      slots_.push_back(names::kSourceSlot + std::to_string(layer));
+      if (!placed_ || context.manifest.model.slides(layer)) placed_ = sources_[layer];  // none may slide: then it is not used
+    }
+  }
+
+  bool reads_only() const override { return true; }
+  Scores attention(bool) override { nothing_is_held(); }
+  Rows keys() override { nothing_is_held(); }
+  SavedSlots read_kv(const Ids&) override { nothing_is_held(); }
+  BoundStage& for_one_more() override { return reader(); }
+
+  void begin_token(int64_t position) override {
+    std::map<std::string, int64_t> told{{names::kPositions, position}};
+    if (context_.manifest.model.sliding)
+      told[names::kFirstSlot] = placed_->first_slots(text_positions(position, 1), placed_->length + 1).front();
+    for (const auto& [layer, cache] : sources_) told[names::kSourceSlot + std::to_string(layer)] = cache->length;
+    reader_->tell(told);
+  }
+
+ protected:
+  void put_kv(const Ids&, const SavedSlots&, int64_t) override { nothing_is_held(); }
+
+  Rows run(const TokenStates& tokens, const Positions& positions, bool, const Ids*) override {
+    Lock held(cuda_);
+    LoadedEngines& engines = context_.engines;
+    const size_t count = tokens.count();
+    engines.check_tokens(graph_, count);
+    auto out = std::make_shared<TensorrtRows>(context_, count);
+    Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
+    Ids filled;
+    for (const auto& [layer, cache] : sources_) {
+      filled.push_back(cache->length);
+      auto last = static_cast<int32_t>(cache->length - 1);
+      cuda_.copy_in(engines.address(names::kSourceSlot + std::to_string(layer)), &last, sizeof last);
+    }
+    reader().bind(used, count, filled);
+    copy_tokens(context_, spec_, tokens, rope_rows(context_.tables, context_.manifest, positions), 0, count);
+    if (context_.manifest.model.sliding) {
+      const Ids first = placed_->first_slots(positions, placed_->length);
+      cuda_.copy_in(engines.address(names::kFirstSlot), first.data(), count * sizeof(int64_t));
+    }
+    used.enqueue();
+    size_t bytes = count * static_cast<size_t>(context_.manifest.model.hidden) * sizeof(float);
+    cuda_.copy_rows(out->row(0), bytes, engines.address(names::kHiddenOut), bytes, bytes, 1);
+    cuda_.wait();
+    return {std::move(out), static_cast<size_t>(context_.manifest.model.hidden)};
+  }
+
+ private:
+  [[noreturn]] static void nothing_is_held() { throw std::logic_error("a stage that reads other caches holds nothing"); }
+
+  // What is bound to the sources' memory, which the last of them holds for the next conversation over it.
+  ReadingStage& reader() {
+    Ids key{spec_.first};
+    for (const auto& [layer, cache] : sources_) key.push_back(cache->memory().id);
+    auto& readers = sources_.rbegin()->second->memory().readers;
+    auto found = readers.find(key);
+    if (found == readers.end()) {
+      if (readers.size() == kRecordings) readers.clear();
+      found = readers.emplace(key, std::make_shared<ReadingStage>(context_, spec_, graph_, slots_, sources_)).first;
+    }
+    reader_ = std::static_pointer_cast<ReadingStage>(found->second);
+    return *reader_;
+  }
+
+  TensorrtCacheContext& context_;
+  const StageSpec spec_;
+  const std::string graph_;
+  Cuda& cuda_;
+  TensorrtSources sources_;
+  std::vector<std::string> slots_;
+  std::shared_ptr<ReadingStage> reader_;  // that was bound last
+  TensorrtStageCache* placed_ = nullptr;
 };
 
 }  // namespace
@@ -191,6 +377,11 @@ class TensorrtStageCache : public StageCache {
 std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, const StageSpec& spec,
                                                 const std::string& graph, int64_t capacity) {
   return std::make_unique<TensorrtStageCache>(context, spec, graph, capacity);
+}
+
+std::unique_ptr<StageCache> make_tensorrt_reading_cache(TensorrtCacheContext& context, const StageSpec& spec,
+                                                        const std::string& graph, const Sources& sources) {
+  return std::make_unique<TensorrtReadingCache>(context, spec, graph, sources);
 }
 
 TokenSteps::TokenSteps(TensorrtCacheContext& context, const Graphs& graphs)
@@ -213,53 +404,64 @@ TokenSteps::TokenSteps(TensorrtCacheContext& context, const Graphs& graphs)
 }
 
 Step TokenSteps::run(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) {
-  std::vector<DeviceSlots*> memories;
-  for (StageCache* cache : caches) memories.push_back(&static_cast<TensorrtStageCache*>(cache)->for_one_more());
-  *ids_.data() = token;
-  for (size_t i = 0; i < caches.size(); ++i) {
-    *memories[i]->position.data() = positions[i];
-    *memories[i]->total.data() = static_cast<int32_t>(caches[i]->length + 1);
+  std::vector<DecodingCache*> decoding;
+  std::vector<BoundStage*> stages;
+  size_t keeping = 0;  // the first stages, whose K and V the others read
+  for (StageCache* cache : caches) {
+    decoding.push_back(&dynamic_cast<DecodingCache&>(*cache));
+    stages.push_back(&decoding.back()->for_one_more());
+    if (!cache->reads_only()) ++keeping;
   }
-  launch(memories);
-  for (size_t i = 0; i < caches.size(); ++i) memories[i]->put(caches[i]->length, 1);
+  *ids_.data() = token;
+  for (size_t i = 0; i < caches.size(); ++i) decoding[i]->begin_token(positions[i]);
+  for (auto [first, end] : {std::pair(size_t{0}, keeping), {keeping, caches.size()}}) {
+    if (first == end) continue;
+    const auto begin = stages.begin();
+    const std::vector<BoundStage*> some(begin + static_cast<std::ptrdiff_t>(first), begin + static_cast<std::ptrdiff_t>(end));
+    launch(some, first == 0, end == caches.size());
+    for (size_t i = first; i < end; ++i) decoding[i]->end_token();
+  }
   if (logits) cuda_.copy_out(logits_.data(), context_.engines.address(names::kLogits), logits_.bytes());
   cuda_.wait();
-  for (StageCache* cache : caches) ++cache->length;
+  for (StageCache* cache : caches)
+    if (!cache->reads_only()) ++cache->length;
   auto copy = [](const Pinned<float>& from) { return Floats(from.data(), from.data() + from.bytes() / sizeof(float)); };
   return {*best_.data(), copy(state_), logits ? copy(logits_) : Floats()};
 }
 
-void TokenSteps::launch(const std::vector<DeviceSlots*>& memories) {
-  DeviceSlots& last = *memories.back();
+void TokenSteps::launch(const std::vector<BoundStage*>& stages, bool begins, bool ends) {
+  BoundStage& last = *stages.back();
   Ids key;
-  for (const DeviceSlots* memory : memories) key.push_back(memory->id);
+  for (const BoundStage* stage : stages) key.push_back(stage->id);
   auto known = last.recordings.find(key);
   void* recorded = nullptr;
   if (known == last.recordings.end()) {
     if (last.recordings.size() == kRecordings) last.forget();
   } else if (recorded = known->second; !recorded && recordable_) {
-    recorded = cuda_.record([&] { queue(memories); });
+    recorded = cuda_.record([&] { queue(stages, begins, ends); });
     recordable_ = recorded != nullptr;
   }
   last.recordings[key] = recorded;
   if (recorded)
     cuda_.launch(recorded);
   else
-    queue(memories);
+    queue(stages, begins, ends);
 }
 
-void TokenSteps::queue(const std::vector<DeviceSlots*>& memories) {
+void TokenSteps::queue(const std::vector<BoundStage*>& stages, bool begins, bool ends) {
   const LoadedEngines& engines = context_.engines;
   uint8_t *hidden = engines.address(names::kHidden), *hidden_out = engines.address(names::kHiddenOut);
-  cuda_.copy_in(engines.address(names::kIds), ids_.data(), ids_.bytes());
-  for (const auto& [name, zeros] : zeros_) cuda_.copy_in(engines.address(name), zeros->data(), zeros->bytes());
-  embed_->enqueue();
-  for (DeviceSlots* memory : memories) {
-    cuda_.copy_in(engines.address(names::kPositions), memory->position.data(), memory->position.bytes());
-    cuda_.copy_in(engines.address(names::kTotalSlots), memory->total.data(), memory->total.bytes());
-    memory->decode->enqueue();
+  if (begins) {
+    cuda_.copy_in(engines.address(names::kIds), ids_.data(), ids_.bytes());
+    for (const auto& [name, zeros] : zeros_) cuda_.copy_in(engines.address(name), zeros->data(), zeros->bytes());
+    embed_->enqueue();
+  }
+  for (BoundStage* stage : stages) {
+    stage->copy_told();
+    stage->decode->enqueue();
     cuda_.copy_rows(hidden, state_.bytes(), hidden_out, state_.bytes(), state_.bytes(), 1);
   }
+  if (!ends) return;
   head_->enqueue();
   cuda_.copy_out(state_.data(), hidden, state_.bytes());
   cuda_.copy_out(best_.data(), engines.address(names::kBest), best_.bytes());
@@ -342,6 +544,9 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
   shapes[names::kPositions] = {1, tokens};
   for (const char* name : {names::kHidden, names::kHiddenOut, names::kPositions})
     addresses[name] = context.engines.address(name);
+  const ModelSpec& model = context.manifest.model;
+  for (auto [name, given] : {std::pair(names::kFirstSlot, model.sliding.has_value()), {names::kSeenSlots, model.sees_both_ways()}})
+    if (given) shapes[name] = {1, tokens}, addresses[name] = context.engines.address(name);
   for (const TokenInput& each : context.manifest.token_inputs)
     if (std::string name = names::kTokenInput + each.name;
         std::count(spec.inputs.begin(), spec.inputs.end(), each.name) > 0) {
@@ -367,16 +572,17 @@ void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, con
   context.cuda.copy_in(context.engines.address(names::kPositions), rows.data(), count * sizeof(int64_t));
 }
 
-Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length) {
+Rows read_keys(const TensorrtCacheContext& context, int64_t layer, const uint8_t* key, size_t length) {
   auto heads = static_cast<size_t>(context.manifest.model.kv_heads);
-  auto dim = static_cast<size_t>(context.manifest.model.head_dim);
-  std::string raw(heads * length * context.slot_bytes(), '\0');
+  auto dim = static_cast<size_t>(context.manifest.model.heads_of(layer));
+  const size_t bytes = dim * static_cast<size_t>(context.manifest.kv_bytes(context.dialect));  // of one slot of one head
+  std::string raw(heads * length * bytes, '\0');
   if (!raw.empty()) context.cuda.copy_out(raw.data(), key, raw.size());
   context.cuda.wait();
   Rows out(length, heads * dim);
   for (size_t head = 0; head < heads; ++head)
     for (size_t slot = 0; slot < length; ++slot)
-      widen(raw.data() + (slot * heads + head) * context.slot_bytes(), context.manifest.kv_type(context.dialect), dim,
+      widen(raw.data() + (slot * heads + head) * bytes, context.manifest.kv_type(context.dialect), dim,
             out.row(slot) + head * dim);
   return out;
 }

@@ -3,9 +3,10 @@
 // A conversation's memory of a stage has the slots that it needs, and is replaced by a longer one as it grows: tokens that
 // have left the decoder take no memory behind the cut.
 //
-// Engines read the slots before their tokens, of one buffer of [layers, 2] parts of [slots, kv_heads, head_dim], and write
-// those of their tokens. A step, one token through all graphs, is recorded into a CUDA graph once and launched from then on;
-// its slot is copied behind the others afterwards.
+// Engines read the slots before their tokens, of one buffer with parts of [slots, kv_heads, head_dim] for each layer, and
+// write those of their tokens. A step, one token through all graphs, is recorded into a CUDA graph once and launched from
+// then on; its slot is copied behind the others afterwards. Layers that have no K and V read those of earlier stages then, in
+// a second launch.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include "backends/backend.hpp"
 #include "backends/tables.hpp"
 #include "backends/tensorrt/loaded.hpp"
+#include "backends/tensorrt/regions.hpp"
 #include "base/errors.hpp"
 
 namespace vtxcore {
@@ -47,12 +49,7 @@ struct TensorrtCacheContext {
   std::map<int64_t, std::vector<std::unique_ptr<StageMemory>>> unused = {};
   int64_t made = 0;  // memories so far
 
-  // Bytes of K or V of one layer for these slots, so that what follows them is aligned.
-  size_t bytes_of(int64_t slots) const { return aligned(static_cast<size_t>(slots) * row_bytes()); }
-  // Bytes of one slot of one head, K or V.
-  size_t slot_bytes() const { return static_cast<size_t>(manifest.model.head_dim * manifest.kv_bytes(dialect)); }
-  // Bytes of one slot of all heads, K or V.
-  size_t row_bytes() const { return static_cast<size_t>(manifest.model.kv_heads) * slot_bytes(); }
+  KVLayout layout(const StageSpec& spec) const { return {manifest.model, spec, manifest.kv_bytes(dialect)}; }
 };
 
 constexpr int64_t kSlotBlock = 32;  // slots by which memory grows
@@ -124,7 +121,11 @@ class Queries {
 std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, const StageSpec& spec,
                                                 const std::string& graph, int64_t capacity);
 
-struct DeviceSlots;
+// For a stage whose layers keep nothing: over the caches that they read.
+std::unique_ptr<StageCache> make_tensorrt_reading_cache(TensorrtCacheContext& context, const StageSpec& spec,
+                                                        const std::string& graph, const Sources& sources);
+
+struct BoundStage;
 
 // One token through the embedding, every stage and the head on the device: one launch, one wait.
 //
@@ -138,10 +139,10 @@ class TokenSteps {
   Step run(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits);
 
  private:
-  void launch(const std::vector<DeviceSlots*>& memories);
-  void queue(const std::vector<DeviceSlots*>& memories);
+  // Of some of the stages; with the embedding if a token `begins`, and the head if it `ends`.
+  void launch(const std::vector<BoundStage*>& stages, bool begins, bool ends);
+  void queue(const std::vector<BoundStage*>& stages, bool begins, bool ends);
 
-  static constexpr size_t kRecordings = 4;  // that a stage's memory keeps, each with other memory of the stages before it
   TensorrtCacheContext& context_;
   Cuda& cuda_;
   Pinned<int64_t> ids_;
@@ -167,7 +168,7 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
 void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const RopeRows& rope,
                  size_t start, size_t count);
 
-// The keys of `length` slots on the device as numbers, all heads side by side.
-Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length);
+// A layer's keys of `length` slots on the device as numbers, all heads side by side.
+Rows read_keys(const TensorrtCacheContext& context, int64_t layer, const uint8_t* key, size_t length);
 
 }  // namespace vtxcore
