@@ -26,8 +26,6 @@ from vtx.runtime.vision import limits, tokens, video, video_child
 from vtx.runtime.vision.layouts import anyres, budget, crops, frames, marked, native
 
 FILE = Path(__file__).parents[1] / "runtime/cpp/src/bundle/names.hpp"
-# Python runs these.
-NO_STATES = "layers without attention keep a state, which libvtx does not hold on a GPU"
 HEAD = """\
 // Names, limits and constants that the Python runtime declares. Written by scripts/cpp_names.py; do not edit.
 #pragma once
@@ -64,7 +62,7 @@ def header() -> str:
     words |= {"NO_FRAMES": NO_FRAMES, "NOT_BUILT": NOT_BUILT}
     words |= {"NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
     words["PAIRS"] = manifest.PAIRS
-    words |= {"KERNELS": fingerprint.KERNELS, "NO_STATES": NO_STATES, "NO_ACTIONS": ACTIONS}
+    words |= {"KERNELS": fingerprint.KERNELS, "NO_ACTIONS": ACTIONS}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),

@@ -73,7 +73,6 @@ inline constexpr char kNotRenumbered[] = "positions of three parts, which cannot
 inline constexpr char kPrefixFormat[] = "vtx-prefix-1";
 inline constexpr char kPairs[] = "pairs";
 inline constexpr char kKernels[] = "kernels.cache";
-inline constexpr char kNoStates[] = "layers without attention keep a state, which libvtx does not hold on a GPU";
 inline constexpr char kNoActions[] = "vtx builds TensorRT engines for models that output actions, but does not run them yet";
 inline constexpr char kPastKey[] = "past_key.";
 inline constexpr char kPastValue[] = "past_value.";

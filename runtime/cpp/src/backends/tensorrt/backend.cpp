@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <set>
 
 #include "backends/engines.hpp"
 #include "backends/graph_backend.hpp"
@@ -12,6 +13,7 @@
 #include "backends/tensorrt/cache.hpp"
 #include "backends/tensorrt/device_rows.hpp"
 #include "backends/tensorrt/release.hpp"
+#include "backends/tensorrt/step.hpp"
 #include "host/gpu.hpp"
 
 namespace vtxcore {
@@ -123,9 +125,10 @@ class TensorrtBackend : public GraphBackend {
   // Pixels [1, 3, height, width] of an image of its own size must be within what the engine was built for.
   void check_size(const Ids& shape) const {
     int64_t height = shape[2], width = shape[3], longest = engines_->longest_side();
+    const char* smaller = m_.layout.name == "native" ? "a smaller --max-pixels, " : "an image less long, ";
     if (std::max(height, width) > longest)
       fail(Kind::device, "the image is ", width, " x ", height, " pixels as the tower sees it, and this engine takes ",
-           longest, " a side; use a smaller --max-pixels, --device cpu or openvino");
+           longest, " a side; use ", smaller, "--device cpu or openvino");
   }
 
   void load_rope() {
@@ -151,6 +154,8 @@ class TensorrtBackend : public GraphBackend {
     int64_t cached = 0;
     for (const StageSpec& stage : m_.stages) cached += static_cast<int64_t>(stage.cached.size());
     int64_t caches = slots * cached * kv_slot_bytes;
+    if (const ModelSpec& model = m_.model; !model.conv_layers.empty())
+      caches += 4 * model.state_numbers * static_cast<int64_t>(model.conv_layers.size()) * HeldStates(model).ends;
     for (const auto& [graph, record] : set_.engines) engines += record.bytes;
     auto [left, total] = cuda_.memory();
     if (engines + caches <= left) return;
@@ -174,9 +179,8 @@ int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3;
 void check(const Bundle& bundle, const BackendOptions& options) {
   const Manifest& m = bundle.manifest();
   if (m.action) fail(Kind::device, names::kNoActions, "; run the bundle with --device cpu or openvino");
-  if (!m.model.conv_layers.empty())
-    fail(Kind::device, names::kNoStates, "; run the bundle with --device cpu or openvino");
-  if (m.image.own_size() && m.layout.name != "native" && m.layout.name != "budget")
+  static const std::set<std::string> kBuilt{"native", "budget", "native_tiles", "slices"};  // whose images have any size
+  if (m.image.own_size() && kBuilt.count(m.layout.name) == 0)
     fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
   find_engines(bundle, options);
 }

@@ -6,6 +6,8 @@
 
 #include "backends/slots.hpp"
 #include "backends/tensorrt/device_rows.hpp"
+#include "backends/tensorrt/states.hpp"
+#include "backends/tensorrt/step.hpp"
 #include "base/halves.hpp"
 
 namespace vtxcore {
@@ -13,81 +15,73 @@ namespace {
 
 using Lock = Cuda::Use;
 
-constexpr size_t kRecordings = 4;  // that a stage's memory keeps, each with other memory of the stages before it
+const Ids kOne{1};  // the numbers of a run's tokens whose states are given out, if it is of one token
 
-}  // namespace
-
-// A stage's context for one token, and the numbers that the host tells it of that token, by the input's name. `id` is never
-// that of another one; `recordings` are of steps that end with this stage, by the ids of all stages of theirs; null once one
-// has run.
-struct BoundStage {
-  BoundStage(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph, const std::vector<std::string>& in)
-      : shared(context), spec(stage), cuda(context.cuda), id(context.made++),
-        decode(context.engines.new_context(graph, kDecode, true)) {
-    const ModelSpec& model = context.manifest.model;
-    auto place = [&](const char* name) { places.emplace(name, std::make_unique<Pinned<int64_t>>(cuda, 1)); };
-    place(names::kPositions);
-    if (model.sliding) place(names::kFirstSlot);
-    if (model.sees_both_ways()) place(names::kSeenSlots);
-    for (const std::string& name : in) slots.emplace(name, std::make_unique<Pinned<int32_t>>(cuda, 1));
-  }
-  virtual ~BoundStage() { forget(); }
-  void forget() {
-    for (const auto& [key, recorded] : recordings)
-      if (recorded) cuda.forget(recorded);
-    recordings.clear();
-  }
-  void tell(const std::map<std::string, int64_t>& told) {
-    for (const auto& [name, value] : told)
-      if (auto found = places.find(name); found != places.end())
-        *found->second->data() = value;
-      else
-        *slots.at(name)->data() = static_cast<int32_t>(value);
-  }
-  // Queues copies of what was told to where the stage reads it.
-  void copy_told() {
-    for (const auto& [name, value] : places) cuda.copy_in(shared.engines.address(name), value->data(), value->bytes());
-    for (const auto& [name, value] : slots) cuda.copy_in(shared.engines.address(name), value->data(), value->bytes());
-  }
-
-  TensorrtCacheContext& shared;
-  const StageSpec spec;
-  Cuda& cuda;
-  const int64_t id;
-  std::map<std::string, std::unique_ptr<Pinned<int64_t>>> places;
-  std::map<std::string, std::unique_ptr<Pinned<int32_t>>> slots;
-  std::unique_ptr<Context> decode;
-  std::map<Ids, void*> recordings;
+// Where the state before a run is, those that it gives out, and the `count` numbers of their tokens.
+struct BoundStates {
+  uint8_t *given, *made, *ends;
+  size_t count;
 };
 
-namespace {
-
-// A stage's K and V with what is bound to them. `readers` are bound to them and to the memory of other stages, by the reading
-// stage's first layer and the ids of all.
+// A stage's K and V with what is bound to them. `readers` are bound to them and to the memory of other stages: of each
+// reading stage, by its first layer, and then by the ids of all that memory. `state`, if its layers keep one, is the last
+// state, of `version`, and behind it the number of the one token.
 struct DeviceSlots : StageMemory, BoundStage {
   DeviceSlots(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph, int64_t count)
       : StageMemory(count), BoundStage(context, stage, graph, {names::kTotalSlots}), layout(context.layout(stage)),
-        kv(cuda, layout.bytes(static_cast<size_t>(count)), cat("the KV cache of layers ", stage.first, " to ", stage.last)),
+        kv(cuda, std::max<size_t>(1, layout.bytes(static_cast<size_t>(count))),
+           cat("the KV cache of layers ", stage.first, " to ", stage.last)),
         regions(layout.regions(kv.address(), static_cast<size_t>(count))), queries(context) {
-    bind(*decode, 1, capacity, new_slots(1), false, nullptr);
+    std::optional<BoundStates> states;
+    if (!spec.stateful.empty()) {
+      state_bytes = spec.stateful.size() * static_cast<size_t>(context.manifest.model.state_numbers) * sizeof(float);
+      state.emplace(cuda, aligned(state_bytes) + kOne.size() * sizeof(int64_t),
+                    cat("the state of layers ", stage.first, " to ", stage.last));
+      uint8_t* ends = state->address() + aligned(state_bytes);
+      cuda.copy_in(ends, kOne.data(), kOne.size() * sizeof(int64_t));
+      states = {state->address(), context.engines.address(names::kStateOut), ends, kOne.size()};
+    }
+    bind(*decode, 1, capacity, new_slots(1), false, nullptr, states);
     DeviceSlots::clear();
   }
   void clear() override {
+    version = 0;
     cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
     cuda.wait();
   }
-  void take_over(const StageMemory& other, int64_t length) override {
-    copy_slots(cuda, regions, static_cast<const DeviceSlots&>(other).regions, static_cast<size_t>(length));
+  // Begins with the first `length` slots of shorter memory.
+  void take_over(const DeviceSlots& other, int64_t length) {
+    copy_slots(cuda, regions, other.regions, static_cast<size_t>(length));
     cuda.wait();
   }
+  // Has the state after so many tokens for the next one.
+  void load(DeviceStates& states, int64_t length) {
+    const StateMemory& from = states.before(length);
+    if (version != from.version) copy_state(state->address(), from.buffer.address());
+    version = 0;  // until the token has run
+  }
+  void turn() override {
+    if (state) copy_state(state->address(), shared.engines.address(names::kStateOut));
+  }
+  // Queues a copy of the state after the token that ran behind so many others to the history.
+  void save(DeviceStates& states, int64_t length) {
+    copy_state(states.room(1), state->address());
+    states.put(length, kOne, length);
+    version = states.before(length + 1).version;
+  }
+  void copy_state(uint8_t* to, const uint8_t* from) { cuda.copy_rows(to, state_bytes, from, state_bytes, state_bytes, 1); }
   uint8_t* last_key() const { return part_of(regions, spec.cached.back(), false); }
-  // The buffer for new K and V that the engine cannot write where they belong.
-  Regions new_slots(size_t tokens) const { return layout.regions(shared.engines.address(new_slots_of(spec)), tokens); }
+  // The buffer for new K and V that the engine cannot write where they belong; none if no layer has any.
+  Regions new_slots(size_t tokens) const {
+    if (spec.cached.empty()) return {};
+    return layout.regions(shared.engines.address(new_slots_of(spec)), tokens);
+  }
   // Copies new K and V from their buffer to the slots from `start` on.
   void put(int64_t start, size_t tokens) { copy_slots(cuda, from_slot(regions, start), new_slots(tokens), tokens); }
 
   // Binds a context for `tokens` tokens after `filled` slots, whose K and V go to `fresh`.
-  void bind(Context& context, size_t tokens, int64_t filled, const Regions& fresh, bool own_rope, uint8_t* query) {
+  void bind(Context& context, size_t tokens, int64_t filled, const Regions& fresh, bool own_rope, uint8_t* query,
+            const std::optional<BoundStates>& states) {
     Shapes shapes;
     Addresses addresses;
     bind_stage(shared, spec, tokens, own_rope, query, shapes, addresses);
@@ -100,6 +94,12 @@ struct DeviceSlots : StageMemory, BoundStage {
         addresses[in] = part_of(regions, layer, values);
         addresses[(values ? names::kPresentValue : names::kPresentKey) + number] = part_of(fresh, layer, values);
       }
+    if (states) {
+      addresses[names::kState] = states->given;
+      addresses[names::kStateOut] = states->made;
+      addresses[names::kStateEnds] = states->ends;
+      shapes[names::kStateEnds] = {static_cast<int64_t>(states->count)};
+    }
     context.bind(shapes, addresses);
   }
 
@@ -107,28 +107,21 @@ struct DeviceSlots : StageMemory, BoundStage {
   Buffer kv;
   const Regions regions;
   Queries queries;
-  std::map<Ids, std::shared_ptr<BoundStage>> readers;
-};
-
-// A stage's cache as a step needs it.
-class DecodingCache {
- public:
-  virtual ~DecodingCache() = default;
-  // What is bound to its memory, which has room for one more token.
-  virtual BoundStage& for_one_more() = 0;
-  // Readies that memory for a token at that position, which is to fill the next slot.
-  virtual void begin_token(int64_t position) = 0;
-  // Queues copies of what the token's run gave to where it is held; the slot is counted later.
-  virtual void end_token() {}
+  std::optional<Buffer> state;
+  size_t state_bytes = 0;
+  int64_t version = 0;
+  std::map<int64_t, std::map<Ids, std::unique_ptr<BoundStage>>> readers;
 };
 
 class TensorrtStageCache : public StageCache, public DecodingCache {
  public:
   TensorrtStageCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph, int64_t asked)
-      : StageCache(asked, spec, context.manifest.model), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda),
-        layout_(context.layout(spec)) {}
+      : StageCache(asked, spec, context.manifest.model,
+                   spec.stateful.empty() ? nullptr : std::make_unique<DeviceStates>(context, spec)),
+        context_(context), spec_(spec), graph_(graph), cuda_(context.cuda), layout_(context.layout(spec)),
+        history_(static_cast<DeviceStates*>(states_.get())) {}
 
-  ~TensorrtStageCache() override { give_back(context_, spec_.first, std::move(memory_)); }
+  ~TensorrtStageCache() override { give_back(context_, {MemoryKind::slots, spec_.first}, std::move(memory_)); }
 
   BoundStage& for_one_more() override {
     room(length + 1);
@@ -143,9 +136,13 @@ class TensorrtStageCache : public StageCache, public DecodingCache {
     }
     if (context_.manifest.model.sees_both_ways()) told[names::kSeenSlots] = length + 1;
     memory_->tell(told);
+    if (history_) memory_->load(*history_, length);
   }
 
-  void end_token() override { memory_->put(length, 1); }
+  void end_token() override {
+    memory_->put(length, 1);
+    if (history_) memory_->save(*history_, length);
+  }
 
   DeviceSlots& memory() const { return *memory_; }
 
@@ -202,7 +199,7 @@ class TensorrtStageCache : public StageCache, public DecodingCache {
     auto out = std::make_shared<TensorrtRows>(context_, all);
     start = 0;
     for (size_t end : ends) {
-      many(tokens, rope, sight, start, end - start, query ? memory_->queries.address(start) : nullptr, out->row(start));
+      many(tokens, rope, sight, start, end, query ? memory_->queries.address(start) : nullptr, out->row(start));
       start = end;
     }
     cuda_.wait();
@@ -215,7 +212,15 @@ class TensorrtStageCache : public StageCache, public DecodingCache {
     Ids first, seen;
   };
 
-  void room(int64_t slots) { make_room(context_, spec_, graph_, slots, capacity, length, memory_); }
+  // Has memory for so many slots. If there is not enough, the cache stays as it is.
+  void room(int64_t slots) {
+    if (memory_ && memory_->capacity >= slots) return;
+    int64_t count = std::min(capacity, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock);
+    auto longer = borrow<DeviceSlots>(context_, {MemoryKind::slots, spec_.first}, count,
+                                      [&] { return std::make_unique<DeviceSlots>(context_, spec_, graph_, count); });
+    if (memory_ && length > 0) longer->take_over(*memory_, length);
+    memory_ = std::move(longer);
+  }
 
   // Copies slots between the cache and a packed buffer, run by run.
   void move(const Ids& slots, uint8_t* packed, bool out) {
@@ -227,15 +232,25 @@ class TensorrtStageCache : public StageCache, public DecodingCache {
     }
   }
 
-  // Queues the run of some tokens; their hidden states go to `out`.
-  void many(const TokenStates& tokens, const RopeRows& rope, const Sight& sight, size_t start, size_t count, uint8_t* queries,
+  // Queues the run of the tokens from `start` to before `end`; their hidden states go to `out`.
+  void many(const TokenStates& tokens, const RopeRows& rope, const Sight& sight, size_t start, size_t end, uint8_t* queries,
             uint8_t* out) {
     DeviceSlots& m = *memory_;
     LoadedEngines& engines = context_.engines;
+    const size_t count = end - start;
     Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
     int64_t filled = length + static_cast<int64_t>(start);
     bool in_place = layout_.written_in_place();
-    m.bind(used, count, filled, in_place ? from_slot(m.regions, filled) : m.new_slots(count), !rope.own.empty(), queries);
+    std::optional<BoundStates> states;
+    Ids ends;
+    if (history_) {
+      ends = history_->ends(filled, static_cast<int64_t>(count), end < tokens.count());
+      uint8_t* made = history_->room(ends.size());
+      states = {history_->before(filled).buffer.address(), made, engines.address(names::kStateEnds), ends.size()};
+      cuda_.copy_in(states->ends, ends.data(), ends.size() * sizeof(int64_t));
+    }
+    m.bind(used, count, filled, in_place ? from_slot(m.regions, filled) : m.new_slots(count), !rope.own.empty(), queries,
+           states);
     auto total = static_cast<int32_t>(filled + static_cast<int64_t>(count));
     copy_tokens(context_, spec_, tokens, rope, start, count);
     cuda_.copy_in(engines.address(names::kTotalSlots), &total, sizeof total);
@@ -243,6 +258,7 @@ class TensorrtStageCache : public StageCache, public DecodingCache {
       if (!of_each->empty()) cuda_.copy_in(engines.address(name), of_each->data() + start, count * sizeof(int64_t));
     used.enqueue();
     if (!in_place) m.put(filled, count);
+    if (history_) history_->put(filled, ends, length);
     size_t bytes = count * static_cast<size_t>(context_.manifest.model.hidden) * sizeof(float);
     cuda_.copy_rows(out, bytes, engines.address(names::kHiddenOut), bytes, bytes, 1);
   }
@@ -252,6 +268,7 @@ class TensorrtStageCache : public StageCache, public DecodingCache {
   const std::string graph_;
   Cuda& cuda_;
   const KVLayout layout_;
+  DeviceStates* const history_;  // null: its layers keep no state
   std::unique_ptr<DeviceSlots> memory_;
 };
 
@@ -293,12 +310,14 @@ struct ReadingStage : BoundStage {
 // The cache of a stage whose layers keep nothing. The tokens of a run are in the sources' last slots already.
 class TensorrtReadingCache : public StageCache, public DecodingCache {
  public:
-  TensorrtReadingCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph, const Sources& sources)
+  TensorrtReadingCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph,
+                       const Sources& sources)
       : StageCache(0), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda) {
     for (const auto& [layer, cache] : sources) {
       sources_[layer] = static_cast<TensorrtStageCache*>(cache);
       slots_.push_back(names::kSourceSlot + std::to_string(layer));
-      if (!placed_ || context.manifest.model.slides(layer)) placed_ = sources_[layer];  // none may slide: then it is not used
+      // none may slide: then it is not used
+      if (!placed_ || context.manifest.model.slides(layer)) placed_ = sources_[layer];
     }
   }
 
@@ -326,13 +345,14 @@ class TensorrtReadingCache : public StageCache, public DecodingCache {
     engines.check_tokens(graph_, count);
     auto out = std::make_shared<TensorrtRows>(context_, count);
     Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
+    ReadingStage& bound = reader();
     Ids filled;
     for (const auto& [layer, cache] : sources_) {
       filled.push_back(cache->length);
       auto last = static_cast<int32_t>(cache->length - 1);
       cuda_.copy_in(engines.address(names::kSourceSlot + std::to_string(layer)), &last, sizeof last);
     }
-    reader().bind(used, count, filled);
+    bound.bind(used, count, filled);
     copy_tokens(context_, spec_, tokens, rope_rows(context_.tables, context_.manifest, positions), 0, count);
     if (context_.manifest.model.sliding) {
       const Ids first = placed_->first_slots(positions, placed_->length);
@@ -350,15 +370,18 @@ class TensorrtReadingCache : public StageCache, public DecodingCache {
 
   // What is bound to the sources' memory, which the last of them holds for the next conversation over it.
   ReadingStage& reader() {
-    Ids key{spec_.first};
+    Ids key;
     for (const auto& [layer, cache] : sources_) key.push_back(cache->memory().id);
-    auto& readers = sources_.rbegin()->second->memory().readers;
+    auto& readers = sources_.rbegin()->second->memory().readers[spec_.first];
     auto found = readers.find(key);
     if (found == readers.end()) {
-      if (readers.size() == kRecordings) readers.clear();
-      found = readers.emplace(key, std::make_shared<ReadingStage>(context_, spec_, graph_, slots_, sources_)).first;
+      if (readers.size() == kRecordings) {
+        cuda_.wait();  // queued work may still read it
+        readers.clear();
+      }
+      found = readers.emplace(key, std::make_unique<ReadingStage>(context_, spec_, graph_, slots_, sources_)).first;
     }
-    reader_ = std::static_pointer_cast<ReadingStage>(found->second);
+    reader_ = static_cast<ReadingStage*>(found->second.get());
     return *reader_;
   }
 
@@ -368,7 +391,7 @@ class TensorrtReadingCache : public StageCache, public DecodingCache {
   Cuda& cuda_;
   TensorrtSources sources_;
   std::vector<std::string> slots_;
-  std::shared_ptr<ReadingStage> reader_;  // that was bound last
+  ReadingStage* reader_ = nullptr;  // that is bound to the sources' memory as it was last
   TensorrtStageCache* placed_ = nullptr;
 };
 
@@ -384,94 +407,11 @@ std::unique_ptr<StageCache> make_tensorrt_reading_cache(TensorrtCacheContext& co
   return std::make_unique<TensorrtReadingCache>(context, spec, graph, sources);
 }
 
-TokenSteps::TokenSteps(TensorrtCacheContext& context, const Graphs& graphs)
-    : context_(context), cuda_(context.cuda), ids_(cuda_, 1), best_(cuda_, 1),
-      state_(cuda_, static_cast<size_t>(context.manifest.model.hidden)),
-      logits_(cuda_, static_cast<size_t>(context.manifest.model.vocab)),
-      embed_(context.engines.new_context(graphs.embed, 0, true)), head_(context.engines.new_context(graphs.head, 0, true)),
-      recordable_(context.engines.records()) {
-  const Manifest& m = context.manifest;
-  for (const TokenInput& each : m.token_inputs)
-    if (!each.of_text) zeros_[names::kTokenInput + each.name] = std::make_unique<Pinned<float>>(cuda_, size_t(each.width));
-  auto bind = [&](Context& to, const GraphIO& io, const Shapes& shapes) {
-    Addresses addresses;
-    for (const std::vector<TensorSpec>& side : {io.inputs, io.outputs})
-      for (const TensorSpec& spec : side) addresses[spec.name] = context.engines.address(spec.name);
-    to.bind(shapes, addresses);
-  };
-  bind(*embed_, embed_io(m), {{names::kIds, {1}}});
-  bind(*head_, head_io(m, context.dialect), {{names::kHidden, {1, m.model.hidden}}});
-}
-
-Step TokenSteps::run(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) {
-  std::vector<DecodingCache*> decoding;
-  std::vector<BoundStage*> stages;
-  size_t keeping = 0;  // the first stages, whose K and V the others read
-  for (StageCache* cache : caches) {
-    decoding.push_back(&dynamic_cast<DecodingCache&>(*cache));
-    stages.push_back(&decoding.back()->for_one_more());
-    if (!cache->reads_only()) ++keeping;
-  }
-  *ids_.data() = token;
-  for (size_t i = 0; i < caches.size(); ++i) decoding[i]->begin_token(positions[i]);
-  for (auto [first, end] : {std::pair(size_t{0}, keeping), {keeping, caches.size()}}) {
-    if (first == end) continue;
-    const auto begin = stages.begin();
-    const std::vector<BoundStage*> some(begin + static_cast<std::ptrdiff_t>(first), begin + static_cast<std::ptrdiff_t>(end));
-    launch(some, first == 0, end == caches.size());
-    for (size_t i = first; i < end; ++i) decoding[i]->end_token();
-  }
-  if (logits) cuda_.copy_out(logits_.data(), context_.engines.address(names::kLogits), logits_.bytes());
-  cuda_.wait();
-  for (StageCache* cache : caches)
-    if (!cache->reads_only()) ++cache->length;
-  auto copy = [](const Pinned<float>& from) { return Floats(from.data(), from.data() + from.bytes() / sizeof(float)); };
-  return {*best_.data(), copy(state_), logits ? copy(logits_) : Floats()};
-}
-
-void TokenSteps::launch(const std::vector<BoundStage*>& stages, bool begins, bool ends) {
-  BoundStage& last = *stages.back();
-  Ids key;
-  for (const BoundStage* stage : stages) key.push_back(stage->id);
-  auto known = last.recordings.find(key);
-  void* recorded = nullptr;
-  if (known == last.recordings.end()) {
-    if (last.recordings.size() == kRecordings) last.forget();
-  } else if (recorded = known->second; !recorded && recordable_) {
-    recorded = cuda_.record([&] { queue(stages, begins, ends); });
-    recordable_ = recorded != nullptr;
-  }
-  last.recordings[key] = recorded;
-  if (recorded)
-    cuda_.launch(recorded);
-  else
-    queue(stages, begins, ends);
-}
-
-void TokenSteps::queue(const std::vector<BoundStage*>& stages, bool begins, bool ends) {
-  const LoadedEngines& engines = context_.engines;
-  uint8_t *hidden = engines.address(names::kHidden), *hidden_out = engines.address(names::kHiddenOut);
-  if (begins) {
-    cuda_.copy_in(engines.address(names::kIds), ids_.data(), ids_.bytes());
-    for (const auto& [name, zeros] : zeros_) cuda_.copy_in(engines.address(name), zeros->data(), zeros->bytes());
-    embed_->enqueue();
-  }
-  for (BoundStage* stage : stages) {
-    stage->copy_told();
-    stage->decode->enqueue();
-    cuda_.copy_rows(hidden, state_.bytes(), hidden_out, state_.bytes(), state_.bytes(), 1);
-  }
-  if (!ends) return;
-  head_->enqueue();
-  cuda_.copy_out(state_.data(), hidden, state_.bytes());
-  cuda_.copy_out(best_.data(), engines.address(names::kBest), best_.bytes());
-}
-
-void give_back(TensorrtCacheContext& shared, int64_t stage, std::unique_ptr<StageMemory> memory) noexcept {
+void give_back(TensorrtCacheContext& shared, const MemoryKey& key, std::unique_ptr<StageMemory> memory) noexcept {
   if (!memory) return;
   try {
     Cuda::Use held(shared.cuda);
-    shared.unused[stage].push_back(std::move(memory));
+    shared.unused[key].push_back(std::move(memory));
   } catch (...) {  // NOLINT(bugprone-empty-catch): no memory to keep it, so it is freed
   }
 }
@@ -545,7 +485,8 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
   for (const char* name : {names::kHidden, names::kHiddenOut, names::kPositions})
     addresses[name] = context.engines.address(name);
   const ModelSpec& model = context.manifest.model;
-  for (auto [name, given] : {std::pair(names::kFirstSlot, model.sliding.has_value()), {names::kSeenSlots, model.sees_both_ways()}})
+  for (auto [name, given] :
+       {std::pair(names::kFirstSlot, model.sliding.has_value()), {names::kSeenSlots, model.sees_both_ways()}})
     if (given) shapes[name] = {1, tokens}, addresses[name] = context.engines.address(name);
   for (const TokenInput& each : context.manifest.token_inputs)
     if (std::string name = names::kTokenInput + each.name;

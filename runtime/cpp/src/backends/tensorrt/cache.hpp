@@ -4,9 +4,9 @@
 // have left the decoder take no memory behind the cut.
 //
 // Engines read the slots before their tokens, of one buffer with parts of [slots, kv_heads, head_dim] for each layer, and
-// write those of their tokens. A step, one token through all graphs, is recorded into a CUDA graph once and launched from
-// then on; its slot is copied behind the others afterwards. Layers that have no K and V read those of earlier stages then, in
-// a second launch.
+// write those of their tokens. Layers that keep a state have theirs in the history of states.hpp. A stage reads and writes
+// them there, but for decoding, whose recorded work needs one address: it has a copy of the last one, of which it makes the
+// next one. step.hpp decodes.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/backend.hpp"
@@ -25,15 +26,19 @@
 
 namespace vtxcore {
 
-// What a stage of one conversation holds on the device: K and V for `capacity` slots, and what is bound to them.
+// What a stage of one conversation holds on the device: K and V for `capacity` slots, and what is bound to them, or as many
+// hidden states or states of layers.
 struct StageMemory {
   explicit StageMemory(int64_t slots) : capacity(slots) {}
   virtual ~StageMemory() = default;
   virtual void clear() = 0;  // makes it as good as new
-  // Begins with the first `length` slots of shorter memory of the same kind.
-  virtual void take_over(const StageMemory& other, int64_t length) = 0;
   const int64_t capacity;
 };
+
+// Of slots the number is that of the stage's first layer, of hidden states that of their tokens, and of states of layers,
+// one or several in a row, the bytes of one.
+enum class MemoryKind { slots, hidden, state, states };
+using MemoryKey = std::pair<MemoryKind, int64_t>;
 
 // What the caches of a bundle share. `score`: a graph's file, "" for none. `rope`: cos and sin on the device, `tables` the
 // same on the host. If positions have several parts, `own_rope` has room on the device for tables with a row for each token.
@@ -45,21 +50,19 @@ struct TensorrtCacheContext {
   std::string score;
   std::map<std::string, Floats> tables = {};
   Addresses rope = {}, own_rope = {};
-  // Of each stage, by its first layer, and of hidden states of this many tokens, turned negative.
-  std::map<int64_t, std::vector<std::unique_ptr<StageMemory>>> unused = {};
-  int64_t made = 0;  // memories so far
+  std::map<MemoryKey, std::vector<std::unique_ptr<StageMemory>>> unused = {};
+  int64_t made = 0;  // memories and states so far
 
   KVLayout layout(const StageSpec& spec) const { return {manifest.model, spec, manifest.kv_bytes(dialect)}; }
 };
 
 constexpr int64_t kSlotBlock = 32;  // slots by which memory grows
 
-// Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new. A cache gives it back as it
-// goes; so the next image allocates nothing, and finds its CUDA graph recorded. All unused memory of caches is freed if the
-// device has too little for new one.
+// Memory of at least that capacity: of a cache that is gone, else new. A cache gives it back as it goes; so the next image
+// allocates nothing, and finds its CUDA graph recorded. All unused memory is freed if the device has too little for new one.
 template <typename Memory, typename Make>
-std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, int64_t stage, int64_t capacity, const Make& make) {
-  auto& unused = shared.unused[stage];
+std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, const MemoryKey& key, int64_t capacity, const Make& make) {
+  auto& unused = shared.unused[key];
   auto best = unused.end();
   for (auto it = unused.begin(); it != unused.end(); ++it)
     if ((*it)->capacity >= capacity && (best == unused.end() || (*it)->capacity < (*best)->capacity)) best = it;
@@ -72,32 +75,21 @@ std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, int64_t stage, int6
   try {
     return make();
   } catch (const Error&) {
-    bool any = false;
-    for (auto& [first, kept] : shared.unused) {
-      if (stage > 0 && first < 0) continue;  // hidden states, or a longer cache would leave no room for a prompt
-      any = any || !kept.empty();
-      kept.clear();
+    std::vector<decltype(&unused)> spare;
+    for (auto& [other, kept] : shared.unused) {
+      // a longer cache would leave no room for a prompt
+      if (key.first == MemoryKind::slots && other.first != MemoryKind::slots) continue;
+      if (!kept.empty()) spare.push_back(&kept);
     }
-    if (!any) throw;
+    if (spare.empty()) throw;
+    shared.cuda.wait();  // queued work may still read it
+    for (auto* kept : spare) kept->clear();
     return make();
   }
 }
 
-// Has memory for `slots` slots, at most `limit` of them: if there is too little, longer memory that takes over the first
-// `length`. If that fails, all stays as it is.
-template <typename Memory>
-void make_room(TensorrtCacheContext& shared, const StageSpec& spec, const std::string& graph, int64_t slots, int64_t limit,
-               int64_t length, std::unique_ptr<Memory>& memory) {
-  if (memory && memory->capacity >= slots) return;
-  int64_t capacity = std::min(limit, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock);
-  auto longer =
-      borrow<Memory>(shared, spec.first, capacity, [&] { return std::make_unique<Memory>(shared, spec, graph, capacity); });
-  if (memory && length > 0) longer->take_over(*memory, length);
-  memory = std::move(longer);
-}
-
-// Gives it back.
-void give_back(TensorrtCacheContext& shared, int64_t stage, std::unique_ptr<StageMemory> memory) noexcept;
+// Gives it back, if there is any.
+void give_back(TensorrtCacheContext& shared, const MemoryKey& key, std::unique_ptr<StageMemory> memory) noexcept;
 
 // The queries of a stage's last tokens, on the device, and the score graph's runs over them.
 class Queries {
@@ -124,34 +116,6 @@ std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, c
 // For a stage whose layers keep nothing: over the caches that they read.
 std::unique_ptr<StageCache> make_tensorrt_reading_cache(TensorrtCacheContext& context, const StageSpec& spec,
                                                         const std::string& graph, const Sources& sources);
-
-struct BoundStage;
-
-// One token through the embedding, every stage and the head on the device: one launch, one wait.
-//
-// The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones launch it;
-// all are queued if TensorRT or the driver cannot record one, and TensorRT-RTX records its own. The logits stay on the
-// device unless they are asked for.
-class TokenSteps {
- public:
-  TokenSteps(TensorrtCacheContext& context, const Graphs& graphs);
-  // See Backend; a Use is held meanwhile.
-  Step run(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits);
-
- private:
-  // Of some of the stages; with the embedding if a token `begins`, and the head if it `ends`.
-  void launch(const std::vector<BoundStage*>& stages, bool begins, bool ends);
-  void queue(const std::vector<BoundStage*>& stages, bool begins, bool ends);
-
-  TensorrtCacheContext& context_;
-  Cuda& cuda_;
-  Pinned<int64_t> ids_;
-  Pinned<int32_t> best_;
-  Pinned<float> state_, logits_;
-  std::map<std::string, std::unique_ptr<Pinned<float>>> zeros_;  // token inputs that the embedding does not give
-  std::unique_ptr<Context> embed_, head_;
-  bool recordable_;
-};
 
 // Runs of neighbouring slots: `count` from `first` on, the `start`-th of them.
 struct SlotRun {

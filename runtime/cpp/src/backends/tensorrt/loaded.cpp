@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "backends/contract.hpp"
+#include "backends/states.hpp"
 #include "backends/tensorrt/regions.hpp"
 
 namespace vtxcore {
@@ -128,6 +129,7 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
         if (spec.shape.size() == 4 && spec.name != names::kPixels) continue;
         if (spec.name == names::kCos || spec.name == names::kSin) continue;
         if (spec.name == names::kSlidingCos || spec.name == names::kSlidingSin) continue;
+        if (spec.name == names::kState || spec.name == names::kStateEnds) continue;
         int64_t bytes = bytes_of(spec.dtype);
         for (const auto& size : spec.shape) {
           const int64_t* fixed = std::get_if<int64_t>(&size);
@@ -143,6 +145,12 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
         }
         out[spec.name] = std::max(out[spec.name], bytes);
       }
+  if (!m.model.conv_layers.empty()) {  // states of one token; more are written where they are held
+    size_t stateful = 0;
+    for (const StageSpec& stage : m.stages) stateful = std::max(stateful, stage.stateful.size());
+    out[names::kStateEnds] = 8 * HeldStates(m.model).ends;
+    out[names::kStateOut] = 4 * m.model.state_numbers * static_cast<int64_t>(stateful);
+  }
   for (size_t i = 0; i < m.stages.size(); ++i) {
     if (m.stages[i].cached.empty()) continue;
     const KVLayout layout(m.model, m.stages[i], m.kv_bytes(set_.dialect));

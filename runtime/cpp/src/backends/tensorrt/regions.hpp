@@ -8,8 +8,8 @@
 
 namespace vtxcore {
 
-// Parts [slots, kv_heads, head_dim], each layer's keys, then its values, from `address` on, `pitch` bytes apart. `row`: bytes
-// of one slot in a part.
+// Parts [slots, kv_heads, head_dim], each layer's keys, then its values, from `address` on, `pitch` bytes apart. `row`:
+// bytes of one slot in a part.
 struct Region {
   Ids layers;
   size_t row;
