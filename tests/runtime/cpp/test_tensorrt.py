@@ -54,6 +54,7 @@ from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
+from vtx.runtime.report.traces.files import read_index, read_tensors
 from vtx.runtime.report.traces.record import write_traces
 
 TOWER = "cdpruner:keep=20,text=tower"
@@ -93,7 +94,7 @@ def python_traces(patch: pytest.MonkeyPatch, bundle: Path, release: str, folder:
 
 
 def exported_for(
-    release: str, checkpoint: Path, folder: Path, ks: tuple[int, ...] = (3, 5), reductions: tuple[str, ...] = ()
+    release: str, checkpoint: Path, folder: Path, ks: tuple[int, ...] = (2, 3, 5), reductions: tuple[str, ...] = ()
 ) -> Path:
     """A bundle with engines; its traces on onnxruntime and on Python's TensorRT are `ort` and `python` beside it."""
     dialects = tuple({"ort", RELEASES[release][2]})
@@ -105,8 +106,11 @@ def exported_for(
     return bundle
 
 
-def run_frames(bundle: Path, report: Callable[[], dict[str, int]]) -> None:
-    """Two questions about each frame, and a fork of the last; all but the first frame allocate and record nothing."""
+def run_applications(bundle: Path, report: Callable[[], dict[str, int]]) -> None:
+    """Two questions about each frame, and a fork of the last; all but the first frame allocate and record nothing.
+
+    And a conversation that goes on where it had too little memory.
+    """
     made = list[list[int]]()
     for frames in (1, 4):
         done = run("frames", bundle, "tensorrt", str(frames))
@@ -114,6 +118,10 @@ def run_frames(bundle: Path, report: Callable[[], dict[str, int]]) -> None:
         assert everything_given_back(report())
         made.append([report().get(name, 0) for name in ALLOCATIONS])
     assert made[0] == made[1]
+    for fault in ("answer", "prompt"):
+        done = run("faults", bundle, "tensorrt", fault)
+        assert done.returncode == 0, (done.stdout + done.stderr).decode()
+        assert everything_given_back(report())
 
 
 @pytest.mark.parametrize("release", BUILT)
@@ -153,6 +161,7 @@ def test_images_at_their_own_resolution_meet_the_traces_of_both_python_backends(
     assert "a side; use a smaller --max-pixels, --device cpu or openvino" in done.stderr.decode()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("release", BUILT)
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4, PALIGEMMA], ids=lambda tiny: tiny.family)
 def test_windows_shared_keys_and_prompts_seen_both_ways_meet_the_traces(
@@ -160,17 +169,21 @@ def test_windows_shared_keys_and_prompts_seen_both_ways_meet_the_traces(
 ) -> None:
     """Of both Python backends, at no K and at several, also in parts, none of which ends within an image of Gemma 3."""
     bundle = exported_for(release, tiny_checkpoint(tiny), tmp_path)
+    case = read_index(tmp_path / "ort").cases[0]
+    traced = read_tensors(tmp_path / "ort", case.file)
+    assert tiny is PALIGEMMA or len(traced["0.ids"]) > 2 * tiny.sliding_window
     report = machine(release)
     for reference in ("ort", "python"):
         assert meets(bundle, tmp_path / reference, tmp_path / f"cpp-{reference}") > 20
         assert everything_given_back(report())
-    run_frames(bundle, report)
+    run_applications(bundle, report)
     if tiny is PALIGEMMA:  # whose prompts go in one part
         return
     shorten(bundle, RELEASES[release][0], 20)
     assert meets(bundle, tmp_path / "ort", tmp_path / "cpp-parts") > 20
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("release", BUILT)
 @pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM], ids=lambda tiny: tiny.family)
 def test_layers_that_keep_a_state_meet_the_traces(
@@ -183,7 +196,7 @@ def test_layers_that_keep_a_state_meet_the_traces(
     for reference in ("ort", "python"):
         assert meets(bundle, tmp_path / reference, tmp_path / f"cpp-{reference}") > 60
         assert everything_given_back(report())
-    run_frames(bundle, report)
+    run_applications(bundle, report)
     shorten(bundle, RELEASES[release][0], 24)
     with pytest.MonkeyPatch.context() as patch:
         python_traces(patch, bundle, release, tmp_path / "parts")
@@ -196,7 +209,7 @@ def test_states_stay_on_the_device_and_long_views_are_refused(
 ) -> None:
     """A token copies its K and V, and each state once more than the recorded work does."""
     bundle, report = tmp_path / "bundle", machine(release)
-    export(tiny_checkpoint(LFM2), bundle, (2, 3), dialects=(RELEASES[release][2],))
+    export(tiny_checkpoint(LFM2), bundle, (2, 3), dialects=("ort", RELEASES[release][2]))
     build(bundle, release)
     made = list[Counter[str]]()
     for count in ("10", "13"):

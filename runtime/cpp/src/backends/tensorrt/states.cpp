@@ -3,7 +3,7 @@
 namespace vtxcore {
 namespace {
 
-constexpr int64_t kFewest = 8;  // states that memory for those of one run has room for, and then powers of two
+constexpr int64_t kFewestStates = 8;  // states that memory for those of one run has room for, and then powers of two
 
 }  // namespace
 
@@ -33,7 +33,7 @@ uint8_t* DeviceStates::room(size_t ends) {
     return room_->buffer.address();
   }
   if (!run_ || run_->capacity < static_cast<int64_t>(ends)) {
-    int64_t capacity = kFewest;
+    int64_t capacity = kFewestStates;
     while (capacity < static_cast<int64_t>(ends)) capacity *= 2;
     Memory made = borrowed(true, capacity);
     give_back(context_, key(true), std::move(run_));  // of a run that failed
