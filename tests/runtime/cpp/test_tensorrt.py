@@ -221,7 +221,7 @@ def test_states_stay_on_the_device_and_long_views_are_refused(
     copies = 3 * sum(bool(stage.cached) + bool(stage.stateful) for stage in stages)
     launches = {"cudaGraphLaunch": 3, "cudaMemcpy2DAsync": copies, "cudaStreamSynchronize": 3}
     assert {name: n for name, n in made[1].items() if n and name != "cudaGetDevice"} == launches
-    random_image(5).resize((100, 1)).save(tmp_path / "wide.png")
+    random_image(5).resize((130, 12)).save(tmp_path / "wide.png")
     done = run("run", "--bundle", bundle, "--device", "tensorrt", tmp_path / "wide.png", "red?")
     assert done.returncode == 1
     with (

@@ -1,6 +1,7 @@
 #include "backends/tensorrt/regions.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace vtxcore {
 
@@ -43,7 +44,7 @@ uint8_t* part_of(const Regions& regions, int64_t layer, bool values) {
     auto number = static_cast<size_t>(found);
     if (number < region.layers.size()) return region.address + (2 * number + (values ? 1 : 0)) * region.pitch;
   }
-  fail(Kind::device, "layer ", layer, " keeps no K and V in this stage");
+  throw std::logic_error("a layer that keeps no K and V in this stage");
 }
 
 void copy_slots(Cuda& cuda, const Regions& to, const Regions& from, size_t slots) {
