@@ -189,7 +189,7 @@ def test_windows_shared_keys_and_prompts_seen_both_ways_meet_the_traces(
 def test_layers_that_keep_a_state_meet_the_traces(
     tiny: Tiny, release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
 ) -> None:
-    """Later questions and chats go back to states after the image and after turns; at 2 and 8 stages have no K and V."""
+    """Later questions and chats go back to states after the image and turns; at 2 and 8 stages have no K and V."""
     reductions = (f"fastv:k={tiny.attending[0] + 1},ratio=0.5",)
     bundle = exported_for(release, tiny_checkpoint(tiny), tmp_path, (2, 3, 5, 8), reductions)
     report = machine(release)
