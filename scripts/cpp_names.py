@@ -26,9 +26,6 @@ from vtx.runtime.vision import limits, tokens, video, video_child
 from vtx.runtime.vision.layouts import anyres, budget, crops, frames, marked, native
 
 FILE = Path(__file__).parents[1] / "runtime/cpp/src/bundle/names.hpp"
-# Python runs these.
-NO_STATES = "layers without attention keep a state, which libvtx does not hold on a GPU"
-NO_WINDOWS = "libvtx does not run TensorRT engines of models with sliding windows or bidirectional attention yet"
 HEAD = """\
 // Names, limits and constants that the Python runtime declares. Written by scripts/cpp_names.py; do not edit.
 #pragma once
@@ -60,12 +57,12 @@ def header() -> str:
         "NEWLINE_TENSOR": tensors.NEWLINE_TENSOR,
     }
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
-    words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES, "NO_WINDOWS": NO_WINDOWS}
+    words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE}
     words |= {"NO_FRAMES": NO_FRAMES, "NOT_BUILT": NOT_BUILT}
     words |= {"NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
     words["PAIRS"] = manifest.PAIRS
-    words |= {"KERNELS": fingerprint.KERNELS, "NO_STATES": NO_STATES, "NO_ACTIONS": ACTIONS}
+    words |= {"KERNELS": fingerprint.KERNELS, "NO_ACTIONS": ACTIONS}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),

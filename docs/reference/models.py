@@ -197,8 +197,6 @@ def _cpp(family: Family, config: ModelConfig) -> str:
 def _tensorrt(_: Family, config: ModelConfig) -> str:
     if config.action:
         return f"no: {ACTIONS}"
-    if config.text.conv_layers or config.text.sliding or config.text.two_way:
-        return "in Python"
     return "yes" if config.frames is None else "images, not videos"
 
 

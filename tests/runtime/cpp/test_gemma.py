@@ -197,16 +197,6 @@ def test_a_long_prompt_runs_in_parts_none_of_which_ends_within_an_image(models: 
             np.testing.assert_allclose(found["logprobs"], want.logprobs or (), atol=SAME, rtol=0)
 
 
-@FAMILIES
-def test_tensorrt_is_refused(models: Models, pictures: list[Path], tiny: Tiny) -> None:
-    done = run("run", "--bundle", models(tiny, (3, 5)).bundle.folder, pictures[0], "red?", "--device", "tensorrt")
-    assert done.returncode == 1
-    assert done.stderr.decode() == (
-        "Error: libvtx does not run TensorRT engines of models with sliding windows or bidirectional attention yet; "
-        "run the bundle with --device cpu or openvino\n"
-    )
-
-
 @needs_openvino
 @needs_abi
 def test_windows_over_gaps_within_an_image_are_refused_on_openvino_in_pythons_words(models: Models) -> None:

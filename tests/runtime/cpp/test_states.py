@@ -61,16 +61,6 @@ def test_pixels_and_tokens_are_those_of_python(models: Models, pictures: list[Pa
     assert_prepared_equal(model, pictures)
 
 
-@FAMILIES
-def test_tensorrt_is_refused_with_the_reason(models: Models, pictures: list[Path], tiny: Tiny) -> None:
-    done = run("run", "--bundle", models(tiny, (3, 5)).bundle.folder, pictures[0], "red?", "--device", "tensorrt")
-    assert done.returncode == 1
-    assert done.stderr.decode() == (
-        "Error: layers without attention keep a state, which libvtx does not hold on a GPU; "
-        "run the bundle with --device cpu or openvino\n"
-    )
-
-
 @needs_pillow_13
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4])
 def test_fewer_tiles_are_those_of_python(models: Models, pictures: list[Path], tiles: int) -> None:

@@ -35,23 +35,31 @@ from tests.support.cpp_tensorrt import (
 )
 from tests.support.engines import on_standin, open_model, shorten
 from tests.support.exported import THREADS
-from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
+from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.minicpm import MINICPM
+from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
 from vtx.runtime.bundle.spec import graphs
+from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report.golden import logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
+from vtx.runtime.report.traces.files import read_index, read_tensors
 from vtx.runtime.report.traces.record import write_traces
 
 TOWER = "cdpruner:keep=20,text=tower"
 FRAMES = int(os.environ.get("VTX_TEST_FRAMES", "30"))
+ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture", "cudaGraphInstantiateWithFlags")
 NATIVE = ("fastv:k=2,ratio=0.5", "cdpruner:keep=6", "dart:keep=8,k=3,pivots=2,text_pivots=2")
 
 pytestmark = needs_releases
@@ -72,6 +80,48 @@ def meets(bundle: Path, traces: Path, folder: Path, device: str = "tensorrt") ->
     checks = list(compare_traces(traces, folder, logits_limit(Bundle.open(bundle).manifest, "f32")))
     assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
     return len(checks)
+
+
+def on_python(patch: pytest.MonkeyPatch, bundle: Path, release: str) -> Model:
+    """The bundle on the stand-in of Python's backend for the same release and card."""
+    major, minor = map(int, RELEASES[release][1].split("."))
+    on_standin(patch, Gpu("Stand-in", (major, minor), 1 << 35, (13, 0)), version_of(release))
+    return open_model(bundle)
+
+
+def python_traces(patch: pytest.MonkeyPatch, bundle: Path, release: str, folder: Path) -> None:
+    write_traces(on_python(patch, bundle, release), folder)
+
+
+def exported_for(
+    release: str, checkpoint: Path, folder: Path, ks: tuple[int, ...] = (2, 3, 5), reductions: tuple[str, ...] = ()
+) -> Path:
+    """A bundle with engines; its traces on onnxruntime and on Python's TensorRT are `ort` and `python` beside it."""
+    dialects = tuple({"ort", RELEASES[release][2]})
+    bundle = export(checkpoint, folder / "bundle", ks, dialects=dialects, reductions=reductions).folder
+    build(bundle, release)
+    write_traces(load(bundle, device="cpu", threads=THREADS), folder / "ort")
+    with pytest.MonkeyPatch.context() as patch:
+        python_traces(patch, bundle, release, folder / "python")
+    return bundle
+
+
+def run_applications(bundle: Path, report: Callable[[], dict[str, int]]) -> None:
+    """Two questions about each frame, and a fork of the last; all but the first frame allocate and record nothing.
+
+    And a conversation that goes on where it had too little memory.
+    """
+    made = list[list[int]]()
+    for frames in (1, 4):
+        done = run("frames", bundle, "tensorrt", str(frames))
+        assert done.returncode == 0, done.stderr.decode()
+        assert everything_given_back(report())
+        made.append([report().get(name, 0) for name in ALLOCATIONS])
+    assert made[0] == made[1]
+    for fault in ("answer", "prompt"):
+        done = run("faults", bundle, "tensorrt", fault)
+        assert done.returncode == 0, (done.stdout + done.stderr).decode()
+        assert everything_given_back(report())
 
 
 @pytest.mark.parametrize("release", BUILT)
@@ -98,9 +148,7 @@ def test_images_at_their_own_resolution_meet_the_traces_of_both_python_backends(
     build(bundle, release)
     write_traces(load(bundle, device="cpu", threads=THREADS), tmp_path / "ort")
     with pytest.MonkeyPatch.context() as patch:
-        major, minor = map(int, RELEASES[release][1].split("."))
-        on_standin(patch, Gpu("Stand-in", (major, minor), 1 << 35, (13, 0)), version_of(release))
-        write_traces(open_model(bundle), tmp_path / "python")
+        python_traces(patch, bundle, release, tmp_path / "python")
     report = machine(release)
     for reference in ("ort", "python"):
         assert meets(bundle, tmp_path / reference, tmp_path / f"cpp-{reference}") > 60
@@ -111,6 +159,79 @@ def test_images_at_their_own_resolution_meet_the_traces_of_both_python_backends(
     done = run("run", "--bundle", bundle, "--device", "tensorrt", tmp_path / "wide.png", "red?")
     assert done.returncode == 1
     assert "a side; use a smaller --max-pixels, --device cpu or openvino" in done.stderr.decode()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("release", BUILT)
+@pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4, PALIGEMMA], ids=lambda tiny: tiny.family)
+def test_windows_shared_keys_and_prompts_seen_both_ways_meet_the_traces(
+    tiny: Tiny, release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+) -> None:
+    """Of both Python backends, at no K and at several, also in parts, none of which ends within an image of Gemma 3."""
+    bundle = exported_for(release, tiny_checkpoint(tiny), tmp_path)
+    case = read_index(tmp_path / "ort").cases[0]
+    traced = read_tensors(tmp_path / "ort", case.file)
+    assert tiny is PALIGEMMA or len(traced["0.ids"]) > 2 * tiny.sliding_window
+    report = machine(release)
+    for reference in ("ort", "python"):
+        assert meets(bundle, tmp_path / reference, tmp_path / f"cpp-{reference}") > 20
+        assert everything_given_back(report())
+    run_applications(bundle, report)
+    if tiny is PALIGEMMA:  # whose prompts go in one part
+        return
+    shorten(bundle, RELEASES[release][0], 20)
+    assert meets(bundle, tmp_path / "ort", tmp_path / "cpp-parts") > 20
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("release", BUILT)
+@pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM], ids=lambda tiny: tiny.family)
+def test_layers_that_keep_a_state_meet_the_traces(
+    tiny: Tiny, release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+) -> None:
+    """Later questions and chats go back to states after the image and turns; at 2 and 8 stages have no K and V."""
+    reductions = (f"fastv:k={tiny.attending[0] + 1},ratio=0.5",)
+    bundle = exported_for(release, tiny_checkpoint(tiny), tmp_path, (2, 3, 5, 8), reductions)
+    report = machine(release)
+    for reference in ("ort", "python"):
+        assert meets(bundle, tmp_path / reference, tmp_path / f"cpp-{reference}") > 60
+        assert everything_given_back(report())
+    run_applications(bundle, report)
+    shorten(bundle, RELEASES[release][0], 24)
+    with pytest.MonkeyPatch.context() as patch:
+        python_traces(patch, bundle, release, tmp_path / "parts")
+    assert meets(bundle, tmp_path / "parts", tmp_path / "cpp-parts") > 60
+
+
+@pytest.mark.parametrize("release", BUILT[-1:])
+def test_states_stay_on_the_device_and_long_views_are_refused(
+    release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+) -> None:
+    """A token copies its K and V, and each state once more than the recorded work does."""
+    bundle, report = tmp_path / "bundle", machine(release)
+    export(tiny_checkpoint(LFM2), bundle, (2, 3), dialects=("ort", RELEASES[release][2]))
+    build(bundle, release)
+    made = list[Counter[str]]()
+    for count in ("10", "13"):
+        done = ask(bundle, tmp_path, "--k", "3", "--reduce", "none", "--max-new-tokens", count, "--ignore-eos")
+        assert done.returncode == 0, done.stderr
+        made.append(Counter(report()))
+    made[1].subtract(made[0])
+    stages = Bundle.open(bundle).manifest.stages
+    copies = 3 * sum(bool(stage.cached) + bool(stage.stateful) for stage in stages)
+    launches = {"cudaGraphLaunch": 3, "cudaMemcpy2DAsync": copies, "cudaStreamSynchronize": 3}
+    assert {name: n for name, n in made[1].items() if n and name != "cudaGetDevice"} == launches
+    random_image(5).resize((130, 12)).save(tmp_path / "wide.png")
+    done = run("run", "--bundle", bundle, "--device", "tensorrt", tmp_path / "wide.png", "red?")
+    assert done.returncode == 1
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        on_python(patch, bundle, release).open([tmp_path / "wide.png"]) as image,
+        pytest.raises(DeviceError) as refused,
+    ):
+        image.ask("red?")
+    assert done.stderr.decode() == f"Error: {refused.value}\n"
+    assert "use an image less long, --device cpu or openvino" in str(refused.value)
 
 
 @pytest.mark.slow
@@ -169,9 +290,6 @@ def test_hidden_states_of_a_prompt_stay_on_the_device_between_stages(
     assert done.returncode == 0, done.stderr
     tower = graphs.vision(Bundle.open(engines).manifest, RELEASES[release][2]).outputs
     assert report()["copies out"] == 2 + len(tower) + 1
-
-
-ALLOCATIONS = ("cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture", "cudaGraphInstantiateWithFlags")
 
 
 @pytest.mark.parametrize("release", BUILT)

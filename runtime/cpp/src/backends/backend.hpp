@@ -33,8 +33,10 @@ struct LayerForm {
 class StageCache {
  public:
   explicit StageCache(int64_t slots) : capacity(slots) {}
-  StageCache(int64_t slots, const StageSpec& stage, const ModelSpec& model) : capacity(slots) {
-    if (!stage.stateful.empty()) states_.emplace(stage, model);
+  // `states`: of its layers that keep one, where that is not the host's memory.
+  StageCache(int64_t slots, const StageSpec& stage, const ModelSpec& model, std::unique_ptr<StateHistory> states = nullptr)
+      : capacity(slots), states_(std::move(states)) {
+    if (!states_ && !stage.stateful.empty()) states_ = std::make_unique<HostStates>(stage, model);
     if (model.sliding) window_ = model.sliding->window, placed_.resize(static_cast<size_t>(slots));
   }
   virtual ~StageCache() = default;
@@ -109,16 +111,19 @@ class StageCache {
   // The most tokens of a run without queries, unless those of one image; 0: any number.
   virtual int64_t run_limit() const { return 0; }
   bool slides() const { return window_ > 0; }
-
-  std::optional<StateHistory> states_;  // of its layers that keep one
-
- private:
-  Rows append_in_parts(const TokenStates& tokens, const Positions& positions, int64_t most, const Ids* outputs);
   // Notes the positions of tokens that are about to fill the next slots.
   void place(const Positions& positions) {
     for (size_t i = 0; i < positions.size() && slides(); ++i)
       placed_[static_cast<size_t>(length) + i] = positions[i].front();
   }
+
+  // Those of its layers that keep one in the host's memory.
+  HostStates& host_states() { return static_cast<HostStates&>(*states_); }
+
+  std::unique_ptr<StateHistory> states_;  // null: none of its layers keeps one
+
+ private:
+  Rows append_in_parts(const TokenStates& tokens, const Positions& positions, int64_t most, const Ids* outputs);
 
   int64_t window_ = 0;  // the positions that a token sees in layers that slide; 0: none slides
   Ids placed_;          // the positions of the tokens in slots, where layers slide

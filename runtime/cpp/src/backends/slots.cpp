@@ -44,6 +44,18 @@ std::vector<size_t> run_ends(const TokenStates& tokens, size_t first, size_t end
   return {found.begin(), found.end()};
 }
 
+std::vector<size_t> part_ends(const TokenStates& tokens, size_t most) {
+  std::vector<size_t> out;
+  for (size_t start = 0, count = tokens.count(); start < count; start = out.back()) {
+    size_t end = begin_of_group(tokens, std::min(start + most, count));
+    if (end == start)  // a group that is longer
+      do ++end;
+      while (begin_of_group(tokens, end) != end);
+    out.push_back(end);
+  }
+  return out;
+}
+
 namespace {
 
 size_t total_of(const std::vector<size_t>& slot_bytes, size_t capacity) {

@@ -39,6 +39,9 @@ size_t begin_of_group(const TokenStates& tokens, size_t number);
 // group, as none is cut in two.
 std::vector<size_t> run_ends(const TokenStates& tokens, size_t first, size_t end, size_t most);
 
+// Where parts of these tokens end, each of `most` at most, but for one group, as none is cut in two.
+std::vector<size_t> part_ends(const TokenStates& tokens, size_t most);
+
 // The block, zeroed; `slot_bytes` of each plane. Throws Error(device) if there is no memory.
 class SlotMemory {
  public:

@@ -65,8 +65,6 @@ inline constexpr char kPagedBlockBegins[] = "block_indices_begins";
 inline constexpr char kPagedFilled[] = "max_context_len";
 inline constexpr char kPagedWindow[] = "window";
 inline constexpr char kPagedImages[] = "token_types";
-inline constexpr char kNoWindows[] =
-    "libvtx does not run TensorRT engines of models with sliding windows or bidirectional attention yet";
 inline constexpr char kPagedRows[] = "rows";
 inline constexpr char kOrtSilence[] = "ORT_DISABLE_TELEMETRY";
 inline constexpr char kNoFrames[] = "TensorRT has no engine for the frames of videos of this model";
@@ -75,7 +73,6 @@ inline constexpr char kNotRenumbered[] = "positions of three parts, which cannot
 inline constexpr char kPrefixFormat[] = "vtx-prefix-1";
 inline constexpr char kPairs[] = "pairs";
 inline constexpr char kKernels[] = "kernels.cache";
-inline constexpr char kNoStates[] = "layers without attention keep a state, which libvtx does not hold on a GPU";
 inline constexpr char kNoActions[] = "vtx builds TensorRT engines for models that output actions, but does not run them yet";
 inline constexpr char kPastKey[] = "past_key.";
 inline constexpr char kPastValue[] = "past_value.";

@@ -81,8 +81,10 @@ class PositionedBackend : public Backend {
   bool steps() const override { return inner_.steps(); }
   Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) override {
     std::vector<StageCache*> inner;
-    for (size_t i = 0; i < caches.size(); ++i)
-      inner.push_back(static_cast<PositionedCache*>(caches[i])->for_step(positions[i]));
+    for (size_t i = 0; i < caches.size(); ++i) {
+      const bool reads = caches[i]->reads_only();
+      inner.push_back(reads ? caches[i] : static_cast<PositionedCache*>(caches[i])->for_step(positions[i]));
+    }
     return inner_.step(inner, token, positions, logits);
   }
   Floats gate(int64_t k, const Rows& rows) override { return inner_.gate(k, rows); }

@@ -90,17 +90,18 @@ void OpenvinoStageCache::set(const std::string& name, Type type, const Ids& shap
 void OpenvinoStageCache::run_request(int64_t before, size_t count) {
   ran_ = for_many_ && count > static_cast<size_t>(names::kFewTokens) ? for_many_.get() : request_.get();
   if (!states_) return ran_->run();
-  const Ids ends = states_->ends(before, static_cast<int64_t>(count));
-  const Ids shape{states_->layers(), 1, static_cast<int64_t>(ends.size()), states_->numbers()};
-  set(names::kState, Type::f32, {states_->layers(), 1, states_->numbers()}, states_->at(before).data());
+  HostStates& states = host_states();
+  const Ids ends = states.ends(before, static_cast<int64_t>(count));
+  const Ids shape{states.layers(), 1, static_cast<int64_t>(ends.size()), states.numbers()};
+  set(names::kState, Type::f32, {states.layers(), 1, states.numbers()}, states.at(before).data());
   set(names::kStateEnds, Type::i64, {static_cast<int64_t>(ends.size())}, ends.data());
-  set(names::kStateOut, Type::f32, shape, states_->room(ends.size()));
+  set(names::kStateOut, Type::f32, shape, states.room(ends.size()));
   ran_->run();
   openvino::TensorView made = ran_->get(names::kStateOut);
   if (made.shape != shape)
     fail(Kind::bundle, stage_.name, " gives ", made.shape.size() > 2 ? made.shape[2] : 0, " outputs for ", ends.size(),
          " tokens; export the bundle again");
-  states_->put(before, ends);
+  states.put(before, ends);
 }
 
 uint8_t* OpenvinoStageCache::row(size_t plane, int64_t slot, size_t head) {

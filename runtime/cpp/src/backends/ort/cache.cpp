@@ -95,14 +95,15 @@ void OrtStageCache::bind(OrtBinding& binding, const TokenStates& tokens, const R
 
 void OrtStageCache::run_bound(OrtBinding& binding, int64_t count) {
   if (!states_) return binding.run();
-  const Ids ends = states_->ends(length, count);
-  const int64_t layers = states_->layers(), numbers = states_->numbers(), made = static_cast<int64_t>(ends.size());
-  binding.input(names::kState, tensor_over(context_.ort, states_->at(length).data(), {layers, 1, numbers}, "float32"));
+  HostStates& states = host_states();
+  const Ids ends = states.ends(length, count);
+  const int64_t layers = states.layers(), numbers = states.numbers(), made = static_cast<int64_t>(ends.size());
+  binding.input(names::kState, tensor_over(context_.ort, states.at(length).data(), {layers, 1, numbers}, "float32"));
   binding.input(names::kStateEnds, tensor_over(context_.ort, ends.data(), {made}, "int64"));
-  float* room = states_->room(ends.size());
+  float* room = states.room(ends.size());
   binding.output(names::kStateOut, tensor_over(context_.ort, room, {layers, 1, made, numbers}, "float32"));
   binding.run();
-  states_->put(length, ends);
+  states.put(length, ends);
 }
 
 int64_t OrtStageCache::run_limit() const { return context_.manifest.model.two_way == TwoWay::images ? names::kMasked : 0; }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <set>
 
 #include "backends/engines.hpp"
 #include "backends/graph_backend.hpp"
@@ -12,6 +13,7 @@
 #include "backends/tensorrt/cache.hpp"
 #include "backends/tensorrt/device_rows.hpp"
 #include "backends/tensorrt/release.hpp"
+#include "backends/tensorrt/step.hpp"
 #include "host/gpu.hpp"
 
 namespace vtxcore {
@@ -65,7 +67,7 @@ class TensorrtBackend : public GraphBackend {
     device = "tensorrt";
     compute = m_.kv_type(dialect) == "float32" ? "f32" : "f16";
     library = cat(flavour_name(set_.flavour), " ", release_.version(set_.version), " (", release_.where(), ")");
-    kv_slot_bytes = 2 * m_.model.kv_heads * m_.model.head_dim * m_.kv_bytes(dialect);
+    kv_slot_bytes = m_.kv_slot_bytes(m_.kv_bytes(dialect));
     Lock held(cuda_);
     check_memory();
     engines_.emplace(bundle_, set_, *runtime_, cuda_);
@@ -98,6 +100,10 @@ class TensorrtBackend : public GraphBackend {
     return make_tensorrt_cache(*caches_, m_.stages[index], graphs_.stages[index], capacity);
   }
 
+  std::unique_ptr<StageCache> reading(size_t index, const Sources& sources) override {
+    return make_tensorrt_reading_cache(*caches_, m_.stages[index], graphs_.stages[index], sources);
+  }
+
   bool steps() const override { return true; }
 
   Step step(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) override {
@@ -119,14 +125,17 @@ class TensorrtBackend : public GraphBackend {
   // Pixels [1, 3, height, width] of an image of its own size must be within what the engine was built for.
   void check_size(const Ids& shape) const {
     int64_t height = shape[2], width = shape[3], longest = engines_->longest_side();
+    const char* smaller = m_.layout.name == "native" ? "a smaller --max-pixels, " : "an image less long, ";
     if (std::max(height, width) > longest)
       fail(Kind::device, "the image is ", width, " x ", height, " pixels as the tower sees it, and this engine takes ",
-           longest, " a side; use a smaller --max-pixels, --device cpu or openvino");
+           longest, " a side; use ", smaller, "--device cpu or openvino");
   }
 
   void load_rope() {
     caches_->tables = read_tables(bundle_);
-    for (const char* name : {names::kCos, names::kSin}) {
+    std::vector<const char*> wanted{names::kCos, names::kSin};
+    if (m_.model.sliding) wanted.insert(wanted.end(), {names::kSlidingCos, names::kSlidingSin});
+    for (const char* name : wanted) {
       const Floats& table = caches_->tables.at(name);
       auto make = [&](const char* purpose) {
         rope_.emplace_back(cuda_, table.size() * sizeof(float), purpose);
@@ -142,7 +151,11 @@ class TensorrtBackend : public GraphBackend {
   // The engines and the caches of a short question must fit what the device has free.
   void check_memory() {
     int64_t engines = 0, slots = std::min(m_.max_context, m_.layout.max_tokens + kQuestionSlots);
-    int64_t caches = slots * m_.model.layers * kv_slot_bytes;
+    int64_t cached = 0;
+    for (const StageSpec& stage : m_.stages) cached += static_cast<int64_t>(stage.cached.size());
+    int64_t caches = slots * cached * kv_slot_bytes;
+    if (const ModelSpec& model = m_.model; !model.conv_layers.empty())
+      caches += 4 * model.state_numbers * static_cast<int64_t>(model.conv_layers.size()) * HeldStates(model).ends;
     for (const auto& [graph, record] : set_.engines) engines += record.bytes;
     auto [left, total] = cuda_.memory();
     if (engines + caches <= left) return;
@@ -166,11 +179,8 @@ int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3;
 void check(const Bundle& bundle, const BackendOptions& options) {
   const Manifest& m = bundle.manifest();
   if (m.action) fail(Kind::device, names::kNoActions, "; run the bundle with --device cpu or openvino");
-  if (m.model.sliding || m.model.sees_both_ways())
-    fail(Kind::device, names::kNoWindows, "; run the bundle with --device cpu or openvino");
-  if (!m.model.conv_layers.empty())
-    fail(Kind::device, names::kNoStates, "; run the bundle with --device cpu or openvino");
-  if (m.image.own_size() && m.layout.name != "native")
+  static const std::set<std::string> kBuilt{"native", "budget", "native_tiles", "slices"};  // whose images have any size
+  if (m.image.own_size() && kBuilt.count(m.layout.name) == 0)
     fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
   find_engines(bundle, options);
 }

@@ -2,8 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
+#include "backends/slots.hpp"
 #include "backends/tensorrt/device_rows.hpp"
+#include "backends/tensorrt/states.hpp"
+#include "backends/tensorrt/step.hpp"
 #include "base/halves.hpp"
 
 namespace vtxcore {
@@ -11,105 +15,152 @@ namespace {
 
 using Lock = Cuda::Use;
 
-}  // namespace
+const Ids kOne{1};  // the numbers of a run's tokens whose states are given out, if it is of one token
 
-// A stage's K and V with what is bound to them: its context for one token, and that token's position. `id` is never that
-// of another one; `recordings` are of steps that end with this memory, by the ids of all stages' memories; null once one
-// has run.
-struct DeviceSlots : StageMemory {
-  DeviceSlots(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph, int64_t slots)
-      : StageMemory(slots), shared(context), spec(stage), cuda(context.cuda), row(context.row_bytes()),
-        parts(static_cast<size_t>(2 * stage.layers())), part(context.bytes_of(slots)), id(context.made++),
-        kv(cuda, parts * part, cat("the KV cache of layers ", stage.first, " to ", stage.last)), queries(context),
-        position(cuda, 1), total(cuda, 1), decode(context.engines.new_context(graph, kDecode, true)) {
-    bind(*decode, 1, capacity, new_slots(), aligned(row), false, nullptr);
+// Where the state before a run is, those that it gives out, and the `count` numbers of their tokens.
+struct BoundStates {
+  uint8_t *given, *made, *ends;
+  size_t count;
+};
+
+// A stage's K and V with what is bound to them. `readers` are bound to them and to the memory of other stages: of each
+// reading stage, by its first layer, and then by the ids of all that memory. `state`, if its layers keep one, is the last
+// state, of `version`, and behind it the number of the one token.
+struct DeviceSlots : StageMemory, BoundStage {
+  DeviceSlots(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph, int64_t count)
+      : StageMemory(count), BoundStage(context, stage, graph, {names::kTotalSlots}), layout(context.layout(stage)),
+        kv(cuda, std::max<size_t>(1, layout.bytes(static_cast<size_t>(count))),
+           cat("the KV cache of layers ", stage.first, " to ", stage.last)),
+        regions(layout.regions(kv.address(), static_cast<size_t>(count))), queries(context) {
+    std::optional<BoundStates> states;
+    if (!spec.stateful.empty()) {
+      state_bytes = spec.stateful.size() * static_cast<size_t>(context.manifest.model.state_numbers) * sizeof(float);
+      state.emplace(cuda, aligned(state_bytes) + kOne.size() * sizeof(int64_t),
+                    cat("the state of layers ", stage.first, " to ", stage.last));
+      uint8_t* ends = state->address() + aligned(state_bytes);
+      cuda.copy_in(ends, kOne.data(), kOne.size() * sizeof(int64_t));
+      states = {state->address(), context.engines.address(names::kStateOut), ends, kOne.size()};
+    }
+    bind(*decode, 1, capacity, new_slots(1), false, nullptr, states);
     DeviceSlots::clear();
   }
-  ~DeviceSlots() override { forget(); }
-  void forget() {
-    for (const auto& [key, recorded] : recordings)
-      if (recorded) cuda.forget(recorded);
-    recordings.clear();
-  }
   void clear() override {
+    version = 0;
     cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
     cuda.wait();
   }
-  void take_over(const StageMemory& other, int64_t length) override {
-    const auto& shorter = static_cast<const DeviceSlots&>(other);
-    cuda.copy_rows(kv.address(), part, shorter.kv.address(), shorter.part, static_cast<size_t>(length) * row, parts);
+  // Begins with the first `length` slots of shorter memory.
+  void take_over(const DeviceSlots& other, int64_t length) {
+    copy_slots(cuda, regions, other.regions, static_cast<size_t>(length));
     cuda.wait();
   }
-  uint8_t* slot(int64_t number) const { return kv.address() + static_cast<size_t>(number) * row; }
-  uint8_t* last_key() const { return kv.address() + (parts - 2) * part; }
-  // The buffer for new K and V that the engine cannot write where they belong.
-  uint8_t* new_slots() const { return shared.engines.address(new_slots_of(spec)); }
-
-  // Copies new K and V from that buffer to the slots from `start` on.
-  void put(int64_t start, size_t tokens) {
-    cuda.copy_rows(slot(start), part, new_slots(), aligned(tokens * row), tokens * row, parts);
+  // Has the state after so many tokens for the next one.
+  void load(DeviceStates& states, int64_t length) {
+    const StateMemory& from = states.before(length);
+    if (version != from.version) copy_state(state->address(), from.buffer.address());
+    version = 0;  // until the token has run
   }
+  void turn() override {
+    if (state) copy_state(state->address(), shared.engines.address(names::kStateOut));
+  }
+  // Queues a copy of the state after the token that ran behind so many others to the history.
+  void save(DeviceStates& states, int64_t length) {
+    copy_state(states.room(1), state->address());
+    states.put(length, kOne, length);
+    version = states.before(length + 1).version;
+  }
+  void copy_state(uint8_t* to, const uint8_t* from) { cuda.copy_rows(to, state_bytes, from, state_bytes, state_bytes, 1); }
+  uint8_t* last_key() const { return part_of(regions, spec.cached.back(), false); }
+  // The buffer for new K and V that the engine cannot write where they belong; none if no layer has any.
+  Regions new_slots(size_t tokens) const {
+    if (spec.cached.empty()) return {};
+    return layout.regions(shared.engines.address(new_slots_of(spec)), tokens);
+  }
+  // Copies new K and V from their buffer to the slots from `start` on.
+  void put(int64_t start, size_t tokens) { copy_slots(cuda, from_slot(regions, start), new_slots(tokens), tokens); }
 
-  // Binds a context for `tokens` tokens after `filled` slots; their K and V go to `fresh`, a part each `pitch` bytes.
-  void bind(Context& context, size_t tokens, int64_t filled, uint8_t* fresh, size_t pitch, bool own_rope, uint8_t* query) {
+  // Binds a context for `tokens` tokens after `filled` slots, whose K and V go to `fresh`.
+  void bind(Context& context, size_t tokens, int64_t filled, const Regions& fresh, bool own_rope, uint8_t* query,
+            const std::optional<BoundStates>& states) {
     Shapes shapes;
     Addresses addresses;
     bind_stage(shared, spec, tokens, own_rope, query, shapes, addresses);
     addresses[names::kTotalSlots] = shared.engines.address(names::kTotalSlots);
-    uint8_t* past = kv.address();
-    for (int64_t layer = spec.first; layer <= spec.last; ++layer)
-      for (auto [in, out] : {std::pair(names::kPastKey, names::kPresentKey), {names::kPastValue, names::kPresentValue}}) {
-        std::string number = std::to_string(layer);
-        shapes[in + number] = {1, filled, shared.manifest.model.kv_heads, shared.manifest.model.head_dim};
-        addresses[in + number] = past;
-        addresses[out + number] = fresh;
-        past += part, fresh += pitch;
+    const ModelSpec& model = shared.manifest.model;
+    for (int64_t layer : spec.cached)
+      for (bool values : {false, true}) {
+        const std::string number = std::to_string(layer), in = (values ? names::kPastValue : names::kPastKey) + number;
+        shapes[in] = {1, filled, model.kv_heads, model.heads_of(layer)};
+        addresses[in] = part_of(regions, layer, values);
+        addresses[(values ? names::kPresentValue : names::kPresentKey) + number] = part_of(fresh, layer, values);
       }
+    if (states) {
+      addresses[names::kState] = states->given;
+      addresses[names::kStateOut] = states->made;
+      addresses[names::kStateEnds] = states->ends;
+      shapes[names::kStateEnds] = {static_cast<int64_t>(states->count)};
+    }
     context.bind(shapes, addresses);
   }
 
-  TensorrtCacheContext& shared;
-  const StageSpec spec;
-  Cuda& cuda;
-  const size_t row, parts, part;  // bytes of a slot, number of parts, bytes of a part
-  const int64_t id;
+  const KVLayout layout;
   Buffer kv;
+  const Regions regions;
   Queries queries;
-  Pinned<int64_t> position;
-  Pinned<int32_t> total;
-  std::unique_ptr<Context> decode;
-  std::map<Ids, void*> recordings;
+  std::optional<Buffer> state;
+  size_t state_bytes = 0;
+  int64_t version = 0;
+  std::map<int64_t, std::map<Ids, std::unique_ptr<BoundStage>>> readers;
 };
 
-namespace {
-
-class TensorrtStageCache : public StageCache {
+class TensorrtStageCache : public StageCache, public DecodingCache {
  public:
   TensorrtStageCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph, int64_t asked)
-      : StageCache(asked), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda) {}
+      : StageCache(asked, spec, context.manifest.model,
+                   spec.stateful.empty() ? nullptr : std::make_unique<DeviceStates>(context, spec)),
+        context_(context), spec_(spec), graph_(graph), cuda_(context.cuda), layout_(context.layout(spec)),
+        history_(static_cast<DeviceStates*>(states_.get())) {}
 
-  ~TensorrtStageCache() override { give_back(context_, spec_.first, std::move(memory_)); }
+  ~TensorrtStageCache() override { give_back(context_, {MemoryKind::slots, spec_.first}, std::move(memory_)); }
 
-  // The memory, with room for one more token.
-  DeviceSlots& for_one_more() {
+  BoundStage& for_one_more() override {
     room(length + 1);
     return *memory_;
   }
 
+  void begin_token(int64_t position) override {
+    std::map<std::string, int64_t> told{{names::kPositions, position}, {names::kTotalSlots, length + 1}};
+    if (slides()) {
+      place(text_positions(position, 1));
+      told[names::kFirstSlot] = first_slots(text_positions(position, 1), length + 1).front();
+    }
+    if (context_.manifest.model.sees_both_ways()) told[names::kSeenSlots] = length + 1;
+    memory_->tell(told);
+    if (history_) memory_->load(*history_, length);
+  }
+
+  void end_token() override {
+    memory_->put(length, 1);
+    if (history_) memory_->save(*history_, length);
+  }
+
+  DeviceSlots& memory() const { return *memory_; }
+
   Scores attention(bool last_only) override {
     Lock held(cuda_);
     const ModelSpec& model = context_.manifest.model;
-    return memory_->queries.attention(memory_->last_key(), {1, length, model.kv_heads, model.head_dim}, length, last_only);
+    const Ids shape{1, length, model.kv_heads, model.heads_of(spec_.cached.back())};
+    return memory_->queries.attention(memory_->last_key(), shape, length, last_only);
   }
 
   Rows keys() override {
     Lock held(cuda_);
-    return read_keys(context_, memory_->last_key(), static_cast<size_t>(length));
+    return read_keys(context_, spec_.cached.back(), memory_->last_key(), static_cast<size_t>(length));
   }
 
   SavedSlots read_kv(const Ids& slots) override {
     Lock held(cuda_);
-    size_t bytes = static_cast<size_t>(2 * spec_.layers()) * context_.row_bytes() * slots.size();
+    size_t bytes = layout_.bytes(slots.size(), true);
     SavedSlots kept(bytes);
     if (bytes == 0) return kept;
     Buffer packed(cuda_, bytes, "saved K and V");
@@ -132,49 +183,82 @@ class TensorrtStageCache : public StageCache {
 
  protected:
   Rows run(const TokenStates& tokens, const Positions& positions, bool query, const Ids*) override {
+    const size_t all = tokens.count();
+    const int64_t filled = length + static_cast<int64_t>(all);
+    const std::vector<size_t> ends = part_ends(tokens, static_cast<size_t>(context_.engines.longest(graph_)));
+    size_t start = 0, most = 0;
+    for (size_t end : ends) most = std::max(most, end - start), start = end;
+    context_.engines.check_tokens(graph_, most);
     Lock held(cuda_);
-    room(length + static_cast<int64_t>(tokens.count()));
+    room(filled);
     RopeRows rope = rope_rows(context_.tables, context_.manifest, positions);
-    size_t all = tokens.count(), longest = static_cast<size_t>(context_.engines.longest(graph_));
+    Sight sight;
+    if (slides()) sight.first = first_slots(positions, filled);
+    if (context_.manifest.model.sees_both_ways()) sight.seen = seen_slots(tokens, length);
     if (query) memory_->queries.room(all);
     auto out = std::make_shared<TensorrtRows>(context_, all);
-    for (size_t start = 0; start < all; start += longest)
-      many(tokens, rope, start, std::min(longest, all - start), query ? memory_->queries.address(start) : nullptr,
-           out->row(start));
+    start = 0;
+    for (size_t end : ends) {
+      many(tokens, rope, sight, start, end, query ? memory_->queries.address(start) : nullptr, out->row(start));
+      start = end;
+    }
     cuda_.wait();
     return {std::move(out), static_cast<size_t>(context_.manifest.model.hidden)};
   }
 
  private:
-  void room(int64_t slots) { make_room(context_, spec_, graph_, slots, capacity, length, memory_); }
+  // The first slot that each token sees in layers that slide, and the number of first slots where tokens see both ways.
+  struct Sight {
+    Ids first, seen;
+  };
+
+  // Has memory for so many slots. If there is not enough, the cache stays as it is.
+  void room(int64_t slots) {
+    if (memory_ && memory_->capacity >= slots) return;
+    int64_t count = std::min(capacity, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock);
+    auto longer = borrow<DeviceSlots>(context_, {MemoryKind::slots, spec_.first}, count,
+                                      [&] { return std::make_unique<DeviceSlots>(context_, spec_, graph_, count); });
+    if (memory_ && length > 0) longer->take_over(*memory_, length);
+    memory_ = std::move(longer);
+  }
 
   // Copies slots between the cache and a packed buffer, run by run.
   void move(const Ids& slots, uint8_t* packed, bool out) {
-    DeviceSlots& m = *memory_;
-    size_t pitch = slots.size() * m.row;
+    const Regions all = layout_.regions(packed, slots.size(), true);
     for (const SlotRun& run : slot_runs(slots)) {
-      uint8_t *in_cache = m.slot(static_cast<int64_t>(run.first)), *in_packed = packed + run.start * m.row;
-      if (out)
-        cuda_.copy_rows(in_packed, pitch, in_cache, m.part, run.count * m.row, m.parts);
-      else
-        cuda_.copy_rows(in_cache, m.part, in_packed, pitch, run.count * m.row, m.parts);
+      Regions in_cache = from_slot(memory_->regions, static_cast<int64_t>(run.first));
+      Regions in_packed = from_slot(all, static_cast<int64_t>(run.start));
+      copy_slots(cuda_, out ? in_packed : in_cache, out ? in_cache : in_packed, run.count);
     }
   }
 
-  // Queues the run of some tokens; their hidden states go to `out`.
-  void many(const TokenStates& tokens, const RopeRows& rope, size_t start, size_t count, uint8_t* queries, uint8_t* out) {
+  // Queues the run of the tokens from `start` to before `end`; their hidden states go to `out`.
+  void many(const TokenStates& tokens, const RopeRows& rope, const Sight& sight, size_t start, size_t end, uint8_t* queries,
+            uint8_t* out) {
     DeviceSlots& m = *memory_;
     LoadedEngines& engines = context_.engines;
+    const size_t count = end - start;
     Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
     int64_t filled = length + static_cast<int64_t>(start);
-    bool in_place = m.row % kAlignment == 0;  // else no slot but the first has an address that TensorRT takes
-    m.bind(used, count, filled, in_place ? m.slot(filled) : m.new_slots(), in_place ? m.part : aligned(count * m.row),
-           !rope.own.empty(), queries);
+    bool in_place = layout_.written_in_place();
+    std::optional<BoundStates> states;
+    Ids ends;
+    if (history_) {
+      ends = history_->ends(filled, static_cast<int64_t>(count), end < tokens.count());
+      uint8_t* made = history_->room(ends.size());
+      states = {history_->before(filled).buffer.address(), made, engines.address(names::kStateEnds), ends.size()};
+      cuda_.copy_in(states->ends, ends.data(), ends.size() * sizeof(int64_t));
+    }
+    m.bind(used, count, filled, in_place ? from_slot(m.regions, filled) : m.new_slots(count), !rope.own.empty(), queries,
+           states);
     auto total = static_cast<int32_t>(filled + static_cast<int64_t>(count));
     copy_tokens(context_, spec_, tokens, rope, start, count);
     cuda_.copy_in(engines.address(names::kTotalSlots), &total, sizeof total);
+    for (auto [name, of_each] : {std::pair(names::kFirstSlot, &sight.first), {names::kSeenSlots, &sight.seen}})
+      if (!of_each->empty()) cuda_.copy_in(engines.address(name), of_each->data() + start, count * sizeof(int64_t));
     used.enqueue();
     if (!in_place) m.put(filled, count);
+    if (history_) history_->put(filled, ends, length);
     size_t bytes = count * static_cast<size_t>(context_.manifest.model.hidden) * sizeof(float);
     cuda_.copy_rows(out, bytes, engines.address(names::kHiddenOut), bytes, bytes, 1);
   }
@@ -183,7 +267,132 @@ class TensorrtStageCache : public StageCache {
   const StageSpec spec_;
   const std::string graph_;
   Cuda& cuda_;
+  const KVLayout layout_;
+  DeviceStates* const history_;  // null: its layers keep no state
   std::unique_ptr<DeviceSlots> memory_;
+};
+
+using TensorrtSources = std::map<int64_t, TensorrtStageCache*>;
+
+// What is bound to the memory of a stage's sources. It keeps their addresses, not the memory itself.
+struct ReadingStage : BoundStage {
+  ReadingStage(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph,
+               const std::vector<std::string>& in, const TensorrtSources& sources)
+      : BoundStage(context, stage, graph, in) {
+    Ids filled;
+    for (const auto& [layer, cache] : sources) {
+      const DeviceSlots& memory = cache->memory();
+      layers.push_back(layer);
+      filled.push_back(memory.capacity);
+      past[names::kPastKey + std::to_string(layer)] = part_of(memory.regions, layer, false);
+      past[names::kPastValue + std::to_string(layer)] = part_of(memory.regions, layer, true);
+    }
+    bind(*decode, 1, filled);
+  }
+
+  // Binds a context for `tokens` tokens over so many slots of each source, the last ones of which are theirs.
+  void bind(Context& context, size_t tokens, const Ids& filled) {
+    const ModelSpec& model = shared.manifest.model;
+    Shapes shapes;
+    Addresses addresses = past;
+    bind_stage(shared, spec, tokens, false, nullptr, shapes, addresses);
+    for (size_t i = 0; i < layers.size(); ++i)
+      for (const char* name : {names::kPastKey, names::kPastValue})
+        shapes[name + std::to_string(layers[i])] = {1, filled[i], model.kv_heads, model.heads_of(layers[i])};
+    for (const auto& [name, value] : slots) addresses[name] = shared.engines.address(name);
+    context.bind(shapes, addresses);
+  }
+
+  Ids layers;
+  Addresses past;
+};
+
+// The cache of a stage whose layers keep nothing. The tokens of a run are in the sources' last slots already.
+class TensorrtReadingCache : public StageCache, public DecodingCache {
+ public:
+  TensorrtReadingCache(TensorrtCacheContext& context, const StageSpec& spec, const std::string& graph,
+                       const Sources& sources)
+      : StageCache(0), context_(context), spec_(spec), graph_(graph), cuda_(context.cuda) {
+    for (const auto& [layer, cache] : sources) {
+      sources_[layer] = static_cast<TensorrtStageCache*>(cache);
+      slots_.push_back(names::kSourceSlot + std::to_string(layer));
+      // none may slide: then it is not used
+      if (!placed_ || context.manifest.model.slides(layer)) placed_ = sources_[layer];
+    }
+  }
+
+  bool reads_only() const override { return true; }
+  Scores attention(bool) override { nothing_is_held(); }
+  Rows keys() override { nothing_is_held(); }
+  SavedSlots read_kv(const Ids&) override { nothing_is_held(); }
+  BoundStage& for_one_more() override { return reader(); }
+
+  void begin_token(int64_t position) override {
+    std::map<std::string, int64_t> told{{names::kPositions, position}};
+    if (context_.manifest.model.sliding)
+      told[names::kFirstSlot] = placed_->first_slots(text_positions(position, 1), placed_->length + 1).front();
+    for (const auto& [layer, cache] : sources_) told[names::kSourceSlot + std::to_string(layer)] = cache->length;
+    reader_->tell(told);
+  }
+
+ protected:
+  void put_kv(const Ids&, const SavedSlots&, int64_t) override { nothing_is_held(); }
+
+  Rows run(const TokenStates& tokens, const Positions& positions, bool, const Ids*) override {
+    Lock held(cuda_);
+    LoadedEngines& engines = context_.engines;
+    const size_t count = tokens.count();
+    engines.check_tokens(graph_, count);
+    auto out = std::make_shared<TensorrtRows>(context_, count);
+    Context& used = engines.context(graph_, count == 1 ? kDecode : kPrefill);
+    ReadingStage& bound = reader();
+    Ids filled;
+    for (const auto& [layer, cache] : sources_) {
+      filled.push_back(cache->length);
+      auto last = static_cast<int32_t>(cache->length - 1);
+      cuda_.copy_in(engines.address(names::kSourceSlot + std::to_string(layer)), &last, sizeof last);
+    }
+    bound.bind(used, count, filled);
+    copy_tokens(context_, spec_, tokens, rope_rows(context_.tables, context_.manifest, positions), 0, count);
+    if (context_.manifest.model.sliding) {
+      const Ids first = placed_->first_slots(positions, placed_->length);
+      cuda_.copy_in(engines.address(names::kFirstSlot), first.data(), count * sizeof(int64_t));
+    }
+    used.enqueue();
+    size_t bytes = count * static_cast<size_t>(context_.manifest.model.hidden) * sizeof(float);
+    cuda_.copy_rows(out->row(0), bytes, engines.address(names::kHiddenOut), bytes, bytes, 1);
+    cuda_.wait();
+    return {std::move(out), static_cast<size_t>(context_.manifest.model.hidden)};
+  }
+
+ private:
+  [[noreturn]] static void nothing_is_held() { throw std::logic_error("a stage that reads other caches holds nothing"); }
+
+  // What is bound to the sources' memory, which the last of them holds for the next conversation over it.
+  ReadingStage& reader() {
+    Ids key;
+    for (const auto& [layer, cache] : sources_) key.push_back(cache->memory().id);
+    auto& readers = sources_.rbegin()->second->memory().readers[spec_.first];
+    auto found = readers.find(key);
+    if (found == readers.end()) {
+      if (readers.size() == kRecordings) {
+        cuda_.wait();  // queued work may still read it
+        readers.clear();
+      }
+      found = readers.emplace(key, std::make_unique<ReadingStage>(context_, spec_, graph_, slots_, sources_)).first;
+    }
+    reader_ = static_cast<ReadingStage*>(found->second.get());
+    return *reader_;
+  }
+
+  TensorrtCacheContext& context_;
+  const StageSpec spec_;
+  const std::string graph_;
+  Cuda& cuda_;
+  TensorrtSources sources_;
+  std::vector<std::string> slots_;
+  ReadingStage* reader_ = nullptr;  // that is bound to the sources' memory as it was last
+  TensorrtStageCache* placed_ = nullptr;
 };
 
 }  // namespace
@@ -193,83 +402,16 @@ std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, c
   return std::make_unique<TensorrtStageCache>(context, spec, graph, capacity);
 }
 
-TokenSteps::TokenSteps(TensorrtCacheContext& context, const Graphs& graphs)
-    : context_(context), cuda_(context.cuda), ids_(cuda_, 1), best_(cuda_, 1),
-      state_(cuda_, static_cast<size_t>(context.manifest.model.hidden)),
-      logits_(cuda_, static_cast<size_t>(context.manifest.model.vocab)),
-      embed_(context.engines.new_context(graphs.embed, 0, true)), head_(context.engines.new_context(graphs.head, 0, true)),
-      recordable_(context.engines.records()) {
-  const Manifest& m = context.manifest;
-  for (const TokenInput& each : m.token_inputs)
-    if (!each.of_text) zeros_[names::kTokenInput + each.name] = std::make_unique<Pinned<float>>(cuda_, size_t(each.width));
-  auto bind = [&](Context& to, const GraphIO& io, const Shapes& shapes) {
-    Addresses addresses;
-    for (const std::vector<TensorSpec>& side : {io.inputs, io.outputs})
-      for (const TensorSpec& spec : side) addresses[spec.name] = context.engines.address(spec.name);
-    to.bind(shapes, addresses);
-  };
-  bind(*embed_, embed_io(m), {{names::kIds, {1}}});
-  bind(*head_, head_io(m, context.dialect), {{names::kHidden, {1, m.model.hidden}}});
+std::unique_ptr<StageCache> make_tensorrt_reading_cache(TensorrtCacheContext& context, const StageSpec& spec,
+                                                        const std::string& graph, const Sources& sources) {
+  return std::make_unique<TensorrtReadingCache>(context, spec, graph, sources);
 }
 
-Step TokenSteps::run(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits) {
-  std::vector<DeviceSlots*> memories;
-  for (StageCache* cache : caches) memories.push_back(&static_cast<TensorrtStageCache*>(cache)->for_one_more());
-  *ids_.data() = token;
-  for (size_t i = 0; i < caches.size(); ++i) {
-    *memories[i]->position.data() = positions[i];
-    *memories[i]->total.data() = static_cast<int32_t>(caches[i]->length + 1);
-  }
-  launch(memories);
-  for (size_t i = 0; i < caches.size(); ++i) memories[i]->put(caches[i]->length, 1);
-  if (logits) cuda_.copy_out(logits_.data(), context_.engines.address(names::kLogits), logits_.bytes());
-  cuda_.wait();
-  for (StageCache* cache : caches) ++cache->length;
-  auto copy = [](const Pinned<float>& from) { return Floats(from.data(), from.data() + from.bytes() / sizeof(float)); };
-  return {*best_.data(), copy(state_), logits ? copy(logits_) : Floats()};
-}
-
-void TokenSteps::launch(const std::vector<DeviceSlots*>& memories) {
-  DeviceSlots& last = *memories.back();
-  Ids key;
-  for (const DeviceSlots* memory : memories) key.push_back(memory->id);
-  auto known = last.recordings.find(key);
-  void* recorded = nullptr;
-  if (known == last.recordings.end()) {
-    if (last.recordings.size() == kRecordings) last.forget();
-  } else if (recorded = known->second; !recorded && recordable_) {
-    recorded = cuda_.record([&] { queue(memories); });
-    recordable_ = recorded != nullptr;
-  }
-  last.recordings[key] = recorded;
-  if (recorded)
-    cuda_.launch(recorded);
-  else
-    queue(memories);
-}
-
-void TokenSteps::queue(const std::vector<DeviceSlots*>& memories) {
-  const LoadedEngines& engines = context_.engines;
-  uint8_t *hidden = engines.address(names::kHidden), *hidden_out = engines.address(names::kHiddenOut);
-  cuda_.copy_in(engines.address(names::kIds), ids_.data(), ids_.bytes());
-  for (const auto& [name, zeros] : zeros_) cuda_.copy_in(engines.address(name), zeros->data(), zeros->bytes());
-  embed_->enqueue();
-  for (DeviceSlots* memory : memories) {
-    cuda_.copy_in(engines.address(names::kPositions), memory->position.data(), memory->position.bytes());
-    cuda_.copy_in(engines.address(names::kTotalSlots), memory->total.data(), memory->total.bytes());
-    memory->decode->enqueue();
-    cuda_.copy_rows(hidden, state_.bytes(), hidden_out, state_.bytes(), state_.bytes(), 1);
-  }
-  head_->enqueue();
-  cuda_.copy_out(state_.data(), hidden, state_.bytes());
-  cuda_.copy_out(best_.data(), engines.address(names::kBest), best_.bytes());
-}
-
-void give_back(TensorrtCacheContext& shared, int64_t stage, std::unique_ptr<StageMemory> memory) noexcept {
+void give_back(TensorrtCacheContext& shared, const MemoryKey& key, std::unique_ptr<StageMemory> memory) noexcept {
   if (!memory) return;
   try {
     Cuda::Use held(shared.cuda);
-    shared.unused[stage].push_back(std::move(memory));
+    shared.unused[key].push_back(std::move(memory));
   } catch (...) {  // NOLINT(bugprone-empty-catch): no memory to keep it, so it is freed
   }
 }
@@ -342,6 +484,10 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
   shapes[names::kPositions] = {1, tokens};
   for (const char* name : {names::kHidden, names::kHiddenOut, names::kPositions})
     addresses[name] = context.engines.address(name);
+  const ModelSpec& model = context.manifest.model;
+  for (auto [name, given] :
+       {std::pair(names::kFirstSlot, model.sliding.has_value()), {names::kSeenSlots, model.sees_both_ways()}})
+    if (given) shapes[name] = {1, tokens}, addresses[name] = context.engines.address(name);
   for (const TokenInput& each : context.manifest.token_inputs)
     if (std::string name = names::kTokenInput + each.name;
         std::count(spec.inputs.begin(), spec.inputs.end(), each.name) > 0) {
@@ -367,16 +513,17 @@ void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, con
   context.cuda.copy_in(context.engines.address(names::kPositions), rows.data(), count * sizeof(int64_t));
 }
 
-Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length) {
+Rows read_keys(const TensorrtCacheContext& context, int64_t layer, const uint8_t* key, size_t length) {
   auto heads = static_cast<size_t>(context.manifest.model.kv_heads);
-  auto dim = static_cast<size_t>(context.manifest.model.head_dim);
-  std::string raw(heads * length * context.slot_bytes(), '\0');
+  auto dim = static_cast<size_t>(context.manifest.model.heads_of(layer));
+  const size_t bytes = dim * static_cast<size_t>(context.manifest.kv_bytes(context.dialect));  // of one slot of one head
+  std::string raw(heads * length * bytes, '\0');
   if (!raw.empty()) context.cuda.copy_out(raw.data(), key, raw.size());
   context.cuda.wait();
   Rows out(length, heads * dim);
   for (size_t head = 0; head < heads; ++head)
     for (size_t slot = 0; slot < length; ++slot)
-      widen(raw.data() + (slot * heads + head) * context.slot_bytes(), context.manifest.kv_type(context.dialect), dim,
+      widen(raw.data() + (slot * heads + head) * bytes, context.manifest.kv_type(context.dialect), dim,
             out.row(slot) + head * dim);
   return out;
 }

@@ -3,9 +3,10 @@
 // A conversation's memory of a stage has the slots that it needs, and is replaced by a longer one as it grows: tokens that
 // have left the decoder take no memory behind the cut.
 //
-// Engines read the slots before their tokens, of one buffer of [layers, 2] parts of [slots, kv_heads, head_dim], and write
-// those of their tokens. A step, one token through all graphs, is recorded into a CUDA graph once and launched from then on;
-// its slot is copied behind the others afterwards.
+// Engines read the slots before their tokens, of one buffer with parts of [slots, kv_heads, head_dim] for each layer, and
+// write those of their tokens. Layers that keep a state have theirs in the history of states.hpp. A stage reads and writes
+// them there, but for decoding, whose recorded work needs one address: it has a copy of the last one, of which it makes the
+// next one. step.hpp decodes.
 #pragma once
 
 #include <algorithm>
@@ -14,24 +15,30 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backends/backend.hpp"
 #include "backends/tables.hpp"
 #include "backends/tensorrt/loaded.hpp"
+#include "backends/tensorrt/regions.hpp"
 #include "base/errors.hpp"
 
 namespace vtxcore {
 
-// What a stage of one conversation holds on the device: K and V for `capacity` slots, and what is bound to them.
+// What a stage of one conversation holds on the device: K and V for `capacity` slots, and what is bound to them, or as many
+// hidden states or states of layers.
 struct StageMemory {
   explicit StageMemory(int64_t slots) : capacity(slots) {}
   virtual ~StageMemory() = default;
   virtual void clear() = 0;  // makes it as good as new
-  // Begins with the first `length` slots of shorter memory of the same kind.
-  virtual void take_over(const StageMemory& other, int64_t length) = 0;
   const int64_t capacity;
 };
+
+// Of slots the number is that of the stage's first layer, of hidden states that of their tokens, and of states of layers,
+// one or several in a row, the bytes of one.
+enum class MemoryKind { slots, hidden, state, states };
+using MemoryKey = std::pair<MemoryKind, int64_t>;
 
 // What the caches of a bundle share. `score`: a graph's file, "" for none. `rope`: cos and sin on the device, `tables` the
 // same on the host. If positions have several parts, `own_rope` has room on the device for tables with a row for each token.
@@ -43,26 +50,19 @@ struct TensorrtCacheContext {
   std::string score;
   std::map<std::string, Floats> tables = {};
   Addresses rope = {}, own_rope = {};
-  // Of each stage, by its first layer, and of hidden states of this many tokens, turned negative.
-  std::map<int64_t, std::vector<std::unique_ptr<StageMemory>>> unused = {};
-  int64_t made = 0;  // memories so far
+  std::map<MemoryKey, std::vector<std::unique_ptr<StageMemory>>> unused = {};
+  int64_t made = 0;  // memories and states so far
 
-  // Bytes of K or V of one layer for these slots, so that what follows them is aligned.
-  size_t bytes_of(int64_t slots) const { return aligned(static_cast<size_t>(slots) * row_bytes()); }
-  // Bytes of one slot of one head, K or V.
-  size_t slot_bytes() const { return static_cast<size_t>(manifest.model.head_dim * manifest.kv_bytes(dialect)); }
-  // Bytes of one slot of all heads, K or V.
-  size_t row_bytes() const { return static_cast<size_t>(manifest.model.kv_heads) * slot_bytes(); }
+  KVLayout layout(const StageSpec& spec) const { return {manifest.model, spec, manifest.kv_bytes(dialect)}; }
 };
 
 constexpr int64_t kSlotBlock = 32;  // slots by which memory grows
 
-// Memory of at least `capacity` slots for a stage's cache: of a cache that is gone, else new. A cache gives it back as it
-// goes; so the next image allocates nothing, and finds its CUDA graph recorded. All unused memory of caches is freed if the
-// device has too little for new one.
+// Memory of at least that capacity: of a cache that is gone, else new. A cache gives it back as it goes; so the next image
+// allocates nothing, and finds its CUDA graph recorded. All unused memory is freed if the device has too little for new one.
 template <typename Memory, typename Make>
-std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, int64_t stage, int64_t capacity, const Make& make) {
-  auto& unused = shared.unused[stage];
+std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, const MemoryKey& key, int64_t capacity, const Make& make) {
+  auto& unused = shared.unused[key];
   auto best = unused.end();
   for (auto it = unused.begin(); it != unused.end(); ++it)
     if ((*it)->capacity >= capacity && (best == unused.end() || (*it)->capacity < (*best)->capacity)) best = it;
@@ -75,32 +75,21 @@ std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, int64_t stage, int6
   try {
     return make();
   } catch (const Error&) {
-    bool any = false;
-    for (auto& [first, kept] : shared.unused) {
-      if (stage > 0 && first < 0) continue;  // hidden states, or a longer cache would leave no room for a prompt
-      any = any || !kept.empty();
-      kept.clear();
+    std::vector<decltype(&unused)> spare;
+    for (auto& [other, kept] : shared.unused) {
+      // a longer cache would leave no room for a prompt
+      if (key.first == MemoryKind::slots && other.first != MemoryKind::slots) continue;
+      if (!kept.empty()) spare.push_back(&kept);
     }
-    if (!any) throw;
+    if (spare.empty()) throw;
+    shared.cuda.wait();  // queued work may still read it
+    for (auto* kept : spare) kept->clear();
     return make();
   }
 }
 
-// Has memory for `slots` slots, at most `limit` of them: if there is too little, longer memory that takes over the first
-// `length`. If that fails, all stays as it is.
-template <typename Memory>
-void make_room(TensorrtCacheContext& shared, const StageSpec& spec, const std::string& graph, int64_t slots, int64_t limit,
-               int64_t length, std::unique_ptr<Memory>& memory) {
-  if (memory && memory->capacity >= slots) return;
-  int64_t capacity = std::min(limit, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock);
-  auto longer =
-      borrow<Memory>(shared, spec.first, capacity, [&] { return std::make_unique<Memory>(shared, spec, graph, capacity); });
-  if (memory && length > 0) longer->take_over(*memory, length);
-  memory = std::move(longer);
-}
-
-// Gives it back.
-void give_back(TensorrtCacheContext& shared, int64_t stage, std::unique_ptr<StageMemory> memory) noexcept;
+// Gives it back, if there is any.
+void give_back(TensorrtCacheContext& shared, const MemoryKey& key, std::unique_ptr<StageMemory> memory) noexcept;
 
 // The queries of a stage's last tokens, on the device, and the score graph's runs over them.
 class Queries {
@@ -124,33 +113,9 @@ class Queries {
 std::unique_ptr<StageCache> make_tensorrt_cache(TensorrtCacheContext& context, const StageSpec& spec,
                                                 const std::string& graph, int64_t capacity);
 
-struct DeviceSlots;
-
-// One token through the embedding, every stage and the head on the device: one launch, one wait.
-//
-// The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones launch it;
-// all are queued if TensorRT or the driver cannot record one, and TensorRT-RTX records its own. The logits stay on the
-// device unless they are asked for.
-class TokenSteps {
- public:
-  TokenSteps(TensorrtCacheContext& context, const Graphs& graphs);
-  // See Backend; a Use is held meanwhile.
-  Step run(const std::vector<StageCache*>& caches, int64_t token, const Ids& positions, bool logits);
-
- private:
-  void launch(const std::vector<DeviceSlots*>& memories);
-  void queue(const std::vector<DeviceSlots*>& memories);
-
-  static constexpr size_t kRecordings = 4;  // that a stage's memory keeps, each with other memory of the stages before it
-  TensorrtCacheContext& context_;
-  Cuda& cuda_;
-  Pinned<int64_t> ids_;
-  Pinned<int32_t> best_;
-  Pinned<float> state_, logits_;
-  std::map<std::string, std::unique_ptr<Pinned<float>>> zeros_;  // token inputs that the embedding does not give
-  std::unique_ptr<Context> embed_, head_;
-  bool recordable_;
-};
+// For a stage whose layers keep nothing: over the caches that they read.
+std::unique_ptr<StageCache> make_tensorrt_reading_cache(TensorrtCacheContext& context, const StageSpec& spec,
+                                                        const std::string& graph, const Sources& sources);
 
 // Runs of neighbouring slots: `count` from `first` on, the `start`-th of them.
 struct SlotRun {
@@ -167,7 +132,7 @@ void bind_stage(const TensorrtCacheContext& context, const StageSpec& spec, size
 void copy_tokens(const TensorrtCacheContext& context, const StageSpec& spec, const TokenStates& tokens, const RopeRows& rope,
                  size_t start, size_t count);
 
-// The keys of `length` slots on the device as numbers, all heads side by side.
-Rows read_keys(const TensorrtCacheContext& context, const uint8_t* key, size_t length);
+// A layer's keys of `length` slots on the device as numbers, all heads side by side.
+Rows read_keys(const TensorrtCacheContext& context, int64_t layer, const uint8_t* key, size_t length);
 
 }  // namespace vtxcore

@@ -204,6 +204,7 @@ void Cuda::copy(void* to, const void* from, size_t bytes, int kind) {
 }
 
 void* Cuda::record(const std::function<void()>& work) {
+  if (queued_) wait();
   void *graph = nullptr, *recorded = nullptr;
   int error = calls_->cudaStreamBeginCapture(stream_, kCaptureThreadLocal);
   if (error == 0) {

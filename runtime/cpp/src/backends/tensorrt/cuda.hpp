@@ -66,8 +66,8 @@ class Cuda {
   void copy_rows(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height);
   void wait();
 
-  // Records what `work` queues, instead of running it; `launch` queues all of it at once. Null if the driver or TensorRT
-  // cannot record it.
+  // Records what `work` queues, instead of running it, once all that was queued before has run; `launch` queues all of it at
+  // once. Null if the driver or TensorRT cannot record it.
   void* record(const std::function<void()>& work);
   void launch(void* recorded);
   void forget(void* recorded) noexcept;

@@ -10,7 +10,6 @@ struct StatesMemory : StageMemory {
   StatesMemory(Cuda& cuda, int64_t tokens, size_t bytes)
       : StageMemory(tokens), buffer(cuda, bytes, cat("the memory of the hidden states of ", tokens, " tokens")) {}
   void clear() override {}
-  void take_over(const StageMemory&, int64_t) override {}
   Buffer buffer;
 };
 
@@ -19,12 +18,13 @@ struct StatesMemory : StageMemory {
 TensorrtRows::TensorrtRows(TensorrtCacheContext& context, size_t count) : context_(context), count_(count) {
   int64_t capacity = kSlotBlock;
   while (capacity < static_cast<int64_t>(count)) capacity *= 2;
-  auto made = borrow<StatesMemory>(context, -capacity, capacity, [&] {
+  const MemoryKey key{MemoryKind::hidden, capacity};
+  auto made = borrow<StatesMemory>(context, key, capacity, [&] {
     return std::make_unique<StatesMemory>(context.cuda, capacity, static_cast<size_t>(capacity) * row_bytes());
   });
   first_ = made->buffer.address();
-  memory_ = {made.release(), [&context, capacity](StageMemory* memory) {
-               give_back(context, -capacity, std::unique_ptr<StageMemory>(memory));
+  memory_ = {made.release(), [&context, key](StageMemory* memory) {
+               give_back(context, key, std::unique_ptr<StageMemory>(memory));
              }};
 }
 

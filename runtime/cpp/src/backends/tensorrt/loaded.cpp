@@ -5,6 +5,8 @@
 #include <algorithm>
 
 #include "backends/contract.hpp"
+#include "backends/states.hpp"
+#include "backends/tensorrt/regions.hpp"
 
 namespace vtxcore {
 namespace {
@@ -126,6 +128,8 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
       for (const TensorSpec& spec : side) {
         if (spec.shape.size() == 4 && spec.name != names::kPixels) continue;
         if (spec.name == names::kCos || spec.name == names::kSin) continue;
+        if (spec.name == names::kSlidingCos || spec.name == names::kSlidingSin) continue;
+        if (spec.name == names::kState || spec.name == names::kStateEnds) continue;
         int64_t bytes = bytes_of(spec.dtype);
         for (const auto& size : spec.shape) {
           const int64_t* fixed = std::get_if<int64_t>(&size);
@@ -141,11 +145,17 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
         }
         out[spec.name] = std::max(out[spec.name], bytes);
       }
-  auto row = static_cast<size_t>(m.model.kv_heads * m.model.head_dim * m.kv_bytes(set_.dialect));
+  if (!m.model.conv_layers.empty()) {  // states of one token; more are written where they are held
+    size_t stateful = 0;
+    for (const StageSpec& stage : m.stages) stateful = std::max(stateful, stage.stateful.size());
+    out[names::kStateEnds] = 8 * HeldStates(m.model).ends;
+    out[names::kStateOut] = 4 * m.model.state_numbers * static_cast<int64_t>(stateful);
+  }
   for (size_t i = 0; i < m.stages.size(); ++i) {
-    int64_t at_once = row % kAlignment == 0 ? 1 : longest(m.dialects.at(set_.dialect).stages[i]);
-    auto bytes = 2 * m.stages[i].layers() * static_cast<int64_t>(aligned(row * static_cast<size_t>(at_once)));
-    out[new_slots_of(m.stages[i])] = bytes;
+    if (m.stages[i].cached.empty()) continue;
+    const KVLayout layout(m.model, m.stages[i], m.kv_bytes(set_.dialect));
+    int64_t at_once = layout.written_in_place() ? 1 : longest(m.dialects.at(set_.dialect).stages[i]);
+    out[new_slots_of(m.stages[i])] = static_cast<int64_t>(layout.bytes(static_cast<size_t>(at_once)));
   }
   return out;
 }
