@@ -68,7 +68,7 @@ def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, na
     if b.dialect.branches:
         read, new = b.choose(
             b.op("Squeeze", b.op("Equal", each, b.constant([1]))),
-            lambda: _one(b, matrices, q, k, v, beta, decay, ends),
+            lambda: _one(b, matrices, q, k, v, beta, decay),
             lambda: _many(b, d, matrices, q, k, v, beta, decay, ends, each),
         )
     else:
@@ -104,15 +104,20 @@ def _turned(b: Builder, x: ir.Value) -> ir.Value:
 
 
 def _one(
-    b: Builder, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value,
-    ends: ir.Value,
-) -> tuple[ir.Value, ir.Value]:  # fmt: skip
-    """Results of one token of each conversation, and the new matrices [conversations, ends, heads, ...]."""
-    matrices = b.op("Mul", matrices, b.op("Exp", decay))
-    written = b.op("Mul", b.op("Sub", v, b.op("MatMul", k, matrices)), beta)
-    matrices = b.op("Add", matrices, b.op("Mul", b.op("Transpose", k, perm=[0, 1, 3, 2]), written))
-    kept = b.op("Gather", b.op("Unsqueeze", matrices, b.constant([1])), ends, axis=1)
-    return b.op("MatMul", q, matrices), kept
+    b: Builder, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Results of one token of each conversation, and the new matrices [conversations, 1 end, heads, ...].
+
+    The token takes most of its time to read and write the matrices. So key and query multiply them in one product, with
+    q S' = exp(g) q S + (q k) written, and the new ones are sums and products of numbers, which engines fuse.
+    """
+    decay = b.op("Exp", decay)
+    asked = b.op("Mul", b.op("MatMul", b.op("Concat", k, q, axis=2), matrices), decay)
+    by_key, by_query = b.ops("Split", asked, b.constant([1, 1]), outputs=2, axis=2)
+    written = b.op("Mul", b.op("Sub", v, by_key), beta)
+    new = b.op("Add", b.op("Mul", matrices, decay), b.op("Mul", b.op("Transpose", k, perm=[0, 1, 3, 2]), written))
+    alike = b.op("ReduceSum", b.op("Mul", q, k), b.constant([-1]), keepdims=1)
+    return b.op("Add", by_query, b.op("Mul", alike, written)), b.op("Unsqueeze", new, b.constant([1]))
 
 
 def _many(

@@ -273,7 +273,7 @@ def test_an_exported_bundle_has_the_weights_that_the_plan_counts(
     assert bundle_size(bundle).parameters == size.parameters
     parts = precisions_of(size, precision, vision, head)
     assert parts.head == bundle.manifest.head_precision
-    assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
+    assert 0 <= stored - stored_bytes(all_weights(size, parts), parts) < HEADERS
     assert resident(size, parts) == weights_in_memory(bundle)
 
 
@@ -285,7 +285,7 @@ def test_mergers_of_maps_are_matrices_and_the_table_of_inputs_to_layers_stays_in
     bundle, size = export(checkpoint, tmp_path / "bundle", precision="int4"), find_size(str(checkpoint))
     stored = sum(r.bytes for name, r in bundle.manifest.files.items() if name.startswith("weights/"))
     parts = precisions_of(size, "int4")
-    assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
+    assert 0 <= stored - stored_bytes(all_weights(size, parts), parts) < HEADERS
     assert resident(size, parts) == weights_in_memory(bundle)
     assert plan_export(ExportOptions(str(checkpoint), (), "int4")).prediction.run_memory == needed_memory(bundle)
 
@@ -317,7 +317,8 @@ def test_a_directory_without_model_is_refused(tmp_path: Path) -> None:
 
 
 def weight_bytes(model: ModelSize, *parts: str) -> int:
-    return stored_bytes(all_weights(model), precisions_of(model, *parts))
+    precisions = precisions_of(model, *parts)
+    return stored_bytes(all_weights(model, precisions), precisions)
 
 
 def test_bytes_per_precision_are_the_arithmetic_that_the_docs_state() -> None:
