@@ -94,6 +94,9 @@ class OpenvinoBackend(HostBackend):
         by_slot = {"KEY_CACHE_QUANT_MODE": "BY_TOKEN"} if kv == "u8" else {}
         self._cache_settings = {"KV_CACHE_PRECISION": kv, **by_slot}
         self.tower_settings = {"INFERENCE_PRECISION_HINT": "bf16"} if compute == "int8" and "BF16" in able else {}
+        # In bf16 the engine widens integers as it multiplies them, which for one token takes longer than to round it.
+        rounds = compute == "bf16" and PRECISIONS[m.head_precision].bits is not None and m.action is None
+        head_settings = {"INFERENCE_PRECISION_HINT": "f32"} if rounds else {}
         self._embed = self._graph(files.embed, graphs.embed(m), m.precision)
         self._gates = {k: self._graph(file, graphs.gate(m), m.precision) for k, file in m.gate_files(DIALECT).items()}
         score = self._graph(files.score, graphs.score(m, DIALECT), m.precision) if files.score else None
@@ -104,7 +107,10 @@ class OpenvinoBackend(HostBackend):
         self.kv_slot_bytes = self._context.slot_bytes
         first = {names.HIDDEN: np.zeros((1, m.model.hidden), np.float32)}
         # an expert's slots are not known yet
-        head = partial(self._graph, files.head, graphs.head(m, DIALECT), m.head_precision, None if m.action else first)
+        head = partial(
+            self._graph, files.head, graphs.head(m, DIALECT), m.head_precision, None if m.action else first,
+            **head_settings,
+        )  # fmt: skip
         loads: list[Callable[[], Any]] = [head, *(partial(self._load_stage, *each) for each in m.stage_files(DIALECT))]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
         roomy = is_roomy(bundle, floats_in_memory("openvino", compute, cpu_flags()))
@@ -162,18 +168,18 @@ class OpenvinoBackend(HostBackend):
 
     def _graph(
         self, name: str, promised: graphs.GraphIO, precision: str, first: Mapping[str, NDArray[Any]] | None = None,
-        image: ImageSettings | None = None,
+        image: ImageSettings | None = None, **settings: str,
     ) -> OpenvinoGraph:  # fmt: skip
         """Load a graph. `first`: inputs of a run at once, since the engine packs weights when a free-sized graph runs.
 
         `precision`: of its weights. `image`: a tower is compiled for the size of all images, if they have one: the
-        engine then chooses kernels for it.
+        engine then chooses kernels for it. `settings`: further ones of the engine.
         """
         model = self._read(name, promised)
         if image is not None and not image.own_size:
             model.reshape({names.PIXELS: [-1 if self._manifest.action else 1, 3, *image.size]})
         with releasing_pages(model):
-            compiled = self._compile(name, model, precision, **({} if image is None else self.tower_settings))
+            compiled = self._compile(name, model, precision, **settings)
         graph = OpenvinoGraph(name, compiled, promised.outputs, model)
         if first is not None:
             graph.run(first)
@@ -212,7 +218,7 @@ class OpenvinoBackend(HostBackend):
         return stage
 
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> OpenvinoGraph:
-        return self._graph(name, promised, self._manifest.vision_precision, image=image)
+        return self._graph(name, promised, self._manifest.vision_precision, image=image, **({} if image is None else self.tower_settings))
 
     def _new_batches(self, lanes: int, capacity: int) -> list[OpenvinoStageBatch]:
         stages = list(zip(self.stages, self._manifest.stages, strict=True))

@@ -179,7 +179,7 @@ def test_a_tied_head_in_other_floats_than_the_table_s_is_refused(tiny_checkpoint
 
 
 def test_a_tied_head_whose_rows_cannot_be_quantised_is_the_table(tiny_checkpoint: Make) -> None:
-    plan = plan_export(ExportOptions(str(tiny_checkpoint(Tiny(tied=True, hidden=72, heads=6))), (), "int4"))
+    plan = plan_export(ExportOptions(str(tiny_checkpoint(Tiny(tied=True, hidden=72, head_dim=16))), (), "int4"))
     assert plan.precisions.head == "fp16"
     assert HEAD not in plan.weights.stored
 
