@@ -24,6 +24,7 @@ from vtx.runtime.backends.openvino.growing import OpenvinoGrowingCache, Openvino
 from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.openvino.narrow import LEAST_BLOCK, int4_block, keep_narrow, releasing_pages
 from vtx.runtime.backends.openvino.paged import page_caches, select_outputs
+from vtx.runtime.backends.openvino.states import StateTensors
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
@@ -190,15 +191,15 @@ class OpenvinoBackend(HostBackend):
         if m.model.two_way == "prompt" or not spec.keeps:
             return self._graph(file, graphs.stage_of(m, spec, DIALECT), m.precision)
 
-        def read() -> Any:
+        def read() -> tuple[Any, StateTensors]:
             model = self._read(file, graphs.stage_of(m, spec, DIALECT))
             sliding = m.model.sliding.layers if m.model.sliding else ()
             page_caches(model, spec.cached, m.model.heads, sliding, both_ways=m.model.two_way is not None)
             select_outputs(model, whole=spec.last not in spec.cached)
-            return model
+            return model, StateTensors.of(model)
 
-        model = read()
-        many = read() if self.compute == "int8" and PRECISIONS[m.precision].bits == 4 else None
+        model, states = read()
+        many = read()[0] if self.compute == "int8" and PRECISIONS[m.precision].bits == 4 else None
         held = [] if many is None else bring_to_int8(many)
         with ExitStack() as pages:
             pages.enter_context(releasing_pages(model))
@@ -206,7 +207,7 @@ class OpenvinoBackend(HostBackend):
             if many is not None:
                 pages.enter_context(releasing_pages(many))
                 for_many = self._compile(file, many, "int8")
-            stage = StageGraph(file, self._compile(file, model, m.precision), for_many, held)
+            stage = StageGraph(file, self._compile(file, model, m.precision), for_many, held, states)
             cache = OpenvinoStageCache(self._context, stage, spec, FEW + 2)
             inputs = {each.name: np.zeros((FEW + 1, each.width), np.float32) for each in m.token_inputs}
             tokens = TokenStates(np.zeros((FEW + 1, m.model.hidden), np.float32), inputs)
@@ -218,7 +219,8 @@ class OpenvinoBackend(HostBackend):
         return stage
 
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> OpenvinoGraph:
-        return self._graph(name, promised, self._manifest.vision_precision, image=image, **({} if image is None else self.tower_settings))
+        settings = {} if image is None else self.tower_settings
+        return self._graph(name, promised, self._manifest.vision_precision, image=image, **settings)
 
     def _new_batches(self, lanes: int, capacity: int) -> list[OpenvinoStageBatch]:
         stages = list(zip(self.stages, self._manifest.stages, strict=True))

@@ -300,7 +300,7 @@ def test_a_plan_counts_the_weights_that_are_there(tiny_checkpoint: Export) -> No
         for name, tensor in plan.weights.stored.items()
         if name.startswith(("text.", "head."))
     )
-    planned = [group for group in all_weights(size) if group.name.startswith(("text.", "head."))]
+    planned = [group for group in all_weights(size, plan.precisions) if group.name.startswith(("text.", "head."))]
     assert size.decoder.parameters == wanted
     assert sum(group.count * int(np.prod(group.shape)) for group in planned) == wanted
     one, two = (flops.append_flops(size.decoder, [layer], 1, 100) for layer in (1, 2))
