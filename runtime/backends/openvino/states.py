@@ -57,10 +57,8 @@ class StateTensors:
         cuts = {part: node for node in readers if (part := _part(node)) is not None}
         joined = _joined(result.input_value(0))
         found = sorted(cuts, key=lambda part: (part.layer, part.first))
-        others = [node for node in readers if node.get_type_name() not in ("Slice", "ShapeOf")]
-        if others or len(cuts) + sum(node.get_type_name() == "ShapeOf" for node in readers) < len(readers):
-            return cls()
-        if len(found) != len(joined) or not found:
+        sizes = [node for node in readers if node.get_type_name() == "ShapeOf"]
+        if len(cuts) + len(sizes) < len(readers) or not found or len(found) != len(joined):
             return cls()
         for part, value in zip(found, joined, strict=True):
             given = add_parameter(model, part.given, [1, -1, part.end - part.first], "f32")
@@ -68,9 +66,8 @@ class StateTensors:
             made = ops.result(value)
             made.output(0).get_tensor().add_names({part.made})
             model.add_results([made])
-        for node in readers:
-            if node.get_type_name() == "ShapeOf":
-                node.input(0).replace_source_output(model.input(found[0].given))
+        for node in sizes:  # that of conversations, which all parts have
+            node.input(0).replace_source_output(model.input(found[0].given))
         model.remove_result(result)
         model.remove_parameter(state)
         model.validate_nodes_and_infer_types()

@@ -39,6 +39,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends import slots
 from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.openvino import states as openvino_states
 from vtx.runtime.backends.slots import StateHistory
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.spec.names import DIALECTS
@@ -180,6 +181,31 @@ def test_the_states_of_single_tokens_are_neither_copied_nor_written_over(folder:
         _, again = run_on(one, hidden[38:], 38)
         np.testing.assert_allclose(again, state, atol=TOLERANCE, rtol=0)
         np.testing.assert_allclose(run_on(two, hidden[3:], 3)[0], found[3:], atol=TOLERANCE, rtol=0)
+
+
+def test_openvino_has_each_layer_s_states_apart_and_takes_older_graphs_as_they_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openvino")
+    found = list[list[NDArray[np.float32]]]()
+    for apart in (True, False):
+        if not apart:
+            monkeypatch.setattr(openvino_states, "_part", lambda _: None)
+        with load(folder, device="openvino", threads=THREADS) as loaded:
+            stages: Any = loaded.backend
+            for stage, spec in zip(stages.stages, loaded.manifest.stages, strict=True):
+                parts = [(part.layer, part.first == 0) for part in stage.states.parts]
+                layers = range(len(spec.stateful) if apart else 0)
+                assert parts == [(layer, whole) for layer in layers for whole in (True, False)]
+            cache: Any = loaded.backend.stage(0, 64)
+            hidden = np.random.default_rng(0).standard_normal((40, loaded.manifest.model.hidden), dtype=np.float32)
+            results = [*run(cache, hidden, [30, 1, 1, 5, 1, 2]), cache.states.at(39).copy()]
+            cache.keep(0)
+            cache.mark(7)
+            cache.append(TokenStates(hidden, {}), np.arange(40))
+            found.append([*results, cache.states.at(7).copy(), cache.states.at(40).copy()])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
 
 
 def test_of_many_turns_the_image_s_end_and_the_last_ones_are_held(
