@@ -408,7 +408,8 @@ class Reference:
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
         text = self.config.text
-        name, x = HEAD if self._weights.holds(HEAD) else EMBEDDING, rms(hidden, self._weights.read(FINAL_NORM), text.eps)
+        name = HEAD if self._weights.holds(HEAD) else EMBEDDING
+        x = rms(hidden, self._weights.read(FINAL_NORM), text.eps)
         starts = range(0, self._weights.rows(name), HEAD_ROWS)
         logits = torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
         return logits if text.softcap is None else text.softcap * torch.tanh(logits / text.softcap)

@@ -124,7 +124,8 @@ def latency(
     wide = engine.floats == EXPANDED
     exact = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     peak = profile.fp32 if exact or profile.fp16 is None else profile.fp16
-    matrices = weights.stored_bytes([*weights.layer_weights(size), *weights.head_weights(model, precisions)], precisions, wide=wide)
+    groups = [*weights.layer_weights(size), *weights.head_weights(model, precisions)]
+    matrices = weights.stored_bytes(groups, precisions, wide=wide)
     cache = sum(flops.kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
     tower = weights.vision_weights(model.vision) if model.vision is not None and views else ()
     work = {

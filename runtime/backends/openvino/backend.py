@@ -110,7 +110,7 @@ class OpenvinoBackend(HostBackend):
         # an expert's slots are not known yet
         head = partial(
             self._graph, files.head, graphs.head(m, DIALECT), m.head_precision, None if m.action else first,
-            **head_settings,
+            settings=head_settings,
         )  # fmt: skip
         loads: list[Callable[[], Any]] = [head, *(partial(self._load_stage, *each) for each in m.stage_files(DIALECT))]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
@@ -169,7 +169,7 @@ class OpenvinoBackend(HostBackend):
 
     def _graph(
         self, name: str, promised: graphs.GraphIO, precision: str, first: Mapping[str, NDArray[Any]] | None = None,
-        image: ImageSettings | None = None, **settings: str,
+        image: ImageSettings | None = None, settings: Mapping[str, str] | None = None,
     ) -> OpenvinoGraph:  # fmt: skip
         """Load a graph. `first`: inputs of a run at once, since the engine packs weights when a free-sized graph runs.
 
@@ -180,7 +180,7 @@ class OpenvinoBackend(HostBackend):
         if image is not None and not image.own_size:
             model.reshape({names.PIXELS: [-1 if self._manifest.action else 1, 3, *image.size]})
         with releasing_pages(model):
-            compiled = self._compile(name, model, precision, **settings)
+            compiled = self._compile(name, model, precision, **(settings or {}))
         graph = OpenvinoGraph(name, compiled, promised.outputs, model)
         if first is not None:
             graph.run(first)
@@ -219,8 +219,8 @@ class OpenvinoBackend(HostBackend):
         return stage
 
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> OpenvinoGraph:
-        settings = {} if image is None else self.tower_settings
-        return self._graph(name, promised, self._manifest.vision_precision, image=image, **settings)
+        settings = None if image is None else self.tower_settings
+        return self._graph(name, promised, self._manifest.vision_precision, image=image, settings=settings)
 
     def _new_batches(self, lanes: int, capacity: int) -> list[OpenvinoStageBatch]:
         stages = list(zip(self.stages, self._manifest.stages, strict=True))

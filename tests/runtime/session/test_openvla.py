@@ -342,7 +342,8 @@ def test_the_sizes_of_a_plan_are_those_of_the_weights() -> None:
     for config, size in (
         (read_config(published), known), (read_config(config_of(TINY)), config_size(config_of(TINY), "x")),
     ):  # fmt: skip
-        shapes, parts = [shape for _, shape in (*vision_tensors(config), *decoder_tensors(config.text))], precisions_of(size, "fp32")
+        shapes = [shape for _, shape in (*vision_tensors(config), *decoder_tensors(config.text))]
+        parts = precisions_of(size, "fp32")
         assert size.parameters == sum(map(math.prod, shapes))
         assert sum(group.count * math.prod(group.shape) for group in all_weights(size, parts)) == size.parameters
     macs = 256 * (1024 + 1152) * 3 * 14**2 + 256 * sum(a * b for a, b in ((2176, 8704), (8704, 4096), (4096, 4096)))
