@@ -241,7 +241,8 @@ class OpenvinoStageCache(SlotCounter):
                     ends = self.states.ends(self.length, count)
                     made, parts = self.states.room(len(ends)), self._stage.states
                     room = parts.room(made)
-                    given: dict[str, NDArray[Any]] = {**parts.given(self.states.before(self.length)), names.STATE_ENDS: ends}
+                    given: dict[str, NDArray[Any]] = {names.STATE_ENDS: ends}
+                    given |= parts.given(self.states.before(self.length))
                     for name, array in (*given.items(), *room.items()):
                         self._set(name, self._context.shared(array))
                 if count == 1:
