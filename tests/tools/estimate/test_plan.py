@@ -348,10 +348,22 @@ def test_precisions_of_tower_and_head_are_options_with_the_exports_defaults() ->
     assert more == pytest.approx(32000 * 4096 + tower.parameters, rel=0.01)
 
 
-def test_a_tied_head_in_another_precision_than_its_table_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
-    done = vtx_plan("--model", str(tiny_checkpoint(TINIES["siglip-tied"])), "--head-precision", "int8")
+def test_a_tied_head_in_other_floats_than_its_table_s_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    tied = "--model", str(tiny_checkpoint(TINIES["siglip-tied"])), "--precision", "int4", "--head-precision"
+    done = vtx_plan(*tied, "fp32")
     assert done.exit_code == 1
     assert "would store a weight twice" in done.stderr
+    assert vtx_plan(*tied, "bf16").exit_code == 0
+
+
+def test_a_tied_head_counts_beside_its_table_if_it_is_quantised() -> None:
+    model = KNOWN["qwen3-vl-2b"]
+    apart, shared = (precisions_of(model, "int4", None, head) for head in (None, "bf16"))
+    rows, width = model.decoder.vocab, model.decoder.hidden
+    assert (apart.head, shared.head) == ("int8", "bf16")
+    stored = [stored_bytes(all_weights(model, parts), parts) for parts in (apart, shared)]
+    assert stored[0] - stored[1] == rows * (width + 2)
+    assert resident(model, shared) - resident(model, apart) > 2 * rows * width
 
 
 def test_a_cpu_widens_half_precision_and_not_quantised_matrices() -> None:
