@@ -208,6 +208,24 @@ def test_openvino_has_each_layer_s_states_apart_and_takes_older_graphs_as_they_a
         np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_conversations_that_run_together_have_the_states_of_those_that_run_alone(folder: Path, device: str) -> None:
+    with load(folder, device=device, threads=THREADS) as loaded:
+        backend: Any = loaded.backend
+        backend.share_caches(2)
+        rows = np.random.default_rng(0).standard_normal((2, 8, loaded.manifest.model.hidden), dtype=np.float32)
+        together, lengths = [backend.stage(0, 64) for _ in range(2)], (3, 5)
+        for cache, own, length in zip(together, rows, lengths, strict=True):
+            run(cache, own[:length], [length])
+        for step in range(2):
+            at = [length + step for length in lengths]
+            given = np.stack([own[n] for own, n in zip(rows, at, strict=True)])
+            backend.append_each(0, together, TokenStates(given, {}), np.array(at), [1, 1])
+        for cache, own, length in zip(together, rows, lengths, strict=True):
+            _, state = run(backend.stage(0, 64), own[: length + 2], [length, 1, 1])
+            np.testing.assert_allclose(cache.states.at(length + 2), state, atol=TOLERANCE, rtol=0)
+
+
 def test_of_many_turns_the_image_s_end_and_the_last_ones_are_held(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
