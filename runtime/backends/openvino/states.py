@@ -95,7 +95,7 @@ class StateTensors:
 
 
 def _part(node: Any) -> StatePart | None:
-    """The part of the states that a node reads, None unless it is of one layer. Graphs leave the steps out, which are 1."""
+    """The part of the states that a node reads, None unless it is of one layer. Graphs leave out steps, which are 1."""
     if node.get_type_name() != "Slice" or any(kind_of(node.input_value(n)) != "Constant" for n in (1, 2, 4)):
         return None
     first, end, axes = (node.input_value(n).get_node().data.tolist() for n in (1, 2, 4))
