@@ -184,7 +184,7 @@ def _manifest(
         "seconds": round(time.time() - started, 1),
         "source": {
             "model": plan.name, "revision": plan.checkpoint.revision, "fingerprint": plan.checkpoint.fingerprint(),
-            "tower": plan.config.vision.family, "fit": trained_fit(plan.image), "parameters": plan.weights.parameters,
+            "tower": plan.config.vision.family, "fit": trained_fit(plan.image), "parameters": plan.parameters,
         },
         "options": {
             "model": options.model.encode("utf-8", "replace").decode(),  # a directory's name need not be Unicode

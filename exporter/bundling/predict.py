@@ -15,7 +15,7 @@ from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.scaling import OUTPUTS, TOKENS
 from vtx.runtime.backends.memory import answering_memory, resident_bytes
-from vtx.runtime.bundle.spec.stored import EMBEDDING
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
 from vtx.runtime.errors import ExportError
 from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.report.golden import DECODED_TOKENS, FEATURE_TOKENS, golden_image
@@ -69,8 +69,8 @@ def predict(
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)
         for name, tensor in plan.stored.items()
-        # an untied table stays in its file and is read a row at a time, and so does the one of inputs to layers
-        if name != PER_LAYER and (text.tied or name != EMBEDDING)
+        # a table that is not the head stays in its file, read a row at a time, and so does the one of inputs to layers
+        if name != PER_LAYER and (HEAD not in plan.stored or name != EMBEDDING)
     )
     # Weights are written in chunks, which takes less than the base. While the reference computes: a layer's largest
     # matrix, and its hidden states.

@@ -40,7 +40,7 @@ from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
 from vtx.runtime.bundle.spec.names import CUDA, SLOTTED, STATEFUL, TENSORRT, UNCACHED
-from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, tied_head
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Policy, Reduction
@@ -103,6 +103,12 @@ class Plan:
             return DEMO
         name = Path(self.options.model).expanduser().absolute().name
         return name.encode("utf-8", "replace").decode()  # a directory's name need not be Unicode, a manifest is
+
+    @property
+    def parameters(self) -> int:
+        """The weights of the model: a tied head that is stored beside its table counts once."""
+        text, stored = self.config.text, self.weights.stored
+        return self.weights.parameters - text.tied * (HEAD in stored) * text.vocab * text.hidden
 
     def source(self) -> Source:
         text = Text(parse_tokenizer(self.tokenizer, ExportError), self.template, self.text)
@@ -237,13 +243,18 @@ def plan_export(options: ExportOptions) -> Plan:
     needed += decoder_tensors(config.text)
     if config.action is not None:
         needed += expert_tensors(config.text, config.action)
+    if config.text.tied and config.action is None:
+        shape = (config.text.vocab, config.text.hidden)
+        table = checkpoint.require(EMBEDDING, shape)
+        precisions = tied_head(precisions, options.head_precision, shape, table.dtype)
+        if precisions.head_apart:
+            needed.append((HEAD, shape))
+            sources = replace(sources, tensors={**sources.tensors, HEAD: table})
     if text_tower is not None:
         needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
-        sources = replace(checkpoint, tensors={**checkpoint.tensors, **text_tower.checkpoint.tensors})
+        sources = replace(sources, tensors={**sources.tensors, **text_tower.checkpoint.tensors})
     scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
     weights = plan_weights(sources, needed, precisions, scaled)
-    if config.text.tied and config.action is None:
-        precisions = replace(precisions, head=tied_head(options.head_precision, weights.stored[EMBEDDING].dtype))
     texts = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
     written = sum(len(text.encode("utf-8", "replace")) for text in texts) + gates_bytes

@@ -138,6 +138,9 @@ class Builder:
     def location(self, name: str) -> StoredTensor:
         return self._weights[name]
 
+    def holds(self, name: str) -> bool:
+        return name in self._weights
+
     def octets(self, name: str, *shape: int) -> ir.Value:
         return self._external(name, self._weights[name], ir.DataType.UINT8, shape)
 

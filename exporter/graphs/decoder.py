@@ -20,6 +20,7 @@ from vtx.exporter.graphs.short_convolution import convolution_tensors, mix_by_co
 from vtx.exporter.graphs.states import States
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import TokenInput
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
 from vtx.runtime.precision import KV_DTYPES
 
 # Of inputs to each layer: a token's own, side by side, and the matrix and the norm of those made from its embedding.
@@ -64,7 +65,7 @@ def layer_tensors(c: TextConfig, layer: int) -> Shapes:
 
 def decoder_tensors(c: TextConfig) -> Shapes:
     """Canonical names and shapes of all weights of the decoder, in the order the graphs use them."""
-    yield "text.embed_tokens.weight", (c.vocab, c.hidden)
+    yield EMBEDDING, (c.vocab, c.hidden)
     if c.per_layer is not None:
         yield PER_LAYER, (c.vocab, c.layers * c.per_layer)
         yield PER_LAYER_PROJECTION, (c.layers * c.per_layer, c.hidden)
@@ -73,12 +74,12 @@ def decoder_tensors(c: TextConfig) -> Shapes:
         yield from layer_tensors(c, layer)
     yield "text.norm.weight", (c.hidden,)
     if not c.tied:
-        yield "head.weight", (c.vocab, c.hidden)
+        yield HEAD, (c.vocab, c.hidden)
 
 
 def build_embed(b: Builder, c: TextConfig) -> None:
     ids = b.input(names.IDS, ir.DataType.INT64, ["tokens"])
-    hidden = b.op("Cast", b.op("Gather", b.stored("text.embed_tokens.weight"), ids), to=FLOAT.value)
+    hidden = b.op("Cast", b.op("Gather", b.stored(EMBEDDING), ids), to=FLOAT.value)
     if c.scaled_embedding:
         hidden = b.op("Mul", hidden, b.constant(np.array(c.hidden**0.5, np.float32)))
     if c.per_layer is not None:
@@ -129,7 +130,7 @@ def _rows(b: Builder, table: str, ids: ir.Value) -> ir.Value:
 def build_head(b: Builder, c: TextConfig) -> None:
     hidden = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
     x = b.dialect.norm(b, hidden, "text.norm.weight", c.eps)
-    logits = b.to_float32(b.project(x, "text.embed_tokens.weight" if c.tied else "head.weight"))
+    logits = b.to_float32(b.project(x, HEAD if b.holds(HEAD) else EMBEDDING))
     if c.softcap is not None:
         cap = b.constant(np.array(c.softcap, np.float32))
         logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)

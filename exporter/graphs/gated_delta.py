@@ -66,11 +66,7 @@ def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, na
     each = b.op("Shape", q, start=2, end=3)
     ends = b.op("Sub", states.ends, b.constant([1]))
     if b.dialect.branches:
-        read, new = b.choose(
-            b.op("Squeeze", b.op("Equal", each, b.constant([1]))),
-            lambda: _one(b, matrices, q, k, v, beta, decay, ends),
-            lambda: _many(b, d, matrices, q, k, v, beta, decay, ends, each),
-        )
+        read, new = _by_number(b, d, matrices, q, k, v, beta, decay, ends, each)
     else:
         read, new = _at_once(b, matrices, q, k, v, beta, decay, ends, each)
     states.keep(b.op("Concat", kept, b.reshape(new, 0, -1, d.memory), axis=-1))
@@ -103,16 +99,44 @@ def _turned(b: Builder, x: ir.Value) -> ir.Value:
     return b.op("Transpose", x, perm=[0, 1, 2, 4, 3])
 
 
-def _one(
-    b: Builder, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value,
-    ends: ir.Value,
+def _by_number(
+    b: Builder, d: DeltaSpec, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value,
+    decay: ir.Value, ends: ir.Value, each: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
-    """Results of one token of each conversation, and the new matrices [conversations, ends, heads, ...]."""
-    matrices = b.op("Mul", matrices, b.op("Exp", decay))
-    written = b.op("Mul", b.op("Sub", v, b.op("MatMul", k, matrices)), beta)
-    matrices = b.op("Add", matrices, b.op("Mul", b.op("Transpose", k, perm=[0, 1, 3, 2]), written))
-    kept = b.op("Gather", b.op("Unsqueeze", matrices, b.constant([1])), ends, axis=1)
-    return b.op("MatMul", q, matrices), kept
+    """Results of one token of each conversation or of several, and the matrices [conversations, ends, heads, ...].
+
+    Engines copy what a branch takes and gives, and to move the matrices is most of a token's work here. So the branch
+    of one token gets their products with its key and query, and gives a factor and the parts of what is added:
+    S' = exp(g) S + k written. That of several gives the new matrices, with the factors 0 and 1.
+    """
+    ahead = [b.op("Slice", x, b.constant([0]), b.constant([1]), b.constant([2])) for x in (k, q)]
+    asked = b.op("MatMul", b.op("Concat", *ahead, axis=2), matrices)
+
+    def several() -> tuple[ir.Value, ...]:
+        read, new = _many(b, d, matrices, q, k, v, beta, decay, ends, each)
+        none, whole = (b.op("Identity", b.constant(np.full((1,) * 5, factor, np.float32))) for factor in (0, 1))
+        return read, none, new, whole
+
+    single = b.op("Squeeze", b.op("Equal", each, b.constant([1])))
+    read, factor, left, right = b.choose(single, lambda: _one(b, asked, q, k, v, beta, decay), several)
+    before = b.op("Mul", b.op("Unsqueeze", matrices, b.constant([1])), factor)
+    return read, b.op("Add", before, b.op("Mul", left, right))
+
+
+def _one(
+    b: Builder, asked: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value
+) -> tuple[ir.Value, ...]:
+    """Of one token of each conversation the results, and what makes new matrices of the old.
+
+    `asked`: the products of its key and query with the matrices, [conversations, heads, 2, value size].
+    """
+    decay = b.op("Exp", decay)
+    by_key, by_query = b.ops("Split", b.op("Mul", asked, decay), b.constant([1, 1]), outputs=2, axis=2)
+    written = b.op("Mul", b.op("Sub", v, by_key), beta)
+    alike = b.op("ReduceSum", b.op("Mul", q, k), b.constant([-1]), keepdims=1)
+    read = b.op("Add", by_query, b.op("Mul", alike, written))  # q S' = exp(g) q S + (q k) written
+    added = (decay, b.op("Transpose", k, perm=[0, 1, 3, 2]), written)
+    return read, *(b.op("Unsqueeze", x, b.constant([1])) for x in added)
 
 
 def _many(

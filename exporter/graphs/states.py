@@ -38,13 +38,14 @@ class States:
 
     def read(self, layer: int) -> tuple[ir.Value, ir.Value | None]:
         """A layer's last columns [conversations, taps - 1, channels], and the rest of its state, [conversations, n]."""
-        b, c, axis, rest = self._b, self._c, self._b.constant([1]), None
-        columns = (c.conv_taps - 1) * c.convolved
-        past = b.op("Gather", self._past, b.constant(np.array(self._layers.index(layer))), axis=0)
-        if columns < c.state_numbers:
-            rest = b.op("Slice", past, b.constant([columns]), b.constant([END]), axis)
-            past = b.op("Slice", past, b.constant([0]), b.constant([columns]), axis)
-        return b.from_float32(b.reshape(past, 0, c.conv_taps - 1, c.convolved)), rest
+        b, c, number = self._b, self._c, self._layers.index(layer)
+        columns, parts = (c.conv_taps - 1) * c.convolved, list[ir.Value]()
+        for first, end in ((0, columns), (columns, c.state_numbers)):
+            if first < end:  # of this layer and these numbers at once: the state of a delta rule is large
+                begins, ends = b.constant([number, first]), b.constant([number + 1, end])
+                parts.append(b.op("Slice", self._past, begins, ends, b.constant([0, 2])))
+        past = b.from_float32(b.reshape(parts[0], -1, c.conv_taps - 1, c.convolved))
+        return past, parts[1] if len(parts) > 1 else None
 
     def convolve(self, new: ir.Value, past: ir.Value, name: str, *, bias: bool = False) -> tuple[ir.Value, ir.Value]:
         """The convolution of each channel of `new` [conversations, each, channels] by the weight `name`.

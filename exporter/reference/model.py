@@ -38,7 +38,7 @@ from vtx.exporter.reference.native import NativeTower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import MERGED, PARTS
-from vtx.runtime.bundle.spec.stored import EMBEDDING
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask
 
@@ -412,7 +412,8 @@ class Reference:
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
         text = self.config.text
-        name, x = EMBEDDING if text.tied else "head.weight", rms(hidden, self._weights.read(FINAL_NORM), text.eps)
+        name = HEAD if self._weights.holds(HEAD) else EMBEDDING
+        x = rms(hidden, self._weights.read(FINAL_NORM), text.eps)
         starts = range(0, self._weights.rows(name), HEAD_ROWS)
         logits = torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
         return logits if text.softcap is None else text.softcap * torch.tanh(logits / text.softcap)

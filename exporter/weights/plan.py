@@ -15,7 +15,7 @@ import numpy as np
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.safetensors import TensorInfo, layout, read_bits
-from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, Scheme
 
 WHOLE = ".safetensors"  # pickled files are never used whole
 MOST_UNUSED = 2  # a file larger than this multiple of the needed bytes is rewritten without the rest
@@ -153,7 +153,6 @@ def _laid_out(
     return header, tuple(entries)
 
 
-HEAD = "head.weight"
 UNTIED = (
     "config.json ties the head to the embeddings, but the weights hold a head with other values; the model's own head "
     "is exported, as transformers 5 computes (4 tied them)"

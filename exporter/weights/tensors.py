@@ -25,6 +25,8 @@ CHUNK = 1 << 22  # elements widened at a time
 class WeightSource(Protocol):
     """The weights of a model, by canonical name."""
 
+    def holds(self, name: str) -> bool: ...
+
     def rows(self, name: str) -> int: ...
 
     def read(self, name: str, rows: RowIndex = EVERY) -> Tensor: ...
@@ -33,6 +35,9 @@ class WeightSource(Protocol):
 class CheckpointWeights:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors, self._checkpoint = checkpoint.tensors, checkpoint
+
+    def holds(self, name: str) -> bool:
+        return name in self._tensors
 
     def rows(self, name: str) -> int:
         return self._tensors[name].shape[0]
@@ -49,6 +54,9 @@ class BundleWeights:
 
     def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
         self._folder, self._stored = folder, stored
+
+    def holds(self, name: str) -> bool:
+        return name in self._stored
 
     def rows(self, name: str) -> int:
         return self._stored[name].shape[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
-from vtx.runtime.bundle.spec.stored import EMBEDDING, Precisions, Scheme, tied_head
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, Scheme, tied_head
 from vtx.tools.estimate.sizes import ActionSize, DecoderSize, ModelSize
 from vtx.tools.estimate.towers import (
     AxialSize,
@@ -41,11 +41,11 @@ def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, hea
     precisions = Precisions.choose(decoder, vision, head, None)
     if not model.decoder.tied:
         return precisions
-    table, _ = precisions.stored(EMBEDDING, (model.decoder.vocab, model.decoder.hidden), SOURCE)
-    return replace(precisions, head=tied_head(head, table))
+    source = "BF16" if head == "bf16" else SOURCE
+    return tied_head(precisions, head, (model.decoder.vocab, model.decoder.hidden), source)
 
 
-def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
+def all_weights(model: ModelSize, precisions: Precisions) -> Iterator[WeightGroup]:
     size = model.decoder
     yield WeightGroup(EMBEDDING, (size.vocab, size.hidden))
     if size.per_layer is not None:
@@ -53,8 +53,8 @@ def all_weights(model: ModelSize) -> Iterator[WeightGroup]:
         yield WeightGroup("text.embed_projection.weight", (size.layers * size.per_layer, size.hidden))
     yield from layer_weights(size)
     yield WeightGroup("text.norm.weight", (size.small_parameters,))
-    if not size.tied:
-        yield from head_weights(size)
+    if not head_is_table(model, precisions):
+        yield from head_weights(model, precisions)
     if model.action is not None:
         yield from expert_weights(model.action, size)
     if model.vision is not None:
@@ -96,9 +96,15 @@ def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
         yield WeightGroup(f"text.layers.0.{name}.weight", shape, count)
 
 
-def head_weights(size: DecoderSize) -> Iterator[WeightGroup]:
+def head_is_table(model: ModelSize, precisions: Precisions) -> bool:
+    """True if no output matrix is stored beside the embedding table."""
+    return model.decoder.tied and (model.action is not None or not precisions.head_apart)
+
+
+def head_weights(model: ModelSize, precisions: Precisions) -> Iterator[WeightGroup]:
     """The output matrix, which may be the embedding table."""
-    yield WeightGroup(EMBEDDING if size.tied else "head.weight", (size.vocab, size.hidden))
+    size = model.decoder
+    yield WeightGroup(EMBEDDING if head_is_table(model, precisions) else HEAD, (size.vocab, size.hidden))
 
 
 def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
@@ -158,8 +164,8 @@ def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int]
     `floats` are the bytes of a float in its memory, by type: `EXPANDED` for onnxruntime, `KEPT` for OpenVINO.
     """
     total = 0
-    for group in all_weights(model):
-        if group.name == PER_LAYER or (group.name == EMBEDDING and not model.decoder.tied):
+    for group in all_weights(model, precisions):
+        if group.name == PER_LAYER or (group.name == EMBEDDING and not head_is_table(model, precisions)):
             continue
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
         total += group.count * resident_bytes(dtype, group.shape, _scales(group, scheme) if scheme else 0, floats)
@@ -168,10 +174,10 @@ def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int]
 
 def packed_twice(model: ModelSize, precisions: Precisions, floats: Mapping[str, int]) -> int:
     """Bytes of the output matrix in floats, as long as a CPU engine packs them from a copy that it widened."""
-    size = model.decoder
     if model.action is not None:
         return 0
-    stored = [(precisions.stored(group.name, group.shape, SOURCE), group.shape) for group in head_weights(size)]
+    groups = head_weights(model, precisions)
+    stored = [(precisions.stored(group.name, group.shape, SOURCE), group.shape) for group in groups]
     return sum(floats[dtype] * prod(shape) for (dtype, scheme), shape in stored if scheme is None)
 
 

@@ -24,6 +24,7 @@ from vtx.runtime.backends.openvino.growing import OpenvinoGrowingCache, Openvino
 from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
 from vtx.runtime.backends.openvino.narrow import LEAST_BLOCK, int4_block, keep_narrow, releasing_pages
 from vtx.runtime.backends.openvino.paged import page_caches, select_outputs
+from vtx.runtime.backends.openvino.states import StateTensors
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
@@ -94,6 +95,9 @@ class OpenvinoBackend(HostBackend):
         by_slot = {"KEY_CACHE_QUANT_MODE": "BY_TOKEN"} if kv == "u8" else {}
         self._cache_settings = {"KV_CACHE_PRECISION": kv, **by_slot}
         self.tower_settings = {"INFERENCE_PRECISION_HINT": "bf16"} if compute == "int8" and "BF16" in able else {}
+        # In bf16 the engine widens integers as it multiplies them, which for one token takes longer than to round it.
+        rounds = compute == "bf16" and PRECISIONS[m.head_precision].bits is not None and m.action is None
+        head_settings = {"INFERENCE_PRECISION_HINT": "f32"} if rounds else {}
         self._embed = self._graph(files.embed, graphs.embed(m), m.precision)
         self._gates = {k: self._graph(file, graphs.gate(m), m.precision) for k, file in m.gate_files(DIALECT).items()}
         score = self._graph(files.score, graphs.score(m, DIALECT), m.precision) if files.score else None
@@ -104,7 +108,10 @@ class OpenvinoBackend(HostBackend):
         self.kv_slot_bytes = self._context.slot_bytes
         first = {names.HIDDEN: np.zeros((1, m.model.hidden), np.float32)}
         # an expert's slots are not known yet
-        head = partial(self._graph, files.head, graphs.head(m, DIALECT), m.head_precision, None if m.action else first)
+        head = partial(
+            self._graph, files.head, graphs.head(m, DIALECT), m.head_precision, None if m.action else first,
+            settings=head_settings,
+        )  # fmt: skip
         loads: list[Callable[[], Any]] = [head, *(partial(self._load_stage, *each) for each in m.stage_files(DIALECT))]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
         roomy = is_roomy(bundle, floats_in_memory("openvino", compute, cpu_flags()))
@@ -162,18 +169,18 @@ class OpenvinoBackend(HostBackend):
 
     def _graph(
         self, name: str, promised: graphs.GraphIO, precision: str, first: Mapping[str, NDArray[Any]] | None = None,
-        image: ImageSettings | None = None,
+        image: ImageSettings | None = None, settings: Mapping[str, str] | None = None,
     ) -> OpenvinoGraph:  # fmt: skip
         """Load a graph. `first`: inputs of a run at once, since the engine packs weights when a free-sized graph runs.
 
         `precision`: of its weights. `image`: a tower is compiled for the size of all images, if they have one: the
-        engine then chooses kernels for it.
+        engine then chooses kernels for it. `settings`: further ones of the engine.
         """
         model = self._read(name, promised)
         if image is not None and not image.own_size:
             model.reshape({names.PIXELS: [-1 if self._manifest.action else 1, 3, *image.size]})
         with releasing_pages(model):
-            compiled = self._compile(name, model, precision, **({} if image is None else self.tower_settings))
+            compiled = self._compile(name, model, precision, **(settings or {}))
         graph = OpenvinoGraph(name, compiled, promised.outputs, model)
         if first is not None:
             graph.run(first)
@@ -184,15 +191,15 @@ class OpenvinoBackend(HostBackend):
         if m.model.two_way == "prompt" or not spec.keeps:
             return self._graph(file, graphs.stage_of(m, spec, DIALECT), m.precision)
 
-        def read() -> Any:
+        def read() -> tuple[Any, StateTensors]:
             model = self._read(file, graphs.stage_of(m, spec, DIALECT))
             sliding = m.model.sliding.layers if m.model.sliding else ()
             page_caches(model, spec.cached, m.model.heads, sliding, both_ways=m.model.two_way is not None)
             select_outputs(model, whole=spec.last not in spec.cached)
-            return model
+            return model, StateTensors.of(model)
 
-        model = read()
-        many = read() if self.compute == "int8" and PRECISIONS[m.precision].bits == 4 else None
+        model, states = read()
+        many = read()[0] if self.compute == "int8" and PRECISIONS[m.precision].bits == 4 else None
         held = [] if many is None else bring_to_int8(many)
         with ExitStack() as pages:
             pages.enter_context(releasing_pages(model))
@@ -200,7 +207,7 @@ class OpenvinoBackend(HostBackend):
             if many is not None:
                 pages.enter_context(releasing_pages(many))
                 for_many = self._compile(file, many, "int8")
-            stage = StageGraph(file, self._compile(file, model, m.precision), for_many, held)
+            stage = StageGraph(file, self._compile(file, model, m.precision), for_many, held, states)
             cache = OpenvinoStageCache(self._context, stage, spec, FEW + 2)
             inputs = {each.name: np.zeros((FEW + 1, each.width), np.float32) for each in m.token_inputs}
             tokens = TokenStates(np.zeros((FEW + 1, m.model.hidden), np.float32), inputs)
@@ -212,7 +219,8 @@ class OpenvinoBackend(HostBackend):
         return stage
 
     def _load_tower(self, name: str, promised: graphs.GraphIO, image: ImageSettings | None) -> OpenvinoGraph:
-        return self._graph(name, promised, self._manifest.vision_precision, image=image)
+        settings = None if image is None else self.tower_settings
+        return self._graph(name, promised, self._manifest.vision_precision, image=image, settings=settings)
 
     def _new_batches(self, lanes: int, capacity: int) -> list[OpenvinoStageBatch]:
         stages = list(zip(self.stages, self._manifest.stages, strict=True))

@@ -83,18 +83,27 @@ class OpenvinoStageBatch:
         ends = np.ones(1, np.int64)
         if states:
             past_states = [state.at(cache.length) for state, cache in zip(states, caches, strict=True)]
-            inputs |= {names.STATE: np.stack(past_states, 1), names.STATE_ENDS: ends}
+            inputs |= {**self._stage.states.given(np.stack(past_states, 1)), names.STATE_ENDS: ends}
         request = self._many if len(tokens) > max(FEW, len(caches)) else self._few
         with self._lock, run_failures(ENGINE, self._stage.name):
             for name, array in inputs.items():
                 request.set_tensor(name, self._context.shared(array))
             run_request(request)
+            if states:
+                made = self._made(request, len(states), states[0].shape)
             for number, state in enumerate(states):
-                made = request.get_tensor(names.STATE_OUT).data
                 state.put(caches[number].length, ends, made[:, number])
         for cache, count in zip(caches, counts, strict=True):
             cache.fill(cache.length + count)
         return out
+
+    def _made(self, request: Any, conversations: int, shape: tuple[int, int]) -> NDArray[np.float32]:
+        """The states [layers, conversations, 1, numbers] that a run made; `shape`: layers and numbers."""
+        if not self._stage.states.parts:
+            made: NDArray[np.float32] = request.get_tensor(names.STATE_OUT).data
+            return made
+        states = np.empty((shape[0], conversations, 1, shape[1]), np.float32)
+        return self._stage.states.put(states, lambda name: request.get_tensor(name).data)
 
     def _window(
         self, caches: Sequence[OpenvinoStageCache], tokens: TokenStates, positions: Ids, counts: Sequence[int]

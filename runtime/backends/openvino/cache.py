@@ -239,16 +239,18 @@ class OpenvinoStageCache(SlotCounter):
                     self._block_begins[1] = blocks
                 if self.states is not None:
                     ends = self.states.ends(self.length, count)
-                    made = self.states.room(len(ends))
-                    self._set(names.STATE, self._context.shared(self.states.before(self.length)))
-                    self._set(names.STATE_ENDS, self._context.shared(ends))
-                    self._set(names.STATE_OUT, self._context.shared(made))
+                    made, parts = self.states.room(len(ends)), self._stage.states
+                    room = parts.room(made)
+                    given: dict[str, NDArray[Any]] = {names.STATE_ENDS: ends}
+                    given |= parts.given(self.states.before(self.length))
+                    for name, array in (*given.items(), *room.items()):
+                        self._set(name, self._context.shared(array))
                 if count == 1:
                     run_row(self._ran, out)
                 else:
                     run_request(self._ran)
                 if self.states is not None:
-                    self.states.put(self.length, ends, made)
+                    self.states.put(self.length, ends, parts.put(made, room.__getitem__) if len(ends) > 1 else made)
             finally:
                 for name in own_rope:
                     self._set(name, self._context.shared(rope[name]))

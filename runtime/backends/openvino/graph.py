@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.contract import Port
 from vtx.runtime.backends.failures import closed_failure, run_failures
 from vtx.runtime.backends.openvino.narrow import releasing_pages
+from vtx.runtime.backends.openvino.states import StateTensors
 from vtx.runtime.vision.tokens import HiddenStates
 
 ENGINE = "OpenVINO"
@@ -83,13 +84,14 @@ class StageGraph:
     """A stage's compiled graph; each cache makes its own infer request over it. `compiled` is None once closed.
 
     `for_many`: the same stage with its weights in a form that is quicker for many tokens, if it has one, and
-    `held` the memory that these weights came from.
+    `held` the memory that these weights came from. `states`: the tensors of its states.
     """
 
     name: str
     compiled: Any
     for_many: Any = None
     held: Sequence[NDArray[np.int8]] = ()
+    states: StateTensors = field(default_factory=StateTensors)
 
     def request(self) -> Any:
         compiled = self.compiled

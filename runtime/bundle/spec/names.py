@@ -63,8 +63,8 @@ If the manifest's `two_way` says that tokens see each other both ways, stages re
 
 Layers with a convolution keep a state, zeros before the first token: what they convolve of the last tokens, column
 after column, and with the gated delta rule its matrices [value heads, key size, value size]. A stage with such layers
-has one input and one output for all of them, and gives the states after as many of the run's tokens as are asked for.
-Several conversations run with one token each:
+has one input and one output for all of them, and gives the states after as many of the run's tokens as are asked for,
+of a run of one token after that. Several conversations run with one token each:
 
     stage    state [layers, conversations, numbers] f32,
              state_ends [ends] int64, numbers of the run's tokens

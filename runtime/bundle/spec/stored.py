@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.precision import KV_TYPES, PRECISIONS, STORED
@@ -12,7 +12,7 @@ RATES = (
     "linear_attn.in_proj_a.weight",
     "linear_attn.in_proj_b.weight",
 )  # one row a head: all that it forgets or learns
-EMBEDDING = "text.embed_tokens.weight"
+EMBEDDING, HEAD = "text.embed_tokens.weight", "head.weight"
 BLOCK = 64
 BLOCKS = (64, 128)  # weights of int4 that may share a scale, the default first
 MIN_BLOCK = 16
@@ -95,6 +95,11 @@ class Precisions:
     def kv_dtype(self) -> str:
         return KV_TYPES[self.kv].dtype
 
+    @property
+    def head_apart(self) -> bool:
+        """True if a head that is the embedding table is stored beside it too; of what `tied_head` returns."""
+        return PRECISIONS[self.head].bits is not None
+
     def of(self, name: str) -> str:
         """The precision of the part that the tensor of canonical `name` belongs to."""
         part = name.partition(".")[0]
@@ -120,12 +125,19 @@ class Precisions:
         return (precision.stored, quantised) if quantised else (half, None)
 
 
-def tied_head(requested: str | None, table: str) -> str:
-    """The precision of a head that is the embedding table, which is stored as `table` (a safetensors dtype)."""
-    precision = STORED[table].name
-    if requested not in (None, precision):
+def tied_head(precisions: Precisions, requested: str | None, shape: tuple[int, ...], source: str) -> Precisions:
+    """The precisions of a model whose head is its embedding table, which has `shape` and is `source` in a checkpoint.
+
+    A quantised head is stored beside the table: a token reads the whole head, but one row of the table. A head of
+    floats is the table. `requested`: the user's precision of it. Raises RequestError.
+    """
+    table, _ = precisions.stored(EMBEDDING, shape, source)
+    if precisions.stored(HEAD, shape, source)[1] is not None:
+        return precisions
+    held = STORED[table].name
+    if requested is not None and requested != held and PRECISIONS[requested].bits is None:
         raise RequestError(
             f"--head-precision {requested} would store a weight twice: this model's head is its embedding table, "
-            f"which stays {precision}; leave the option out"
+            f"which stays {held}; name int8 or int4 for a smaller head beside it, or leave the option out"
         )
-    return precision
+    return replace(precisions, head=held)

@@ -65,6 +65,9 @@ class Scaled:
     def __init__(self, weights: CheckpointWeights, by: Mapping[str, Scaling]) -> None:
         self._weights, self._by = weights, by
 
+    def holds(self, name: str) -> bool:
+        return self._weights.holds(name)
+
     def rows(self, name: str) -> int:
         return self._weights.rows(name)
 

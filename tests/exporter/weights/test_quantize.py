@@ -18,7 +18,7 @@ from vtx.exporter.graphs.dialects import ort
 from vtx.exporter.weights import quantize
 from vtx.exporter.weights.quantize import LEAST, dequantise, pack, quantise, unpack
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.spec.stored import Scheme, scheme
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Scheme, scheme
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
 from vtx.runtime.report.golden import check_golden
 
@@ -157,12 +157,31 @@ def test_a_quantised_decoder_goes_with_an_int8_tower_and_head(tiny_checkpoint: M
     assert stored["text.layers.3.input_layernorm.weight"].dtype == "F16"
 
 
-def test_a_tied_head_keeps_the_table_s_precision_and_another_is_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", [None, "int4", "bf16"])
+def test_a_tied_head_is_quantised_beside_the_table_or_is_the_table(
+    head: str | None, tiny_checkpoint: Make, tmp_path: Path
+) -> None:
     folder = tiny_checkpoint(Tiny(tied=True, dtype="bfloat16"))
-    made = bundles.export(folder, tmp_path / "b", (), "int4", dialects=bundles.ORT)
-    assert made.manifest.head_precision == "bf16"
-    with pytest.raises(RequestError, match=r"--head-precision int8 would store a weight twice"):
-        plan_export(ExportOptions(str(folder), (), "int4", head_precision="int8"))
+    options = ExportOptions(str(folder), (3,), "int4", head_precision=head, dialects=bundles.ORT)
+    plan, once = plan_export(options), plan_export(ExportOptions(str(folder)))
+    found = {name: plan.weights.stored[name].dtype for name in (EMBEDDING, HEAD) if name in plan.weights.stored}
+    assert found == {EMBEDDING: "BF16"} | {None: {HEAD: "I8"}, "int4": {HEAD: "I4"}, "bf16": {}}[head]
+    assert plan.parameters == once.parameters == once.weights.parameters
+    made = bundles.export_with(options, tmp_path / "b")
+    assert made.manifest.head_precision == (head or "int8")
+    assert all(check.passed for check in check_golden(vtx.load(made.folder, threads=1)))
+
+
+def test_a_tied_head_in_other_floats_than_the_table_s_is_refused(tiny_checkpoint: Make) -> None:
+    folder = tiny_checkpoint(Tiny(tied=True, dtype="bfloat16"))
+    with pytest.raises(RequestError, match=r"--head-precision fp32 would store a weight twice.*name int8 or int4"):
+        plan_export(ExportOptions(str(folder), (), "int4", head_precision="fp32"))
+
+
+def test_a_tied_head_whose_rows_cannot_be_quantised_is_the_table(tiny_checkpoint: Make) -> None:
+    plan = plan_export(ExportOptions(str(tiny_checkpoint(Tiny(tied=True, hidden=72, head_dim=16))), (), "int4"))
+    assert plan.precisions.head == "fp16"
+    assert HEAD not in plan.weights.stored
 
 
 @pytest.mark.parametrize("kv", ["int4", "fp8", "bf16"])

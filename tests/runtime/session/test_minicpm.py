@@ -371,7 +371,7 @@ def test_parameters_of_a_plan_are_those_of_the_weights(tiny_checkpoint: Export, 
     """Of the checkpoint's directory, whose image processor tells the rest."""
     checkpoint = tiny_checkpoint(tiny)
     plan = plan_export(ExportOptions(str(checkpoint), (), "fp32"))
-    assert find_size(str(checkpoint)).parameters == plan.weights.parameters
+    assert find_size(str(checkpoint)).parameters == plan.parameters
 
 
 @pytest.mark.slow
@@ -385,7 +385,7 @@ def test_a_plan_counts_the_bytes_of_weights_and_the_memory_of_a_bundle(
     size = find_size(str(checkpoint))
     parts = precisions_of(size, precision, vision, None)
     assert bundle_size(bundle).vision == size.vision
-    assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
+    assert 0 <= stored - stored_bytes(all_weights(size, parts), parts) < HEADERS
     assert resident(size, parts) == weights_in_memory(bundle)
 
 

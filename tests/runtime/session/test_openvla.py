@@ -60,7 +60,7 @@ from vtx.runtime.errors import (
 from vtx.runtime.report.golden import check_golden
 from vtx.tools.estimate.flops import encode_flops
 from vtx.tools.estimate.sizes import KNOWN
-from vtx.tools.estimate.weights import all_weights
+from vtx.tools.estimate.weights import all_weights, precisions_of
 
 TOLERANCE = 1e-4
 TINY = TinyOpenVLA()
@@ -343,8 +343,9 @@ def test_the_sizes_of_a_plan_are_those_of_the_weights() -> None:
         (read_config(published), known), (read_config(config_of(TINY)), config_size(config_of(TINY), "x")),
     ):  # fmt: skip
         shapes = [shape for _, shape in (*vision_tensors(config), *decoder_tensors(config.text))]
+        parts = precisions_of(size, "fp32")
         assert size.parameters == sum(map(math.prod, shapes))
-        assert sum(group.count * math.prod(group.shape) for group in all_weights(size)) == size.parameters
+        assert sum(group.count * math.prod(group.shape) for group in all_weights(size, parts)) == size.parameters
     macs = 256 * (1024 + 1152) * 3 * 14**2 + 256 * sum(a * b for a, b in ((2176, 8704), (8704, 4096), (4096, 4096)))
     for layers, hidden, ffn, tokens in ((23, 1024, 4096, 261), (26, 1152, 4304, 256)):
         macs += layers * (tokens * (4 * hidden**2 + 2 * hidden * ffn) + 2 * tokens**2 * hidden)

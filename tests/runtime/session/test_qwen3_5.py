@@ -39,6 +39,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends import slots
 from vtx.runtime.backends.backend import StageCache
+from vtx.runtime.backends.openvino import states as openvino_states
 from vtx.runtime.backends.slots import StateHistory
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.spec.names import DIALECTS
@@ -182,6 +183,49 @@ def test_the_states_of_single_tokens_are_neither_copied_nor_written_over(folder:
         np.testing.assert_allclose(run_on(two, hidden[3:], 3)[0], found[3:], atol=TOLERANCE, rtol=0)
 
 
+def test_openvino_has_each_layer_s_states_apart_and_takes_older_graphs_as_they_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openvino")
+    found = list[list[NDArray[np.float32]]]()
+    for apart in (True, False):
+        if not apart:
+            monkeypatch.setattr(openvino_states, "_part", lambda _: None)
+        with load(folder, device="openvino", threads=THREADS) as loaded:
+            stages: Any = loaded.backend
+            for stage, spec in zip(stages.stages, loaded.manifest.stages, strict=True):
+                parts = [(part.layer, part.first == 0) for part in stage.states.parts]
+                layers = range(len(spec.stateful) if apart else 0)
+                assert parts == [(layer, whole) for layer in layers for whole in (True, False)]
+            cache: Any = loaded.backend.stage(0, 64)
+            hidden = np.random.default_rng(0).standard_normal((40, loaded.manifest.model.hidden), dtype=np.float32)
+            results = [*run(cache, hidden, [30, 1, 1, 5, 1, 2]), cache.states.at(39).copy()]
+            cache.keep(0)
+            cache.mark(7)
+            cache.append(TokenStates(hidden, {}), np.arange(40))
+            found.append([*results, cache.states.at(7).copy(), cache.states.at(40).copy()])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_conversations_that_run_together_have_the_states_of_those_that_run_alone(folder: Path, device: str) -> None:
+    with load(folder, device=device, threads=THREADS) as loaded:
+        backend: Any = loaded.backend
+        backend.share_caches(2)
+        rows = np.random.default_rng(0).standard_normal((2, 8, loaded.manifest.model.hidden), dtype=np.float32)
+        together, lengths = [backend.stage(0, 64) for _ in range(2)], (3, 5)
+        for cache, own, length in zip(together, rows, lengths, strict=True):
+            run(cache, own[:length], [length])
+        for step in range(2):
+            at = [length + step for length in lengths]
+            given = np.stack([own[n] for own, n in zip(rows, at, strict=True)])
+            backend.append_each(0, together, TokenStates(given, {}), np.array(at), [1, 1])
+        for cache, own, length in zip(together, rows, lengths, strict=True):
+            _, state = run(backend.stage(0, 64), own[: length + 2], [length, 1, 1])
+            np.testing.assert_allclose(cache.states.at(length + 2), state, atol=TOLERANCE, rtol=0)
+
+
 def test_of_many_turns_the_image_s_end_and_the_last_ones_are_held(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,7 +344,7 @@ def test_a_plan_counts_the_weights_that_are_there(tiny_checkpoint: Export) -> No
         for name, tensor in plan.weights.stored.items()
         if name.startswith(("text.", "head."))
     )
-    planned = [group for group in all_weights(size) if group.name.startswith(("text.", "head."))]
+    planned = [group for group in all_weights(size, plan.precisions) if group.name.startswith(("text.", "head."))]
     assert size.decoder.parameters == wanted
     assert sum(group.count * int(np.prod(group.shape)) for group in planned) == wanted
     one, two = (flops.append_flops(size.decoder, [layer], 1, 100) for layer in (1, 2))

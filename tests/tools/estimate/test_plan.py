@@ -273,7 +273,7 @@ def test_an_exported_bundle_has_the_weights_that_the_plan_counts(
     assert bundle_size(bundle).parameters == size.parameters
     parts = precisions_of(size, precision, vision, head)
     assert parts.head == bundle.manifest.head_precision
-    assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
+    assert 0 <= stored - stored_bytes(all_weights(size, parts), parts) < HEADERS
     assert resident(size, parts) == weights_in_memory(bundle)
 
 
@@ -285,7 +285,7 @@ def test_mergers_of_maps_are_matrices_and_the_table_of_inputs_to_layers_stays_in
     bundle, size = export(checkpoint, tmp_path / "bundle", precision="int4"), find_size(str(checkpoint))
     stored = sum(r.bytes for name, r in bundle.manifest.files.items() if name.startswith("weights/"))
     parts = precisions_of(size, "int4")
-    assert 0 <= stored - stored_bytes(all_weights(size), parts) < HEADERS
+    assert 0 <= stored - stored_bytes(all_weights(size, parts), parts) < HEADERS
     assert resident(size, parts) == weights_in_memory(bundle)
     assert plan_export(ExportOptions(str(checkpoint), (), "int4")).prediction.run_memory == needed_memory(bundle)
 
@@ -317,7 +317,8 @@ def test_a_directory_without_model_is_refused(tmp_path: Path) -> None:
 
 
 def weight_bytes(model: ModelSize, *parts: str) -> int:
-    return stored_bytes(all_weights(model), precisions_of(model, *parts))
+    precisions = precisions_of(model, *parts)
+    return stored_bytes(all_weights(model, precisions), precisions)
 
 
 def test_bytes_per_precision_are_the_arithmetic_that_the_docs_state() -> None:
@@ -347,10 +348,22 @@ def test_precisions_of_tower_and_head_are_options_with_the_exports_defaults() ->
     assert more == pytest.approx(32000 * 4096 + tower.parameters, rel=0.01)
 
 
-def test_a_tied_head_in_another_precision_than_its_table_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
-    done = vtx_plan("--model", str(tiny_checkpoint(TINIES["siglip-tied"])), "--head-precision", "int8")
+def test_a_tied_head_in_other_floats_than_its_table_s_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    tied = "--model", str(tiny_checkpoint(TINIES["siglip-tied"])), "--precision", "int4", "--head-precision"
+    done = vtx_plan(*tied, "fp32")
     assert done.exit_code == 1
     assert "would store a weight twice" in done.stderr
+    assert vtx_plan(*tied, "bf16").exit_code == 0
+
+
+def test_a_tied_head_counts_beside_its_table_if_it_is_quantised() -> None:
+    model = KNOWN["qwen3-vl-2b"]
+    apart, shared = (precisions_of(model, "int4", None, head) for head in (None, "bf16"))
+    rows, width = model.decoder.vocab, model.decoder.hidden
+    assert (apart.head, shared.head) == ("int8", "bf16")
+    stored = [stored_bytes(all_weights(model, parts), parts) for parts in (apart, shared)]
+    assert stored[0] - stored[1] == rows * (width + 2)
+    assert resident(model, shared) - resident(model, apart) > 2 * rows * width
 
 
 def test_a_cpu_widens_half_precision_and_not_quantised_matrices() -> None:

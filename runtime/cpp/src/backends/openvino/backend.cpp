@@ -80,6 +80,9 @@ class OpenvinoBackend : public HostBackend {
                  {"ENABLE_CPU_PINNING", "NO"}};  // or the graphs of two processes fight over the same cores
     if (context_.kv == Type::u8) settings_["KEY_CACHE_QUANT_MODE"] = "BY_TOKEN";
     if (compute == kIntegers && able.find("BF16") != std::string::npos) tower_settings_["INFERENCE_PRECISION_HINT"] = "bf16";
+    // In bf16 the engine widens integers as it multiplies them, which for one token takes longer than to round it.
+    const bool integers = m_.head_precision == "int8" || m_.head_precision == "int4";
+    if (compute == "bf16" && integers && !m_.action) head_settings_["INFERENCE_PRECISION_HINT"] = "f32";
   }
 
   // With the engine's settings for products with weights stored in `precision`, and `further` ones.
@@ -106,7 +109,7 @@ class OpenvinoBackend : public HostBackend {
                                    : head                                                            ? m_.head_precision
                                                                                                      : m_.precision;
     auto dropping = model->letting_go();
-    auto compiled = compile(name, *model, precision, vision ? tower_settings_ : Settings());
+    auto compiled = compile(name, *model, precision, vision ? tower_settings_ : head ? head_settings_ : Settings());
     dropping.reset();
     auto graph = std::make_unique<OpenvinoGraph>(name, std::move(compiled), std::move(model), io);
     // The engine packs the weights of a graph of any size when it first runs.
@@ -161,7 +164,7 @@ class OpenvinoBackend : public HostBackend {
 
   OpenvinoLibrary openvino_;
   OpenvinoCacheContext context_;
-  Settings settings_, tower_settings_;
+  Settings settings_, tower_settings_, head_settings_;
   std::vector<OpenvinoStage> stages_;
 };
 
