@@ -190,7 +190,7 @@ def test_openvino_has_each_layer_s_states_apart_and_takes_older_graphs_as_they_a
     found = list[list[NDArray[np.float32]]]()
     for apart in (True, False):
         if not apart:
-            monkeypatch.setattr(openvino_states, "_part", lambda _: None)
+            monkeypatch.setattr(openvino_states, "readers_of", lambda _: [])  # no cut is found
         with load(folder, device="openvino", threads=THREADS) as loaded:
             stages: Any = loaded.backend
             for stage, spec in zip(stages.stages, loaded.manifest.stages, strict=True):
