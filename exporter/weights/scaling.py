@@ -64,23 +64,35 @@ class Scaling:
         return scaled * (rows if part.ndim == 1 else rows[:, None])
 
 
-def channels(c: TextConfig, layer: int) -> tuple[Channels, ...]:
+def channels(c: TextConfig, layer: int) -> Iterator[Channels]:
     """Every set of channels of `layer`, counted from 1, that can take factors."""
-    p, heads = f"text.layers.{layer - 1}", c.heads * c.head_dim
-    qkv = tuple(f"{p}.self_attn.{part}_proj.weight" for part in "qkv")
-    both = tuple(f"{p}.mlp.{part}_proj.weight" for part in ("gate", "up"))
-    attention = (
-        Channels(qkv, f"{p}.input_layernorm.weight", c.hidden, c.hidden),
-        Channels((f"{p}.self_attn.o_proj.weight",), qkv[2], heads, c.head_dim, c.heads // c.kv_heads),
-    )
-    matrices = ("conv.in_proj",) if c.delta is None else DELTA
-    first = tuple(f"{p}.{matrix}.weight" for matrix in matrices)
-    convolution = (Channels(first, f"{p}.input_layernorm.weight", c.hidden, c.hidden),)
-    return (
-        *(convolution if layer in c.conv_layers else attention),
-        Channels(both, f"{p}.post_attention_layernorm.weight", c.hidden, c.hidden),
-        Channels((f"{p}.mlp.down_proj.weight",), both[1], c.ffn, c.ffn),
-    )
+    p = f"text.layers.{layer - 1}"
+    readers = tuple(f"{p}.{matrix}.weight" for matrix in _mixer_matrices(c, layer))
+    yield Channels(readers, f"{p}.input_layernorm.weight", c.hidden, c.hidden)
+    if _values_are_its_own(c, layer):
+        width = c.heads_of(layer)
+        output = f"{p}.self_attn.o_proj.weight"
+        yield Channels((output,), f"{p}.self_attn.v_proj.weight", c.heads * width, width, c.heads // c.kv_heads)
+    norm = "pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm"
+    gate_and_up = tuple(f"{p}.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    yield Channels(gate_and_up, f"{p}.{norm}.weight", c.hidden, c.hidden)
+    ffn = c.ffn_of(layer)
+    yield Channels((f"{p}.mlp.down_proj.weight",), gate_and_up[1], ffn, ffn)
+
+
+def _mixer_matrices(c: TextConfig, layer: int) -> tuple[str, ...]:
+    """The matrices of `layer` whose inputs are its first norm's outputs."""
+    if layer in c.conv_layers:
+        return ("conv.in_proj",) if c.delta is None else DELTA
+    parts = "qkv" if c.source(layer) == layer else "q"
+    return tuple(f"self_attn.{part}_proj" for part in parts)
+
+
+def _values_are_its_own(c: TextConfig, layer: int) -> bool:
+    """True if only the output matrix of `layer` reads what its value matrix computes, and no norm stands between."""
+    if layer in c.conv_layers or c.v_norm:
+        return False
+    return [other for other in range(1, c.layers + 1) if c.source(other) == layer] == [layer]
 
 
 def scalings(c: TextConfig, factors: Mapping[str, Floats]) -> dict[str, Scaling]:

@@ -18,7 +18,16 @@ from click.testing import CliRunner
 import vtx
 from tests.support import bundles
 from tests.support.exported import THREADS
-from tests.support.families.qwen import QWEN35
+from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.families.internvl import INTERNVL
+from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.llava_next import GRANITE
+from tests.support.families.llava_onevision import ONEVISION
+from tests.support.families.minicpm import MINICPM
+from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.qwen import QWEN2 as QWEN2_VL
+from tests.support.families.qwen import QWEN3, QWEN35
+from tests.support.families.smolvlm import SMOLVLM
 from tests.support.reference import Reference as Judge
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
@@ -30,6 +39,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
+from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.reference.prompts import messages
 from vtx.exporter.weights import writing
@@ -130,25 +140,56 @@ def test_factors_without_rounding_leave_the_model_as_it_is(
             np.testing.assert_allclose(logits[k], judge.logits(inputs, k), atol=ROOM, rtol=0)
 
 
-def test_factors_leave_norms_whose_weights_are_differences_from_one_and_gated_layers_as_they_are(
-    tiny_checkpoint: Make, reference: Callable[..., Judge]
-) -> None:
-    """Of Qwen3.5 they are divided into 1 + w, and pass convolution, delta rule and the gate of attention."""
-    judge, checkpoint = reference(QWEN35), open_checkpoint(str(tiny_checkpoint(QWEN35)))
+FAMILIES = {
+    "granite": GRANITE,
+    "onevision": ONEVISION,
+    "internvl": INTERNVL,
+    "smolvlm": SMOLVLM,
+    "paligemma": PALIGEMMA,
+    "qwen2_vl": QWEN2_VL,
+    "qwen3_vl": QWEN3,
+    "qwen3_5": QWEN35,
+    "lfm2_vl": LFM2,
+    "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
+    "minicpm": MINICPM,
+}
+
+
+@pytest.mark.parametrize("tiny", FAMILIES.values(), ids=FAMILIES)
+def test_factors_without_rounding_leave_every_family_as_it_is(tiny_checkpoint: Make, tiny: Tiny) -> None:
+    """Every group of channels takes factors from 0.05 to 20; a norm, gate or shared value between would show."""
+    checkpoint = open_checkpoint(str(tiny_checkpoint(tiny)))
     config, rng = read_config(checkpoint.config), np.random.default_rng(0)
-    checkpoint = replace(checkpoint, factors=config.text.factors, shifts=config.text.shifts)
-    groups = [group for layer in range(1, config.text.layers + 1) for group in channels(config.text, layer)]
+    text = config.text
+    checkpoint = replace(checkpoint, factors=text.factors, shifts=text.shifts)
+    groups = [group for layer in range(1, text.layers + 1) for group in channels(text, layer)]
     factors = {g.source: np.exp(rng.standard_normal(g.width // g.sharing)).astype(np.float32) for g in groups}
-    found = Reference(checkpoint, config, Scaled(CheckpointWeights(checkpoint), scalings(config.text, factors)))
-    inputs = judge.inputs(prompt_messages(QUESTION, 0), [])
+    weights = CheckpointWeights(checkpoint)
+    scaled = Scaled(weights, scalings(text, factors))
+    ids = rng.integers(4, min(250, text.vocab), 40)
+    nothing = Encoded(torch.zeros(0, text.hidden))
     with torch.inference_mode():
-        logits = found.logits(inputs["input_ids"][0].numpy(), Encoded(torch.zeros(0, config.text.hidden)), (None,))
-        np.testing.assert_allclose(logits[None], judge.logits(inputs, None), atol=ROOM, rtol=0)
+        expected = Reference(checkpoint, config, weights).logits(ids, nothing, (None,))[None]
+        logits = Reference(checkpoint, config, scaled).logits(ids, nothing, (None,))[None]
+    torch.testing.assert_close(logits, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    assert {matrix for group in groups for matrix in group.readers} <= {name for name, _ in decoder_tensors(text)}
+
+
+@pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4], ids=["gemma3", "gemma4"])
+def test_every_group_of_a_family_with_norms_around_its_halves_is_measured(tiny_checkpoint: Make, tiny: Tiny) -> None:
+    """Layers without keys and values of their own, and MLPs of two widths, included."""
+    plan = plan_export(options(tiny_checkpoint(tiny), "int8"))
+    factors, record = measure_factors(plan, DATA, bundles.IGNORE)
+    assert factors
+    assert record["items"] == len(DATA.items)
+    groups = [group for layer in range(1, plan.config.text.layers + 1) for group in channels(plan.config.text, layer)]
+    assert factors.keys() <= {group.source for group in groups}
 
 
 def test_heads_that_read_the_same_values_share_factors(tiny_checkpoint: Make) -> None:
     config = read_config(open_checkpoint(str(tiny_checkpoint(GQA))).config).text
-    group = channels(config, 1)[1]
+    group = list(channels(config, 1))[1]
     factors = np.arange(32, dtype=np.float32)
     spread = group.spread(factors).reshape(4, 16)
     assert np.array_equal(spread[0], spread[1])
