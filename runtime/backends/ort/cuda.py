@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -39,7 +36,9 @@ from vtx.runtime.vision.tokens import HiddenStates
 
 PROVIDER = "CUDAExecutionProvider"
 WINDOWS = "sliding windows are not built for onnxruntime's CUDA provider"
-DRIVER = "libcuda.so.1"
+UNLOADED = re.compile(
+    r"^Failed to load (?:[^:\n]*: )?(.+)$", re.MULTILINE
+)  # a line of `preload_dlls`, up to its reason
 # Each session has an arena of its own, which by default doubles; and by default every algorithm of cuDNN is timed, with
 # the scratch memory that the largest of them wants.
 OPTIONS = {"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_algo_search": "HEURISTIC"}
@@ -55,8 +54,8 @@ def provider_obstacle(number: int = 0) -> str | None:
     """The reason why onnxruntime's CUDA provider cannot open a GPU here, and the fix; None once it has.
 
     onnxruntime lists the provider although its libraries may not load, and goes on without it when they do not. So
-    CUDA and cuDNN are loaded first, from the packages of the extra `gpu`, then the provider's own library, which names
-    the one that is missing, and then one small graph.
+    CUDA and cuDNN are loaded first, from the packages of the extra `gpu`, and then one small graph. The provider's own
+    library is never opened here: it needs symbols that only onnxruntime gives it.
     """
     ort = load_onnxruntime()
     if PROVIDER not in ort.get_available_providers():
@@ -64,38 +63,51 @@ def provider_obstacle(number: int = 0) -> str | None:
             "this onnxruntime has no CUDA provider; pip uninstall -y onnxruntime, then "
             'pip install "vtx-edge[gpu]", on a machine with an NVIDIA driver'
         )
-    with redirect_stdout(StringIO()):  # it prints what it does not find
+    printed = StringIO()
+    with redirect_stdout(printed):  # it prints what it does not find
         ort.preload_dlls()
-    if sys.platform == "linux":
-        folder = Path(ort.__file__).parent / "capi"
-        try:
-            for part in ("shared", "cuda"):
-                ctypes.CDLL(os.fspath(folder / f"libonnxruntime_providers_{part}.so"))
-        except OSError as e:
-            reason = str(e)
-            if DRIVER in reason:
-                fix = "install NVIDIA's driver; in a container, pass the GPU through (docker run --gpus all)"
-            else:
-                fix = 'pip install -U "vtx-edge[gpu]" installs CUDA and cuDNN with it'
-            return f"onnxruntime's CUDA provider does not load: {reason}; {fix}"
-    built, gpu = getattr(ort, "cuda_version", None), find_gpu(number)
-    if gpu and built and gpu.cuda[0] < int(built.split(".")[0]):
+    return _driver_obstacle(ort, number) or _session_obstacle(ort, number, printed.getvalue())
+
+
+def _driver_obstacle(ort: Any, number: int) -> str | None:
+    """The reason why NVIDIA's driver does not serve this onnxruntime, or None."""
+    gpu = find_gpu(number)
+    if gpu is None:
+        return (
+            f"NVIDIA's driver is missing or shows no GPU {number}; install NVIDIA's driver; in a container, pass the "
+            "GPU through (docker run --gpus all)"
+        )
+    built = getattr(ort, "cuda_version", None)
+    if built and gpu.cuda[0] < int(built.split(".")[0]):
         return (
             f"this onnxruntime-gpu needs a driver for CUDA {built}, the driver here supports CUDA "
             f"{gpu.cuda[0]}.{gpu.cuda[1]}; update the driver, or install an onnxruntime-gpu for CUDA {gpu.cuda[0]}"
         )
+    return None
+
+
+def _session_obstacle(ort: Any, number: int, printed: str) -> str | None:
+    """The reason why a small graph does not load on the GPU, or None; `printed` is the output of `preload_dlls`."""
     options = ort.SessionOptions()
     options.log_severity_level = FATAL
+    reason = None
     try:
         with redirect_stdout(StringIO()):  # older releases print that they go on without it
             session = ort.InferenceSession(
                 RELU, options, providers=[(PROVIDER, {"device_id": str(number)})], enable_fallback=0
             )
+        if PROVIDER in session.get_providers():
+            return None
     except Exception as e:  # onnxruntime's own, without a type
-        return f"onnxruntime's CUDA provider cannot open the GPU: {reason_of(e)}; see what nvidia-smi says of it"
-    if PROVIDER not in session.get_providers():
-        return "onnxruntime's CUDA provider cannot open the GPU; see what nvidia-smi says of it"
-    return None
+        reason = reason_of(e)
+    unloaded = UNLOADED.search(printed)
+    if unloaded:
+        return (
+            f'onnxruntime\'s CUDA provider does not load: {unloaded[1]}; pip install -U "vtx-edge[gpu]" installs CUDA '
+            "and cuDNN with it"
+        )
+    cause = f": {reason}" if reason else ""
+    return f"onnxruntime's CUDA provider cannot open the GPU{cause}; see what nvidia-smi says of it"
 
 
 class OrtCudaBackend(OrtBackend):

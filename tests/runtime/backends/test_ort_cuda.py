@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -216,14 +219,14 @@ class Provided:
     cuda_version = "13.0"
     SessionOptions = SimpleNamespace
 
-    def __init__(self, got: Sequence[str] | Exception) -> None:
-        self.got = got
+    def __init__(self, got: Sequence[str] | Exception, printed: str = "") -> None:
+        self.got, self.printed = got, printed
 
     def get_available_providers(self) -> list[str]:
         return ["TensorrtExecutionProvider", PROVIDER, "CPUExecutionProvider"]
 
     def preload_dlls(self) -> None:
-        print("Failed to load libcublas.so.13")
+        print(self.printed)
 
     def InferenceSession(self, *_: object, providers: list[str], enable_fallback: int) -> SimpleNamespace:
         assert not enable_fallback
@@ -240,45 +243,42 @@ def test_each_session_takes_what_it_asks_for_and_times_no_algorithms(folders: Fo
 
 
 MISSING = "libcublasLt.so.13: cannot open shared object file: No such file or directory"
-NO_DRIVER = "libcuda.so.1: cannot open shared object file: No such file or directory"
-BOTH = (PROVIDER, "CPUExecutionProvider")
+NOT_LOADED = f"Failed to load libcublasLt.so.13: {MISSING}\nPlease follow the installation page to install CUDA."
+CPU = "CPUExecutionProvider"
+BOTH = (PROVIDER, CPU)
+CARD = Card("a GPU", (9, 0), 80 << 30, (13, 0))
+OLD_DRIVER = Card("a GPU", (9, 0), 80 << 30, (12, 4))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="names of Linux's libraries")
 @pytest.mark.parametrize(
-    ("library", "driver", "got", "said"),
+    ("printed", "gpu", "got", "said"),
     [
-        (MISSING, (13, 0), BOTH, rf"does not load: {MISSING}; pip install -U \"vtx-edge\[gpu\]\" installs CUDA"),
-        (NO_DRIVER, (13, 0), BOTH, rf"does not load: {NO_DRIVER}; install NVIDIA's driver; in a container"),
-        (None, (12, 4), BOTH, r"needs a driver for CUDA 13.0, the driver here supports CUDA 12.4; update the driver"),
-        (None, (13, 0), ("CPUExecutionProvider",), r"cannot open the GPU; see what nvidia-smi says"),
-        (None, (13, 0), RuntimeError("CUDA failure 999: unknown"), r"cannot open the GPU: CUDA failure 999: unknown; "),
-        (None, (13, 0), BOTH, None),
+        (NOT_LOADED, CARD, (CPU,), rf"does not load: {MISSING}; pip install -U \"vtx-edge\[gpu\]\" installs CUDA"),
+        ("", None, BOTH, r"driver is missing or shows no GPU 0; install NVIDIA's driver; in a container"),
+        ("", OLD_DRIVER, BOTH, r"needs a driver for CUDA 13.0, the driver here supports CUDA 12.4; update the driver"),
+        ("", CARD, (CPU,), r"cannot open the GPU; see what nvidia-smi says"),
+        ("", CARD, RuntimeError("CUDA failure 999: unknown"), r"cannot open the GPU: CUDA failure 999: unknown; "),
+        ("", CARD, BOTH, None),
+        (NOT_LOADED, CARD, BOTH, None),
     ],
-    ids=["no-cuda", "no-driver", "old-driver", "silent-cpu", "refused", "answers"],
+    ids=["no-cuda", "no-driver", "old-driver", "silent-cpu", "refused", "answers", "answers-all-the-same"],
 )
 def test_a_provider_that_does_not_open_the_gpu_is_refused_and_auto_goes_on(
-    library: str | None,
-    driver: tuple[int, int],
+    printed: str,
+    gpu: Card | None,
     got: Sequence[str] | Exception,
     said: str | None,
     folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    def load_library(_: str) -> None:
-        if library:
-            raise OSError(library)
-
-    gpu = Card("a GPU", (9, 0), 80 << 30, driver)
-    monkeypatch.setattr(ort_cuda, "load_onnxruntime", lambda: Provided(got))
+    monkeypatch.setattr(ort_cuda, "load_onnxruntime", lambda: Provided(got, printed))
     monkeypatch.setattr(ort_cuda, "find_gpu", lambda *_: gpu)
     monkeypatch.setattr(ort_cuda, "version", lambda _: "1.31.1")
-    monkeypatch.setattr(ort_cuda.ctypes, "CDLL", load_library)
     ort_cuda.provider_obstacle.cache_clear()
     bundle = Bundle.open(folders("fp16"))
     try:
-        state = OrtCudaBackend.state(Device(None, (gpu,), None))
+        state = OrtCudaBackend.state(Device(None, (CARD,), None))
         if said is None:
             assert choose(bundle).device == choose(bundle, "cuda").device == "cuda"
             assert state.usable
@@ -291,6 +291,33 @@ def test_a_provider_that_does_not_open_the_gpu_is_refused_and_auto_goes_on(
     finally:
         ort_cuda.provider_obstacle.cache_clear()
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="builds Linux libraries with cc")
+def test_the_providers_library_needs_symbols_of_onnxruntime_and_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in onnxruntime-gpu's wheels: the provider does not name the library that its host's symbol is in."""
+    capi = tmp_path / "capi"
+    capi.mkdir()
+    sources = {"shared": "void *Provider_OnlyTheHostHas(void) { return 0; }", "cuda": CUDA_PROVIDER}
+    for part, source in sources.items():
+        (capi / f"{part}.c").write_text(source)
+        library = capi / f"libonnxruntime_providers_{part}.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, capi / f"{part}.c"], check=True)
+    with pytest.raises(OSError, match="undefined symbol: Provider_OnlyTheHostHas"):
+        ctypes.CDLL(str(capi / "libonnxruntime_providers_cuda.so"))
+    monkeypatch.setattr(Provided, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(ort_cuda, "load_onnxruntime", lambda: Provided(BOTH))
+    monkeypatch.setattr(ort_cuda, "find_gpu", lambda *_: CARD)
+    ort_cuda.provider_obstacle.cache_clear()
+    try:
+        assert ort_cuda.provider_obstacle() is None
+    finally:
+        ort_cuda.provider_obstacle.cache_clear()
+
+
+CUDA_PROVIDER = "extern void *Provider_OnlyTheHostHas(void); void *(*host)(void) = Provider_OnlyTheHostHas;"
 
 
 def test_the_second_gpu_is_used_if_it_is_named(folders: Folders, machine: Ort, monkeypatch: pytest.MonkeyPatch) -> None:
