@@ -55,7 +55,7 @@ MODELS = {
     ),
 }  # fmt: skip
 HEAD = {
-    "table": "engines", "page": "docs/measurements/gpu.md",
+    "table": "engines",
     "columns": ["model", "weights", "card", "graph", "weights of it", "engine", "peak memory, predicted", "measured"],
     "align": ["---", "---", "---", "---", "---:", "---:", "---:", "---:"],
     "caption": "TensorRT-RTX {version}, built without a GPU; GB are 10^9 bytes",

@@ -5,7 +5,7 @@
 
 `selection.py` at 576 and 2,928 tokens in both runtimes, then `vtx-bench --methods` on random weights in int8 on
 OpenVINO: the first token, the second question and the KV cache. What is there already is not measured again. --write
-replaces the rows of both tables and writes the pages anew; their sentences are not touched. `make cpp` before it.
+replaces the rows of both tables. `make cpp` before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes docs/measurements/serving.md and its results from what the benchmarks of serving gave with --json.
+"""Writes docs/measurements/results/serving.jsonl from what the benchmarks of serving gave with --json.
 
     python -m benchmarks.serving_results FOLDER
 
@@ -17,13 +17,7 @@ from pathlib import Path
 from typing import Any
 
 QUIET_PERCENT = 10  # of the cores busy at most before a measurement on a quiet machine
-PAGE = Path("docs/measurements/serving.md")
 RESULTS = Path("docs/measurements/results/serving.jsonl")
-INTRODUCTION = """# Serving
-
-`vtx-serve`, `vtx-batch` and `vtx-eval` under load ([how they work](../how-to/serve.md#side-by-side)). New pictures are
-noise of 336 x 336 pixels. Every table names its machine.
-"""
 Table = tuple[list[str], list[list[str]]]
 
 
@@ -112,87 +106,25 @@ def soak(found: Any) -> Table:
     return [*columns, "at the end", "most"], [[f"{found['rss_mib'][-1][0] / 60:.0f}", requests, statuses, *memory]]
 
 
-# of a file: the heading, what is measured, the command, and the rows of its table
-SECTIONS: dict[str, tuple[str, str, str, Callable[[Any], Table]]] = {
-    "pictures": (
-        "Processor time of a request",
-        "Seconds of the server's process, all threads, median of the rounds with the extremes. Questions about one "
-        "picture are asked at once.",
-        "python -m benchmarks.pictures", pictures,
-    ),
-    "pictures-before": (
-        "Processor time of a request, compared with an earlier state",
-        "As above, with both installations in memory at the same time, asked in turn. The earlier one is named by its "
-        "date.",
-        "python -m benchmarks.pictures --other PYTHON", pictures,
-    ),
-    "parts-openvino": (
-        "Where it goes, OpenVINO",
-        "Seconds of processor time a request, answers of 4 tokens: `copies` are of K and V that conversations share, "
-        "`rest` is Python and what waits; in brackets the share of all. "
-        "A new picture's seconds are its tower's and its prompt's, which no other request can share.",
-        "python -m benchmarks.request_parts --device openvino", parts,
-    ),
-    "parts-cpu": (
-        "Where it goes, onnxruntime", "As above.",
-        "python -m benchmarks.request_parts --device cpu", parts,
-    ),
-    "towers-openvino": (
-        "Several pictures in one pass of the tower, OpenVINO",
-        "Pictures go through the tower one by one. Its products already have hundreds of rows: eight pictures a pass "
-        "saved 12% of the tower's time on an EPYC without AMX and cost 11% more on a Xeon with it.",
-        "python -m benchmarks.towers BUNDLE", towers,
-    ),
-    "towers-cpu": (
-        "Several pictures in one pass of the tower, onnxruntime", "As above.",
-        "python -m benchmarks.towers BUNDLE --device cpu", towers,
-    ),
-    "batches": (
-        "Files of questions", "Several questions about each picture; the seconds of loading are taken off.",
-        "python -m benchmarks.batches --one-by-one", batches,
-    ),
-    "deadlines": (
-        "A deadline under rising load", "New pictures arrive at random; kept is an answer that is complete in time.",
-        "python -m benchmarks.deadlines --bundle BUNDLE --report judged/report.json", deadlines,
-    ),
-    "deadlines-demo": (
-        "The same, the demo", "A model so small that the deadline is a matter of the queue.",
-        "python -m benchmarks.deadlines --bundle build/demo --report judged/report.json --rates 10,20,40,80", deadlines,
-    ),
-    "load": (
-        "Time to the first token, the queue included", "New pictures arrive at random (Poisson).",
-        "python -m benchmarks.load", load,
-    ),
-    "load-no-amx": (
-        "Beside llama.cpp's server", "The same, from the same weights, both without AMX.",
-        "python -m benchmarks.load --llama BUILD/bin --no-amx", load,
-    ),
-    "conversations-cpu": (
-        "Memory of a conversation, K and V as of a 7B, onnxruntime",
-        "A question about a picture of 576 tokens and an answer of 32, each with a picture of its own. The bundle has "
-        "the K and V of LLaVA-1.5 7B (32 layers of 32 heads of 128, float16) and hardly any other weights.",
-        "python -m benchmarks.conversations BUNDLE --device cpu", conversations,
-    ),
-    "conversations-openvino": (
-        "The same on OpenVINO", "As above.",
-        "python -m benchmarks.conversations BUNDLE --device openvino", conversations,
-    ),
-    "one-picture-openvino": (
-        "A further conversation about the same picture, OpenVINO",
-        "Bytes of each after the first, which all share the blocks of the picture.",
-        "python -m benchmarks.conversations BUNDLE --device openvino --one-picture", conversations,
-    ),
-    "one-picture-cpu": (
-        "A further conversation about the same picture, onnxruntime", "Each has a copy of the picture's K and V.",
-        "python -m benchmarks.conversations BUNDLE --device cpu --one-picture", conversations,
-    ),
-    "soak": (
-        "Memory over ten thousand requests",
-        "Eight clients, with and without pictures, at every K and reduction of the bundle, some of whom leave; each "
-        "answer is compared with that of its question alone.",
-        "python -m benchmarks.serving_soak BUNDLE --minutes 10", soak,
-    ),
-}  # fmt: skip
+# of a file: the rows of its table
+SECTIONS: dict[str, Callable[[Any], Table]] = {
+    "pictures": pictures,
+    "pictures-before": pictures,
+    "parts-openvino": parts,
+    "parts-cpu": parts,
+    "towers-openvino": towers,
+    "towers-cpu": towers,
+    "batches": batches,
+    "deadlines": deadlines,
+    "deadlines-demo": deadlines,
+    "load": load,
+    "load-no-amx": load,
+    "conversations-cpu": conversations,
+    "conversations-openvino": conversations,
+    "one-picture-openvino": conversations,
+    "one-picture-cpu": conversations,
+    "soak": soak,
+}
 
 
 def main() -> None:
@@ -200,10 +132,10 @@ def main() -> None:
 
 
 def write(folder: Path) -> None:
-    """Write the page and its results from what the folder has."""
+    """Write the tables of what the folder has."""
     old = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     lines = [json.loads(line) for line in old]
-    for name, (_, _, _, table) in SECTIONS.items():
+    for name, table in SECTIONS.items():
         if (path := folder / f"{name}.json").exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             columns, rows = table(found)
@@ -219,11 +151,6 @@ def write(folder: Path) -> None:
             lines = [line for line in lines if line["table"] != name]
             lines += [head, *({"table": name, "row": row} for row in rows)]
     RESULTS.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    text = INTRODUCTION
-    for name, (heading, about, command, _) in SECTIONS.items():
-        if any(line["table"] == name for line in lines):
-            text += f"\n## {heading}\n\n{about} `{command}`\n\n<!-- results: {name} -->\n"
-    PAGE.write_text(text, encoding="utf-8")
     runpy.run_path("docs/measurements/tables.py", run_name="__main__")
 
 

@@ -47,9 +47,7 @@ NOT_RUN = {
 }
 ENGINES = {"openvino": "OpenVINO", "cpu": "onnxruntime"}
 QUESTION = 96  # tokens of a prompt beside the image
-ANSWERS_AT = "<!-- results: shapes-answers -->"
 TABLES = ROOT / "docs/measurements/results/shapes.jsonl"
-PAGE = ROOT / "docs/measurements/shapes.md"
 MEASURED = re.compile(r"^measured: .* of disk, (?P<memory>[\d.]+ \w+) \(predicted (?P<predicted>[\d.]+ \w+)", re.M)
 
 
@@ -277,8 +275,6 @@ def report(args: argparse.Namespace, records: Records) -> None:
         about = f"Random weights, int4. {machine['cpu']}; {versions}"
         lines.append({"table": table, "columns": rows[0], "align": ["---"] * len(rows[0]), "caption": about})
         lines += [{"table": table, "row": row} for row in rows[1:]]
-    if "shapes-answers" in made and ANSWERS_AT not in (text := PAGE.read_text(encoding="utf-8")):
-        PAGE.write_text(f"{text}\n## Answers\n\n{ANSWERS_AT}\n", encoding="utf-8")
     TABLES.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     subprocess.run([sys.executable, str(ROOT / "docs/measurements/tables.py")], check=True)
 

@@ -23,7 +23,7 @@ class Precision:
     On OpenVINO: `openvino_hidden` is the smallest hidden size at which it was measured to be faster than onnxruntime
     on a CPU (docs/how-to/openvino.md). `openvino_group`: values of a hidden state that share a scale in products of
     integers; 0: products are of floats. `openvino_tokens`: the most tokens of one run of a stage, by arithmetic, if
-    longer runs were measured to be slower (docs/measurements/openvino.md).
+    longer runs were measured to be slower (docs/measurements/results/openvino.jsonl).
     """
 
     name: str

@@ -1,7 +1,7 @@
 """A small pi0 that learns to reach a named shape: how often does it, by K, trained without and with withdrawal?
 
     nice python -m benchmarks.toy_robot --out build/toy-robot              # three seeds, 15 minutes
-    nice python -m benchmarks.toy_robot --out build/toy-robot --write      # and docs/measurements/actions.md
+    nice python -m benchmarks.toy_robot --out build/toy-robot --write      # and docs/measurements/results/actions.jsonl
 
 Each seed trains two models of the same start on the same scenes (`tabletop.py`): one plainly, one whose image tokens
 leave before a random layer in most batches. Each is exported and driven by `model.act`, at every K, over the same

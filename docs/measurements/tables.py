@@ -1,8 +1,9 @@
-"""Writes the tables and the charts of the measurements from `results/`: `python docs/measurements/tables.py`.
+"""Writes the tables of the measurements, and the README's chart, from `results/`.
 
-A page marks a table by `<!-- results: NAME -->`; its rows are `results/PAGE.jsonl`, unless the table names another
-`page`. The first line of a table there has its columns and how it was measured, each further line one row: a text, or
-[median, least, most].
+    python docs/measurements/tables.py
+
+A page marks a table by `<!-- results: FILE/TABLE -->`: the rows of TABLE in `results/FILE.jsonl`. The first line of a
+table there has its columns and how it was measured, each further line one row: a text, or [median, least, most].
 """
 
 from __future__ import annotations
@@ -15,40 +16,41 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TABLE = re.compile(r"<!-- results: (?P<name>[\w-]+) -->\n(?:\|[^\n]*\n)*(?:\n\*[^\n]*\*\n)?")
-
-CHARTS = {  # of a table: the picture, and the function that draws it
-    "as-installed": ("installed.svg", "bars"), "the-demo-with-random-tokens-0": ("methods-demo.svg", "scatter"),
-    "success": ("actions-toy.svg", "by_k"),
-}  # fmt: skip
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TABLE = re.compile(r"<!-- results: (?P<file>[\w-]+)/(?P<name>[\w-]+) -->\n(?:\|[^\n]*\n)*(?:\n\*[^\n]*\*\n)?")
+CHART = ("installed", "as-installed", ROOT / "docs/images/installed.svg")
 
 
 def pages() -> dict[Path, str]:
-    """The text of each page and chart, as the results are."""
-    tables: dict[Path, dict[str, str]] = {}
-    made = {}
-    for results in sorted((HERE / "results").glob("*.jsonl")):
-        lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-        for head in (line for line in lines if "columns" in line):
-            rows = [line["row"] for line in lines if line["table"] == head["table"] and "row" in line]
-            cells = [head["columns"], head["align"], *([_cell(cell) for cell in row] for row in rows)]
-            text = "".join(f"| {' | '.join(row)} |\n" for row in cells)
-            page = ROOT / head["page"] if "page" in head else HERE / f"{results.stem}.md"
-            caption = f"\n*{head['caption']}*\n" if "caption" in head else ""
-            tables.setdefault(page, {})[head["table"]] = text + caption
-            if head["table"] in CHARTS:
-                picture, kind = CHARTS[head["table"]]
-                draw = runpy.run_path(str(HERE / "chart.py"))[kind]
-                made[ROOT / "docs/images" / picture] = draw(head["columns"], rows)
-    for page, named in tables.items():
+    """The text of each page with tables, and of the chart, with the results as they are."""
+    rendered: dict[Path, str] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if TABLE.search(text):
+            rendered[page] = TABLE.sub(_marked_table, text)
+    file, name, picture = CHART
+    head, rows = _results(file, name)
+    bars = runpy.run_path(str(HERE / "chart.py"))["bars"]
+    rendered[picture] = bars(head["columns"], rows)
+    return rendered
 
-        def table(match: re.Match[str], named: dict[str, str] = named) -> str:
-            return f"<!-- results: {match['name']} -->\n{named.pop(match['name'])}"
 
-        made[page] = TABLE.sub(table, page.read_text(encoding="utf-8"))
-        if named:
-            raise SystemExit(f"{page.name} has no place for the results {', '.join(named)}")
-    return made
+def _marked_table(match: re.Match[str]) -> str:
+    head, rows = _results(match["file"], match["name"])
+    lines = [head["columns"], head["align"], *([_cell(cell) for cell in row] for row in rows)]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    caption = f"\n*{head['caption']}*\n" if "caption" in head else ""
+    return f"<!-- results: {match['file']}/{match['name']} -->\n{text}{caption}"
+
+
+def _results(file: str, name: str) -> tuple[dict[str, Any], list[list[Any]]]:
+    """The first line and the rows of a table; SystemExit if there is none of that name."""
+    text = (HERE / "results" / f"{file}.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    table = [line for line in lines if line["table"] == name]
+    if not table:
+        raise SystemExit(f"results/{file}.jsonl has no table {name}")
+    return table[0], [line["row"] for line in table[1:]]
 
 
 def _cell(cell: Any) -> str:
