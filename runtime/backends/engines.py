@@ -96,7 +96,7 @@ ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the
     "openvino": EngineSpec(
         "OpenVINO", "openvino", "openvino", "openvino", "plain",
         {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS}, "openvino.backend:OpenvinoBackend",
-        # 105 MB of libraries, 115 to 130 of the graphs of two models of 42 and 52 layers (docs/measurements/results/shapes.jsonl)
+        # 105 MB of libraries, 115 to 130 of the graphs of two models of 42 and 52 layers
         {"plain": EngineCost(KEPT, wide=True, base=220 << 20, apart=True)},
     ),
     "cuda": EngineSpec(

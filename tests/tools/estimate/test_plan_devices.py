@@ -93,7 +93,7 @@ def test_tensorrt_takes_the_memory_of_the_largest_image_whichever_is_asked_about
 
 @pytest.mark.parametrize(
     ("model", "side", "device", "k", "measured"),
-    [  # docs/measurements/results/shapes.jsonl: peaks of a process that answers; OpenVINO in bf16, without pages of the tower
+    [  # peaks of a process that answers; OpenVINO in bf16, without pages of the tower
         ("lfm2-vl-1.6b", 512, "openvino", None, 1782e6),
         ("lfm2-vl-1.6b", 512, "cpu", None, 2377e6),
         ("lfm2-vl-1.6b", 512, "cpu", 6, 2199e6),
