@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import Ids
 
@@ -128,8 +129,17 @@ class Cuda:
             getattr(self._rt, call)(handle)  # an error here is that of an earlier call, or of a device that is gone
 
     def memory(self) -> tuple[int, int]:
-        free, total = self.call("cudaMemGetInfo")
-        return int(free), int(total)
+        """Free and total bytes of device memory.
+
+        A GPU that shares the host's memory (Jetson, DGX Spark) reports the page cache as used; the system gives it back
+        to a program that needs it.
+        """
+        free, total = map(int, self.call("cudaMemGetInfo"))
+        shared = int(self.call("cudaDeviceGetAttribute", self._rt.cudaDeviceAttr.cudaDevAttrIntegrated, self.number))
+        available = available_memory() if shared else None
+        if available is not None:
+            free = min(total, max(free, available))
+        return free, total
 
     def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """A zeroed host array that the device reads and writes by itself."""

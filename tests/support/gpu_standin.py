@@ -64,10 +64,12 @@ class Gpu:
     cudaMemcpyKind = SimpleNamespace(
         cudaMemcpyHostToDevice="in", cudaMemcpyDeviceToHost="out", cudaMemcpyDeviceToDevice="within"
     )
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrIntegrated=18)
     cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
 
     def __init__(self, total: int = 1 << 32, number: int = 0) -> None:
         self.total, self.number = total, number
+        self.page_cache = 0  # bytes of it in the memory that an integrated GPU shares with the host
         self.current = number  # the device that the next call is for
         self.refused: str | None = None  # a call that fails while work is recorded
         self.failed = False  # and nothing has asked for the error
@@ -147,7 +149,11 @@ class Gpu:
         return (Error.cudaSuccess,)
 
     def cudaMemGetInfo(self) -> tuple[Error, int, int]:
-        return Error.cudaSuccess, self.total - self.used, self.total
+        return Error.cudaSuccess, self.total - self.used - self.page_cache, self.total
+
+    def cudaDeviceGetAttribute(self, attribute: int, number: int) -> tuple[Error, int]:
+        assert (attribute, number) == (self.cudaDeviceAttr.cudaDevAttrIntegrated, self.number)
+        return Error.cudaSuccess, int(self.page_cache > 0)
 
     def cudaHostAlloc(self, nbytes: int, _: int) -> tuple[Error, int]:
         memory = ctypes.create_string_buffer(nbytes)

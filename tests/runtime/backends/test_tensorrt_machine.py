@@ -19,6 +19,7 @@ from tests.support.exported import QUESTIONS, THREADS, greedy, prompt
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.tiny import prompt_messages, random_image
 from vtx.runtime.api.load import load
+from vtx.runtime.backends import cuda
 from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
@@ -154,6 +155,18 @@ def test_memory_that_others_use_on_the_gpu_is_not_free(bundle: Path, device: Gpu
     device.device[1] = bytearray(device.total - caches // 20)
     with pytest.raises(DeviceError, match=rf"{size(caches // 20)} of {size(device.total)} of the device is free"):
         open_model(bundle)
+
+
+def test_the_page_cache_in_memory_that_gpu_and_host_share_is_free(
+    bundle: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Jetson just after a bundle was copied: CUDA reports next to nothing as free."""
+    device.page_cache = device.total - device.used - 1000
+    monkeypatch.setattr(cuda, "available_memory", lambda: 2000)
+    with pytest.raises(DeviceError, match=rf"2 kB of {size(device.total)} of the device is free"):
+        open_model(bundle)
+    monkeypatch.setattr(cuda, "available_memory", lambda: 10 * device.total)
+    assert open_model(bundle).backend.cuda.memory() == (device.total, device.total)
 
 
 def test_memory_that_runs_out_later_says_for_what(bundle: Path, device: Gpu) -> None:

@@ -265,6 +265,18 @@ def test_memory_that_is_gone_after_the_forecast_is_named_with_its_purpose(
 
 
 @pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
+def test_the_page_cache_in_memory_that_gpu_and_host_share_is_free(
+    engines: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Jetson just after a bundle was copied: CUDA reports 1,000 bytes as free."""
+    report = machine("11.1")
+    monkeypatch.setenv("VTX_STANDIN_PAGE_CACHE", "1")
+    done = ask(only_for(engines, tmp_path / "bundle"), tmp_path, "--max-new-tokens", "2")
+    assert done.returncode == 0, done.stderr
+    assert everything_given_back(report())
+
+
+@pytest.mark.skipif("11.1" not in BUILT, reason="built without the headers of TensorRT 11.1")
 def test_auto_goes_on_where_the_gpu_has_no_room(
     engines: Path, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,16 +21,6 @@
 namespace vtxcore {
 namespace {
 
-// Bytes of memory that a new program could take; none if the system does not say.
-std::optional<int64_t> available_memory() {
-  std::ifstream file("/proc/meminfo");
-  std::string word;
-  int64_t count = 0;
-  while (file >> word)
-    if (word == "MemAvailable:" && file >> count) return count * 1024;
-  return std::nullopt;
-}
-
 constexpr double kSpare = 2;  // times what a bundle needs
 
 // Bytes in memory of a byte of weights on disk, at most: floats may be widened to float32, and int4 held in int8, too.
@@ -41,6 +31,15 @@ double growth(const std::string& precision, const std::string& compute) {
 }
 
 }  // namespace
+
+std::optional<int64_t> available_memory() {
+  std::ifstream file("/proc/meminfo");
+  std::string word;
+  int64_t count = 0;
+  while (file >> word)
+    if (word == "MemAvailable:" && file >> count) return count * 1024;
+  return std::nullopt;
+}
 
 bool is_roomy(const Manifest& m, const std::string& compute) {
   int64_t bytes = 0;

@@ -3,12 +3,16 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "bundle/manifest.hpp"
 
 namespace vtxcore {
+
+// Bytes of memory that a new program could take; none if the system does not say.
+std::optional<int64_t> available_memory();
 
 // Whether a load may take memory to be quicker: graphs side by side. So it is with small bundles, and where twice what the
 // weights take in `compute` arithmetic is free: on onnxruntime each graph holds them twice while they are packed.

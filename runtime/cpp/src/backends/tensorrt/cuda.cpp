@@ -1,8 +1,11 @@
 #include "backends/tensorrt/cuda.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <set>
 
+#include "backends/loading.hpp"
 #include "base/errors.hpp"
 
 namespace vtxcore {
@@ -10,6 +13,7 @@ namespace {
 
 constexpr int kOutOfMemory = 2, kDriverTooOld = 35, kNoDevice = 100;
 constexpr int kNonBlocking = 1, kHostDefault = 0, kCaptureThreadLocal = 1;
+constexpr int kIntegrated = 18;                // cudaDevAttrIntegrated
 constexpr int kIn = 1, kOut = 2, kWithin = 3;  // cudaMemcpyKind
 
 const char* fix_of(int error) {
@@ -34,6 +38,7 @@ struct CudaCalls {
   int (*cudaHostAlloc)(void**, size_t, unsigned);
   int (*cudaFreeHost)(void*);
   int (*cudaMemGetInfo)(size_t*, size_t*);
+  int (*cudaDeviceGetAttribute)(int*, int, int);
   int (*cudaMemsetAsync)(void*, int, size_t, void*);
   int (*cudaMemcpyAsync)(void*, const void*, size_t, int, void*);
   int (*cudaMemcpy2DAsync)(void*, size_t, const void*, size_t, size_t, size_t, int, void*);
@@ -82,6 +87,7 @@ void Cuda::load(const std::vector<std::string>& names) {
   VTX_FIND(cudaHostAlloc);
   VTX_FIND(cudaFreeHost);
   VTX_FIND(cudaMemGetInfo);
+  VTX_FIND(cudaDeviceGetAttribute);
   VTX_FIND(cudaMemsetAsync);
   VTX_FIND(cudaMemcpyAsync);
   VTX_FIND(cudaMemcpy2DAsync);
@@ -178,6 +184,11 @@ void Cuda::release_host(void* address) noexcept { free(calls_->cudaFreeHost, add
 std::pair<int64_t, int64_t> Cuda::memory() {
   size_t left = 0, total = 0;
   check("cudaMemGetInfo", calls_->cudaMemGetInfo(&left, &total));
+  // A GPU that shares the host's memory reports the page cache as used; the system gives it back to who needs it.
+  int shared = 0;
+  check("cudaDeviceGetAttribute", calls_->cudaDeviceGetAttribute(&shared, kIntegrated, number_));
+  std::optional<int64_t> available = shared != 0 ? available_memory() : std::nullopt;
+  if (available) left = std::min(total, std::max(left, static_cast<size_t>(*available)));
   return {static_cast<int64_t>(left), static_cast<int64_t>(total)};
 }
 
