@@ -26,7 +26,8 @@ _OUT_OF_MEMORY, _DRIVER_TOO_OLD, _NO_DEVICE = 2, 35, 100
 # Errors after which every further call in the process fails: the device is gone, or its context is.
 _GONE = {214, 219, 700, 709, 710, 715, 716, 717, 718, 719, 999}
 _CURES = {
-    _DRIVER_TOO_OLD: "its NVIDIA driver is missing or older than the CUDA that vtx uses; install a newer driver",
+    _DRIVER_TOO_OLD: "its NVIDIA driver is missing or older than the CUDA that vtx uses; install a newer driver, or an "
+    'older release: pip install "cuda-python<13", on JetPack 6 "cuda-python<12.7"',
     _NO_DEVICE: "no NVIDIA GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES",
 }
 
