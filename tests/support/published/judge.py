@@ -58,6 +58,12 @@ class _Parts:
         return getattr(self._parts, name)
 
 
+def image_settings(folder: Path) -> dict[str, Any]:
+    """What the files say of the image processor, in one of their own or with the processor."""
+    settings: dict[str, Any] = read(folder / "processor_config.json").get("image_processor", {})
+    return settings or read(folder / "preprocessor_config.json")
+
+
 def load_processor(folder: Path) -> Any:
     """What `AutoProcessor` makes of the files on Pillow, spared of what needs torchvision.
 
@@ -91,7 +97,9 @@ def _lfm2_processor(folder: Path) -> Any:
         def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
             return None
 
-    settings = read(folder / "processor_config.json").get("image_processor") or read(folder / "preprocessor_config.json")
+    settings = read(folder / "processor_config.json").get("image_processor") or read(
+        folder / "preprocessor_config.json"
+    )
     template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return OnPillow(PillowProcessor(settings), tokenizer, chat_template=template)
