@@ -68,7 +68,8 @@ def _chosen_ks(
     option("--int4-block", "64", "int4 weights per scale; 128: smaller and faster, slightly less precise.",
            type=click.Choice(["64", "128"])),
     option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
-    option("--max-context", int, "KV slots for prompt and answer [default: 4096, or the model's limit if lower]."),
+    option("--max-context", int, "KV slots for prompt and answer [default: what the largest image, a question and "
+           "an answer need, at least 4096, up to the model's limit]."),
     option("--out", Path, "Output directory [default: vtx-MODEL-kN-PRECISION]."),
     "chat_template", "tower", "allow_pickle",
     option("--gates", Path, "Gates from vtx-train-gate; --k auto uses all of them."),

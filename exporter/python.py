@@ -33,7 +33,8 @@ def export(
         k: values of K to prebuild, each the first layer without image tokens; default: none.
         precision: weight precision: "fp32", "fp16", "bf16", "int8" or "int4".
         reduce: specs of the token reductions to support; the first is the default.
-        max_context: KV slots for prompt and answer; default: 4096, or the model's limit if lower.
+        max_context: KV slots for prompt and answer; default: what the largest image, a question and an answer need, at
+            least 4096, up to the model's limit.
         force: replace an existing bundle at `out`.
         progress: called with (phase, done, total) as the export proceeds.
 

@@ -62,7 +62,9 @@ from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.pairs import Pairs
 
 DOWNSAMPLE = "downsample_mode"
-DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
+# Slots of a bundle that is exported without --max-context: at least, and beside the largest image those of a question
+# and its answer.
+DEFAULT_CONTEXT, ASKED = 4096, 1024
 UNPRINTED = "no videos: the chat template does not print them"
 
 
@@ -221,7 +223,8 @@ def plan_export(options: ExportOptions) -> Plan:
         options.retain.check(options.reductions)
     most, must_fit = config.text.max_positions, spec_of(config.layout).must_fit
     of_longrope = config.text.rope.kind == "longrope"
-    context = min(DEFAULT_CONTEXT, most) if options.max_context is None else options.max_context
+    usual = min(max(DEFAULT_CONTEXT, config.layout.max_tokens + ASKED), most)
+    context = usual if options.max_context is None else options.max_context
     if context > most:
         beyond = ", beyond which its longrope rotates all tokens by other factors" if of_longrope else ""
         raise RequestError(f"--max-context is {context}; the model has {most} positions{beyond}; lower it")

@@ -31,12 +31,15 @@ from vtx.runtime.units import counted
 from vtx.tools.calibration.report import DOWNSAMPLED
 from vtx.tools.common.files import json_object
 
-MAX_CONFIG = 2**20
-MAX_INDEX = 8 * 2**20  # a 13B LLaVA's index is 80 kB
+# Each is several times the largest of published files, in brackets: of OpenVLA 7B, Gemma 3, and OpenVLA 7B.
+MAX_CONFIG = 2**20  # [60,736 bytes]
+MAX_TOKENIZER_CONFIG = 8 * 2**20  # [1,157,007 bytes]
+MAX_INDEX = 8 * 2**20  # [94,764 bytes]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 ADAPTER = "adapter_config.json"  # of peft
 PARTS = {"vision": "vision tower", "projector": "projector", "text": "decoder", "video": "video tower"}
 
@@ -218,7 +221,8 @@ def canonical_name(name: str) -> str:
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint, empty if the file does not exist. Raises `CheckpointError`."""
     files = checkpoint_files(folder)
-    return json_object(files.read(name, MAX_CONFIG), name) if files.exists(name) else {}
+    limit = MAX_TOKENIZER_CONFIG if name == TOKENIZER_CONFIG else MAX_CONFIG
+    return json_object(files.read(name, limit), name) if files.exists(name) else {}
 
 
 def check_finite(array: NDArray[Any], name: str) -> None:

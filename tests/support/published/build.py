@@ -25,6 +25,14 @@ SIBLINGS = {
     "paligemma2-3b": ("paligemma-mix-224", ("preprocessor_config.json", "tokenizer_config.json")),
     "pixtral-12b": ("llava-1.5-7b-hf", _PROCESSOR),
 }
+_SIDE = {"height": 224, "width": 224}
+CHANGED = {  # what those say of the sibling alone
+    "llava-next-video-7b": {"processor_class": "LlavaNextVideoProcessor"},
+    "video-llava-7b": {
+        "processor_class": "VideoLlavaProcessor", "image_processor_type": "VideoLlavaImageProcessor",
+        "size": {"shortest_edge": 224}, "crop_size": _SIDE,
+    },
+}  # fmt: skip
 SHARDS = 2
 Weights = dict[str, "torch.Tensor"]
 
@@ -49,7 +57,9 @@ def build(model: Path, folder: Path, seed: int = 0) -> Path:
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("SOURCE", "*.safetensors", "*.bin", "*.index.json"))
     sibling, names = SIBLINGS.get(model.name, ("", ()))
     for name in names:
-        shutil.copyfile(published() / "models" / sibling / name, folder / name)
+        settings = read(published() / "models" / sibling / name)
+        changed = CHANGED.get(model.name, {})
+        write_json(folder / name, settings | {key: value for key, value in changed.items() if key in settings})
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     config = shrunk(read(model / "config.json"))
