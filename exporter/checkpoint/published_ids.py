@@ -14,7 +14,6 @@ from vtx.runtime.errors import CheckpointError
 
 CONFIG, ADDED, NAMED = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 _OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_UNPRINTED = ("pad_token", "mask_token", "sep_token", "cls_token")  # no prompt has them
 UNK_ID = 0  # of <unk>, which original LLaVA's image token replaces
 _FIX = "use the files that belong to the model"
 
@@ -63,13 +62,16 @@ def published_tokens(folder: Path) -> dict[str, dict[str, Any]]:
     return tokens
 
 
-def check_ids(folder: Path, tokenizer: Tokenizer, vocab: int, pictures: Collection[int], ends: Collection[int]) -> None:
-    """Raise CheckpointError if the tokenizer has other ids than the files, or the model's table ends before one.
+def check_ids(
+    published: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer, vocab: int, pictures: Collection[int],
+    ends: Collection[int],
+) -> None:  # fmt: skip
+    """Raise CheckpointError if the tokenizer has other ids than `published`, or text and ends may have others.
 
-    `pictures` are the placeholders' ids, which may be beyond the table of `vocab` tokens, since their embeddings are
-    never read.
+    The model's table has `vocab` tokens. Those of `pictures` may be beyond it, since their embeddings are never read,
+    and so may special ones, which no text gives; those of the template are in the trial of a prompt.
     """
-    for content, token in published_tokens(folder).items():
+    for content, token in published.items():
         id = tokenizer.token_to_id(content)
         replaced = token["id"] == UNK_ID in pictures
         if id != token["id"] and not replaced:
@@ -77,10 +79,8 @@ def check_ids(folder: Path, tokenizer: Tokenizer, vocab: int, pictures: Collecti
                 f"{CONFIG} or {ADDED} gives {content!r:.40} the id {token['id']}, and the tokenizer "
                 f"{'has no such token' if id is None else id}; {_FIX}"
             )
-    named = named_tokens(token_settings(folder))
-    unprinted = {named[name] for name in _UNPRINTED if name in named}
     for id, token in tokenizer.get_added_tokens_decoder().items():
-        if id >= vocab and id not in pictures and token.content not in unprinted:
+        if id >= vocab and id not in pictures and not token.special:
             raise CheckpointError(
                 f"the tokenizer's token {token.content!r:.40} has the id {id}, and the model has {vocab:,} tokens, "
                 f"numbered from 0; {_FIX}"
