@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tests.support.families import gemma, qwen
 from tests.support.published import originals
 from tests.support.published.places import published, read
@@ -33,6 +35,7 @@ CHANGED = {  # what those say of the sibling alone
         "size": {"shortest_edge": 224}, "crop_size": _SIDE,
     },
 }  # fmt: skip
+IMAGES = r"\{% for content in .{1,60}'image'\) %\}\{\{ '<image>\\n' \}\}\{% endfor %\}"
 SHARDS = 2
 Weights = dict[str, "torch.Tensor"]
 
@@ -59,7 +62,11 @@ def build(model: Path, folder: Path, seed: int = 0) -> Path:
     for name in names:
         settings = read(published() / "models" / sibling / name)
         changed = CHANGED.get(model.name, {})
-        write_json(folder / name, settings | {key: value for key, value in changed.items() if key in settings})
+        settings |= {key: value for key, value in changed.items() if key in settings}
+        if "chat_template" in settings and changed:  # of families with videos
+            settings["chat_template"] = re.sub(IMAGES, lambda found: found[0] + found[0].replace("image", "video"),
+                                               settings["chat_template"])  # fmt: skip
+        write_json(folder / name, settings)
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     config = shrunk(read(model / "config.json"))
@@ -98,7 +105,9 @@ def random_weights(config: dict[str, Any], dtype: str, seed: int) -> Weights:
         model.tie_weights()
     state = model.state_dict()
     head = state.get("lm_head.weight")
+    # InternVL's class ties what its published files do not.
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    tied = tied and config["model_type"] != "internvl"
     draw = {"gemma3": gemma.tensor3, "gemma4": gemma.tensor}.get(config["model_type"], random_tensor)
     weights = dict[str, torch.Tensor]()
     for name, tensor in state.items():
@@ -107,6 +116,8 @@ def random_weights(config: dict[str, Any], dtype: str, seed: int) -> Weights:
         values = draw(name, tuple(tensor.shape), seed)
         if _adds_one(name, part(config, TEXTS)["model_type"]):
             values = values - 1
+        if config["model_type"] == "gemma4" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            values = values * np.float32(0.5)  # heads are published ones, and attention has no other scale
         weights[name] = torch.from_numpy(values).to(getattr(torch, dtype)).contiguous()
     return weights
 
