@@ -14,6 +14,7 @@ from tests.support.published import originals
 from tests.support.published.places import published, read
 from tests.support.published.sizes import TEXTS, part, shrunk
 from tests.support.published.tokenizers import missing, write_tokenizer
+from tests.support.quantised import Quantised, awq, matrices
 from tests.support.tiny import Tiny, hub_name, random_tensor, write_json
 
 if TYPE_CHECKING:
@@ -55,8 +56,11 @@ def _kind(config: dict[str, Any]) -> str:
     return originals.layout_of(config) or str(config["model_type"])
 
 
-def build(model: Path, folder: Path, seed: int = 0) -> Path:
-    """Write the small checkpoint into `folder`, which must not exist, under the published names, and return it."""
+def build(model: Path, folder: Path, seed: int = 0, *, plain: bool = False) -> Path:
+    """Write the small checkpoint into `folder`, which must not exist, under the published names, and return it.
+
+    `plain`: weights of a quantised one as float32 numbers, which transformers reads without a further package.
+    """
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("SOURCE", "*.safetensors", "*.bin", "*.index.json"))
     sibling, names = SIBLINGS.get(model.name, ("", ()))
     for name in names:
@@ -70,6 +74,9 @@ def build(model: Path, folder: Path, seed: int = 0) -> Path:
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     config = shrunk(read(model / "config.json"))
+    quantised = config.get("quantization_config")
+    if plain:
+        del config["quantization_config"]
     write_json(folder / "config.json", config)
     layout, text = originals.layout_of(config), part(config, TEXTS)
     words = folder / "llm" if layout == "vila" else folder
@@ -84,8 +91,26 @@ def build(model: Path, folder: Path, seed: int = 0) -> Path:
         return folder
     if layout == "llava_llama":
         originals.write_llava(folder, config, weights)
-    write_shards(folder, originals.renamed(config, weights) if layout else _renamed(config, weights))
+    tensors = originals.renamed(config, weights) if layout else _renamed(config, weights)
+    if quantised:
+        tensors = _packed(tensors, awq(quantised["group_size"]), plain=plain)
+    write_shards(folder, tensors)
     return folder
+
+
+def _packed(tensors: Weights, how: Quantised, *, plain: bool) -> Weights:
+    """The decoder's matrices quantised, or in `plain` what the integers stand for."""
+    packed = Weights()
+    for name, weight in tensors.items():
+        if not matrices(name):
+            packed[name] = weight
+            continue
+        parts, value = how.pack(weight.float())
+        stem = name.removesuffix("weight")
+        packed |= (
+            {name: value.contiguous()} if plain else {stem + end: part.contiguous() for end, part in parts.items()}
+        )
+    return packed
 
 
 def dtype_of(config: dict[str, Any]) -> str:
