@@ -23,10 +23,20 @@ class Judge(Reference):
     """As `Reference`, with the processor that transformers loads from the same files."""
 
     def _processor(self, folder: Path) -> Any:
-        return load_processor(folder)
+        processor, config = load_processor(folder), self.model.config
+        if getattr(processor, "patch_size", 0) is None:  # releases that did not need it wrote none
+            processor.patch_size = config.vision_config.patch_size
+            processor.vision_feature_select_strategy = config.vision_feature_select_strategy
+            processor.num_additional_image_tokens = int(config.vision_config.model_type.startswith("clip"))
+        return processor
 
     def ids(self, messages: list[dict[str, Any]], images: list[Image.Image]) -> list[int]:
         """The ids of a prompt, those of its images included."""
+        if self.kind == "gemma4":  # whose template prints a system prompt as it comes
+            messages = [
+                {**message, "content": message["content"][0]["text"]} if message["role"] == "system" else message
+                for message in messages
+            ]
         ids: list[int] = self.inputs(messages, images)["input_ids"][0].tolist()
         return ids
 
