@@ -15,6 +15,8 @@ from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.family import Family
+from vtx.exporter.checkpoint.generation import FILE as GENERATION
+from vtx.exporter.checkpoint.generation import generation_warnings
 from vtx.exporter.checkpoint.loader import Checkpoint, read_settings
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.exporter.checkpoint.processor import (
@@ -35,7 +37,15 @@ from vtx.exporter.graphs.joined import constant_bytes
 from vtx.exporter.graphs.merge import SIDE
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_weights, with_own_head
+from vtx.exporter.weights.plan import (
+    UNTIED,
+    WeightPlan,
+    own_precisions,
+    plan_weights,
+    quantised_note,
+    unused_weights,
+    with_own_head,
+)
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
@@ -60,7 +70,9 @@ from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.pairs import Pairs
 
 DOWNSAMPLE = "downsample_mode"
-DEFAULT_CONTEXT = 4096  # slots of a bundle that is exported without --max-context
+# Slots of a bundle that is exported without --max-context: at least, and beside the largest image those of a question
+# and its answer.
+DEFAULT_CONTEXT, ASKED = 4096, 1024
 UNPRINTED = "no videos: the chat template does not print them"
 
 
@@ -219,7 +231,8 @@ def plan_export(options: ExportOptions) -> Plan:
         options.retain.check(options.reductions)
     most, must_fit = config.text.max_positions, spec_of(config.layout).must_fit
     of_longrope = config.text.rope.kind == "longrope"
-    context = min(DEFAULT_CONTEXT, most) if options.max_context is None else options.max_context
+    usual = min(max(DEFAULT_CONTEXT, config.layout.max_tokens + ASKED), most)
+    context = usual if options.max_context is None else options.max_context
     if context > most:
         beyond = ", beyond which its longrope rotates all tokens by other factors" if of_longrope else ""
         raise RequestError(f"--max-context is {context}; the model has {most} positions{beyond}; lower it")
@@ -233,11 +246,12 @@ def plan_export(options: ExportOptions) -> Plan:
         config.image_token_id, checkpoint.config.get("text_config") or {}, checkpoint.config,
         _chat_template(options, checkpoint, family, config), original=original is not None,
         video_token_id=config.video.token_id if config.video else None, seg_token=family.seg_token,
-        end_ids=original.end_ids if original else None, whole=family.prompt is not None,
+        end_ids=original.end_ids if original else None, whole=family.prompt is not None, vocab=config.text.vocab,
     )  # fmt: skip
+    parsed = parse_tokenizer(tokenizer, ExportError)
     if family.check is not None and options.template is None:
-        family.check(Text(parse_tokenizer(tokenizer, ExportError), template, text))
-    precisions = options.precisions()
+        family.check(Text(parsed, template, text))
+    precisions = options.precisions(own_precisions(checkpoint))
     sources = checkpoint
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
     needed += decoder_tensors(config.text)
@@ -255,6 +269,8 @@ def plan_export(options: ExportOptions) -> Plan:
         sources = replace(sources, tensors={**sources.tensors, **text_tower.checkpoint.tensors})
     scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
     weights = plan_weights(sources, needed, precisions, scaled)
+    if (told := quantised_note(weights)) is not None:
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, told))
     texts = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
     written = sum(len(text.encode("utf-8", "replace")) for text in texts) + gates_bytes
@@ -266,6 +282,8 @@ def plan_export(options: ExportOptions) -> Plan:
     unused = unused_weights(checkpoint, weights.stored, tied=config.text.tied)
     disagreements = ([UNTIED] if stated.text.tied != config.text.tied else []) + ([unused] if unused else [])
     disagreements += [UNPRINTED] * unprinted
+    generation = read_settings(original.text_folder if original else checkpoint.folder, GENERATION)
+    disagreements += generation_warnings(generation, parsed, template, text)
     return Plan(
         options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context,
         predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vtx.exporter.checkpoint.fields import number, size
-from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, TextConfig
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
 from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MERGED, NECK_SQUARE
@@ -238,11 +238,12 @@ def check_values(config: Mapping[str, Any], model: str, known: Mapping[str, tupl
 
 def check_layers(part: Mapping[str, Any], file: str = "config.json") -> None:
     """Refuse absurd counts before transformers makes lists of that length."""
-    layers = part.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise CheckpointError(
-            f"{file}: num_hidden_layers is {layers!r:.60}, not a number from 1 to {MAX_LAYERS}; correct config.json"
-        )
+    for name in ("num_hidden_layers", "depth"):  # the second of Qwen's towers
+        layers = part.get(name)
+        if isinstance(layers, int) and layers > MAX_LAYERS:
+            raise CheckpointError(
+                f"{file}: {name} is {layers!r:.60}, not a number from 1 to {MAX_LAYERS}; correct config.json"
+            )
 
 
 def part_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -267,21 +268,20 @@ def parse(kind: str, config: Mapping[str, Any], name: str = "config.json") -> An
         raise CheckpointError(f"{name} is not a {kind} ({reason}); download it again") from e
 
 
-def parse_parts(kind: str, config: Mapping[str, Any], text: str, towers: tuple[str, ...]) -> Any:
-    """`parse`, once the model_type of both parts is known to be supported: `text` and the first of `towers` by default.
+def parse_parts(kind: str, config: Mapping[str, Any], texts: tuple[str, ...] = (), towers: tuple[str, ...] = ()) -> Any:
+    """`parse`, once the model_type of both parts is known to be supported: one of `texts` and of `towers`.
 
+    Without those transformers' class ignores the part's model_type, of which releases wrote several, and so does vtx.
     Raises UnsupportedModelError for another text model or tower; CheckpointError if it is not valid for that class.
     """
-    for key, part, default, known in (
-        ("text_config", "text model", text, TEXT_FAMILIES),
-        ("vision_config", "vision tower", towers[0], towers),
-    ):
+    for key, part, known in (("text_config", "text model", texts), ("vision_config", "vision tower", towers)):
         settings = config.get(key) or {}
         if not isinstance(settings, Mapping):
             raise CheckpointError(
-                f"config.json: a model part is a {type(settings).__name__}, not an object; download it again"
+                f"config.json: {key} is a {type(settings).__name__}, not an object; download it again"
             )
-        check_known(part, str(settings.get("model_type", default)), known)
+        if known and "model_type" in settings:
+            check_known(part, str(settings["model_type"]), known)
         check_layers(settings)
     return parse(kind, config)
 

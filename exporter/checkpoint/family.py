@@ -18,7 +18,7 @@ from vtx.exporter.checkpoint.config import (
     tower_of,
 )
 from vtx.exporter.checkpoint.fields import number
-from vtx.exporter.checkpoint.text_config import text_config_of
+from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
@@ -163,7 +163,7 @@ def read_llava_like(
             "config.json names an architecture of Hugging Face's layout and holds LLaVA's own settings (mm_...); "
             "use a checkpoint in one of the layouts"
         )
-    parsed = parse_parts(kind, config, "llama", tuple(VISION_FAMILIES))
+    parsed = parse_parts(kind, config, TEXT_FAMILIES, tuple(VISION_FAMILIES))
     text_config, vision = text_config_of(parsed), parsed.vision_config
     vision_config = tower_of(vision, VISION_FAMILIES[vision.model_type])
     select = getattr(parsed, "vision_feature_select_strategy", "default")

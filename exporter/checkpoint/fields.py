@@ -105,10 +105,6 @@ def read_rope(
             raise UnsupportedModelError("longrope of some layers only is not supported; vtx supports it for all layers")
         rates, scale = _longrope(theta, rotated, parameters, original, config.max_position_embeddings)
     interleaved = interleaved and three_part
-    if three_part and parameters.get("mrope_interleaved", interleaved) != interleaved:
-        raise UnsupportedModelError(
-            f"mrope_interleaved {not interleaved} is not supported for a {config.model_type} model"
-        )
     usual = PARTIAL if partial else INTERLEAVED if interleaved else SECTIONS
     sections = parameters.get("mrope_section", usual) if three_part else ()
     numbers = isinstance(sections, list | tuple) and all(type(part) is int and part > 0 for part in sections)

@@ -11,6 +11,7 @@ from pathlib import Path
 from vtx.runtime.bundle.files import Folder, digest
 from vtx.runtime.errors import CheckpointError, DeviceError
 
+_MODELS = "models--"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -18,16 +19,19 @@ def checkpoint_files(folder: Path) -> Folder:
     """The files of the checkpoint in `folder`; links may lead into the hub cache that it belongs to.
 
     In the cache, files of models--org--name/snapshots/<commit> are links into its blobs/, which may in turn be links to
-    the store that all models share.
+    the store that all models share. A model's part of the cache may be moved elsewhere and renamed.
     """
     root = folder if in_cache(folder) else folder.parent  # the parent of a part's folder
     repo = root.parent.parent
-    stores = (repo / "blobs", repo.parent / "blobs") if in_cache(root) else ()
-    return Folder(folder, "checkpoint", CheckpointError, "download it again, or put the file itself there", stores)
+    stores = [repo / "blobs"] if in_cache(root) else []
+    if stores and repo.name.startswith(_MODELS):
+        stores.append(repo.parent / "blobs")
+    return Folder(folder, "checkpoint", CheckpointError, "download it again, or put the file itself there", (*stores,))
 
 
 def in_cache(folder: Path) -> bool:
-    return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
+    repo = folder.parent.parent
+    return folder.parent.name == "snapshots" and (repo.name.startswith(_MODELS) or (repo / "blobs").is_dir())
 
 
 def revision_of(folder: Path) -> str | None:

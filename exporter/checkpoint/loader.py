@@ -24,6 +24,7 @@ from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
 from vtx.exporter.checkpoint.family import OriginalParts
 from vtx.exporter.checkpoint.hub import check_blob, checkpoint_files, revision_of, snapshot
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
+from vtx.exporter.checkpoint.quantised.opening import FILES, filed_settings, stated_settings, with_matrices
 from vtx.runtime.bundle.files import Folder, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
@@ -31,12 +32,15 @@ from vtx.runtime.units import counted
 from vtx.tools.calibration.report import DOWNSAMPLED
 from vtx.tools.common.files import json_object
 
-MAX_CONFIG = 2**20
-MAX_INDEX = 8 * 2**20  # a 13B LLaVA's index is 80 kB
+# Each is several times the largest of published files, in brackets: of OpenVLA 7B, Gemma 3, and OpenVLA 7B.
+MAX_CONFIG = 2**20  # [60,736 bytes]
+MAX_TOKENIZER_CONFIG = 8 * 2**20  # [1,157,007 bytes]
+MAX_INDEX = 8 * 2**20  # [94,764 bytes]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 ADAPTER = "adapter_config.json"  # of peft
 PARTS = {"vision": "vision tower", "projector": "projector", "text": "decoder", "video": "video tower"}
 
@@ -97,12 +101,13 @@ class Checkpoint:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, info in sorted(self.tensors.items()):
             digest.update(json.dumps([name, info.dtype, info.shape]).encode())
-            try:
-                with open_data(info) as file:
-                    file.seek(info.offset + max(0, info.nbytes // 2 - 32))
-                    digest.update(file.read(min(64, info.nbytes)))
-            except OSError as cause:
-                raise CheckpointError(f"cannot read {info.file} ({reason(cause)}); check the disk") from cause
+            for part in info.source.parts if info.source else (info,):
+                try:
+                    with open_data(part) as file:
+                        file.seek(part.offset + max(0, part.nbytes // 2 - 32))
+                        digest.update(file.read(min(64, part.nbytes)))
+                except OSError as cause:
+                    raise CheckpointError(f"cannot read {part.file} ({reason(cause)}); check the disk") from cause
         return digest.hexdigest() + (DOWNSAMPLED + self.downsample if self.downsample else "")
 
     def require(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -218,7 +223,8 @@ def canonical_name(name: str) -> str:
 def read_settings(folder: Path, name: str) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint, empty if the file does not exist. Raises `CheckpointError`."""
     files = checkpoint_files(folder)
-    return json_object(files.read(name, MAX_CONFIG), name) if files.exists(name) else {}
+    limit = MAX_TOKENIZER_CONFIG if name == TOKENIZER_CONFIG else MAX_CONFIG
+    return json_object(files.read(name, limit), name) if files.exists(name) else {}
 
 
 def check_finite(array: NDArray[Any], name: str) -> None:
@@ -244,20 +250,24 @@ def _config(folder: Path, check: Callable[[Mapping[str, Any]], None]) -> dict[st
 
 
 def check_model(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for a model of another family, or a quantised one."""
+    """Raise UnsupportedModelError for a model of another family, or one that is quantised in an unknown way."""
     find_family(config)
-    for part in (config, config.get("text_config"), config.get("vision_config")):
-        if isinstance(part, dict) and part.get("quantization_config"):
-            settings = part["quantization_config"]
-            method = settings.get("quant_method") if isinstance(settings, dict) else None
-            raise UnsupportedModelError(
-                f"the checkpoint is quantised ({shown(str(method or 'quantization_config'))[1:-1]}); "
-                "use the unquantised checkpoint"
-            )
+    stated_settings(config)
 
 
 def _source_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
-    """Every tensor of the checkpoint by its name in the file, and notes on the files for the user."""
+    """Every tensor of the checkpoint by its name in the file, quantised matrices computed, and notes for the user."""
+    tensors, notes = _stored_tensors(folder, allow_pickle=allow_pickle)
+    files = checkpoint_files(folder)
+    settings = stated_settings(read_settings(folder, "config.json"))
+    for name in FILES:
+        if settings is None and files.exists(name):
+            settings = filed_settings(name, read_settings(folder, name))
+    return tensors if settings is None else with_matrices(tensors, settings), notes
+
+
+def _stored_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+    """Every tensor that the checkpoint stores, and notes on the files for the user."""
     files = checkpoint_files(folder)
     if files.exists(SINGLE):
         return _tensors(files, SINGLE), ()

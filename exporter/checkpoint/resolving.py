@@ -11,8 +11,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vtx.exporter.checkpoint.examples import with_examples
+from vtx.exporter.checkpoint.generation import turn_ends
 from vtx.exporter.checkpoint.original.tokenizer import FILE as SENTENCEPIECE
-from vtx.exporter.checkpoint.original.tokenizer import UNK_ID, original_tokenizer
+from vtx.exporter.checkpoint.original.tokenizer import original_tokenizer, sentencepiece_tokenizer
+from vtx.exporter.checkpoint.published_ids import UNK_ID, check_ids, published_tokens
 from vtx.exporter.checkpoint.tokenizer_spec import check_bytes, check_spec, length_bound
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
@@ -28,6 +30,7 @@ _QUESTION = "What is this? {} 123 {}"
 def resolve(request: dict[str, Any]) -> dict[str, Any]:
     """The tokenizer.json and text settings of the files in `folder`; `name` is for messages, `end_ids` may be None."""
     folder, image = Path(request["folder"]), request["image_token_id"]
+    published = published_tokens(folder)  # refuses wrong types before transformers fails on them
     if request.get("original") and (image == UNK_ID or (folder / SENTENCEPIECE).exists()):
         loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
     else:
@@ -39,6 +42,8 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     ends = request["end_ids"]
     if ends is None:
         ends = [] if loaded.eos_token_id is None else [int(loaded.eos_token_id)]
+    video, seg = request["video_token_id"], request.get("seg_token")
+    check_ids(published, tokenizer, request["vocab"], {image, video}, ends)
     adds = not request.get("whole")
     encoding = encode(tokenizer, "a", add_special_tokens=adds)
     added = encoding.special_tokens_mask
@@ -53,22 +58,29 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         name: None if getattr(loaded, name, None) is None else str(getattr(loaded, name))
         for name in ("bos_token", "eos_token", "pad_token", "unk_token")
     }
-    video, seg = request["video_token_id"], request.get("seg_token")
     seg_id = None if seg is None else tokenizer.token_to_id(seg)
     if seg is not None and (seg_id is None or encode(tokenizer, seg).ids != [seg_id]):
         raise CheckpointError(f"the tokenizer has no token {seg}; use the tokenizer that belongs to the model")
+    image_token = _added_token(tokenizer, image, "image")
+    if getattr(loaded, "image_token", None) not in (None, image_token):
+        raise CheckpointError(
+            f"the tokenizer's image_token is {str(loaded.image_token)!r:.40}, and the config's, {image}, is "
+            f"{image_token!r:.40}; use the tokenizer that belongs to the model"
+        )
     settings = TextSettings(
-        image_token=_added_token(tokenizer, request["image_token_id"], "image"),
-        image_token_id=request["image_token_id"], **tokens, end_ids=tuple(ends), add_special_tokens=adds,
+        image_token=image_token, image_token_id=image, **tokens, end_ids=tuple(ends), add_special_tokens=adds,
         ids_before=tuple(encoding.ids[:start]), ids_after=tuple(encoding.ids[end:]), control_tokens={},
         length_bound=None, examples=(), video_token=None if video is None else _added_token(tokenizer, video, "video"),
         video_token_id=video, seg_token_id=seg_id,
     )  # fmt: skip
+    if not request["stated"]:
+        others = [id for id in turn_ends(tokenizer, request["template"], settings).values() if id not in ends]
+        settings = replace(settings, end_ids=(*ends, *others))
     control = control_tokens(tokenizer, settings)
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
     settings = with_examples(settings, request["template"])
     # ask about an image, or a video, with control tokens as text in it, and decode the prompt
-    text = Text(tokenizer, request["template"], settings)
+    text = Text(tokenizer, request["template"], settings, vocab=max(request["vocab"], image + 1))
     for typed, kind in product(("", "".join(control)), PICTURES if video is not None else PICTURES[:1]):
         picture: Part = {"type": "video"} if kind == "video" else {"type": "image"}
         words: Part = {"type": "text", "text": _QUESTION.format("猫", typed)}
@@ -110,7 +122,9 @@ def _load(folder: Path, name: str) -> Any:
             check_spec(json.loads((folder / "tokenizer.json").read_bytes()))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"tokenizer.json of {name} is not valid JSON ({error}); download it again") from error
-    fix = "save it as a tokenizer.json (a tokenizer.model alone needs the sentencepiece package)"
+    elif (folder / SENTENCEPIECE).exists():
+        return sentencepiece_tokenizer(folder, name)
+    fix = "save it as a tokenizer.json"
     with rust_errors(CheckpointError, f"transformers cannot load the tokenizer of {name}; {fix}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(tokenizer, "backend_tokenizer"):

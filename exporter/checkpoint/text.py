@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
+from vtx.exporter.checkpoint.generation import FILE as GENERATION
 from vtx.exporter.checkpoint.hub import checkpoint_files
 from vtx.exporter.checkpoint.loader import read_settings
 from vtx.runtime.bundle.spec.text_settings import MAX_ID, TextSettings
@@ -43,17 +44,20 @@ def read_text(
     folder: Path, image_token_id: int, text_config: Mapping[str, Any], top_config: Mapping[str, Any],
     template: str | None = None, limits: ChildLimits = LIMITS, *, original: bool = False,
     video_token_id: int | None = None, seg_token: str | None = None, end_ids: tuple[int, ...] | None = None,
-    whole: bool = False,
+    whole: bool = False, vocab: int = MAX_ID + 1,
 ) -> tuple[str, str, TextSettings]:  # fmt: skip
     """The tokenizer as tokenizer.json, the chat template, and the settings for `vtx.runtime.prompt.text.Text`.
 
     The tokenizer is the one that transformers' AutoTokenizer makes of the checkpoint's data files, without any code of
     the checkpoint; `template` replaces the checkpoint's. A question about an image is tried, so that models without a
     usable prompt are refused here. `original`: the tokenizer is a tokenizer.model without an image token, which gets
-    one. `end_ids` end an answer, whatever the files say. `whole`: the template prints all of a prompt, to which the
-    tokenizer adds nothing. Raises CheckpointError, TemplateError, UnsupportedModelError.
+    one. `end_ids` end an answer, whatever the files say; if neither they nor generation_config.json are given, the
+    tokenizer's end token and the template's end of a turn are added. `whole`: the template prints all of a prompt, to
+    which the tokenizer adds nothing. `vocab` is the number of the model's tokens. Raises CheckpointError,
+    TemplateError, UnsupportedModelError.
     """
     template = template if template is not None else read_template(folder)
+    stated = end_ids is not None or read_settings(folder, GENERATION).get("eos_token_id") is not None
     if end_ids is None:
         end_ids = _end_ids(folder, text_config, top_config)
     with _copied(folder, text_config, top_config) as copy:
@@ -61,6 +65,7 @@ def read_text(
             "folder": str(copy), "name": str(folder), "image_token_id": image_token_id,
             "video_token_id": video_token_id, "end_ids": None if end_ids is None else list(end_ids),
             "template": template, "original": original, "seg_token": seg_token, "whole": whole,
+            "vocab": vocab, "stated": stated,
         }  # fmt: skip
         files = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted(copy.iterdir())]
         key = hashlib.sha256(json.dumps([files, {**request, "folder": "", "name": ""}]).encode()).hexdigest()
@@ -138,8 +143,8 @@ def _copied(folder: Path, text_config: Mapping[str, Any], top_config: Mapping[st
 
 def _end_ids(folder: Path, text_config: Mapping[str, Any], top_config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The end tokens of transformers' generate: generation_config.json's, else the configs'; None: the tokenizer's."""
-    generation = read_settings(folder, "generation_config.json")
-    sources = {"generation_config.json": generation, "config.json": top_config, "text_config": text_config}
+    generation = read_settings(folder, GENERATION)
+    sources = {GENERATION: generation, "config.json": top_config, "text_config": text_config}
     name = next((name for name, config in sources.items() if config.get("eos_token_id") is not None), None)
     if name is None:
         return None

@@ -80,7 +80,8 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         raise UnsupportedModelError(
             f"head_dim {head_dim!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
         )
-    family = THREE_PART.get(config.model_type, config.model_type)
+    kind = type(config).model_type  # the class's: some configurations name another one, which transformers ignores
+    family = THREE_PART.get(kind, kind)
     positions = size(config, "max_position_embeddings", MAX_POSITIONS)
     window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     kinds = {STATE_KINDS[family], "full_attention"} if family in STATE_KINDS else ATTENTION_KINDS
@@ -110,7 +111,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         o_bias=(biases or family in ("qwen3", "qwen3_5")) and bool(getattr(config, "attention_bias", False)),
         mlp_bias=biases and bool(getattr(config, "mlp_bias", False)), tied=bool(parsed.tie_word_embeddings),
         rope=read_rope(
-            config, head_dim, three_part=three_part and config.model_type in THREE_PART,
+            config, head_dim, three_part=three_part and kind in THREE_PART,
             interleaved=family in ("qwen3", "qwen3_5"),
             partial=family == "qwen3_5",
         ),
@@ -138,10 +139,6 @@ def _lfm2(config: Any, layers: int, ffn: int) -> tuple[int, dict[str, Any]]:
 
 def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
     """Qwen3.5's layers with the gated delta rule, and what its attention has beyond Qwen3's."""
-    if getattr(config, "attn_output_gate", True) is not True:
-        raise UnsupportedModelError(
-            f"attn_output_gate {config.attn_output_gate!r:.40} is not supported; vtx exports gated attention of Qwen3.5"
-        )
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     key_heads, value_heads, key_dim, value_dim = (size(config, f"linear_{name}", MAX_HEADS) for name in names)
     if value_heads % key_heads:

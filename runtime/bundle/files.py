@@ -68,7 +68,8 @@ class Folder:
                 base = next((base for base in bases if target.is_relative_to(base)), None)
                 if base is None:
                     raise self.error(
-                        f"{name} is a link that leaves the {self.kind}, to {target}; do not use this {self.kind}"
+                        f"{name} is a link that leaves the {self.kind}, to {target}; if you trust it, use a copy of "
+                        f"the {self.kind} with files in place of links: cp -rL {self.path} COPY"
                     )
                 descriptor = _open_below(base, target.relative_to(base).parts)
             else:

@@ -550,7 +550,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return noise * np.float32(gain / np.prod(shape[1:]) ** 0.5)
 
 
-def _rename(name: str, tiny: Tiny) -> str:
+def hub_name(name: str, tiny: Tiny) -> str:
+    """A tensor's name in the files of this variant."""
     if (
         tiny.names == "new"
         or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6")
@@ -571,7 +572,7 @@ def _rename(name: str, tiny: Tiny) -> str:
 def write_weights(folder: Path, tiny: Tiny, weights: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    tensors = {_rename(name, tiny): tensor for name, tensor in weights.items()}
+    tensors = {hub_name(name, tiny): tensor for name, tensor in weights.items()}
     if tiny.shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return

@@ -10,7 +10,7 @@ from typing import Any
 from vtx.exporter.checkpoint.config import ATTENDING, HEAD, STEM, ModelConfig, VisionConfig, image_token_of, parse_parts
 from vtx.exporter.checkpoint.family import ONE_PIECE, Family
 from vtx.exporter.checkpoint.fields import MAX_WIDTH
-from vtx.exporter.checkpoint.text_config import text_config_of
+from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.single import Single
@@ -22,7 +22,7 @@ MAX_SIDE = 64  # tokens
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    parsed = parse_parts("FastVlmConfig", config, "qwen2", ("timm_wrapper",))
+    parsed = parse_parts("FastVlmConfig", config, TEXT_FAMILIES, ("timm_wrapper",))
     text, count = text_config_of(parsed), parsed.image_seq_length
     side = math.isqrt(count) if isinstance(count, int) and 1 <= count <= MAX_SIDE**2 else 0
     if not side or side * side != count:

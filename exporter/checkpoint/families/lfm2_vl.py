@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, check_known, image_token_of, parse_parts, tower_of
+from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, image_token_of, parse_parts, tower_of
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import check_patches, number, size
 from vtx.exporter.checkpoint.text_config import text_config_of
@@ -22,8 +22,7 @@ DEFAULTS = (64, 256, TILE, 2, 10)
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    parsed = parse_parts("Lfm2VlConfig", config, "lfm2", ("siglip2_vision_model",))
-    check_known("text model", parsed.text_config.model_type, ("lfm2",))
+    parsed = parse_parts("Lfm2VlConfig", config, ("lfm2",), ("siglip2_vision_model",))
     text, part, side = text_config_of(parsed), parsed.vision_config, size(parsed, "downsample_factor", 64)
     positions = size(part, "num_patches")
     if math.isqrt(positions) ** 2 != positions:

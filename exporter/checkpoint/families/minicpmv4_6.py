@@ -11,11 +11,9 @@ from vtx.exporter.checkpoint.config import (
     ModelConfig,
     VideoConfig,
     VisionConfig,
-    check_known,
-    check_layers,
     check_values,
     image_token_of,
-    parse,
+    parse_parts,
     part_of,
     tower_of,
 )
@@ -38,15 +36,10 @@ SQUARE = ([MERGED] * 2, (MERGED,) * 2, None)
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    text_part, vision_part = part_of(config, "text_config"), part_of(config, "vision_config")
-    check_known("text model", str(text_part.get("model_type", "qwen3_5_text")), ("qwen3_5_text",))
-    check_known("vision tower", str(vision_part.get("model_type", "minicpmv4_6_vision")), ("minicpmv4_6_vision",))
-    for part in (text_part, vision_part):
-        check_layers(part)
-    known = {"merge_kernel_size": SQUARE, "merger_times": (1, None), "drop_vision_last_layer": (False, None)}
-    check_values(config, "a MiniCPM-V 4.6", known | {MODE: (*MODES, None)})
-    check_values(vision_part, "a MiniCPM-V 4.6", {"window_kernel_size": SQUARE})
-    parsed = parse("MiniCPMV4_6Config", config)
+    known = {"merge_kernel_size": SQUARE, "merger_times": (1, None), MODE: (*MODES, None)}
+    check_values(config, "a MiniCPM-V 4.6", known)
+    check_values(part_of(config, "vision_config"), "a MiniCPM-V 4.6", {"window_kernel_size": SQUARE})
+    parsed = parse_parts("MiniCPMV4_6Config", config, ("qwen3_5_text",))
     text, tower = text_config_of(parsed, three_part=False), tower_of(parsed.vision_config, "siglip")
     after = parsed.insert_layer_id
     if type(after) is not int or not 0 <= after < tower.layers:

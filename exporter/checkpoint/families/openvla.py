@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from vtx.exporter.checkpoint.config import (
     ModelConfig,
     VisionConfig,
-    check_known,
     check_layers,
     check_values,
     parse,
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
     from vtx.runtime.prompt.text import Text
 
 NORM_EPS = 1e-6  # of timm's towers: no setting
+LLAMAS = (  # names of the released code, which makes a llama for these whatever text_config says
+    "llama2-7b-pure", "llama2-13b-pure", "llama2-7b-chat", "llama2-13b-chat", "vicuna-v15-7b", "vicuna-v15-13b",
+)  # fmt: skip
 EMPTY = 29871  # the token with which every prompt ended in training: the mark of a space
 BEFORE, AFTER = "In: What action should the robot take to ", "?\nOut:"
 # The towers' sizes, which are in no file of a checkpoint; `image` is config.json's.
@@ -62,7 +64,8 @@ _NAMES = (
 
 
 def _read(config: Config) -> ModelConfig:
-    check_values(config, "an OpenVLA", {"use_fused_vision_backbone": (None, True)})
+    known = {"use_fused_vision_backbone": (None, True), "llm_backbone_id": (None, *LLAMAS)}
+    check_values(config, "an OpenVLA", known)
     names = config.get("timm_model_ids")
     towers = [TOWERS.get(name) if isinstance(name, str) else None for name in names] if isinstance(names, list) else []
     first, second = towers if len(towers) == 2 else (None, None)
@@ -77,7 +80,6 @@ def _read(config: Config) -> ModelConfig:
         raise UnsupportedModelError(f"images of {side} pixels are not supported with towers of {first.patch} x "
                                     f"{first.patch} and {second.patch} x {second.patch} patches")  # fmt: skip
     settings = part_of(config, "text_config")
-    check_known("text model", str(settings.get("model_type", "llama")), ("llama",))
     check_layers(settings)
     parsed = parse("LlamaConfig", settings)
     tied = bool(parsed.tie_word_embeddings)
@@ -143,8 +145,15 @@ def _range(name: str, stated: Any) -> ActionRange:
 
 
 def _statistics(processor: Config) -> list[tuple[list[float], list[float]]]:
-    """The means and deviations of each tower's pixel values."""
+    """The means and deviations of each tower's pixel values.
+
+    They are those of `tvf_normalize_params` if the file has them, as in the released code: the published ones are the
+    `means` and `stds` in bfloat16.
+    """
     means, stds = processor.get("means"), processor.get("stds")
+    stated = processor.get("tvf_normalize_params")
+    if isinstance(stated, list) and all(isinstance(tower, Mapping) for tower in stated):
+        means, stds = ([tower.get(name) for tower in stated] for name in ("mean", "std"))
     for name, values in (("means", means), ("stds", stds)):
         if (
             not isinstance(values, list)

@@ -15,7 +15,7 @@ from vtx.exporter.checkpoint.config import (
     tower_of,
 )
 from vtx.exporter.checkpoint.family import SIGLIP, Family
-from vtx.exporter.checkpoint.text_config import text_config_of
+from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.vision.layouts.single import Single
 
@@ -32,7 +32,7 @@ PROMPT = (
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    parsed = parse_parts("PaliGemmaConfig", config, "gemma", ("siglip_vision_model",))
+    parsed = parse_parts("PaliGemmaConfig", config, TEXT_FAMILIES, ("siglip_vision_model",))
     text = text_config_of(parsed)
     return paligemma_config(parsed, image_token_of(parsed, text))
 

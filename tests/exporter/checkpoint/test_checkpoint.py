@@ -13,7 +13,7 @@ import safetensors.numpy
 from tests.support.checkpoints import COMMIT, CONFIG, Q_PROJ, SHARDS, WEIGHTS, make, make_cache, make_sharded, put_index
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.hub import checkpoint_files
-from vtx.exporter.checkpoint.loader import INDEX, SINGLE, canonical_name, check_finite
+from vtx.exporter.checkpoint.loader import INDEX, SINGLE, canonical_name, check_finite, read_settings
 from vtx.exporter.checkpoint.original.pickled import PICKLE
 from vtx.runtime.bundle.safetensors import read_bits, read_header
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -322,6 +322,34 @@ def test_the_hub_cache_s_own_links_are_fine_and_tell_the_commit(tmp_path: Path, 
     assert checkpoint.revision == COMMIT
     assert checkpoint.tensors["head.weight"].file == snapshot / SHARDS[0]
     assert checkpoint.fingerprint() == open_checkpoint(str(make_sharded(tmp_path / "plain"))).fingerprint()
+
+
+def test_a_model_of_the_cache_may_be_moved_and_renamed(tmp_path: Path) -> None:
+    repo = make_cache(tmp_path / "cache").parent.parent.rename(tmp_path / "smolvlm")
+    checkpoint = open_checkpoint(str(repo / "snapshots" / COMMIT))
+    assert (checkpoint.revision, len(checkpoint.tensors)) == (COMMIT, len(WEIGHTS))
+
+
+def test_a_folder_of_links_into_the_cache_is_refused_with_the_command_that_makes_files_of_them(tmp_path: Path) -> None:
+    snapshot, links = make_cache(tmp_path), tmp_path / "links"
+    links.mkdir()
+    for file in snapshot.iterdir():
+        (links / file.name).symlink_to(file)
+    with pytest.raises(CheckpointError, match=f"in place of links: cp -rL {links} COPY"):
+        open_checkpoint(str(links))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "limit"), [("config.json", 1 << 20, "1,048,576"), ("tokenizer_config.json", 64 << 20, "8,388,608")]
+)
+def test_a_settings_file_may_be_as_large_as_published_ones_and_not_huge(
+    tmp_path: Path, name: str, size: int, limit: str
+) -> None:
+    (tmp_path / name).write_text(json.dumps({"padding": " " * size}))
+    with pytest.raises(CheckpointError, match=f"{name} holds .* bytes, the limit for such a file is {limit}"):
+        read_settings(tmp_path, name)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"padding": " " * 1_157_007}))  # as large as Gemma 3's
+    assert read_settings(tmp_path, "tokenizer_config.json")
 
 
 def test_a_snapshot_cannot_link_into_another_model(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def broken(**changed: Any) -> dict[str, Any]:
         ({"timm_model_ids": [DINO]}, "timm_model_ids"),
         ({"timm_override_act_layers": [None, "quick_gelu"]}, "timm_override_act_layers"),
         ({"use_fused_vision_backbone": False}, "use_fused_vision_backbone False is not supported in an OpenVLA"),
-        ({"text_config": {"model_type": "phi"}}, "the text model 'phi' is not supported"),
+        ({"llm_backbone_id": "phi-2-3b"}, "llm_backbone_id 'phi-2-3b' is not supported in an OpenVLA"),
     ],
 )
 def test_a_configuration_that_says_too_little_is_refused_by_name(changed: dict[str, Any], message: str) -> None:

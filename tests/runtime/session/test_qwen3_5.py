@@ -283,8 +283,6 @@ def test_reductions_that_read_what_is_not_there_are_refused_by_name(
         ("text_config", {"linear_num_value_heads": 3}, "is not a multiple of linear_num_key_heads 2"),
         ("text_config", {"linear_num_value_heads": 0}, "linear_num_value_heads"),
         ("text_config", {"linear_key_head_dim": 1 << 20}, "linear_key_head_dim is 1048576, not a number from 1"),
-        ("text_config", {"attn_output_gate": False}, "attn_output_gate False is not supported"),
-        ("text_config", {"model_type": "qwen3_5_moe_text"}, "text model|qwen3_5_moe_text"),
         (
             "text_config", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.1}},
             "rotates 1 numbers of a head, not an even number",

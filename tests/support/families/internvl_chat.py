@@ -84,11 +84,11 @@ def make_internvl_chat(folder: Path, tiny: Tiny, seed: int) -> Path:
     top |= {"dynamic_image_size": True, "use_thumbnail": True, "max_dynamic_patch": 6, "select_layer": -1}
     top |= {"template": "internlm2-chat", "ps_version": "v2"} if internlm else {"template": "internvl2_5"}
     write_json(folder / "config.json", top)
-    save_file(dict(_renamed(weights, tiny)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(renamed(weights, tiny.text, tiny.kv_heads)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _renamed(weights: dict[str, torch.Tensor], tiny: Tiny) -> Any:
+def renamed(weights: dict[str, torch.Tensor], text: str, kv_heads: int) -> Any:
     """The tensors by their authors' names, q, k and v together."""
     import torch
 
@@ -104,14 +104,14 @@ def _renamed(weights: dict[str, torch.Tensor], tiny: Tiny) -> Any:
             )
         elif part == "multi_modal_projector":
             yield _by(_PROJECTOR, rest), tensor
-        elif tiny.text != "llama":
+        elif text != "llama":
             yield (f"language_model.{name}" if part == "lm_head" else f"language_model.model.{rest}"), tensor
             for other, its in zip("kv", others, strict=False):
                 yield f"language_model.model.{rest}".replace(".q_proj.", f".{other}_proj."), its
         elif part == "lm_head":
             yield "language_model.output.weight", tensor
         elif others:
-            parts = [matrix.view(tiny.kv_heads, -1, matrix.shape[-1]) for matrix in (tensor, *others)]
+            parts = [matrix.view(kv_heads, -1, matrix.shape[-1]) for matrix in (tensor, *others)]
             fused = torch.cat(parts, 1).reshape(-1, tensor.shape[-1])
             yield "language_model.model." + rest.replace(".self_attn.q_proj.", ".attention.wqkv."), fused
         else:

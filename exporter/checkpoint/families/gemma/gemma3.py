@@ -11,11 +11,9 @@ from typing import Any
 from vtx.exporter.checkpoint.config import (
     VISION_FAMILIES,
     ModelConfig,
-    check_known,
-    check_layers,
     check_values,
     image_token_of,
-    parse,
+    parse_parts,
     part_of,
     tower_of,
 )
@@ -37,18 +35,9 @@ MATRIX = "projector.linear_1.weight"
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    text_part, vision_part = part_of(config, "text_config"), part_of(config, "vision_config")
-    check_known("text model", str(text_part.get("model_type", "gemma3_text")), ("gemma3_text",))
-    check_known("vision tower", str(vision_part.get("model_type", "siglip_vision_model")), ("siglip_vision_model",))
-    for part in (text_part, vision_part):
-        check_layers(part)
-    check_values(
-        text_part, "a Gemma 3", {
-            "attention_bias": (None, False), "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,), "use_bidirectional_attention": (None, False),
-        },
-    )  # fmt: skip
-    parsed = parse("Gemma3Config", config)
+    known = {"attention_bias": (None, False), "use_bidirectional_attention": (None, False)}
+    check_values(part_of(config, "text_config"), "a Gemma 3", known)
+    parsed = parse_parts("Gemma3Config", config, towers=("siglip_vision_model",))
     text, tower = _text(parsed), tower_of(parsed.vision_config, VISION_FAMILIES["siglip_vision_model"])
     tokens = size(parsed, "mm_tokens_per_image")
     side = isqrt(tokens)

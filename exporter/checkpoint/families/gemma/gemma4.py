@@ -9,11 +9,9 @@ from typing import Any
 from vtx.exporter.checkpoint.config import (
     ModelConfig,
     VisionConfig,
-    check_known,
-    check_layers,
     check_values,
     image_token_of,
-    parse,
+    parse_parts,
     part_of,
 )
 from vtx.exporter.checkpoint.family import Family, ImageProcessor
@@ -37,11 +35,7 @@ IMAGE, BEGIN, END = "<|image|>", "<|image>", "<image|>"  # the placeholder, and 
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    text_part, vision_part = part_of(config, "text_config"), part_of(config, "vision_config")
-    check_known("text model", str(text_part.get("model_type", "gemma4_text")), ("gemma4_text",))
-    check_known("vision tower", str(vision_part.get("model_type", "gemma4_vision")), ("gemma4_vision",))
-    for part in (text_part, vision_part):
-        check_layers(part)
+    text_part = part_of(config, "text_config")
     if text_part.get("enable_moe_block"):
         raise UnsupportedModelError(
             "enable_moe_block: Gemma 4's mixture of experts is not supported; use Gemma 4 E2B or E4B"
@@ -51,7 +45,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
             "attention_k_eq_v": (None, False), "use_bidirectional_attention": (None,), "attention_bias": (None, False),
         },
     )  # fmt: skip
-    parsed = parse("Gemma4Config", config)
+    parsed = parse_parts("Gemma4Config", config)
     text = _text(parsed)
     vision = _tower(parsed.vision_config)
     layout = TokenBudget(vision.patch, vision.shuffle, TOKENS)

@@ -17,7 +17,7 @@ from vtx.exporter.checkpoint.config import (
 )
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import size
-from vtx.exporter.checkpoint.text_config import text_config_of
+from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.frames import MAX_LONGER, Frames
 from vtx.runtime.vision.layouts.marked import MAX_SIDE, MarkedTiles
@@ -44,7 +44,7 @@ _UNROUNDED = (26, 27, *(1 << power for power in range(11)))
 
 
 def _read(name: str, config: Mapping[str, Any]) -> ModelConfig:
-    parsed = parse_parts(f"{name}Config", config, "llama", (f"{name.lower()}_vision",))
+    parsed = parse_parts(f"{name}Config", config, TEXT_FAMILIES)
     text_config, side = text_config_of(parsed), size(parsed, "scale_factor", 64)
     tower = replace(tower_of(parsed.vision_config, "siglip", side), shuffle=side, post_norm=True)
     if tower.grid not in _UNROUNDED:

