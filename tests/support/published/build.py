@@ -36,7 +36,7 @@ CHANGED = {  # what those say of the sibling alone
         "size": {"shortest_edge": 224}, "crop_size": _SIDE,
     },
 }  # fmt: skip
-IMAGES = r"\{% for content in .{1,60}'image'\) %\}\{\{ '<image>\\n' \}\}\{% endfor %\}"
+IMAGES = r"\{% for content in .{1,80}'image'\) %\}\{\{ '<image>\s' \}\}\{% endfor %\}"
 SHARDS = 2
 Weights = dict[str, "torch.Tensor"]
 
