@@ -40,7 +40,9 @@ MAX_RATE = 1000  # frames a second
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg")
 CHILD, LIBRARIES = "vtx.runtime.vision.video_child:frames_of", ("av",)
 EVERY = "vtx.runtime.vision.video_child:all_frames"
-PICTURES = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1")  # brands of images in MP4's container
+PICTURES = (  # brands of images in MP4's container
+    b"avif", b"avis", b"heic", b"heim", b"heis", b"heix", b"hevc", b"hevm", b"hevs", b"hevx", b"mif1", b"msf1", b"crx ",
+)  # fmt: skip
 READABLE = "MP4, MOV, MKV, WebM and AVI"
 SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".3gp", ".ogv")
 VideoFile: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"

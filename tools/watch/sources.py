@@ -18,7 +18,7 @@ from PIL import Image
 from vtx.runtime.errors import DeviceError, ImageError, VtxError
 from vtx.runtime.vision.decoding import decoded, decoder_options, fault, orientation
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.limits import MAX_FRAME_PIXELS
+from vtx.runtime.vision.limits import MAX_FILE_BYTES, MAX_FRAME_PIXELS
 from vtx.runtime.vision.video import play
 from vtx.tools.watch.config import SourceConfig, WatchConfig
 from vtx.tools.watch.v4l2 import told_format
@@ -26,6 +26,8 @@ from vtx.tools.watch.v4l2 import told_format
 POLL_SECONDS = 0.1  # between two looks into a folder
 FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0  # seconds before a lost source is opened again; doubled each time
 OPEN_SECONDS, READ_SECONDS = 10.0, 10.0  # that opening a stream, and waiting for its next packet, may take
+SNAPSHOTS = ("jpeg_pipe", "png_pipe", "webp_pipe")  # FFmpeg's names of one picture
+SNAPSHOT_SECONDS = 1.0  # from one request to the next, if a source has no rate
 JUMP_SECONDS = 60.0  # between two frames of a video; a longer step, or one back, is not waited for
 BAD_FRAMES = 100  # in a row, after which a stream is opened again
 STREAM = {"rtsp_transport": "tcp", "fflags": "nobuffer",
@@ -207,6 +209,9 @@ class FrameSource:
             opened = av.open(config.camera, format="v4l2", options=size, timeout=(OPEN_SECONDS, READ_SECONDS))
         else:
             opened = av.open(str(config.stream), options=STREAM, timeout=(OPEN_SECONDS, READ_SECONDS))
+        if config.camera is None and opened.format.name in SNAPSHOTS:
+            opened.close()
+            return self._snapshots(av)
         with opened as container, nullcontext(str) if config.camera is None else told_format(config.camera) as told:
             if not container.streams.video:
                 raise ImageError("it has no video, only sound or data; give another address")
@@ -232,8 +237,23 @@ class FrameSource:
                 if bad == BAD_FRAMES:
                     raise ImageError(f"{BAD_FRAMES} frames in a row cannot be decoded ({fault(damage)})") from damage
             if self.closed:
-                return
+                return None
         raise ImageError("the stream ended")
+
+    def _snapshots(self, av: Any) -> None:
+        """The pictures of an address that answers each request with one, as cameras' snapshot addresses do."""
+        address, pause = str(self.config.stream), SNAPSHOT_SECONDS if self.config.rate is None else 1 / self.config.rate
+        options = {"protocol_whitelist": STREAM["protocol_whitelist"]}
+        while not self.closed:
+            begun, content = time.monotonic(), bytearray()
+            with av.open(address, format="data", options=options, timeout=(OPEN_SECONDS, READ_SECONDS)) as container:
+                for packet in container.demux():
+                    content += bytes(packet)
+                    if len(content) > MAX_FILE_BYTES:
+                        raise ImageError(f"a picture is over {MAX_FILE_BYTES >> 20} MiB, the limit")
+            picture = bytes(content)
+            self._put(lambda picture=picture: picture)
+            self._closed.wait(max(0.0, begun + pause - time.monotonic()))
 
 
 def _converted(frame: Any, converting: threading.Lock) -> ImageSource:

@@ -32,7 +32,9 @@ _SIGNATURES = (
     ("PPM", re.compile(rb"P[1-6]\s")),
     ("TIFF", re.compile(rb"II\*\0|MM\0\*")),
     ("AVIF", re.compile(rb"....ftypavi[fs]", re.DOTALL)),
-    ("HEIC", re.compile(rb"....ftyp", re.DOTALL)),
+    ("HEIC", re.compile(rb"....ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)),
+    ("CR3", re.compile(rb"....ftypcrx ", re.DOTALL)),
+    ("MP4", re.compile(rb"....ftyp", re.DOTALL)),
 )
 _PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt")
@@ -64,6 +66,8 @@ def read_container(name: str, content: bytes, formats: Sequence[str] = DEFAULT_F
         raise ImageError(
             f"{name} is not an image that vtx reads; it reads {', '.join(formats)}: convert it, or give its pixels"
         )
+    if kind == "MP4":
+        raise ImageError(f"{name} is an MP4 video, not an image; give it as a video, or a frame of it as an image")
     if kind not in KNOWN_FORMATS:
         raise ImageError(
             f"{name} is a {kind} image; vtx reads {', '.join(formats)}; convert it, or open it yourself and give a PIL "

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -401,13 +402,66 @@ def test_pictures_cut_off_by_a_camera_are_counted_and_not_shown() -> None:
     Image.fromarray(noise).save(file, "jpeg")
     whole = file.getvalue()
     half = whole[: len(whole) // 2]
-    sent = [whole, half, whole, whole, half, half + b"\xff\xd9", whole, whole]  # the last one is lost with the connection
+    sent = [
+        whole,
+        half,
+        whole,
+        whole,
+        half,
+        half + b"\xff\xd9",
+        whole,
+        whole,
+    ]  # the last one is lost with the connection
     head = b"HTTP/1.0 200 OK\r\nContent-Type: multipart/x-mixed-replace; boundary=next\r\n\r\n"
     parts = (b"--next\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%s\r\n" % (len(s), s) for s in sent)
     with sent_once(head, b"".join(parts)) as port:
         frames, corrupt = all_of(f"http://127.0.0.1:{port}/")
     assert (len(frames), corrupt) == (4, 3)
     assert all(np.array_equal(np.asarray(image), np.asarray(frames[0][1])) for _, image in frames)
+
+
+class Snapshots(BaseHTTPRequestHandler):
+    """A camera that answers each request with one picture, brighter each time; the third is cut off."""
+
+    count = 0
+
+    def do_GET(self) -> None:
+        Snapshots.count += 1
+        content = jpeg("RGB", (64, 48), 20 * Snapshots.count)
+        content = content[: len(content) // 2] if Snapshots.count == 5 else content
+        self.send_response(200)
+        self.send_header("Content-Type", "image/jpeg")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_address_of_one_picture_is_asked_again_and_again() -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Snapshots)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    enough, shown = threading.Event(), list[int | str]()
+
+    def put(read: Any) -> None:
+        try:
+            shown.append(round(float(np.asarray(load_image(read())).mean())))
+        except ImageError as e:
+            shown.append(str(e))
+        if len(shown) == 6:
+            enough.set()
+
+    with reading(put=put, stream=f"http://127.0.0.1:{server.server_port}/snap.cgi?ch=1", rate=50) as source:
+        assert source.state() == ("open", {})
+        assert enough.wait(WAIT)
+    server.shutdown()
+    server.server_close()
+    levels = [level for level in shown if isinstance(level, int)]
+    assert len(levels) >= 5
+    assert levels == sorted(set(levels)), "each request gives a new picture"
+    assert [level for level in shown if isinstance(level, str) and "damaged" in level]
 
 
 def test_frames_predicted_from_a_damaged_one_are_counted_and_not_shown(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from vtx.runtime.vision import image
 from vtx.runtime.vision.files import formats, jpeg
 from vtx.runtime.vision.image import image_size, load_image
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, KNOWN_FORMATS, MAX_GIF_BLOCKS, MAX_PARTS, MAX_SCANS
+from vtx.runtime.vision.video import container
 
 
 def noise(width: int = 50, height: int = 40, channels: int = 3) -> Image.Image:
@@ -240,3 +241,20 @@ def test_a_hostile_file_costs_little_cpu():
     refused(png(chunk(b"teSt") * 2_000_000), "chunks")
     refused(b"P3 3000 3000 255\n" + b"1 " * 27_000_000, "PPM")
     assert time.thread_time() - start < 8
+
+
+@pytest.mark.parametrize(
+    ("brand", "message"),
+    [
+        (b"heic", "a HEIC image; vtx reads JPEG"),
+        (b"mif1", "a HEIC image"),
+        (b"avif", "a AVIF image"),
+        (b"crx ", "a CR3 image; vtx reads JPEG"),
+        (b"isom", "an MP4 video, not an image; give it as a video, or a frame of it as an image"),
+        (b"qt  ", "an MP4 video"),
+    ],
+)
+def test_files_in_mp4s_container_are_called_what_they_are(brand, message):
+    content = b"\0\0\0\x18ftyp" + brand + bytes(8)
+    refused(content, message)
+    assert (container(content) is None) == ("video" not in message)
