@@ -206,12 +206,12 @@ def _guide(
     """The form of answers that these options name, or None. Raises RequestError."""
     if (json_schema, choices, regex, grammar) == (None, None, None, None):
         return None
-    from vtx.runtime.bundle.files import read_named
+    from vtx.runtime.bundle.files import read_text_file
     from vtx.runtime.prompt.guiding import MAX_GRAMMAR, MAX_SCHEMA, Guide
     from vtx.runtime.prompt.text import utf8
 
     def read(file: Path, limit: int) -> str:
-        return utf8(read_named(file, limit, error=RequestError), file.name, RequestError)
+        return utf8(read_text_file(file, limit), file.name, RequestError)
 
     if json_schema is not None and not json_schema.lstrip().startswith("{"):
         json_schema = read(Path(json_schema), MAX_SCHEMA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,11 +15,13 @@ from vtx.runtime.bundle.bundle import CARD, Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.gpu import find_gpu, find_gpus
-from vtx.runtime.host.machine import cpu_flags
+from vtx.runtime.host.machine import cores, cpu_flags
 from vtx.runtime.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.card import Card
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +136,8 @@ def float_bytes(chosen: DeviceChoice) -> Floats:
 
 
 def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:
+    """The bundle's graphs on a device, which compute on `threads`, at most one a core. Raises DeviceError."""
+    if threads is not None and threads > (most := cores()):
+        log.warning("%d threads are more than the %d cores that this process may use; it uses %d", threads, most, most)
+        threads = most
     return ENGINES[chosen.device].load()(bundle, threads, chosen.compute, chosen.number)

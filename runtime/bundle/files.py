@@ -7,6 +7,7 @@ are never waited for or read. Content is read once, and the bytes that are used 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import os
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from vtx.runtime.errors import VtxError
+from vtx.runtime.errors import RequestError, VtxError
 
 BLOCK = 1 << 22  # bytes that are hashed at a time
 POINTER = b"version https://git-lfs.github.com/spec/"  # begins the file that git-lfs leaves until it fetches
@@ -105,6 +106,14 @@ def read_named(path: Path, limit: int, *, error: type[VtxError]) -> bytes:
     """Read a file of at most `limit` bytes that the user named. Raises `error`."""
     with open_named(path, error=error, limit=limit) as file:
         return read_all(file, path.name, error)
+
+
+def read_text_file(path: Path, limit: int) -> bytes:
+    """The UTF-8 text in a file of at most `limit` bytes that the user named, without a byte order mark.
+
+    Editors and shells of Windows write one. Raises RequestError.
+    """
+    return read_named(path, limit, error=RequestError).removeprefix(codecs.BOM_UTF8)
 
 
 def read_all(file: BinaryIO, name: str, error: type[VtxError]) -> bytes:

@@ -32,6 +32,7 @@ from typing import IO, Any, BinaryIO, Protocol
 from vtx.runtime import errors
 from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, VtxError
 from vtx.runtime.host import confined_child
+from vtx.runtime.host.interpreter import child_command
 from vtx.runtime.units import size
 
 resource: ModuleType | None
@@ -40,11 +41,6 @@ try:
 except ImportError:  # Windows
     resource = None
 
-# Isolated, so that neither the working directory nor an environment variable says what is imported.
-_START = (
-    "import json, sys; path, task = map(json.loads, sys.argv[1:]); sys.path[:] = path; "
-    "from vtx.runtime.host.confined_child import main; main(task)"
-)
 KEPT = {
     "PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT",
 }  # fmt: skip
@@ -151,14 +147,15 @@ def write_task(file: BinaryIO, task: ChildTask) -> None:
 
 
 def start_child(task: ChildTask, data: BinaryIO | None, answer: int, log: BinaryIO) -> Child:
-    """Start a child that reads `data`, or its task, and writes to `answer`."""
+    """Start a child that reads `data`, or its task, and writes to `answer`. Raises DeviceError without a Python."""
+    command = child_command()
     path = [entry for entry in sys.path if os.path.isabs(entry)]
     arguments = json.dumps(path), json.dumps(None if data is None else asdict(task))
     kept = {name: value for name, value in os.environ.items() if name in KEPT}
     with scratch() as question:
         write_task(question, task)
         return subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, *arguments],
+            [*command, *arguments],
             stdin=question if data is None else data, stdout=answer, stderr=log, env=kept | ENVIRONMENT,
             start_new_session=True,
         )  # fmt: skip

@@ -82,7 +82,7 @@ def _imported_from() -> list[str]:
     folders = {os.path.realpath(folder) for folder in named if os.path.isabs(folder)}
     vtx = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     return [
-        sys.prefix, sys.base_prefix, sys.exec_prefix, vtx,
+        sys.prefix, sys.base_prefix, sys.exec_prefix, vtx, sys.executable,  # a frozen program holds its modules
         *(folder for folder in folders if os.path.commonpath([folder, home]) != folder),
     ]  # fmt: skip
 

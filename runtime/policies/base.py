@@ -140,9 +140,13 @@ class Boundary:
 
 
 class Entry:
-    """The part of a method that works on an image before it enters the decoder. Compared and shown by its options."""
+    """The part of a method that works on an image before it enters the decoder. Compared and shown by its options.
+
+    `of_uncut`: it selects from all tokens of whole views, padding included.
+    """
 
     __slots__ = ()
+    of_uncut: ClassVar[bool] = False
 
     def vision_inputs(self) -> Mapping[str, float]:
         """Extra inputs of the vision graph by name, as `tau` from which windows of patches merge; empty: none."""

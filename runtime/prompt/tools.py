@@ -13,6 +13,7 @@ from vtx.runtime.errors import RequestError
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
+_JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\],]', re.DOTALL)  # a string, or what nests and separates
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -177,7 +178,10 @@ class Tools:
 
 
 def read_calls(calls: Any) -> list[dict[str, Any]]:
-    """The calls of an assistant's message in OpenAI's form, their arguments as objects. Raises RequestError."""
+    """The calls of an assistant's message in OpenAI's form, their arguments as objects. Raises RequestError.
+
+    Of arguments that end too early, as in an answer that was cut, the whole members count.
+    """
     if not isinstance(calls, list | tuple) or len(calls) > MAX_CALLS:
         raise RequestError(f"tool_calls is {calls!r:.40}; it must be a list of at most {MAX_CALLS} calls")
     read = list[dict[str, Any]]()
@@ -187,9 +191,34 @@ def read_calls(calls: Any) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(name, str):
             raise RequestError(f'the call {call!r:.60} is not {{"id", "function": {{"name", "arguments"}}}}')
         given = function.get("arguments") or "{}"
-        if isinstance(given, str):
+        if isinstance(given, str) and (members := _cut_object(given)) is not None:
+            given = members
+        elif isinstance(given, str):
             given = parse_json(given.encode("utf-8", "replace"), f"the call of {name!r:.80}", error=RequestError)
         if not isinstance(given, Mapping):
             raise RequestError(f"the arguments of {name!r:.80} are not an object")
         read.append({"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": given}})
     return read
+
+
+def _cut_object(text: str) -> dict[str, Any] | None:
+    """The whole members of a JSON object whose text ends too early; None: the text is anything else."""
+    depth, ends = 0, list[int]()  # where members end
+    for part in _JSON_PART.finditer(text):
+        if part[0] in "{[":
+            depth += 1
+        elif part[0] in "}]":
+            depth -= 1
+        elif part[0] == "," and depth == 1:
+            ends.append(part.start())
+        if depth == 0:
+            return None
+    if depth == 0 or not text.lstrip().startswith("{"):
+        return None
+    if not ends:
+        return {} if re.fullmatch(r'\s*\{\s*(".*)?', text, re.DOTALL) else None
+    try:
+        members = json.loads(text[: ends[-1]] + "}")
+    except (ValueError, RecursionError):
+        return None
+    return members if isinstance(members, dict) else None

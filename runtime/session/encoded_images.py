@@ -149,6 +149,8 @@ def enter(
                     tokens.derived.pop(other, None)
                 tokens.derived[name] = hidden
             tokens = ImageTokens(hidden, merged.patches, key=tokens.key)
+        if entry.of_uncut and tokens.uncut is not None:
+            tokens = replace(tokens.uncut, key=tokens.key)
         selected = entry.select(tokens, question)
         if selected is not None:
             tokens = tokens.take(selected, keep_positions=entry.keeps_positions)
@@ -256,7 +258,8 @@ def nbytes(tokens: ImageTokens) -> int:
     patches = tokens.patches
     known = [*patches.signals.values(), *list(tokens.derived.values())]  # a list at once: another thread may add to it
     tower = 0 if tokens.tower is None else tokens.tower.nbytes
-    return tokens.hidden.nbytes + patches.indices.nbytes + tower + sum(array.nbytes for array in known)
+    uncut = 0 if tokens.uncut is None else nbytes(tokens.uncut)
+    return tokens.hidden.nbytes + patches.indices.nbytes + tower + uncut + sum(array.nbytes for array in known)
 
 
 @dataclass(slots=True)
@@ -350,6 +353,7 @@ class EncodedImages:
                 else:
                     tokens = image.encode_chosen(self.backend, clip, check)
                 signals, tower = tokens.patches.signals.values(), tokens.tower
+                signals = signals if tokens.uncut is None else [*signals, *tokens.uncut.patches.signals.values()]
                 given = [*signals, *([] if tower is None else [tower.states, tower.keys, tower.attention])]
                 if not all(np.isfinite(signal).all() for signal in given):
                     raise BundleError(

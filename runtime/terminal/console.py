@@ -21,6 +21,7 @@ import click
 from vtx.runtime.errors import VtxError, printable
 from vtx.runtime.interrupts import INTERRUPTED, Interruptible
 from vtx.runtime.process import STARTED, leave_on_success, mark_success, own_process
+from vtx.runtime.terminal.streams import prepare_streams
 from vtx.runtime.units import Progress, duration, size
 
 COLUMN_GAP = 3  # of blanks
@@ -37,6 +38,7 @@ class Program(click.Command):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own_process()
+        prepare_streams()
         if self.leaves:
             leave_on_success()
         try:

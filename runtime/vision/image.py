@@ -24,6 +24,7 @@ from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_DECODE_SECONDS
 __all__ = ["ImageSource", "image_size", "load_image", "to_rgb"]
 
 BAND_PIXELS = 4 << 20
+WIDE_MODES = ("I", "F")  # Pillow's: grey of 16 and 32 bits, which its conversions clip at 255
 
 
 def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) -> Image.Image:
@@ -31,8 +32,8 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
 
     `source` is a path of a regular file, the bytes of a file, a data URL in base64, a binary stream (read from where
     it is), a PIL image (may be returned itself), or an array of uint8: [height, width] grey, [height, width, 3]
-    RGB, in `vtx.bgr(...)` BGR, with a fourth channel RGBA or BGRA. `formats` are names of `KNOWN_FORMATS`; they hold
-    for files only.
+    RGB, in `vtx.bgr(...)` BGR, with a fourth channel RGBA or BGRA. Of 16 bits a value, the upper 8 count. `formats`
+    are names of `KNOWN_FORMATS`; they hold for files only.
 
     Raises ImageError if it is not an image of these formats, is damaged, or is beyond a limit (`limits.py`).
     """
@@ -74,7 +75,9 @@ def image_size(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB, transparency over white; may return the image itself."""
+    """RGB, transparency over white; may return the image itself. Raises ImageError for values without a known white."""
+    if image.mode.startswith(WIDE_MODES):
+        image = _narrow(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image if image.mode == "RGB" else image.convert("RGB")
     flat = Image.new("RGB", image.size)
@@ -84,6 +87,19 @@ def to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", band.size, "white")
         flat.paste(Image.alpha_composite(white, band).convert("RGB"), (0, top))
     return flat
+
+
+def _narrow(image: Image.Image) -> Image.Image:
+    """The upper 8 of the 16 bits of each grey value, as of 16-bit colour. Raises ImageError for wider ones."""
+    if not (image.mode.startswith("I;16") or image.format == "PNG"):  # Pillow 10 opens a PNG of 16 bits as 32
+        values = "floating-point numbers" if image.mode == "F" else "32-bit integers"
+        raise ImageError(f"the image's values are {values}, whose white is unknown; scale them to uint8 of 0 to 255")
+    values = np.asarray(image)
+    narrow = Image.fromarray((values >> 8).astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        narrow.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return narrow
 
 
 class _Metered(BytesIO):

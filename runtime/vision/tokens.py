@@ -142,7 +142,8 @@ class ImageTokens:
     None: they follow each other without gaps. Offsets of three parts, time, row and column, are [tokens, 3]. `runs`:
     the numbers of tokens between texts of the prompt, if each of them takes `span` positions anew, and one without
     tokens takes none. `derived` is a cache of what policies compute from these tokens. `key` is the hash of the image's
-    pixels. `tower` are the tower's tokens that they were made of, if the bundle was exported for that.
+    pixels. `tower` are the tower's tokens that they were made of, if the bundle was exported for that. `uncut` are the
+    tokens of all whole views, of which the layout left out padding, where a method that wants them was exported.
     """
 
     hidden: HiddenStates
@@ -154,6 +155,7 @@ class ImageTokens:
     key: str = ""
     tower: TowerTokens | None = None
     runs: tuple[int, ...] = ()
+    uncut: ImageTokens | None = None
 
     def __len__(self) -> int:
         return len(self.hidden)

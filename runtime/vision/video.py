@@ -40,7 +40,9 @@ MAX_RATE = 1000  # frames a second
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg")
 CHILD, LIBRARIES = "vtx.runtime.vision.video_child:frames_of", ("av",)
 EVERY = "vtx.runtime.vision.video_child:all_frames"
-PICTURES = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1")  # brands of images in MP4's container
+PICTURES = (  # brands of images in MP4's container
+    b"avif", b"avis", b"heic", b"heim", b"heis", b"heix", b"hevc", b"hevm", b"hevs", b"hevx", b"mif1", b"msf1", b"crx ",
+)  # fmt: skip
 READABLE = "MP4, MOV, MKV, WebM and AVI"
 SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".3gp", ".ogv")
 VideoFile: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
@@ -180,28 +182,32 @@ def _clip(about: dict[str, Any]) -> SampledFrames | None:
 
 
 def play(
-    source: VideoFile, show: Callable[[Image.Image, float], None], stopped: Callable[[], bool], *, slowest: float = 1.0
-) -> None:
+    source: VideoFile, show: Callable[[Image.Image, float], None], stopped: Callable[[], bool], *,
+    damaged: Callable[[str], None], slowest: float = 1.0,
+) -> None:  # fmt: skip
     """`show` each frame of a video file and its time in seconds, until `stopped` returns True.
 
-    `show` may wait, to show a video at its own speed; the decoder waits with it, at most for the longest video shown
-    at `slowest` times its speed. Raises as `load_frames`.
+    `damaged` gets the reason instead of a frame that cannot be decoded. `show` may wait, to show a video at its own
+    speed; the decoder waits with it, at most for the longest video shown at `slowest` times its speed. Raises as
+    `load_frames`.
     """
 
     def receive(_: int, image: Image.Image, seconds: float, __: object) -> bool:
         show(image, seconds)
         return True
 
-    _decoded(EVERY, source, receive, stopped, wait=MAX_VIDEO_SECONDS / slowest)
+    _decoded(EVERY, source, receive, stopped, damaged=damaged, wait=MAX_VIDEO_SECONDS / slowest)
 
 
 def _decoded(
     target: str, source: VideoFile, receive: Callable[[int, Image.Image, float, dict[str, Any]], bool],
-    stopped: Callable[[], bool] | None, *, wait: float = 0.0, **wanted: Any,
+    stopped: Callable[[], bool] | None, *, damaged: Callable[[str], None] | None = None, wait: float = 0.0,
+    **wanted: Any,
 ) -> tuple[str, Any]:  # fmt: skip
     """The video's name and the result of `target`, whose frames `receive` gets: number, upright image, seconds, header.
 
-    `receive` returns False for one too many. `wait`: seconds that it may take in total.
+    `receive` returns False for one too many, `damaged` gets reasons instead of frames. `wait`: seconds that they may
+    take in total.
     """
     from vtx.runtime.host.confined import ChildLimits, confine
     from vtx.runtime.vision.video_child import MAX_THREADS
@@ -212,15 +218,19 @@ def _decoded(
             raise ImageError(f"{name} is not a video of a known format; vtx reads {READABLE}, whatever the name says")
 
         def checked(frame: dict[str, Any], pixels: bytearray) -> None:
+            if damaged is not None and isinstance(reason := frame.get("damaged"), str):
+                return damaged(reason[:200])
             values: tuple[Any, ...] = tuple(frame.get(key) for key in ("number", "width", "height", "turns"))
             number, width, height, turns = values
             whole, seconds = all(type(value) is int for value in values), frame.get("seconds")
             if not whole or min(width, height) < 1 or 3 * width * height != len(pixels):
                 raise _broken(name)
-            image = np.rot90(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), turns)
+            stored = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
+            image = np.rot90(stored[:, ::-1] if frame.get("mirrored") is True else stored, turns)
             at = float(seconds) if isinstance(seconds, float | int) and 0 <= seconds <= MAX_VIDEO_SECONDS else 0.0
             if not receive(number, Image.fromarray(np.ascontiguousarray(image)), at, frame):
                 raise _broken(name)
+            return None
 
         request = {
             "name": name, "container": kind, "codecs": CODECS, "seconds": MAX_VIDEO_SECONDS,

@@ -16,16 +16,18 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from vtx.runtime.errors import DeviceError, ImageError
+from vtx.runtime.vision.decoding import decoded, decoder_options, fault, orientation
 from vtx.runtime.vision.frame_sampling import FrameSampling
 
 DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # names of their own
 MAX_THREADS = 4  # each has frames of its own in memory
 USUAL_RATE = 24.0  # frames a second of videos that do not say theirs
+MOST_OFF = 2  # frames, and 2% of many, by which a video may differ from its stated rate
 Frames = Generator[tuple[dict[str, Any], list[Any]], None, dict[str, list[int]]]
 
 
 def frames_of(request: dict[str, Any]) -> Frames:
-    """Each sampled frame of the video on stdin: its number, size and quarter turns to the left, and lines of RGB.
+    """Each sampled frame of the video on stdin: its number, size and orientation, and lines of RGB.
 
     With each come the numbers of all that are `sampled`, the `count` of the video's frames and their `rate` a second.
     Returns the numbers of the sampled `frames`, in their order. Frames yielded under other numbers were counted wrongly
@@ -36,17 +38,20 @@ def frames_of(request: dict[str, Any]) -> Frames:
     file, sampling, number = _File(request), FrameSampling(**request["sampling"]), request["wanted"]
     count = file.count()
     wanted = sampling.numbers(count, file.rate, number)
-    decoded = yield from file.decode(wanted, {"sampled": wanted, "count": count, "rate": file.rate})
-    if decoded < count and wanted[-1] >= decoded:  # more packets than pictures, as some codecs have
-        wanted = sampling.numbers(decoded, file.rate, number)
-        yield from file.decode(wanted, {"sampled": wanted, "count": decoded, "rate": file.rate})
+    frames = yield from file.decode(wanted, {"sampled": wanted, "count": count, "rate": file.rate})
+    if frames < count and wanted[-1] >= frames:  # more packets than pictures, as some codecs have
+        wanted = sampling.numbers(frames, file.rate, number)
+        yield from file.decode(wanted, {"sampled": wanted, "count": frames, "rate": file.rate})
     return {"frames": wanted}
 
 
 def all_frames(request: dict[str, Any]) -> Frames:
-    """Every frame of the video on stdin, with its time in `seconds`; else as `frames_of`."""
+    """Every frame of the video on stdin, with its time in `seconds`; else as `frames_of`.
+
+    Instead of a frame that is `damaged` comes the reason.
+    """
     file = _File(request)
-    yield from file.decode(range(file.count()))
+    yield from file.decode(range(file.count()), whole=False)
     return {"frames": []}
 
 
@@ -69,9 +74,7 @@ class _File:
         with self._container() as (container, stream):
             seconds = stream.duration * stream.time_base if stream.duration else (container.duration or 0) / 1_000_000
             if seconds > self._seconds:
-                raise ImageError(
-                    f"{self._name} takes {float(seconds):,.0f} seconds, the limit is {self._seconds:,}; cut it"
-                )
+                self._too_long(float(seconds))
             if stream.frames > self._frames:
                 self._too_many()
             context = stream.codec_context
@@ -83,32 +86,48 @@ class _File:
                     f"{self._name} is coded as {codec!r:.40}; vtx decodes {', '.join(self._codecs)}; convert it"
                 )
             self._check_pixels(context.width, context.height)
-            count = 0
+            count, timed = 0, list[tuple[int, int]]()  # when a frame begins and ends
             for packet in container.demux(stream):
                 count += bool(packet.size)
+                if packet.size and packet.pts is not None:
+                    timed.append((packet.pts, packet.pts + (packet.duration or 0)))
                 if packet.is_corrupt:
                     self._damaged(count)
                 if count > self._frames:
                     self._too_many()
             if count < stream.frames:
                 self._damaged(count)
-            rate = float(stream.average_rate or (count / seconds if seconds else 0))
-            self.rate = rate if math.isfinite(rate) and rate > 0 else USUAL_RATE
+            span = 0.0
+            if count and len(timed) == count:
+                span = float((max(end for _, end in timed) - min(begin for begin, _ in timed)) * stream.time_base)
+            if span > self._seconds:
+                self._too_long(span)
+            self.rate = _rate(count, span or float(seconds), float(stream.average_rate or 0))
         if not count:
             raise ImageError(f"{self._name} has no frames; save it again")
         return count
 
     def decode(
-        self, wanted: Sequence[int], about: Mapping[str, Any] = MappingProxyType({})
+        self, wanted: Sequence[int], about: Mapping[str, Any] = MappingProxyType({}), *, whole: bool = True
     ) -> Generator[tuple[dict[str, Any], list[Any]], None, int]:
-        """Yield the frames with these numbers, `about` with each; returns how many were decoded up to the last."""
+        """Yield the frames with these numbers, `about` with each; returns how many were decoded up to the last.
+
+        A damaged one among them is an ImageError, or if the video need not be `whole`, yielded as such.
+        """
         number = 0
         with self._container() as (container, stream):
             stream.thread_type = "AUTO"
             stream.codec_context.thread_count = min(MAX_THREADS, os.cpu_count() or 1)
-            stream.codec_context.options = {"max_pixels": str(self._pixels)}  # frames may differ from the header
+            # Frames may have more pixels than the header says.
+            stream.codec_context.options = decoder_options(stream.codec_context.name, self._pixels)
             size = None
-            for frame in container.decode(stream):
+            for frame, damage in decoded(container.demux(stream)):
+                if damage is not None and whole and (frame is None or number in wanted):
+                    self._damaged(number, fault(damage))
+                if damage is not None and not whole:
+                    yield {"damaged": fault(damage)}, []
+                    number += frame is not None
+                    continue
                 size = size or (frame.width, frame.height)
                 if (frame.width, frame.height) != size:
                     raise ImageError(
@@ -117,13 +136,13 @@ class _File:
                     )
                 self._check_pixels(*size)
                 if number in wanted:
-                    turns = round(frame.rotation / 90)
+                    mirrored, turns = orientation(frame)
                     plane, line = frame.reformat(format="rgb24").planes[0], 3 * size[0]
                     pixels = memoryview(plane)
                     lines = [pixels[y * plane.line_size :][:line] for y in range(size[1])]  # without their padding
                     lines = [pixels[: line * size[1]]] if plane.line_size == line else lines
-                    header = {"number": number, "width": size[0], "height": size[1], "turns": turns}
-                    yield {**header, "seconds": frame.time, **about}, lines
+                    header = {"number": number, "width": size[0], "height": size[1]}
+                    yield {**header, "mirrored": mirrored, "turns": turns, "seconds": frame.time, **about}, lines
                 number += 1
                 if number > wanted[-1]:
                     break
@@ -158,11 +177,28 @@ class _File:
         if not 1 <= width * height <= self._pixels:
             raise ImageError(pixels_refused(self._name, width, height, self._pixels))
 
-    def _damaged(self, frames: int) -> NoReturn:
-        raise ImageError(f"{self._name} is cut off or damaged after {frames} frames; copy or save it again")
+    def _damaged(self, frames: int, reason: str = "") -> NoReturn:
+        why = f" ({reason})" if reason else ""
+        raise ImageError(f"{self._name} is cut off or damaged after {frames} frames{why}; copy or save it again")
+
+    def _too_long(self, seconds: float) -> NoReturn:
+        raise ImageError(f"{self._name} takes {seconds:,.0f} seconds, the limit is {self._seconds:,}; cut it")
 
     def _too_many(self) -> NoReturn:
         raise ImageError(f"{self._name} has over {self._frames:,} frames, the limit; cut it")
+
+
+def _rate(count: int, seconds: float, stated: float) -> float:
+    """The frames a second of `count` frames in `seconds`: the stated number, unless the video takes longer or shorter.
+
+    The last frame's length is often not known, and times are in milliseconds.
+    """
+    if not math.isfinite(stated) or stated <= 0:
+        stated = 0.0
+    if stated and (not seconds or abs(count - seconds * stated) <= MOST_OFF * max(1, count / 100)):
+        return stated
+    rate = count / seconds if seconds > 0 else 0.0
+    return rate if math.isfinite(rate) and rate > 0 else stated or USUAL_RATE
 
 
 def pixels_refused(name: str, width: int, height: int, most: int) -> str:

@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_file_of_the_linked_folders_and_nothing_else(wheel
             if (
                 path.suffix in (".py", ".toml")
                 or path.parent.name in ("demo_model", "page")
-                or path.name == "models.json"
+                or path.name in ("models.json", "rthooks.dat")
             ):
                 expected.add(f"vtx/{path.relative_to(ROOT).as_posix()}")
     with zipfile.ZipFile(wheel) as archive:

@@ -189,7 +189,10 @@ class Statement:
 
         The rows of a tile keep their places behind those of the tile before; a newline has -2.
         """
-        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+        from transformers.models.llava_next.modeling_llava_next import (
+            get_anyres_image_grid_shape,
+            image_size_to_num_patches,
+        )
 
         side = self._config.vision_config.image_size
         count = image_size_to_num_patches(size, self._config.image_grid_pinpoints, side)
@@ -199,13 +202,18 @@ class Statement:
         numbers = torch.arange(count * each).view(count, each, 1)
         model = self._reference.model.model
         order = model.pack_image_features([numbers], size[None], "default", torch.tensor([-1]))[0][0].flatten().tolist()
+        placeholders = len(order)
+        if method.hiprune is not None:  # its code neither unpads nor adds newlines
+            of_grid = numbers.flatten()[each:].view(*get_anyres_image_grid_shape(
+                size, self._config.image_grid_pinpoints, side)[:2], math.isqrt(each), math.isqrt(each))  # fmt: skip
+            order = [*range(each), *of_grid.permute(0, 2, 1, 3).flatten().tolist()]
         newline = model.image_newline
         rows = torch.stack([newline if i < 0 else tiles[i // each].rows[i % each] for i in order])
         attention = [0.0 if i < 0 else (tiles[i // each].attention or [0.0] * each)[i % each] for i in order]
         image = Image(
             rows, [-2 if i < 0 else i for i in order], [False] * len(order), attention, [None] * len(order),
             torch.stack([tiles[i // each].hidden[i % each] * (i >= 0) for i in order]),
-            of_tile=[-1 if i < 0 else i // each for i in order], placeholders=len(order),
+            of_tile=[-1 if i < 0 else i // each for i in order], placeholders=placeholders,
         )  # fmt: skip
         if method.cls_keep is not None:
             image = image.take(_highest_of_each(image, method.cls_keep))
@@ -213,10 +221,8 @@ class Statement:
             known = torch.cat([tile.received for tile in tiles])  # type: ignore[misc]
             image.received = torch.stack([known[i] * (i >= 0) for i in order])
         if method.visionzip is not None:
-            from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
-
             columns = get_anyres_image_grid_shape(size, self._config.image_grid_pinpoints, side)[1]
-            return self._zipped([tile.tower for tile in tiles], columns, method.visionzip, len(order))
+            return self._zipped([tile.tower for tile in tiles], columns, method.visionzip, placeholders)
         return image
 
     def _zipped(self, towers: list[Any], columns: int, counts: tuple[int, int], placeholders: int) -> Image:
@@ -228,23 +234,13 @@ class Statement:
 
     @staticmethod
     def _hipruned(image: Image, keep: int, alpha: float) -> list[int]:
-        """The rows that enter: in a view with rows cut off, of the ones that are left."""
+        """The rows of whole views that enter."""
         assert image.received is not None
         tiles, kept = image.of_tile or [0] * len(image.rows), list[int]()
         each = sum(tile == 0 and place >= 0 for tile, place in zip(tiles, image.places, strict=True))
         for tile in range(max(tiles) + 1):
             own = [i for i, of in enumerate(tiles) if of == tile and image.places[i] >= 0]
-            if len(own) == each:
-                kept += [own[i] for i in hiprune(image.received[own], min(keep, each), alpha)]
-                continue
-            side, budget = math.isqrt(each), min(keep, len(own))
-            scores = {image.places[i] % each: image.received[i].tolist() for i in own}
-            number = {image.places[i] % each: i for i in own}
-            anchors = sorted(scores, key=lambda place: -scores[place][0])[: round(budget * alpha / 5)]
-            around = {min(max(p + step, 0), each - 1) for p in anchors for step in (-1, 1, -side, side)}
-            chosen = [*anchors, *sorted(p for p in around if p in scores and p not in anchors)][:budget]
-            rest = sorted((p for p in scores if p not in chosen), key=lambda place: -scores[place][1])
-            kept += [number[p] for p in [*chosen, *rest[: budget - len(chosen)]]]
+            kept += [own[i] for i in hiprune(image.received[own], min(keep, each), alpha)]
         return sorted(kept)
 
     def _selected(self, image: Image, ids: list[int], method: Method, asked: str) -> Image:

@@ -158,10 +158,10 @@ def pictures_of(line: Line) -> Any:
 
 
 def _failed(line: Line, error: Exception) -> Result:
-    if isinstance(line, Task) and line.request is not None:
+    if line.is_openai:
         refusal = refusal_of(error)
         return _openai(line, {"status_code": refusal.status, "request_id": "", "body": refusal.body()}, refusal)
-    return {"id": line.id if isinstance(line, Task) else None, "error": str(error)}
+    return {"id": line.id, "error": str(error)}
 
 
 def _asked(
@@ -205,7 +205,7 @@ def _asked(
             yield line, e
 
 
-def _openai(line: Task, reply: dict[str, Any], refusal: Refusal | None = None) -> Result:
+def _openai(line: Line, reply: dict[str, Any], refusal: Refusal | None = None) -> Result:
     """A line of the output of OpenAI's batches."""
     error = None if refusal is None else {"code": refusal.code, "message": str(refusal)}
     return {"id": f"batch_req_{line.number}", "custom_id": line.id, "response": reply, "error": error}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.bundle.files import read_named
+from vtx.runtime.bundle.files import read_text_file
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.server.limits import Limits
@@ -45,6 +45,11 @@ class Task:
     url: str = ""
 
     @property
+    def is_openai(self) -> bool:
+        """True for a line of OpenAI's batch file."""
+        return self.request is not None
+
+    @property
     def key(self) -> str:
         """Changes with the question and with the files it is about; the number alone where one of them is missing."""
         if self.request is not None:
@@ -57,10 +62,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that asks nothing, and why."""
+    """A line that asks nothing, and why; `id` as a task's. `is_openai`: it is one of OpenAI's batch file."""
 
     number: int
     reason: str
+    id: Any = None
+    is_openai: bool = False
 
     @property
     def key(self) -> str:
@@ -81,18 +88,28 @@ def read_tasks(file: Path, folder: Path | None) -> Tasks:
 
     Raises RequestError if there is no such file or directory, it is too large, or holds no line.
     """
-    raw = read_named(file, MAX_FILE, error=RequestError)
+    raw = read_text_file(file, MAX_FILE)
     images = (file.parent if folder is None else folder.expanduser()).resolve()
     if not images.is_dir():
         raise RequestError(f"the image path {images} is not a directory; give one with --images")
     lines = list[Task | BadLine]()
+    numbers = dict[str, int]()  # of the lines, by custom_id
     for number, line in enumerate(raw.split(b"\n"), 1):
-        if line.strip():
-            try:
-                most = Limits().body if b'"custom_id"' in line else MAX_LINE
-                lines.append(_task(number, parse_line(line, most), images))
-            except RequestError as e:
-                lines.append(BadLine(number, str(e)))
+        if not line.strip():
+            continue
+        record: Any = None
+        try:
+            record = parse_line(line, Limits().body if b'"custom_id"' in line else MAX_LINE)
+            lines.append(_task(number, record, images))
+        except RequestError as e:
+            fields = record if isinstance(record, dict) else {}
+            lines.append(BadLine(number, str(e), fields.get("custom_id", fields.get("id")), "custom_id" in fields))
+        name = record.get("custom_id") if isinstance(record, dict) else None
+        if isinstance(name, str) and numbers.setdefault(name, number) != number:
+            raise RequestError(
+                f"lines {numbers[name]} and {number} of {file.name} have the same custom_id {shown(name)}; answers are "
+                "told apart by it: rename one"
+            )
     if not lines:
         raise RequestError(
             f'{file.name} is empty; write a line for each question: {{"image": "a.jpg", "question": "..."}}'

@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from vtx.runtime.bundle.files import read_named
+from vtx.runtime.bundle.files import read_text_file
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.vision.image import ImageSource, image_size, load_image
@@ -104,7 +104,7 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
     if not folder.is_dir():
         raise RequestError(f"the image path {folder} is not a directory; give one with --images")
     items, skipped = list[Item](), list[str]()
-    raw = read_named(file, MAX_FILE, error=RequestError)
+    raw = read_text_file(file, MAX_FILE)
     if raw.lstrip()[:1] != b"[":
         records: list[tuple[str, Any]] = [(f"line {n}", x) for n, x in enumerate(raw.splitlines(), 1) if x.strip()]
     elif len(raw) > MAX_LIST_FILE:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.bundle.files import read_named
+from vtx.runtime.bundle.files import read_text_file
 from vtx.runtime.bundle.safetensors import parse_json, shown
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.items import MAX_FILE, inside, named_files, parse_line
@@ -27,12 +27,12 @@ IMAGE_ENDINGS = (".jpg", ".png", ".jpeg")
 
 def _lines(source: QuestionFiles) -> Iterator[Record]:
     """The lines of a JSONL file, unparsed."""
-    raw = read_named(source.data, MAX_FILE, error=RequestError)
+    raw = read_text_file(source.data, MAX_FILE)
     return ((f"line {n}", line) for n, line in enumerate(raw.split(b"\n"), 1) if line.strip())
 
 
 def _object(path: Path) -> dict[str, Any]:
-    value = parse_json(read_named(path, MAX_FILE, error=RequestError), path.name, error=RequestError)
+    value = parse_json(read_text_file(path, MAX_FILE), path.name, error=RequestError)
     if not isinstance(value, dict):
         raise RequestError(f"{path.name} holds a JSON {type(value).__name__}, not an object")
     return value
@@ -97,7 +97,7 @@ def _mme_lines(source: QuestionFiles) -> Iterator[Record]:
     for category in sorted(path for path in source.data.iterdir() if path.is_dir()):
         answers = category / "questions_answers_YN"
         for file in sorted((answers if answers.is_dir() else category).glob("*.txt")):
-            content = read_named(file, MAX_FILE, error=RequestError).decode("utf-8", "replace")
+            content = read_text_file(file, MAX_FILE).decode("utf-8", "replace")
             for number, line in enumerate(content.splitlines(), 1):
                 if line.strip():
                     yield f"{category.name}/{file.name}, line {number}", (category.name, file.stem, line)
@@ -176,7 +176,7 @@ def _gqa(record: Any, source: QuestionFiles) -> TaskQuestion:
 
 
 def _viz_wiz_records(source: QuestionFiles) -> Iterator[Record]:
-    value = parse_json(read_named(source.data, MAX_FILE, error=RequestError), source.data.name, error=RequestError)
+    value = parse_json(read_text_file(source.data, MAX_FILE), source.data.name, error=RequestError)
     if not isinstance(value, list):
         raise RequestError(f"{source.data.name} holds a JSON {type(value).__name__}, not a list")
     return ((f"question {number}", fields) for number, fields in enumerate(value, 1))

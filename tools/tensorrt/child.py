@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.runtime.errors import ExportError
+from vtx.runtime.host.interpreter import python
 from vtx.tools.tensorrt.profiles import Shapes
 
 GRACE = 10  # seconds that a builder gets to stop by itself
@@ -52,7 +52,7 @@ def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER)
     """Build one engine; `watch` is called with the progress. An interrupt ends the child first. Raises ExportError."""
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
-            [sys.executable, *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            [python(), *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         )
         assert child.stdin is not None
         assert child.stdout is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vtx.runtime.api.options import Options, Settings
-from vtx.runtime.bundle.files import read_named
+from vtx.runtime.bundle.files import read_text_file
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.guiding import Guide
 from vtx.runtime.prompt.text import utf8
@@ -245,7 +245,7 @@ class WatchConfig:
 
 def read_config(path: Path) -> WatchConfig:
     """The configuration in a TOML or JSON file; its relative paths start at its folder. Raises RequestError."""
-    text = utf8(read_named(path, MAX_CONFIG, error=RequestError), path.name, RequestError)
+    text = utf8(read_text_file(path, MAX_CONFIG), path.name, RequestError)
     try:
         data = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as e:

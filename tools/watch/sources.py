@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,9 @@ from typing import Any
 from PIL import Image
 
 from vtx.runtime.errors import DeviceError, ImageError, VtxError
+from vtx.runtime.vision.decoding import decoded, decoder_options, fault, orientation
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.limits import MAX_FRAME_PIXELS
+from vtx.runtime.vision.limits import MAX_FILE_BYTES, MAX_FRAME_PIXELS
 from vtx.runtime.vision.video import play
 from vtx.tools.watch.config import SourceConfig, WatchConfig
 from vtx.tools.watch.v4l2 import told_format
@@ -25,8 +26,10 @@ from vtx.tools.watch.v4l2 import told_format
 POLL_SECONDS = 0.1  # between two looks into a folder
 FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0  # seconds before a lost source is opened again; doubled each time
 OPEN_SECONDS, READ_SECONDS = 10.0, 10.0  # that opening a stream, and waiting for its next packet, may take
+SNAPSHOTS = ("jpeg_pipe", "png_pipe", "webp_pipe")  # FFmpeg's names of one picture
+SNAPSHOT_SECONDS = 1.0  # from one request to the next, if a source has no rate
 JUMP_SECONDS = 60.0  # between two frames of a video; a longer step, or one back, is not waited for
-BAD_PACKETS = 100  # in a row, after which a stream is opened again
+BAD_FRAMES = 100  # in a row, after which a stream is opened again
 STREAM = {"rtsp_transport": "tcp", "fflags": "nobuffer",
           "protocol_whitelist": "rtsp,rtsps,rtp,srtp,rtmp,http,https,tcp,udp,srt,tls,crypto,httpproxy"}  # fmt: skip
 
@@ -139,6 +142,10 @@ class FrameSource:
         if not self.closed:
             self._say(state, more)
 
+    def _count_corrupt(self, reason: str) -> None:
+        self.corrupt += 1
+        self.error = reason
+
     def _put(self, read: Callable[[], ImageSource]) -> None:
         if self.state != "open":
             self._now("open")
@@ -182,7 +189,7 @@ class FrameSource:
             self._pause(self._closed, max(0.0, begun + seconds / speed - time.monotonic()))
             self._put(lambda: image)
 
-        play(str(self.config.video), show, lambda: self.closed, slowest=speed)
+        play(str(self.config.video), show, lambda: self.closed, damaged=self._count_corrupt, slowest=speed)
 
     def _pipeline(self) -> None:
         """The frames of a GStreamer pipeline."""
@@ -202,28 +209,51 @@ class FrameSource:
             opened = av.open(config.camera, format="v4l2", options=size, timeout=(OPEN_SECONDS, READ_SECONDS))
         else:
             opened = av.open(str(config.stream), options=STREAM, timeout=(OPEN_SECONDS, READ_SECONDS))
+        if config.camera is None and opened.format.name in SNAPSHOTS:
+            opened.close()
+            return self._snapshots(av)
         with opened as container, nullcontext(str) if config.camera is None else told_format(config.camera) as told:
             if not container.streams.video:
                 raise ImageError("it has no video, only sound or data; give another address")
             begun = told()
             stream = container.streams.video[0]
-            stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
-            for packet in container.demux(stream):
-                if self.closed:
-                    return
-                if begun and (now := told()) not in ("", begun):  # FFmpeg reads on as if it had not
-                    raise ImageError(f"the camera changed its format from {begun} to {now}")
-                try:
-                    frames = packet.decode()
+            stream.codec_context.options = decoder_options(stream.codec_context.name, MAX_FRAME_PIXELS)
+
+            def packets() -> Iterator[Any]:
+                for packet in container.demux(stream):
+                    if self.closed:
+                        return
+                    if begun and (now := told()) not in ("", begun):  # FFmpeg reads on as if it had not
+                        raise ImageError(f"the camera changed its format from {begun} to {now}")
+                    yield packet
+
+            for frame, damage in decoded(packets()):
+                if damage is None:
                     bad = 0
-                except av.FFmpegError as e:
-                    self.corrupt, self.error, bad = self.corrupt + 1, str(e.strerror), bad + 1
-                    if bad == BAD_PACKETS:
-                        raise ImageError(f"{BAD_PACKETS} packets in a row cannot be decoded ({e.strerror})") from e
-                    continue
-                for frame in frames:
                     self._put(partial(_converted, frame, converting))
+                    continue
+                bad += 1
+                self._count_corrupt(fault(damage))
+                if bad == BAD_FRAMES:
+                    raise ImageError(f"{BAD_FRAMES} frames in a row cannot be decoded ({fault(damage)})") from damage
+            if self.closed:
+                return None
         raise ImageError("the stream ended")
+
+    def _snapshots(self, av: Any) -> None:
+        """The pictures of an address that answers each request with one, as cameras' snapshot addresses do."""
+        address, pause = str(self.config.stream), SNAPSHOT_SECONDS if self.config.rate is None else 1 / self.config.rate
+        options = {"protocol_whitelist": STREAM["protocol_whitelist"]}
+        while not self.closed:
+            begun, content = time.monotonic(), bytearray()
+            with av.open(address, format="data", options=options, timeout=(OPEN_SECONDS, READ_SECONDS)) as container:
+                for packet in container.demux():
+                    content += bytes(packet)
+                    if len(content) > MAX_FILE_BYTES:
+                        raise ImageError(f"a picture is over {MAX_FILE_BYTES >> 20} MiB, the limit")
+            picture = bytes(content)
+            self._put(lambda picture=picture: picture)
+            self._closed.wait(max(0.0, begun + pause - time.monotonic()))
 
 
 def _converted(frame: Any, converting: threading.Lock) -> ImageSource:
@@ -231,7 +261,9 @@ def _converted(frame: Any, converting: threading.Lock) -> ImageSource:
     try:
         with converting:
             picture: Image.Image = frame.to_image()
-        return picture
+        mirrored, turns = orientation(frame)
+        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else picture
+        return picture.rotate(90 * turns, expand=True) if turns else picture
     except Exception as e:  # of the decoder, in whatever form
         raise ImageError(f"a frame cannot be converted ({getattr(e, 'strerror', None) or type(e).__name__})") from e
 

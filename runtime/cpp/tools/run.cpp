@@ -11,6 +11,7 @@
 #include <iterator>
 #include <limits>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include "vtx/vtx.hpp"
@@ -95,6 +96,14 @@ Whole whole_number(const std::string& option, const char* text) {
     usage(option + " takes a whole number from " + std::to_string(std::numeric_limits<Whole>::min()) + " to " +
           std::to_string(std::numeric_limits<Whole>::max()) + ", not '" + text + "'");
   return value;
+}
+
+// That number of threads, and a word if there are fewer cores.
+int threads_at_most_cores(int threads) {
+  auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  if (cores > 0 && threads > cores)
+    std::cerr << threads << " threads are more than the " << cores << " cores of this machine, which are used\n";
+  return threads;
 }
 
 std::string json_text(const std::string& text) {
@@ -204,7 +213,7 @@ Arguments parse(int count, char** values) {
     else if (word == "--library")
       out.load.library = next();
     else if (word == "--threads")
-      out.load.threads = whole_number<int>(word, next());
+      out.load.threads = threads_at_most_cores(whole_number<int>(word, next()));
     else if (word == "--repeat")
       out.repeat = whole_number<long>(word, next());
     else if (word == "--video")

@@ -24,8 +24,9 @@ class HiPrune(Reduction, Entry):
     tower's block `layer`, counted from 1; buffers those before, after, above and below them in raster order, where
     beyond the grid's ends the first or last patch; registers of all others those that get most in the last block in
     use. Attention is the mean over heads and over all the block's tokens; of equal ones the earlier counts. `keep` is a
-    share up to 1, rounded up, or a number. All of it is what the released code does. Where anchors and buffers are more
-    than `keep`, the last buffers stay out.
+    share up to 1, rounded up, or a number. Views are whole, so that padding takes part; no newline enters. All of it is
+    what the released code does, whose number is that of all views together. Where anchors and buffers are more than
+    `keep`, the last buffers stay out.
     """
 
     keep: float = share_or_number(0.25)
@@ -38,6 +39,7 @@ class HiPrune(Reduction, Entry):
         "64": {"keep": 64.0},
     }
 
+    of_uncut: ClassVar[bool] = True
     per_view: ClassVar[bool] = True
     requires: ClassVar[dict[str, Any]] = {"tower_layers": "layer"}
 
@@ -49,18 +51,17 @@ class HiPrune(Reduction, Entry):
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
         patches, chosen = image.patches, np.zeros(len(image), bool)
-        views = [own[patches.indices[own] >= 0] for own in patches.of_views()]  # without a class token
-        count = len(views[0])  # the first view is whole; of others the layout may have cut off padding
-        for own in views:
-            numbers = patches.indices[own] % count
-            chosen[own[self._of_view(patches.signals[RECEIVED][own], numbers, count)]] = True
+        for view in patches.of_views():
+            own = view[patches.indices[view] >= 0]  # without a class token
+            chosen[own[self._of_view(patches.signals[RECEIVED][own])]] = True
         return np.flatnonzero(chosen)
 
-    def _of_view(self, received: Floats, numbers: Ids, count: int) -> Ids:
-        """Indices of a view's tokens that enter, by the attention [n, 2] that they get and their patches of `count`."""
-        most, side = self.number_kept(len(numbers), 1), math.isqrt(count)
+    def _of_view(self, received: Floats) -> Ids:
+        """Indices of a view's patches that enter, by the attention [n, 2] that they get."""
+        numbers = np.arange(len(received))
+        most, side = self.number_kept(len(numbers), 1), math.isqrt(len(numbers))
         anchors = highest(received[:, 0], round(most * self.alpha / 5))
-        near = np.add.outer(numbers[anchors], [-1, 1, -side, side]).clip(0, count - 1)
+        near = np.add.outer(numbers[anchors], [-1, 1, -side, side]).clip(0, len(numbers) - 1)
         buffers = np.flatnonzero(np.isin(numbers, near) & ~anchors)[: most - anchors.sum()]
         anchors[buffers] = True
         left = np.flatnonzero(~anchors)

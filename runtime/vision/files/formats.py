@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 from vtx.runtime.errors import ImageError
@@ -31,10 +32,14 @@ _SIGNATURES = (
     ("PPM", re.compile(rb"P[1-6]\s")),
     ("TIFF", re.compile(rb"II\*\0|MM\0\*")),
     ("AVIF", re.compile(rb"....ftypavi[fs]", re.DOTALL)),
-    ("HEIC", re.compile(rb"....ftyp", re.DOTALL)),
+    ("HEIC", re.compile(rb"....ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)),
+    ("CR3", re.compile(rb"....ftypcrx ", re.DOTALL)),
+    ("MP4", re.compile(rb"....ftyp", re.DOTALL)),
 )
 _PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-_PNG_XMP = b"XML:com.adobe.xmp\0"
+_PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt")
+_PNG_EXIF = re.compile(rb"\nexif\n *[0-9]+\n([0-9A-Fa-f\n]*)")  # of ImageMagick: hexadecimal digits in lines
+_TEXT_BYTES = 256 << 10  # of a text without compression, which is read for its first bytes
 _SPACE = rb"(?:\s|#[^\n]{0,200}\n){1,9}"
 _PPM = re.compile(rb"P([56])" + _SPACE + rb"(\d{1,9})" + _SPACE + rb"(\d{1,9})" + _SPACE + rb"255\s")
 _BMP_CODINGS = {1: "RLE8", 2: "RLE4", 4: "JPEG", 5: "PNG"}
@@ -61,6 +66,8 @@ def read_container(name: str, content: bytes, formats: Sequence[str] = DEFAULT_F
         raise ImageError(
             f"{name} is not an image that vtx reads; it reads {', '.join(formats)}: convert it, or give its pixels"
         )
+    if kind == "MP4":
+        raise ImageError(f"{name} is an MP4 video, not an image; give it as a video, or a frame of it as an image")
     if kind not in KNOWN_FORMATS:
         raise ImageError(
             f"{name} is a {kind} image; vtx reads {', '.join(formats)}; convert it, or open it yourself and give a PIL "
@@ -82,19 +89,41 @@ def read_container(name: str, content: bytes, formats: Sequence[str] = DEFAULT_F
 
 def _read_png(name: str, content: bytes) -> Container:
     view, pieces = memoryview(content), [memoryview(content)[:8]]
-    exif = xmp = None
+    exif = raw = xmp = None
     for kind, start, end in _chunks(name, content, png=True):
         data = view[start + 8 : end - 4]
         if kind == b"eXIf" and exif is None:
             exif = exif_orientation(bytes(data))
-        elif kind == b"iTXt" and data[:18] == _PNG_XMP:
-            xmp = xmp_orientation(bytes(data))
+        elif kind in _PNG_TEXTS:
+            keyword, text = _png_text(kind, bytes(data))
+            if keyword == b"XML:com.adobe.xmp":
+                xmp = xmp_orientation(text)
+            elif keyword == b"Raw profile type exif" and (profile := _PNG_EXIF.match(text)):
+                digits = profile[1].replace(b"\n", b"")
+                raw = exif_orientation(bytes.fromhex(digits[: len(digits) & ~1].decode()))
         elif kind in _PNG_PIXELS and (start == 8 or kind != b"IHDR"):
             pieces.append(view[start:end])
     if content[12:16] != b"IHDR":
         raise DamagedError("its header is not its first chunk")
     width, height = struct.unpack_from(">II", content, 16)
-    return Container("PNG", width, height, tuple(pieces), exif or xmp or 1)
+    return Container("PNG", width, height, tuple(pieces), exif or raw or xmp or 1)
+
+
+def _png_text(kind: bytes, data: bytes) -> tuple[bytes, bytes]:
+    """The keyword and the text of a chunk, at most `_TEXT_BYTES` of it if it is compressed; empty if it is damaged."""
+    keyword, _, text = data.partition(b"\0")
+    compressed = kind == b"zTXt"
+    if kind == b"iTXt":  # the flag, the method, the language and the translated keyword come first
+        compressed = text[:1] == b"\1"
+        text = text[2:].split(b"\0", 2)[-1]
+    elif compressed:
+        text = text[1:]
+    if not compressed:
+        return keyword, text
+    try:
+        return keyword, zlib.decompressobj().decompress(text, _TEXT_BYTES)
+    except zlib.error:
+        return keyword, b""
 
 
 def _read_webp(name: str, content: bytes) -> Container:

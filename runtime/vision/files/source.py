@@ -20,6 +20,7 @@ from vtx.runtime.vision.files.container import check_size
 from vtx.runtime.vision.limits import MAX_FILE_BYTES
 
 _DATA_URL = re.compile(r"data:([a-z0-9.+/-]{0,80})((?:;[a-z0-9=_.-]{1,80}){0,4}),", re.IGNORECASE | re.ASCII)
+_BREAKS = dict.fromkeys(map(ord, "\r\n\t "))  # MIME breaks base64 into lines of 76 characters
 _URL = re.compile(r"([a-z][a-z0-9+.-]{1,20})://", re.IGNORECASE | re.ASCII)
 _ARRAYS = {1: ("L", "L"), 3: ("RGB", "BGR"), 4: ("RGBA", "BGRA")}  # modes by channels, and those of `bgr`
 _FORMS = "give a path, bytes, a data URL, a binary stream, a PIL image or a uint8 array"
@@ -131,10 +132,11 @@ def read_data_url(url: str, wanted: str, limit: int) -> bytes:
     if kind and not kind.startswith(f"{wanted}/"):
         article = "an" if wanted == "image" else "a"
         raise ImageError(f"the data URL holds {kind}, not {article} {wanted}; give data:{wanted}/...;base64,")
-    if len(url) - header.end() > -(-limit // 3) * 4:
+    content = url[header.end() :].translate(_BREAKS)
+    if len(content) > -(-limit // 3) * 4:
         raise ImageError(f"the {wanted} in the data URL is over {limit >> 20} MiB, the limit; save it smaller")
     try:
-        return base64.b64decode(url[header.end() :], validate=True)
+        return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"the data URL is not valid base64 ({error}); encode the file again") from error
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
+from vtx.runtime.bundle.spec.names import RECEIVED
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision import bilinear
@@ -157,7 +158,8 @@ class Anyres(Layout):
         left, top, right, bottom = self._unpadded(width, height)
         # the index of each token of the grid: the tiles' tokens follow the squeezed image in raster order
         of_tile = np.arange(rows * columns * self.one_tile).reshape(rows, columns, self.grid, self.grid) + self.one_tile
-        grid = of_tile.transpose(0, 2, 1, 3).reshape(rows * self.grid, columns * self.grid)[top:bottom, left:right]
+        all_of_grid = of_tile.transpose(0, 2, 1, 3).reshape(rows * self.grid, columns * self.grid)
+        grid = all_of_grid[top:bottom, left:right]
         across, down = self.shrunk(right - left, bottom - top)
         shrinks = (down, across) != grid.shape
         if shrinks:  # a token of four has the patch index of the nearest
@@ -168,7 +170,9 @@ class Anyres(Layout):
         tokens = candidates.take(np.concatenate([whole, grid.ravel()]))
         if shrinks:
             tokens.hidden[self.one_tile :].reshape(down, across + 1, -1)[:, :-1] = shrunk
-        return tokens
+        if RECEIVED not in candidates.patches.signals:
+            return tokens
+        return replace(tokens, uncut=candidates.take(np.concatenate([whole, all_of_grid.ravel()])))
 
     def _resolution(self, width: int, height: int) -> tuple[int, int]:
         """The resolution (width, height) that shows most of an image, and of those the one with the least padding."""

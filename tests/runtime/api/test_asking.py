@@ -27,6 +27,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, combined
 from vtx.runtime.errors import ImageError, RequestError
+from vtx.runtime.host.machine import cores
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.session.sampling import Sampling
 
@@ -361,6 +362,19 @@ def test_an_export_from_python_is_loaded_and_closed(
     assert [r.name for r in caplog.records if "loaded" in r.message] == ["vtx.runtime.api.load"]
     assert any("closed" in r.message for r in caplog.records)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+def test_threads_are_at_most_one_a_core_and_more_are_told(
+    model: Model, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if device == "openvino":
+        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
+    most = cores()
+    with vtx.load(model.bundle.folder, device=device, threads=1000) as loaded:
+        backend: Any = loaded.loaded.backend
+        assert backend.threads == most
+    assert f"1000 threads are more than the {most} cores" in caplog.text
 
 
 @pytest.mark.parametrize("threads", [0, 2.5, "4", True, 1025])

@@ -24,7 +24,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.guiding import Grammars, Guide
 from vtx.runtime.prompt.messages import with_tools
 from vtx.runtime.prompt.text import Text
-from vtx.runtime.prompt.tools import MAX_TOOLS, Tools
+from vtx.runtime.prompt.tools import MAX_TOOLS, Tools, read_calls
 
 pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
 QUESTION = {"role": "user", "content": [{"type": "image", "image": random_image(1)}, {"type": "text", "text": "red?"}]}
@@ -173,3 +173,23 @@ def test_an_answer_is_text_then_calls_however_the_tokenizer_splits_the_markers(a
             )
         found += bool(calls)
     assert found > 5
+
+
+WHOLE = '{"city": "Par, \\"is", "days": [1, {"a": 2}], "unit": "C", "then": {"x": null}}'
+
+
+@pytest.mark.parametrize("end", range(1, len(WHOLE) + 1))
+def test_a_call_that_was_cut_anywhere_comes_back_with_its_whole_members(end: int) -> None:
+    (call,) = read_calls([{"id": "1", "function": {"name": "f", "arguments": WHOLE[:end]}}])
+    everything = list(json.loads(WHOLE).items())
+    commas = [WHOLE.index(f', "{name}"') for name, _ in everything[1:]]
+    whole = 4 if end == len(WHOLE) else sum(comma < end for comma in commas)
+    assert list(call["function"]["arguments"].items()) == everything[:whole]
+
+
+@pytest.mark.parametrize(
+    "text", ["{]", "[1", '{"a" 1, "b', "{} x", '{"a": 1}}', "{a: 1", "nothing", '"{', '{"a": x, "b": 1']
+)
+def test_arguments_that_are_no_beginning_of_an_object_are_refused(text: str) -> None:
+    with pytest.raises(RequestError):
+        read_calls([{"id": "1", "function": {"name": "f", "arguments": text}}])

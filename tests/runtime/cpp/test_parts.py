@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests.support.cpp import needs_cpp, output, run
 from tests.support.old_pillow import OLD, REASON, down_first
+from tests.support.png_texts import TEXT_CHUNKS
 from tests.support.tiny import random_image
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.spec import parse, to_spec
@@ -132,6 +133,11 @@ def saved(folder: Path) -> dict[str, Path]:
     for turn in range(2, 9):
         exif[0x0112] = turn
         image.save(folder / f"turn-{turn}.jpg", exif=exif)
+    for form, content in TEXT_CHUNKS.items():
+        (folder / f"{form}.png").write_bytes(content)
+    wide = np.random.default_rng(4).integers(0, 65536, (43, 61)).astype(np.uint16)
+    Image.fromarray(wide).save(folder / "wide.png")
+    Image.fromarray(wide).save(folder / "wide-key.png", transparency=int(wide[2, 3]))
     return {path.name: path for path in folder.iterdir()}
 
 

@@ -107,7 +107,7 @@ def test_calls_and_results_of_earlier_turns_are_in_the_prompt(served: Served) ->
          "messages", "the last message"),
         ({"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [{}]}, user("?")]}, "messages", "call"),
         ({"messages": [*ASKED["messages"], {"role": "assistant", "tool_calls": [
-            {"function": {"name": "a", "arguments": "{"}}]}, user("?")]}, "messages", "not sound JSON"),
+            {"function": {"name": "a", "arguments": "{]"}}]}, user("?")]}, "messages", "not sound JSON"),
     ],
 )  # fmt: skip
 def test_wrong_tools_are_refused_with_the_field_s_name(

@@ -129,11 +129,6 @@ def test_a_square_too_large_to_pad_is_refused():
         ours(PROCESSORS["llava-padded"], Image.new("RGB", (9000, 1)))
 
 
-def sixteen_bit(kind):
-    values = np.random.default_rng(1).integers(0, 65536, (40, 50)).astype(np.uint16)
-    return encoded(Image.fromarray(values), kind)
-
-
 def with_transparency(image, key):
     return encoded(image, "PNG", transparency=key)
 
@@ -152,7 +147,6 @@ MODES = {
     "rgba-webp": encoded(RGBA, "WEBP", lossless=True),
     "cmyk-jpeg": encoded(RGB.convert("CMYK"), "JPEG"),
     "progressive": encoded(RGB, "JPEG", progressive=True),
-    "16-bit-png": sixteen_bit("PNG"),
     "bmp": encoded(RGB, "BMP"),
     "gif": encoded(RGB, "GIF", transparency=3),
     "animated-gif": encoded(RGB, "GIF", save_all=True, append_images=[RGB.rotate(90)]),
@@ -172,6 +166,41 @@ def test_every_mode_becomes_rgb_as_in_the_hf_processor(mode):
         pytest.skip("this transformers drops transparency; newer releases compose it over white, as vtx does")
     wanted = expected(PROCESSORS["clip-odd"], image)
     np.testing.assert_array_equal(ours(PROCESSORS["clip-odd"], load_image(MODES[mode])), wanted)
+
+
+WIDE = np.random.default_rng(1).integers(0, 65536, (40, 50)).astype(np.uint16)
+
+
+@pytest.mark.parametrize("form", ["file", "array", "big-endian", "tiff"])
+def test_grey_of_16_bits_keeps_its_upper_8_as_colour_does(form):
+    content = encoded(Image.fromarray(WIDE), "TIFF" if form == "tiff" else "PNG")
+    sources = {
+        "file": content,
+        "array": Image.fromarray(WIDE),
+        "big-endian": Image.frombytes("I;16B", (50, 40), WIDE.astype(">u2").tobytes()),
+        "tiff": Image.open(io.BytesIO(content)),
+    }
+    result = np.asarray(load_image(sources[form]))
+    np.testing.assert_array_equal(result, np.repeat((WIDE >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
+
+
+def test_the_transparent_grey_of_16_bits_is_one_value_of_65536():
+    values = WIDE.copy()
+    values[0, :3] = 0x1234, 0x1235, 0x1334
+    image = Image.fromarray(values)
+    image.info["transparency"] = 0x1234
+    assert np.asarray(load_image(image))[0, :3, 0].tolist() == [255, 0x12, 0x13]
+
+
+@pytest.mark.parametrize(("mode", "values"), [("I", "32-bit integers"), ("F", "floating-point numbers")])
+def test_values_whose_white_is_unknown_are_refused(mode, values):
+    refused(Image.new(mode, (5, 4), 100), f"values are {values}, whose white is unknown", "uint8")
+
+
+def test_a_png_that_an_older_pillow_opens_as_32_bits_is_read_as_16():
+    opened = Image.fromarray(WIDE.astype(np.int32))
+    opened.format = "PNG"
+    np.testing.assert_array_equal(np.asarray(load_image(opened))[:, :, 0], WIDE >> 8)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ from PIL import Image
 from tests.support.exported import Models
 from tests.support.families.videos import VIDEO_LLAVA
 from tests.support.tiny import random_image
-from tests.support.video_files import FRAMES, RATE, write_video
+from tests.support.video_files import FRAMES, RATE, damage, moving, write_video
 from vtx import cli
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.vision import video as reading
-from vtx.runtime.vision.frame_sampling import FrameSampling, evenly
+from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames, evenly
 from vtx.runtime.vision.limits import MAX_VIDEO_MEMORY
 from vtx.runtime.vision.video import Video, as_video, load_frames
 
@@ -63,14 +65,82 @@ def test_usual_codecs_are_read(tmp_path: Path, codec: str) -> None:
     assert levels(path, 3) == pytest.approx([0, 10, 22], abs=4)
 
 
-def test_a_frame_is_turned_upright(tmp_path: Path) -> None:
-    content = bytearray(write_video(tmp_path / "clip.mp4", frames=3, top=100).read_bytes())
-    at = content.index(b"tkhd") + 4 + 40  # a track's matrix, here of a quarter turn with the clock
-    matrix = (0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
-    content[at : at + 36] = b"".join(number.to_bytes(4, "big", signed=True) for number in matrix)
+QUARTERS = [(1, 0, 0, 1), (0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0)]
+MIRRORED = [(-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)]
+
+
+@pytest.mark.parametrize("matrix", QUARTERS + MIRRORED, ids=str)
+def test_a_frame_is_turned_and_mirrored_upright(tmp_path: Path, matrix: tuple[int, int, int, int]) -> None:
+    """As QuickTime's format states it: a pixel at (x, y) is shown at (a x + c y, b x + d y), and moved into view."""
+    content = bytearray(moving(tmp_path / "clip.mp4", frames=1, every=1))
+    stored = load_frames(Video(bytes(content)), FrameSampling(1), np.asarray)[0]
+    at = content.index(b"tkhd") + 4 + 40
+    a, b, c, d = matrix
+    rows = (a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    content[at : at + 36] = b"".join(number.to_bytes(4, "big", signed=True) for number in rows)
+    y, x = np.indices(stored.shape[:2])
+    right, down = a * x + c * y, b * x + d * y
+    right, down = right - right.min(), down - down.min()
+    wanted = np.zeros((down.max() + 1, right.max() + 1, 3), np.uint8)
+    wanted[down, right] = stored
     (frame,) = load_frames(Video(bytes(content)), FrameSampling(1), np.asarray)
-    assert frame.shape == (64, 48, 3)
-    assert frame[:, :20].mean() < 20 < 80 < frame[:, 28:].mean()
+    np.testing.assert_array_equal(frame, wanted)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "webm"])
+def test_the_length_of_a_video_with_a_variable_rate_is_that_of_its_times(tmp_path: Path, suffix: str) -> None:
+    """Frames come in bursts: as many as the clip has seconds are sampled, from all containers the same."""
+    milliseconds = [0, 33, 66, 100, 133, 2000, 2033, 4000, 6000, 7000, 8000, 8033, 8066, 9000, 10000]
+    path, codec = tmp_path / f"clip.{suffix}", "libvpx-vp9" if suffix == "webm" else "libx264"
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream(codec, rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.codec_context.time_base = stream.time_base = Fraction(1, 1000)
+        for number, time in enumerate(milliseconds):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 15 * number, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    clips = list[SampledFrames]()
+    load_frames(Video(path), FrameSampling(64, a_second=1.0), np.asarray, begun=clips.append)
+    assert len(clips[-1].numbers) == 10
+    assert clips[-1].count / clips[-1].rate == pytest.approx(10, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi"])
+def test_a_steady_rate_is_the_one_that_the_file_states(tmp_path: Path, name: str) -> None:
+    clips = list[SampledFrames]()
+    load_frames(Video(write_video(tmp_path / name)), FrameSampling(2), np.asarray, begun=clips.append)
+    assert clips[-1].rate == RATE
+
+
+def test_times_beyond_the_limit_are_refused_whatever_the_file_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_video(tmp_path / "clip.mkv")
+    content = bytearray(path.read_bytes())
+    at = content.index(b"\x44\x89\x88") + 3  # the duration of the segment, a double
+    struct.pack_into(">d", content, at, 100.0)
+    monkeypatch.setattr(reading, "MAX_VIDEO_SECONDS", 2)
+    with pytest.raises(ImageError, match="takes 3 seconds, the limit is 2"):
+        levels(bytes(content))
+
+
+def test_a_damaged_frame_among_the_sampled_is_refused_and_its_number_is_named(tmp_path: Path) -> None:
+    content = bytearray(moving(tmp_path / "clip.mkv", frames=36, every=12))
+    damage(content, packet=15)
+    assert len(levels(bytes(content), 1)) == 1
+    with pytest.raises(ImageError, match=r"damaged after (15|1[6-9]|2[0-3]) frames \(.+\); copy or save it again"):
+        levels(bytes(content), 12)
+
+
+def test_half_a_jpeg_in_a_video_is_refused(tmp_path: Path) -> None:
+    content = bytearray(_elementary(tmp_path / "clip.avi", (160, 120), noise=True).read_bytes())
+    assert len(levels(bytes(content), 5)) == 5
+    third = [match.start() for match in re.finditer(b"\xff\xd8\xff", content)][2]
+    content[third + 4000 : third + 4002] = b"\xff\xd9"
+    with pytest.raises(ImageError, match="damaged after 2 frames"):
+        levels(bytes(content), 5)
 
 
 def test_content_decides_what_is_a_video(clip: Path, tmp_path: Path) -> None:
@@ -133,13 +203,14 @@ def test_a_video_that_changes_its_size_is_refused(tmp_path: Path) -> None:
         levels(tmp_path / "both.avi", 2)
 
 
-def _elementary(path: Path, size: tuple[int, int]) -> Path:
+def _elementary(path: Path, size: tuple[int, int], *, noise: bool = False) -> Path:
     """A video of five JPEGs."""
     with av.open(str(path), "w") as file:
         stream = file.add_stream("mjpeg", rate=RATE)
         stream.width, stream.height, stream.pix_fmt = *size, "yuvj420p"
         for number in range(5):
-            frame = av.VideoFrame.from_image(Image.new("RGB", size, (number, 0, 0)))
+            image = random_image(number, size) if noise else Image.new("RGB", size, (number, 0, 0))
+            frame = av.VideoFrame.from_image(image)
             file.mux(stream.encode(frame.reformat(format="yuvj420p")))
         file.mux(stream.encode())
     return path

@@ -69,6 +69,34 @@ def expected(model: Model, folder: Path, line: Any) -> list[int]:
     return list(model.open(images).ask(line["question"], 3, ASKING.options, reduce="none").token_ids)
 
 
+def test_a_byte_order_mark_costs_no_line(model: Model, folder: Path) -> None:
+    file = write(folder, *LINES[:2])
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    results, told = run(model, file)
+    assert ([result["id"] for result in results], told) == (["a", "b"], [])
+
+
+def test_a_failed_line_keeps_its_id_whatever_is_wrong_with_it(model: Model, folder: Path) -> None:
+    bad: list[Any] = [
+        {"id": "a", "image": "one.png", "question": ""},
+        {"id": 7, "image": "/etc/passwd", "question": "red?"},
+        {"id": "c", "image": 5, "question": "red?", "more": 1},
+        {"custom_id": "d", "method": "GET", "url": "/v1/chat/completions", "body": {}},
+        {"custom_id": "e", "body": 5},
+    ]
+    results, _ = run(model, write(folder, *bad), replace(ASKING, most_bad=5))
+    assert [result.get("id") for result in results[:3]] == ["a", 7, "c"]
+    assert [result["custom_id"] for result in results[3:]] == ["d", "e"]
+    assert [result["response"]["status_code"] for result in results[3:]] == [400, 400]
+    assert all(result["error"] for result in results)
+
+
+def test_two_lines_with_one_custom_id_are_refused_before_any_work(folder: Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}
+    with pytest.raises(RequestError, match=r"lines 1 and 3 of questions.jsonl have the same custom_id 'a'.*rename"):
+        read_tasks(write(folder, line, line | {"custom_id": "b"}, line | {"body": 5}), None)
+
+
 def test_answers_stand_in_the_order_of_the_questions_with_the_ids_of_fresh_runs(model: Model, folder: Path) -> None:
     results, told = run(model, write(folder, *LINES))
     assert [result["token_ids"] for result in results] == [expected(model, folder, line) for line in LINES]

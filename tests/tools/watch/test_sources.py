@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,13 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.support.clock import Clock
-from tests.support.video_files import write_video
+from tests.support.video_files import damage, moving, write_video
 
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.image import load_image
 from vtx.tools.watch import sources
 from vtx.tools.watch.config import SourceConfig, StandingQuestion, WatchConfig
-from vtx.tools.watch.sources import BAD_PACKETS, FrameSource, Newest, first_frames
+from vtx.tools.watch.sources import BAD_FRAMES, FrameSource, Newest, first_frames
 
 WAIT = 60.0  # seconds for what should happen at once, on a busy machine
 QUESTION = (StandingQuestion("q", "What?"),)
@@ -167,7 +168,7 @@ def test_a_video_whose_clock_jumps_goes_on_at_its_rate(monkeypatch: pytest.Monke
 
     times = [5.0, 6.0, 7.0, 1000.0, 1001.0, 0.0, 1.0, 3.0]
 
-    def play(_: Any, show: Any, stopped: Any, *, slowest: float) -> None:
+    def play(_: Any, show: Any, stopped: Any, *, damaged: Any, slowest: float) -> None:
         for seconds in times:
             show(Image.new("RGB", (4, 4)), seconds)
 
@@ -187,7 +188,7 @@ class Camera:
 
     def __init__(self) -> None:
         self.packets, self.ended = queue.SimpleQueue[Any](), threading.Event()
-        self.streams = SimpleNamespace(video=[SimpleNamespace(codec_context=SimpleNamespace(options={}))])
+        self.streams = SimpleNamespace(video=[SimpleNamespace(codec_context=SimpleNamespace(name="rawvideo"))])
 
     def __enter__(self) -> Camera:
         return self
@@ -198,7 +199,8 @@ class Camera:
     def demux(self, _: Any) -> Iterator[Any]:
         while not self.ended.is_set():
             with suppress(queue.Empty):
-                yield SimpleNamespace(decode=partial(self._decoded, self.packets.get(timeout=0.05)))
+                decode = partial(self._decoded, self.packets.get(timeout=0.05))
+                yield SimpleNamespace(decode=decode, pts=None, is_corrupt=False)
 
     def _decoded(self, packet: Any) -> Any:
         if isinstance(packet, Exception):
@@ -214,11 +216,22 @@ def camera(monkeypatch: pytest.MonkeyPatch) -> Camera:
     return made
 
 
+class Whole:
+    """A frame that needs no other one, as of a decoder."""
+
+    key_frame, is_corrupt, pts, side_data = True, False, None, ()
+
+
+class Decoded(Whole):
+    def __init__(self, frame: Any) -> None:
+        self.to_image = frame.to_image
+
+
 def decoded(level: int, size: tuple[int, int] = (64, 48), format: str = "yuv420p") -> Any:
     import av
 
     picture = np.full((size[1], size[0], 3), level, np.uint8)
-    return av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format=format)
+    return Decoded(av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format=format))
 
 
 def test_a_camera_may_change_size_and_pixel_format_between_frames(camera: Camera) -> None:
@@ -240,16 +253,18 @@ def test_corrupt_packets_and_dropped_frames_are_passed_over_and_too_many_open_th
     damaged = av.error.InvalidDataError(1, "Invalid data found when processing input")
     with reading(camera="/dev/video0") as source:
         camera.packets.put([])  # the first frames are often incomplete
-        for packet in (*[damaged] * (BAD_PACKETS - 1), [], *[damaged] * 3, [decoded(80)]):
+        for packet in (*[damaged] * (BAD_FRAMES - 1), [], [decoded(40)], *[damaged] * 3):
             camera.packets.put(packet)
+        assert np.asarray(source.frame()) == pytest.approx(40, abs=4)
+        camera.packets.put([decoded(80)])
         assert np.asarray(source.frame()) == pytest.approx(80, abs=4)
         assert source.state() == ("open", {})
-        assert source.source.corrupt == BAD_PACKETS + 2
-        for packet in (*[damaged] * BAD_PACKETS, [decoded(120)]):
+        assert source.source.corrupt == BAD_FRAMES + 2
+        for packet in (*[damaged] * BAD_FRAMES, [decoded(120)]):
             camera.packets.put(packet)
         state, more = source.state()
         assert (state, more["retry_s"]) == ("lost", 1)
-        assert more["error"].startswith(f"{BAD_PACKETS} packets in a row cannot be decoded (Invalid data")
+        assert more["error"].startswith(f"{BAD_FRAMES} frames in a row cannot be decoded (Invalid data")
         assert np.asarray(source.frame()) == pytest.approx(120, abs=4)
         assert source.state() == ("open", {})
         camera.ended.set()
@@ -260,7 +275,7 @@ def test_a_decoded_frame_is_converted_for_one_thread_at_a_time(camera: Camera) -
     """The page and the loop may ask for the same one, and the decoder's converter is not made for that."""
     inside, most, all_there = list[None](), list[int](), threading.Barrier(4)
 
-    class Decoded:
+    class Slow(Whole):
         def to_image(self) -> Image.Image:
             inside.append(None)
             time.sleep(0.01)  # time for another thread to come in
@@ -273,7 +288,7 @@ def test_a_decoded_frame_is_converted_for_one_thread_at_a_time(camera: Camera) -
         frame.read()
 
     with reading(camera="/dev/video0") as source:
-        camera.packets.put([Decoded()])
+        camera.packets.put([Slow()])
         assert source.came.wait(WAIT)
         threads = [threading.Thread(target=read, args=(source.newest.last,)) for _ in range(4)]
         for thread in threads:
@@ -285,7 +300,7 @@ def test_a_decoded_frame_is_converted_for_one_thread_at_a_time(camera: Camera) -
 
 
 def test_a_frame_that_cannot_be_converted_is_an_error_of_its_own(camera: Camera) -> None:
-    class Broken:
+    class Broken(Whole):
         def to_image(self) -> Any:
             raise ValueError("no such format")
 
@@ -378,6 +393,88 @@ def test_a_camera_changes_size_and_format_of_pixels_and_sends_broken_frames() ->
     ]  # fmt: skip
     assert shown[-1] == shown[0], "it goes back to the first"
     assert corrupt == 5
+
+
+def test_pictures_cut_off_by_a_camera_are_counted_and_not_shown() -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "jpeg")
+    whole = file.getvalue()
+    half = whole[: len(whole) // 2]
+    sent = [
+        whole,
+        half,
+        whole,
+        whole,
+        half,
+        half + b"\xff\xd9",
+        whole,
+        whole,
+    ]  # the last one is lost with the connection
+    head = b"HTTP/1.0 200 OK\r\nContent-Type: multipart/x-mixed-replace; boundary=next\r\n\r\n"
+    parts = (b"--next\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%s\r\n" % (len(s), s) for s in sent)
+    with sent_once(head, b"".join(parts)) as port:
+        frames, corrupt = all_of(f"http://127.0.0.1:{port}/")
+    assert (len(frames), corrupt) == (4, 3)
+    assert all(np.array_equal(np.asarray(image), np.asarray(frames[0][1])) for _, image in frames)
+
+
+class Snapshots(BaseHTTPRequestHandler):
+    """A camera that answers each request with one picture, brighter each time; the third is cut off."""
+
+    count = 0
+
+    def do_GET(self) -> None:
+        Snapshots.count += 1
+        content = jpeg("RGB", (64, 48), 20 * Snapshots.count)
+        content = content[: len(content) // 2] if Snapshots.count == 5 else content
+        self.send_response(200)
+        self.send_header("Content-Type", "image/jpeg")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_address_of_one_picture_is_asked_again_and_again() -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Snapshots)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    enough, shown = threading.Event(), list[int | str]()
+
+    def put(read: Any) -> None:
+        try:
+            shown.append(round(float(np.asarray(load_image(read())).mean())))
+        except ImageError as e:
+            shown.append(str(e))
+        if len(shown) == 6:
+            enough.set()
+
+    with reading(put=put, stream=f"http://127.0.0.1:{server.server_port}/snap.cgi?ch=1", rate=50) as source:
+        assert source.state() == ("open", {})
+        assert enough.wait(WAIT)
+    server.shutdown()
+    server.server_close()
+    levels = [level for level in shown if isinstance(level, int)]
+    assert len(levels) >= 5
+    assert levels == sorted(set(levels)), "each request gives a new picture"
+    assert [level for level in shown if isinstance(level, str) and "damaged" in level]
+
+
+def test_frames_predicted_from_a_damaged_one_are_counted_and_not_shown(tmp_path: Path) -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    content = bytearray(moving(tmp_path / "clip.mkv", frames=36, every=12))
+    damage(content, packet=15)
+    (tmp_path / "clip.mkv").write_bytes(content)
+    frames = list[Image.Image]()
+    with reading(put=lambda read: frames.append(read()), video=str(tmp_path / "clip.mkv"), speed=10) as source:
+        assert source.state() == ("open", {})
+        assert source.state() == ("ended", {})
+    assert source.source.corrupt == 9, "frames 15 to 23; the key frame is 24"
+    assert len(frames) == 27
 
 
 @pytest.mark.parametrize("codec", ["mpeg2video", "mpeg4"])

@@ -65,7 +65,7 @@ typedef struct vtx_load_options {
                           "tensorrt:1": on the second GPU */
   const char* library; /* the engine's library, a file or a directory; NULL: $VTX_ONNXRUNTIME, $VTX_OPENVINO or
                           $VTX_TENSORRT, then the system's */
-  int32_t threads;     /* to compute with, at most 1024; 0: all cores */
+  int32_t threads;     /* to compute with, at most 1024, of which no more than cores are used; 0: all cores */
   const char*
       fit; /* images of another shape: "crop", "pad", "squash", "released" (tiles); NULL: as in the model's training */
   const char* compute; /* the type of the arithmetic, such as "f32"; NULL: the fastest that kept the answers at export */

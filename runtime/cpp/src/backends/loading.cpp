@@ -169,4 +169,6 @@ int cores() {
   return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
+int threads_of(int wanted) { return wanted > 0 ? std::min(wanted, cores()) : cores(); }
+
 }  // namespace vtxcore

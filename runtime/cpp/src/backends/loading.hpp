@@ -55,4 +55,7 @@ std::string own_directory();
 // Cores that this process may use, which in a container are fewer than the machine has.
 int cores();
 
+// The threads to compute with: as many as `wanted`, 0 for all, at most one a core.
+int threads_of(int wanted);
+
 }  // namespace vtxcore

@@ -61,6 +61,7 @@ class Entry {
   virtual Extras vision_inputs() const { return {}; }
   virtual bool uses_question() const { return false; }
   virtual bool keeps_positions() const { return false; }
+  virtual bool of_uncut() const { return false; }  // it selects from all tokens of whole views, padding included
   // Sums of the tower's tokens that take the place of the image's tokens; none: it merges none.
   virtual std::optional<MergedTokens> merge(const ImageTokens&) const { return std::nullopt; }
   // Indices of the image tokens that enter, in their order there; none: all as they are.

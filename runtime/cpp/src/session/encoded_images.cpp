@@ -23,6 +23,11 @@ ImagePtr enter(ImagePtr tokens, const Policy& policy, const PromptText* question
       made->key = tokens->key;
       tokens = std::move(made);
     }
+    if (entry->of_uncut() && tokens->uncut) {
+      auto whole = std::make_shared<ImageTokens>(*tokens->uncut);
+      whole->key = tokens->key;
+      tokens = std::move(whole);
+    }
     if (std::optional<Ids> selected = entry->select(*tokens, question))
       tokens = tokens->take(*selected, entry->keeps_positions());
   }
@@ -73,6 +78,8 @@ ImagePtr EncodedImages::encode(const PreparedImage& image, const Extras& extras)
   std::vector<const Floats*> given;
   for (const auto& [name, signal] : tokens->patches.signals) given.push_back(&signal);
   for (const auto& [name, rows] : tokens->patches.states) given.push_back(&rows.data);
+  if (tokens->uncut)
+    for (const auto& [name, signal] : tokens->uncut->patches.signals) given.push_back(&signal);
   if (const TowerTokens* tower = tokens->tower.get())
     given.insert(given.end(), {&tower->states.data, &tower->keys.data, &tower->attention});
   for (const Floats* values : given)

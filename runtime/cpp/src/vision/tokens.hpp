@@ -67,6 +67,7 @@ struct ImageTokens {
   mutable std::map<int64_t, std::shared_ptr<const Likeness>> likeness;  // by the first token; -1: of all tokens
   mutable std::string key;
   std::shared_ptr<const TowerTokens> tower;
+  std::shared_ptr<const ImageTokens> uncut;  // of all whole views, where the layout left out padding and a method wants it
   mutable std::pair<std::string, Rows> projected;  // merged tokens that the next question takes again, by who merged them
 
   int64_t positions() const;

@@ -15,11 +15,13 @@ import pytest
 from PIL import Image, ImageFile
 
 from tests.support.gated import WAIT
+from tests.support.png_texts import EXIF_BLOCK, RAW_PROFILE, TEXT_CHUNKS, chunk, with_chunks
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision import image
 from vtx.runtime.vision.files import formats, jpeg
-from vtx.runtime.vision.image import load_image
+from vtx.runtime.vision.image import image_size, load_image
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, KNOWN_FORMATS, MAX_GIF_BLOCKS, MAX_PARTS, MAX_SCANS
+from vtx.runtime.vision.video import container
 
 
 def noise(width: int = 50, height: int = 40, channels: int = 3) -> Image.Image:
@@ -31,10 +33,6 @@ def encoded(picture: Image.Image, kind: str, **options: object) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def chunk(kind: bytes, data: bytes = b"") -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def png(*between: bytes, side: int = 8) -> bytes:
@@ -206,6 +204,29 @@ def test_xmp_turns_a_picture_that_has_no_exif(kind, form):
     assert load_image(encoded(noise(30, 20), kind, xmp=packet, exif=exif)).size == (30, 20)
 
 
+@pytest.mark.parametrize("form", TEXT_CHUNKS)
+def test_a_png_is_turned_by_its_texts_as_pillow_does(form):
+    content = TEXT_CHUNKS[form]
+    assert Image.open(io.BytesIO(content)).getexif()[0x0112] == 6
+    assert load_image(content).size == image_size(content) == (20, 30)
+
+
+def test_an_exif_chunk_comes_before_the_texts():
+    upright = chunk(b"eXIf", EXIF_BLOCK[6:].replace(b"\x06", b"\x01"))
+    raw = chunk(b"tEXt", b"Raw profile type exif\0" + RAW_PROFILE)
+    assert load_image(with_chunks(noise(30, 20), upright, raw)).size == (30, 20)
+
+
+@pytest.mark.parametrize("cut", [1, 8, 25, 40, 60])
+def test_a_damaged_text_leaves_the_picture_as_it_stands(cut):
+    raw, packed = RAW_PROFILE[:cut], zlib.compress(RAW_PROFILE)[:cut]
+    lead = b"Raw profile type exif\0"
+    for content in (png(chunk(b"tEXt", lead + raw)), png(chunk(b"zTXt", lead + b"\0" + packed))):
+        assert load_image(content).size == (8, 8)
+    bomb = zlib.compress(b"\nexif\n 1\n" + bytes(1 << 24))
+    assert load_image(png(chunk(b"zTXt", lead + b"\0" + bomb))).size == (8, 8)
+
+
 def test_a_damaged_exif_block_leaves_the_picture_as_it_stands():
     for block in (b"", b"II", b"MM\0*\xff\xff\xff\xff", b"II*\0\x08\0\0\0\xff\xff" + b"\x12\x01\x03\0", b"hello" * 9):
         content = encoded(noise(30, 20), "JPEG")
@@ -220,3 +241,20 @@ def test_a_hostile_file_costs_little_cpu():
     refused(png(chunk(b"teSt") * 2_000_000), "chunks")
     refused(b"P3 3000 3000 255\n" + b"1 " * 27_000_000, "PPM")
     assert time.thread_time() - start < 8
+
+
+@pytest.mark.parametrize(
+    ("brand", "message"),
+    [
+        (b"heic", "a HEIC image; vtx reads JPEG"),
+        (b"mif1", "a HEIC image"),
+        (b"avif", "a AVIF image"),
+        (b"crx ", "a CR3 image; vtx reads JPEG"),
+        (b"isom", "an MP4 video, not an image; give it as a video, or a frame of it as an image"),
+        (b"qt  ", "an MP4 video"),
+    ],
+)
+def test_files_in_mp4s_container_are_called_what_they_are(brand, message):
+    content = b"\0\0\0\x18ftyp" + brand + bytes(8)
+    refused(content, message)
+    assert (container(content) is None) == ("video" not in message)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.files import source as module
-from vtx.runtime.vision.files.source import bgr
+from vtx.runtime.vision.files.source import bgr, read_data_url
 from vtx.runtime.vision.image import load_image
 
 RGB = np.random.default_rng(3).integers(0, 256, (20, 30, 3), dtype=np.uint8)
@@ -32,6 +32,16 @@ def refused(source: object, match: str) -> None:
         load_image(source)  # type: ignore[arg-type]
     assert ";" in str(caught.value), "the message names no fix"
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\t"])
+def test_base64_may_be_broken_into_lines(end: str) -> None:
+    content = b"\x89PNG" + bytes(range(256))
+    text = base64.b64encode(content).decode()
+    lines = end.join(text[at : at + 76] for at in range(0, len(text), 76)) + end
+    assert read_data_url(f"data:image/png;base64,{lines}", "image", len(content)) == content
+    with pytest.raises(ImageError, match="over 0 MiB, the limit"):
+        read_data_url(f"data:image/png;base64,{lines}", "image", len(content) - 3)
 
 
 def test_an_array_is_rgb_unless_it_is_said_to_be_bgr():

@@ -40,7 +40,7 @@ class OpenvinoBackend : public HostBackend {
                  nullptr, rows_of_a_run(m_.precision, options.compute)} {
     device = "openvino", compute = options.compute, library = openvino_.described();
     kv_slot_bytes = context_.slot_bytes();
-    int threads = options.threads > 0 ? options.threads : cores();
+    int threads = threads_of(options.threads);
     choose_settings(threads);
     std::map<std::string, Floats> tables = read_tables(bundle);
     std::vector<const char*> rotary{names::kCos, names::kSin};

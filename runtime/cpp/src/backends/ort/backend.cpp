@@ -11,7 +11,7 @@ namespace {
 class OrtBackend : public HostBackend {
  public:
   OrtBackend(const Bundle& bundle, const BackendOptions& options)
-      : HostBackend(bundle, "ort"), ort_(options.library), threads_(options.threads > 0 ? options.threads : cores()),
+      : HostBackend(bundle, "ort"), ort_(options.library), threads_(threads_of(options.threads)),
         context_{ort_, m_, {}, {}, nullptr} {
     ort_.check_release(m_.kv_dtype);
     device = "cpu", compute = options.compute;

@@ -8,14 +8,80 @@
 #ifdef VTX_HAS_PNG
 #include <csetjmp>
 #include <png.h>
+#include <zlib.h>
 #endif
 
 namespace vtxcore {
+namespace {
+
+struct Text {
+  std::string_view keyword;
+  std::string content;
+};
+
+// The first bytes of a compressed text; empty if it is damaged.
+std::string inflated([[maybe_unused]] std::string_view text) {
+  std::string out;
+#ifdef VTX_HAS_PNG
+  constexpr size_t kTextBytes = 256 << 10;
+  z_stream stream{};
+  stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));
+  stream.avail_in = static_cast<uInt>(text.size());
+  if (inflateInit(&stream) != Z_OK) return out;
+  out.resize(kTextBytes);
+  stream.next_out = reinterpret_cast<Bytef*>(out.data());
+  stream.avail_out = static_cast<uInt>(out.size());
+  int end = inflate(&stream, Z_SYNC_FLUSH);
+  out.resize(end == Z_OK || end == Z_STREAM_END || end == Z_BUF_ERROR ? stream.total_out : 0);
+  inflateEnd(&stream);
+#endif
+  return out;
+}
+
+// The text of a chunk tEXt, zTXt or iTXt.
+Text read_text(std::string_view type, std::string_view data) {
+  constexpr auto npos = std::string_view::npos;
+  size_t end = data.find('\0');
+  if (end == npos) return {data, ""};
+  std::string_view keyword = data.substr(0, end), text = data.substr(end + 1);
+  bool compressed = type == "zTXt";
+  if (type == "iTXt") {  // the flag, the method, the language and the translated keyword come first
+    compressed = text.substr(0, 1) == std::string_view("\1");
+    text.remove_prefix(std::min<size_t>(2, text.size()));
+    for (int i = 0; i < 2; ++i)
+      if (size_t name = text.find('\0'); name != npos) text.remove_prefix(name + 1);
+  } else if (compressed) {
+    text.remove_prefix(std::min<size_t>(1, text.size()));
+  }
+  return {keyword, compressed ? inflated(text) : std::string(text)};
+}
+
+// The orientation in ImageMagick's form of EXIF: "\nexif\n", a length, and lines of hexadecimal digits.
+std::optional<int> profile_orientation(std::string_view text) {
+  constexpr std::string_view kStart = "\nexif\n", kDigits = "0123456789abcdefABCDEF";
+  if (text.substr(0, kStart.size()) != kStart) return std::nullopt;
+  text.remove_prefix(kStart.size());
+  size_t length = text.find_first_not_of(' '), end = text.find('\n');
+  if (end == std::string_view::npos || length >= end || text.find_first_not_of("0123456789", length) != end)
+    return std::nullopt;
+  std::string block;
+  int digits = 0, value = 0;
+  for (char letter : text.substr(end + 1)) {
+    if (letter == '\n') continue;
+    size_t digit = kDigits.find(letter);
+    if (digit == std::string_view::npos) break;
+    value = value << 4 | static_cast<int>(digit < 16 ? digit : digit - 6);
+    if (++digits % 2 == 0) block += static_cast<char>(value & 255);
+  }
+  return exif_orientation(block);
+}
+
+}  // namespace
 
 Container read_png(std::string_view content, const std::string& name) {
-  constexpr std::string_view kXmp("XML:com.adobe.xmp\0", 18), kPixels("IHDRPLTEtRNSIDATIEND");
+  constexpr std::string_view kPixels("IHDRPLTEtRNSIDATIEND");
   std::string kept(content.substr(0, 8));
-  std::optional<int> exif, xmp;
+  std::optional<int> exif, raw, xmp;
   int64_t parts = 0;
   for (size_t at = 8; at + 8 <= content.size();) {
     if (++parts > names::kMaxParts)
@@ -26,7 +92,11 @@ Container read_png(std::string_view content, const std::string& name) {
     std::string_view whole = content.substr(at, 12 + length);
     if (at == 8 && type != "IHDR") damaged(name, "its header is not its first chunk");
     if (type == "eXIf" && !exif) exif = exif_orientation(data);
-    if (type == "iTXt" && data.substr(0, 18) == kXmp) xmp = xmp_orientation(data);
+    if (type == "tEXt" || type == "zTXt" || type == "iTXt") {
+      Text text = read_text(type, data);
+      if (text.keyword == "XML:com.adobe.xmp") xmp = xmp_orientation(text.content);
+      if (text.keyword == "Raw profile type exif") raw = profile_orientation(text.content);
+    }
     size_t index = kPixels.find(type);
     if (index != std::string_view::npos && index % 4 == 0 && (at == 8 || type != "IHDR")) kept += whole;
     if (type == "IEND") break;
@@ -34,7 +104,9 @@ Container read_png(std::string_view content, const std::string& name) {
   }
   if (content.size() < 24) damaged(name, "it ends too early");
   uint32_t width = big(content, 16, 4), height = big(content, 20, 4);
-  int orientation = exif && *exif ? *exif : xmp && *xmp ? *xmp : 1;
+  int orientation = 1;
+  for (const std::optional<int>& stated : {xmp, raw, exif})
+    if (stated && *stated) orientation = *stated;
   check_size(name, width, height);
   return {Container::png, static_cast<int>(width), static_cast<int>(height), std::move(kept), orientation};
 }
@@ -100,8 +172,6 @@ bool decode(Source& source, int width, int height, std::vector<png_bytep>& rows)
   png_set_read_fn(png, &source, on_read);
   png_set_user_limits(png, static_cast<png_uint_32>(width), static_cast<png_uint_32>(height));
   png_read_info(png, info);
-  if (png_get_bit_depth(png, info) == 16 && !(png_get_color_type(png, info) & PNG_COLOR_MASK_COLOR))
-    png_error(png, "grey of 16 bits; save it with 8");
   png_set_strip_16(png);
   png_set_expand(png);
   png_set_gray_to_rgb(png);

@@ -110,7 +110,7 @@ class Anyres : public TiledLayout {
       for (int64_t column : columns_of) which.push_back(at(row, column));
       if (unpads_) which.push_back(end);
     }
-    auto taken = every->take(which, false);
+    auto taken = with_uncut(every->take(which, false), *every, columns, high / tile_);
     if (across == wide_part && down == high_part) return taken;
     Ids grid;
     for (int64_t row = 0; row < high_part; ++row)
@@ -124,6 +124,18 @@ class Anyres : public TiledLayout {
   }
 
  protected:
+  // The tokens, with those of all whole views, padding included, where a method that wants them was exported.
+  std::shared_ptr<const ImageTokens> with_uncut(std::shared_ptr<const ImageTokens> tokens, const ImageTokens& every,
+                                                int64_t columns, int64_t rows) const {
+    if (every.patches.signals.count(cat(names::kReceived, ".0")) == 0) return tokens;
+    Ids which = count_up(0, static_cast<size_t>(tokens_));
+    for (int64_t y = 0; y < rows * grid_; ++y)
+      for (int64_t x = 0; x < columns * grid_; ++x)
+        which.push_back(tokens_ * (1 + y / grid_ * columns + x / grid_) + y % grid_ * grid_ + x % grid_);
+    auto out = std::make_shared<ImageTokens>(*tokens);
+    out->uncut = every.take(which, false);
+    return out;
+  }
   bool fits(const TowerSpec& tower) const override { return grid_ == tower.grid && TiledLayout::fits(tower); }
   LayoutPtr with_at_most(int64_t max_views) const override {
     std::vector<Size> left;

@@ -1,0 +1,60 @@
+"""Frames that PyAV decodes: which are damaged, and how they are turned."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vtx.runtime.errors import ImageError
+
+_MATRIX = struct.Struct("=9i")  # of a track: x' = a x + c y, y' = b x + d y, in rows of three
+
+
+def decoder_options(codec: str, pixels: int) -> dict[str, str]:
+    """The decoder's options: frames of at most `pixels`, and of JPEGs no half ones, which it would return as whole."""
+    strict = {"err_detect": "explode"} if codec == "mjpeg" else {}
+    return {"max_pixels": str(pixels), **strict}
+
+
+def decoded(packets: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
+    """Each frame of the packets, and the error if it is damaged; no frame for a packet that cannot be decoded.
+
+    Frames are predicted from earlier ones, so that all up to the next key frame are damaged with the first one.
+    """
+    from av import FFmpegError
+
+    damage: Exception | None = None
+    since: int | None = None  # in the stream's time
+    for packet in packets:
+        try:
+            frames = packet.decode()
+        except FFmpegError as error:
+            if isinstance(error, MemoryError):
+                raise
+            damage, since = error, packet.pts
+            yield None, error
+            continue
+        for frame in frames:
+            if frame.is_corrupt or packet.is_corrupt:
+                damage, since = ImageError("a frame is damaged"), frame.pts
+            elif frame.key_frame and (since is None or frame.pts is None or frame.pts >= since):
+                damage = None
+            yield frame, damage
+
+
+def orientation(frame: Any) -> tuple[bool, int]:
+    """Whether a frame is to be mirrored, left to right, and then its quarter turns to the left, 0 to 3."""
+    data = next((bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), b"")
+    if len(data) != _MATRIX.size:
+        return False, 0
+    a, b, _, c, d, *_ = _MATRIX.unpack(data)
+    mirrored = a * d - b * c < 0
+    right = math.atan2(-b, -a) if mirrored else math.atan2(b, a)  # the angle of a row, turned with the clock
+    return mirrored, round(-right / (math.pi / 2)) % 4
+
+
+def fault(error: Exception) -> str:
+    """What is wrong with a frame, in the decoder's words."""
+    return str(getattr(error, "strerror", None) or error)
