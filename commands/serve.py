@@ -9,10 +9,12 @@ import os
 import re
 import signal
 import socket
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -26,6 +28,7 @@ from vtx.tools.common.loading import Loading
 if TYPE_CHECKING:
     from vtx.runtime.api.model import Model
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.server.delivery import Output
     from vtx.runtime.server.engines import Engines
     from vtx.runtime.server.keys import Keys, Tenant
 
@@ -149,7 +152,8 @@ def serve(
         folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit,
         choosers=choosers_of(reports, max_accuracy_drop, folders), verify=verified,
     )  # fmt: skip
-    with listening(host, port) if unix_socket is None else listening_at(unix_socket) as at:
+    with ExitStack() as opening:
+        at = opening.enter_context(listening(host, port) if unix_socket is None else listening_at(unix_socket))
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
             pass
         for card in (engine.model.loaded.card for engine in engines.loaded):
@@ -160,16 +164,20 @@ def serve(
             note(f"warning: no authentication on {host}; set {KEY}")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
         traffic = Traffic()
+        access = opening.enter_context(access_output()) if access_log else None
+        opening.enter_context(queued_stderr())
         app = make_app(
             engines, limits, api_keys=keys, local_hosts=unix_socket is None and is_local(host), image_hosts=hosts,
             watchdog=watchdog, origins=origins, lenient=lenient, traffic=traffic,
-            access=partial(print, flush=True) if access_log else None, access_json=access_log == "json",
+            access=None if access is None else lambda line: access.put(line.encode()), access_json=access_log == "json",
             tracing=tracing,
+            figures=lambda: {} if access is None else {"log_lines_dropped_total": access.dropped + access.failed},
         )  # fmt: skip
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
-            limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FLUSH_SECONDS, timeout_keep_alive=30,
+            log_config=None, limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FLUSH_SECONDS,
+            timeout_keep_alive=30,
         )  # fmt: skip
         if hasattr(signal, "SIGHUP"):
             reloading = partial(reload, engines, keys, api_keys)
@@ -227,8 +235,43 @@ def reload(engines: Engines, keys: Keys, file: Path | None) -> None:
         note(line)
 
 
+@contextmanager
+def access_output() -> Iterator[Output]:
+    """The access log's way to stdout. Raises RequestError if there is no stdout."""
+    from vtx.runtime.server.delivery import Output, writer
+
+    if sys.stdout is None:
+        raise RequestError("--access-log writes to stdout, which is closed; redirect it to a file")
+    output = Output("the access log", writer(sys.stdout.fileno()))
+    try:
+        yield output
+    finally:
+        output.close()
+
+
+@contextmanager
+def queued_stderr() -> Iterator[None]:
+    """Write what is logged to stderr in a thread of its own, so that the server answers although nobody reads it."""
+    from vtx.runtime.server.delivery import Output, QueuedLog, writer
+
+    if sys.stderr is None:
+        yield
+        return
+    output = Output("stderr", writer(sys.stderr.fileno()))
+    handler = QueuedLog(output)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        output.close()
+
+
 def end_now(message: str) -> NoReturn:
-    """End the process, whose threads no longer answer, with the stack of each."""
+    """End the process, whose threads no longer answer, with the stack of each, also if nobody reads stderr."""
+    ending = Timer(FLUSH_SECONDS, os._exit, (1,))
+    ending.daemon = True
+    ending.start()
     faulthandler.dump_traceback()
     note(f"vtx-serve: {message}")
     os._exit(1)

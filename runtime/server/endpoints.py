@@ -180,9 +180,10 @@ class Endpoints:
                 read = partial(
                     read_request, body, self._limits, self._hosts, lenient=self._lenient, translate=endpoint.translate
                 )
-                chat = await asyncio.get_running_loop().run_in_executor(self._readers, read)
-                del read
-                del body
+                try:
+                    chat = await asyncio.get_running_loop().run_in_executor(self._readers, read)
+                finally:
+                    body.clear()
                 seconds = self._limits.seconds if chat.deadline is None else min(self._limits.seconds, chat.deadline)
                 turn = order(started + seconds, seconds, chat.options.priority, urgent=chat.deadline is not None)
                 with self._places.take(turn, receive) as place, self._keys.answering(tenant, chat.n):

@@ -33,9 +33,10 @@ async def read_json_body(
     compressed (415), too large (413), too slow (408) or without room (429); ClientLeft if the client did not send all
     of it.
     """
+    body = bytearray()
 
-    async def read() -> bytearray:
-        body, size, more, room = bytearray(), 0, True, True
+    async def read() -> None:
+        size, more, room = 0, True, True
         while more and size <= 2 * limits.body:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -44,25 +45,29 @@ async def read_json_body(
             size += len(piece)
             room = room and hold(size if size <= limits.body else 0)
             if room and size <= limits.body:
-                body += piece
+                body.extend(piece)
             else:
-                body = bytearray()
+                body.clear()
         if size > limits.body:
             raise Refusal(413, f"the request is over {limits.body:,} bytes, the limit; send fewer or smaller images")
         if not room:
             raise no_room("the bodies of other requests take all memory for them")
-        return body
 
     if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
         raise Refusal(415, "the body must be JSON, with the header Content-Type: application/json")
     if header(scope, b"content-encoding").strip().lower() not in ("", "identity"):
         raise Refusal(415, "the body must not be compressed; send it without the header Content-Encoding")
     try:
-        return await asyncio.wait_for(read(), limits.body_seconds)
+        await asyncio.wait_for(read(), limits.body_seconds)
     except asyncio.TimeoutError as e:
+        body.clear()
         raise Refusal(
             408, f"the request did not arrive within {limits.body_seconds:g} s, the limit; send it faster"
         ) from e
+    except BaseException:
+        body.clear()  # which the traceback would keep
+        raise
+    return body
 
 
 async def until_left(receive: Receive) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from vtx.runtime.backends.allocation import return_freed_memory
 from vtx.runtime.server.http import Receive, Scope, read_json_body
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal, no_room
 
 FREE_BYTES = 64 << 10  # of each body, which count for no limit, so that large bodies hold up no small ones
+LARGE_BYTES = 1 << 20  # in memory, until which the allocator may keep what was freed
 
 
 @dataclass(eq=False, slots=True)
@@ -79,6 +81,8 @@ class Uploads:
         """Its body is no longer in memory."""
         if upload in self._uploads:
             self._uploads.remove(upload)
+            if upload.bytes >= LARGE_BYTES and self.bytes < LARGE_BYTES:
+                asyncio.get_running_loop().call_soon(return_freed_memory)
 
     def _hold(self, upload: Upload, size: int) -> bool:
         """True if there is room for a body of `size` bytes so far."""
